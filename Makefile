@@ -1,0 +1,145 @@
+# Every task of pk.  `make demo` and `make test` set everything up by themselves, in .venv/.
+# They need Python 3.11 or newer, Java 17 and make; the S3 tests also need Go (make test says how).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+# Arguments for pytest or for the tool behind a target: make test-unit ARGS="-k batch -x"
+ARGS ?=
+SEED ?=
+ROUNDS ?= 50
+MINUTES ?= 10
+NAME ?= all
+# S3=required turns "skipped, Go is missing" into a failure (CI).
+S3 ?= optional
+VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
+
+PYTEST := $(PY) -m pytest -q $(ARGS)
+FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
+PLAIN := not s3 and not spark and not chaos and not peer
+
+##@ The main job
+.PHONY: demo
+demo: $(VENV)/.jars ## real data: producer, broker, log, tier and Spark; the counts must agree
+	$(VENV)/bin/pk demo $(ARGS)
+
+##@ Tests
+.PHONY: test
+test: java setup test-unit test-integration test-spark test-s3 test-chaos ## all that CI runs
+	@echo "make test: all suites passed"
+
+.PHONY: test-unit
+test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
+	$(PYTEST) $(FAST) -m "$(PLAIN) and not integration and not sim"
+
+.PHONY: test-integration
+test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
+	$(PYTEST) $(FAST) tests/integration -m "$(PLAIN) and (integration or sim)"
+
+.PHONY: test-spark
+test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
+	$(PYTEST) tests -m "spark and not s3 and not peer and not chaos"
+
+.PHONY: test-s3
+test-s3: $(VENV)/.ready ## the tier on a real S3 server (needs Go)
+	@if [ -x $(VENV)/bin/versitygw ] || command -v versitygw >/dev/null || command -v go >/dev/null; then \
+	  $(MAKE) --no-print-directory s3-server; \
+	  $(PYTEST) tests -m s3; \
+	elif [ "$(S3)" = required ]; then \
+	  echo "error: the S3 tests need Go: apt-get install golang"; exit 1; \
+	else \
+	  echo "S3 tests skipped: they need Go 1.21 or newer (https://go.dev/dl, or apt-get install golang)"; \
+	fi
+
+.PHONY: test-chaos
+test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load
+	$(PYTEST) tests/chaos -m chaos
+
+.PHONY: check
+check: $(VENV)/.ready ## lint, types, layers, generated pages
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy -p pk
+	$(VENV)/bin/codespell src log server client tiering sparkconnector sim docs *.md
+	$(PYTEST) tests/test_tidy.py
+
+##@ Long runs and comparisons
+.PHONY: sim
+sim: $(VENV)/.ready ## one seeded run of the whole cluster in virtual time (SEED=)
+	$(PY) -m pk.sim $(or $(SEED),1) $(ARGS)
+
+.PHONY: chaos
+chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table
+	$(PY) tests/chaos/run.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: soak
+soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory, disk, descriptors
+	$(PY) tests/soak/run.py --minutes $(MINUTES) $(ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.jars ## side by side with Apache Kafka (NAME=produce_columnar, or all)
+	$(PY) -m bench $(NAME) --json $(ARGS)
+
+.PHONY: peer
+peer: $(VENV)/.jars ## the same scenarios on Apache Kafka
+	$(PYTEST) tests/peer -m peer
+
+##@ The house
+.PHONY: help
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} \
+	  /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	  /^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
+
+.PHONY: docs
+docs: $(VENV)/.ready ## docs/settings.md and docs/errors.md from the tables the code runs on
+	$(PY) docs/generate.py
+
+.PHONY: format
+format: $(VENV)/.ready ## sort imports, fix what ruff can fix, format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: proto
+proto: $(VENV)/.ready ## src/pk/wire/pk_pb2.py from proto/pk.proto
+	cd src/pk/wire && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(PY) -m grpc_tools.protoc \
+	  -I../../../proto --python_out=. --mypy_out=. ../../../proto/pk.proto
+
+.PHONY: clean
+clean: ## everything that can be made again, .venv/ included
+	rm -rf $(VENV) build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info spark-warehouse metastore_db derby.log
+
+.PHONY: java
+java:
+	@if [ ! -x "$${JAVA_HOME:-/nonexistent}/bin/java" ] && ! command -v java >/dev/null; then \
+	  echo "error: Java 17 is missing: apt-get install openjdk-17-jre-headless (Debian, Ubuntu)," \
+	    "dnf install java-17-openjdk-headless (Fedora), or set JAVA_HOME"; exit 1; \
+	fi
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "error: pk needs Python 3.11 or newer; $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
+	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[spark,s3,demo,bench,dev]'
+	@touch $@
+
+$(VENV)/.jars: $(VENV)/.ready | java
+	$(PY) -m pk.sparkconnector.jars >/dev/null
+	@touch $@
+
+.PHONY: s3-server
+s3-server: $(VENV)/.ready
+	@if [ ! -x $(VENV)/bin/versitygw ] && ! command -v versitygw >/dev/null; then \
+	  echo "building the S3 server (a few minutes, once)"; \
+	  GOBIN="$(CURDIR)/$(VENV)/bin" GOTOOLCHAIN="$${GOTOOLCHAIN:-auto}" GOFLAGS=-buildvcs=false \
+	    go install $(VERSITYGW); \
+	fi

@@ -1,0 +1,201 @@
+"""Apache Kafka as a `Side`: topics and probes through confluent-kafka, load through Java tools."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from bench import runs
+from bench.kafka.broker import VERSION, KafkaBroker, options, properties
+from bench.kafka.readers import ConsumerReader, ProducerReader, latency_reader
+from bench.sides import PARTITIONS, PROBE_TOPIC, SideFailed
+from bench.values import VALUE_BYTES
+
+WARM_UP = 1_000_000
+_CALL_S = 10.0
+_PRODUCER_PROGRAM = "org.apache.kafka.tools.ProducerPerformance"
+_LATENCY_PROGRAM = "org.apache.kafka.tools.EndToEndLatency"
+_CONSUMER_PROGRAM = "org.apache.kafka.tools.ConsumerPerformance"
+
+
+class KafkaSide:
+    """One Apache Kafka broker and its Java clients."""
+
+    name = "kafka"
+
+    def __init__(self) -> None:
+        self.broker = KafkaBroker()
+        self._admin: Any = None
+        self._folder = Path()
+
+    @property
+    def description(self) -> str:
+        tuned = ", ".join(
+            f"{key}={value}" for key, value in properties("producer.properties").items()
+        )
+        read = ", ".join(
+            f"{key}={value}" for key, value in properties("consumer.properties").items()
+        )
+        heap = " ".join(option for option in options("jvm.options") if option.startswith("-Xm"))
+        return f"Apache Kafka {VERSION}, one KRaft node, {heap}; producer {tuned}; consumer {read}"
+
+    def start(self, folder: Path) -> None:
+        self._folder = folder
+        self.broker.start(folder)
+        self._admin = AdminClient({"bootstrap.servers": self.broker.address, "log_level": 0})
+        self.create_topic(PROBE_TOPIC)
+
+    def stop(self) -> None:
+        self._admin = None
+        self.broker.stop()
+
+    def pids(self) -> list[int]:
+        return self.broker.pids()
+
+    def create_topic(self, topic: str, partitions: int = PARTITIONS) -> None:
+        futures = self._admin.create_topics(
+            [NewTopic(topic, partitions, 1)], operation_timeout=_CALL_S
+        )
+        futures[topic].result(_CALL_S)
+
+    def delete_topic(self, topic: str) -> None:
+        self._admin.delete_topics([topic], operation_timeout=_CALL_S)[topic].result(_CALL_S)
+
+    def probe(self) -> dict[int, int]:
+        known = self._admin.list_topics(PROBE_TOPIC, timeout=_CALL_S).topics[PROBE_TOPIC].partitions
+        if any(known[number].leader < 0 for number in range(PARTITIONS)):
+            raise SideFailed("a partition has no leader")
+        token = uuid.uuid4().bytes
+        offsets: dict[int, int] = {}
+
+        def delivered(error: Any, message: Any) -> None:
+            if error is None:
+                offsets[message.partition()] = message.offset()
+
+        producer = Producer(
+            {
+                "bootstrap.servers": self.broker.address,
+                "acks": "all",
+                "linger.ms": 0,
+                "log_level": 0,
+            }
+        )
+        for number in range(PARTITIONS):
+            producer.produce(PROBE_TOPIC, token, partition=number, on_delivery=delivered)
+        producer.flush(_CALL_S)
+        if len(offsets) < PARTITIONS:
+            raise SideFailed(f"records stored on {sorted(offsets)} only")
+        return self._read_back(offsets, token)
+
+    def _read_back(self, offsets: dict[int, int], token: bytes) -> dict[int, int]:
+        settings = {
+            "bootstrap.servers": self.broker.address,
+            "group.id": "bench-probe",
+            "log_level": 0,
+        }
+        consumer = Consumer({**settings, "enable.auto.commit": False})
+        epochs: dict[int, int] = {}
+        try:
+            consumer.assign(
+                [TopicPartition(PROBE_TOPIC, number, offset) for number, offset in offsets.items()]
+            )
+            for _ in range(20 * PARTITIONS):
+                message: Any = consumer.poll(0.5)
+                if message is not None and message.error() is None and message.value() == token:
+                    epochs[message.partition()] = message.leader_epoch()
+                if len(epochs) == PARTITIONS:
+                    return epochs
+        finally:
+            consumer.close()
+        raise SideFailed(f"records returned from {sorted(epochs)} only")
+
+    def _confluent(self, mode: str, topic: str, records: int, *more: str) -> runs.Sample:
+        command = [sys.executable, "-m", "bench.kafka.confluent_client", mode]
+        command += [
+            "--bootstrap",
+            self.broker.address,
+            "--topic",
+            topic,
+            "--records",
+            str(records),
+            *more,
+        ]
+        return runs.watch([*command, "--warm-up", str(WARM_UP)], runs.read_line, self.pids())
+
+    def produce(
+        self, topic: str, values: Path, records: int, compression: str, mode: str
+    ) -> runs.Sample:
+        """ProducerPerformance, or confluent-kafka's producer, over the same values.
+
+        `mode` fill: a run that is not timed.
+        """
+        if mode == "confluent":
+            more = ("--values", str(values), "--compression", compression)
+            return self._confluent("record", topic, records, *more)
+        settings = {**properties("producer.properties"), "compression.type": compression}
+        pairs = [f"{key}={value}" for key, value in settings.items()]
+        arguments = [
+            "--topic",
+            topic,
+            "--num-records",
+            str(records),
+            "--throughput",
+            "-1",
+            "--payload-file",
+            str(values),
+        ]
+        arguments += ["--producer-props", f"bootstrap.servers={self.broker.address}", *pairs]
+        command = self.broker.command("client.options", _PRODUCER_PROGRAM, *arguments)
+        warm_up = 0 if mode == "fill" else WARM_UP
+        return runs.watch(command, ProducerReader(records, warm_up), self.pids())
+
+    def latency(self, topic: str, records: int) -> runs.Sample:
+        """EndToEndLatency, as it comes: acks=all, values of 100 bytes."""
+        arguments = [self.broker.address, topic, str(records), "all", str(VALUE_BYTES)]
+        command = self.broker.command("client.options", _LATENCY_PROGRAM, *arguments)
+        sample = runs.watch(command, latency_reader, self.pids(), whole_run=True)
+        sample.records = records
+        return sample
+
+    def consume(self, topic: str, records: int, mode: str) -> runs.Sample:
+        """ConsumerPerformance, or confluent-kafka's consumer, from the beginning of the topic."""
+        if mode == "confluent":
+            return self._confluent("records", topic, records, "--partitions", str(PARTITIONS))
+        config = self._folder / "consumer.properties"
+        config.write_text(
+            "".join(f"{key}={value}\n" for key, value in properties("consumer.properties").items())
+        )
+        arguments = [
+            "--bootstrap-server",
+            self.broker.address,
+            "--topic",
+            topic,
+            "--messages",
+            str(records),
+        ]
+        arguments += [
+            "--consumer.config",
+            str(config),
+            "--group",
+            f"bench-{uuid.uuid4().hex}",
+            "--fetch-size",
+            "4194304",
+        ]
+        arguments += [
+            "--show-detailed-stats",
+            "--hide-header",
+            "--reporting-interval",
+            "100",
+            "--timeout",
+            "30000",
+        ]
+        command = self.broker.command("client.options", _CONSUMER_PROGRAM, *arguments)
+        sample = runs.watch(command, ConsumerReader(WARM_UP), self.pids())
+        if sample.figures.pop("seen") < records * 0.8:
+            raise runs.RunFailed(f"ConsumerPerformance ended early: {sample}")
+        return sample

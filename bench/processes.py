@@ -1,0 +1,88 @@
+"""What `/proc` says of processes, and stopping them for a while.
+
+CPU seconds are user + system of the whole process, all threads.  Peak memory is `VmHWM`, which
+`reset_peak` sets back to the present size; for a child that has ended it is `ru_maxrss` of `wait4`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text[text.rindex(")") + 2 :].split()
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """User and system seconds so far; a process that is gone counts nothing."""
+    total = 0
+    for pid in pids:
+        try:
+            fields = _stat(pid)
+        except OSError:
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / _TICKS
+
+
+def reset_peak(pids: Iterable[int]) -> None:
+    """Peak memory counts from here."""
+    for pid in pids:
+        try:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        except OSError:
+            continue
+
+
+def peak_rss_mb(pids: Iterable[int]) -> float:
+    """Sum of the processes' peaks since `reset_peak` (an upper bound of the peak of the sum)."""
+    total = 0
+    for pid in pids:
+        try:
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1])
+        except OSError:
+            continue
+    return total / 1024
+
+
+def children(root: int) -> list[int]:
+    """`root` and all its descendants, parents first."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                parents.setdefault(int(_stat(int(entry))[1]), []).append(int(entry))
+            except OSError:
+                continue
+    found, queue = [], [root]
+    while queue:
+        pid = queue.pop(0)
+        found.append(pid)
+        queue.extend(sorted(parents.get(pid, [])))
+    return found
+
+
+def freeze(pids: Iterable[int]) -> None:
+    """SIGSTOP, parents first, so that a supervisor does not see its children stop."""
+    _signal(pids, signal.SIGSTOP)
+
+
+def thaw(pids: Iterable[int]) -> None:
+    """SIGCONT, children first."""
+    _signal(reversed(list(pids)), signal.SIGCONT)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

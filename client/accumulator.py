@@ -1,0 +1,439 @@
+"""Records on their way to a batch: rows in Arrow columns, split by partition, gathered until full
+or ripe.
+
+A *piece* is a run of rows of one partition with the part of a delivery it answers for.  Pieces of a
+partition are gathered into a `Batch` while it has room and nobody has taken it; a batch may go when
+it is full or its oldest piece has lingered long enough.  While a broker is slow, batches therefore
+grow by themselves.
+
+Invariants
+  A1  pieces leave a partition in the order they came.
+  A2  a batch holds at most `batch_size` bytes, or a single piece; `split_by_size` keeps pieces
+      within it.
+  A3  nothing is done per record: columns are built, hashed, sorted and cut by numpy and Arrow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pk import errors, limits
+from pk.client.futures import Delivery, Part
+from pk.client.partitioner import Sticky, partitions_of
+from pk.log import batch as batches
+from pk.log.columns import HEADER_TYPE, encode
+from pk.log.storage import Buffer
+from pk.types import NONE, PartitionKey
+
+I64 = npt.NDArray[np.int64]
+
+#: What a record is counted for besides its key and value.
+RECORD_OVERHEAD = 16
+#: What a row of a column is counted for besides its bytes: a length.
+COLUMN_OVERHEAD = 4
+#: A batch to which less than 1/8 of its size could be added counts as full.
+FULL_SHARE = 8
+#: From so many items on `pa.array` is worth its first call, which imports pandas where that is
+#: installed (half a second).
+_MANY = 4096
+
+_BINARY = pa.binary()
+_OFFSET = struct.Struct("<i")
+#: Columns of a piece; `timestamp` is there only if rows of it differ.
+ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
+_STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
+    """A `binary` column of Python bytes."""
+    if items is None:
+        return absent(count, _BINARY)
+    if count >= _MANY:
+        return pa.array(items, _BINARY)
+    try:
+        data = b"".join(items)  # type: ignore[arg-type]
+    except TypeError:
+        return pa.array(items, _BINARY)
+    offsets = np.empty(count + 1, np.int32)
+    offsets[0] = 0
+    lengths = np.fromiter(map(len, items), np.int32, count)  # type: ignore[arg-type]
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.Array.from_buffers(
+        _BINARY, count, [None, pa.py_buffer(offsets), pa.py_buffer(data)], 0
+    )
+
+
+def int64_column(numbers: I64) -> pa.Array:
+    """A view of `numbers`; `pa.array` would first import pandas, where that is installed."""
+    whole = np.ascontiguousarray(numbers, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(whole), [None, pa.py_buffer(whole)], 0)
+
+
+_NULLS = {kind: pa.nulls(1 << 16, kind) for kind in (_BINARY, HEADER_TYPE)}
+
+
+def absent(count: int, kind: pa.DataType) -> pa.Array:
+    """All null; a view of a column made once, because nested ones are slow to make."""
+    known = _NULLS.get(kind)
+    return (
+        known.slice(0, count)
+        if known is not None and count <= len(known)
+        else pa.nulls(count, kind)
+    )
+
+
+def rows_of(
+    key: pa.Array, value: pa.Array, headers: pa.Array, stamps: I64 | None
+) -> pa.RecordBatch:
+    if stamps is None:
+        return pa.RecordBatch.from_arrays([key, value, headers], schema=ROWS)
+    return pa.RecordBatch.from_arrays([key, value, headers, int64_column(stamps)], schema=_STAMPED)
+
+
+def normalise(batch: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, pa.Array | None]:
+    """A caller's columns as rows, and its partition column.  Raises `SerializationError`."""
+    names = batch.schema.names
+    unknown = [n for n in names if n not in ("key", "value", "timestamp", "headers", "partition")]
+    if unknown or len(set(names)) != len(names):
+        raise errors.SerializationError(
+            "send_batch takes the columns value, key, timestamp, headers, partition once each, not "
+            f"{', '.join(names)}"
+        )
+    count = batch.num_rows
+
+    def column(name: str, kind: pa.DataType) -> pa.Array:
+        if name not in names:
+            return absent(count, kind)
+        found = batch.column(name)
+        if isinstance(found, pa.DictionaryArray):
+            found = found.dictionary_decode()
+        if found.type == kind:
+            return found
+        try:
+            if kind == _BINARY and not _bytes_like(found.type):
+                raise pa.ArrowInvalid("not bytes or text")
+            return found.cast(kind)
+        except pa.ArrowException as cause:
+            raise errors.SerializationError(
+                f"column {name} holds {found.type}, which is not {kind}: {cause}", column=name
+            ) from cause
+
+    stamps = _stamps(batch.column("timestamp"), now_ms) if "timestamp" in names else None
+    rows = rows_of(
+        column("key", _BINARY), column("value", _BINARY), column("headers", HEADER_TYPE), stamps
+    )
+    partition = column("partition", pa.int32()) if "partition" in names else None
+    return rows, partition
+
+
+def _bytes_like(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_binary(kind)
+        or pa.types.is_large_string(kind) or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_null(kind) or kind in (pa.binary_view(), pa.string_view())
+    )  # fmt: skip
+
+
+def _stamps(column: pa.Array, now_ms: int) -> I64:
+    kind = column.type
+    try:
+        if pa.types.is_timestamp(kind):
+            column = column.cast(pa.timestamp("ms", kind.tz), safe=False).view(pa.int64())
+        elif pa.types.is_integer(kind) or pa.types.is_null(kind):
+            column = column.cast(pa.int64())
+        else:
+            raise pa.ArrowInvalid("neither int64 milliseconds nor a timestamp")
+    except pa.ArrowException as cause:
+        raise errors.SerializationError(
+            f"column timestamp holds {kind}: {cause}", column="timestamp"
+        ) from cause
+    if column.null_count:
+        column = pc.fill_null(column, now_ms)
+    stamps: I64 = column.to_numpy()
+    return stamps
+
+
+def _lengths(array: pa.Array) -> npt.NDArray[np.int32]:
+    """Bytes of each row of a `binary` column; a null counts what its offsets say."""
+    offsets = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
+    return np.subtract(offsets[1:], offsets[:-1])
+
+
+def size_of(rows: pa.RecordBatch) -> int | None:
+    """What all rows are counted for together, from two offsets a column; None if they have headers.
+
+    No numpy here: it lets go of the interpreter for columns of this size, and to get it back from a
+    busy loop thread takes longer than everything else that `send_batch` does.
+    """
+    headers = rows.column("headers")
+    if headers.null_count < len(headers):
+        return None
+    total = 0
+    for name in ("key", "value"):
+        array = rows.column(name)
+        if array.null_count < len(array):
+            offsets = memoryview(array.buffers()[1]).cast("B")
+            first = _OFFSET.unpack_from(offsets, array.offset * 4)[0]
+            last = _OFFSET.unpack_from(offsets, (array.offset + len(array)) * 4)[0]
+            total += last - first + COLUMN_OVERHEAD * len(array)
+    return total or rows.num_rows * COLUMN_OVERHEAD
+
+
+def sizes(rows: pa.RecordBatch) -> I64:
+    """Bytes each row is counted for: as many as its columns take in a batch."""
+    total = np.zeros(rows.num_rows, np.int64)
+    for name in ("key", "value"):
+        array = rows.column(name)
+        if array.null_count < len(array):
+            total += _lengths(array)
+            total += COLUMN_OVERHEAD
+    if not total.any():
+        total += COLUMN_OVERHEAD
+    headers = rows.column("headers")
+    if headers.null_count < len(headers) and len(headers.values):
+        counts = pc.fill_null(pc.list_value_length(headers), 0).to_numpy()
+        items = headers.flatten()
+        each = np.full(len(items), RECORD_OVERHEAD, np.int64)
+        for child in items.flatten():
+            each += pc.fill_null(pc.binary_length(child), 0).to_numpy()
+        ends = np.cumsum(each)
+        bounds = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)])]
+        total += np.diff(bounds)
+    return total
+
+
+# -- partitions ------------------------------------------------------------------------------------
+
+
+def place(
+    rows: pa.RecordBatch,
+    explicit: npt.NDArray[np.int32] | None,
+    partitions: int,
+    sticky: Sticky,
+    available: Sequence[int],
+    size: int,
+) -> int | npt.NDArray[np.int32]:
+    """The partition of every row, or the one of them all.  `explicit`: chosen by the caller, -1 =
+    not.
+
+    Raises `InvalidPartitions` if a chosen one does not exist.
+    """
+    if explicit is not None and len(explicit):
+        low, high = int(explicit.min()), int(explicit.max())
+        if low < NONE or high >= partitions:
+            raise errors.InvalidPartitions(
+                f"partition {low if low < NONE else high} does not exist: there are {partitions}"
+            )
+        if low == high and low != NONE:
+            return low
+    if partitions == 1:
+        return 0
+    keys = rows.column("key")
+    keyless = keys.null_count == len(keys)
+    if keyless and explicit is None:
+        chosen = sticky.current(available)
+        sticky.filled(size)
+        return chosen
+    stuck = NONE
+    if keys.null_count and (explicit is None or NONE in explicit):
+        stuck = sticky.current(available)
+        sticky.filled(size * keys.null_count // len(keys))
+    if keyless:
+        spread = np.full(len(keys), stuck, np.int32)
+    else:
+        spread = partitions_of(keys, partitions, stuck)
+    if explicit is not None:
+        spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
+    return spread
+
+
+def split(
+    rows: pa.RecordBatch, chosen: int | npt.NDArray[np.int32], delivery: Delivery
+) -> list[tuple[int, int, pa.RecordBatch]]:
+    """`(partition, first position, rows)` runs, a partition's rows in their order."""
+    if not isinstance(chosen, int):
+        if chosen.min() == chosen.max():
+            chosen = int(chosen[0])
+        else:
+            order = np.argsort(chosen.astype(np.uint16), kind="stable")  # 16 bits: radix sort
+            inverse = np.empty(len(order), np.int64)
+            inverse[order] = np.arange(len(order))
+            delivery.order, delivery.inverse = order, inverse
+            rows = _take(rows, int64_column(order))
+            ordered = chosen[order]
+            cuts = np.flatnonzero(np.diff(ordered)) + 1
+            starts = [0, *cuts.tolist()]
+            ends = [*cuts.tolist(), len(order)]
+            return [
+                (int(ordered[start]), start, rows.slice(start, end - start))
+                for start, end in zip(starts, ends, strict=True)
+            ]
+    return [(chosen, 0, rows)]
+
+
+def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:
+    """`rows` in another order; columns without values need none."""
+    columns = [
+        column if column.null_count == len(column) else column.take(order)
+        for column in rows.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
+
+
+def batch_limit(batch_size: int, configs: Mapping[str, str]) -> int:
+    """batch_size, or less where max_message_bytes of the topic leaves less room."""
+    known = int(configs.get("max_message_bytes", 0) or 0)
+    return min(batch_size, max(1, known // 2)) if known else batch_size
+
+
+def cuts_by_size(row_sizes: I64, batch_size: int) -> list[int]:
+    """Ends of consecutive runs of at most `batch_size` bytes (a larger row stands alone)."""
+    ends = np.cumsum(row_sizes)
+    cuts: list[int] = []
+    start, count = 0, len(row_sizes)
+    while start < count:
+        base = int(ends[start - 1]) if start else 0
+        end = int(np.searchsorted(ends, base + batch_size, side="right"))
+        end = min(max(end, start + 1), start + limits.BATCH_RECORDS_MAX, count)
+        cuts.append(end)
+        start = end
+    return cuts
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+class Piece:
+    """Rows of one partition and the part that answers for them."""
+
+    __slots__ = ("count", "created_ms", "part", "ready_ms", "rows", "size", "stamp_ms")
+
+    def __init__(
+        self,
+        rows: pa.RecordBatch,
+        size: int,
+        part: Part,
+        stamp_ms: int,
+        created_ms: int,
+        ready_ms: int,
+    ) -> None:
+        self.rows = rows
+        self.size = size
+        self.count = rows.num_rows
+        self.part = part
+        self.stamp_ms = stamp_ms  #: wall clock; the create time of rows without one of their own
+        self.created_ms = created_ms  #: monotonic; counts for delivery_timeout_ms
+        self.ready_ms = ready_ms  #: monotonic; when it has lingered long enough
+
+
+class Batch:
+    """Pieces that travel together; once `sequence` is given its content is fixed."""
+
+    __slots__ = (
+        "count", "created_ms", "encoded", "epoch", "expired", "flight", "key", "number", "pieces",
+        "producer_id", "ready_ms", "sequence", "size", "topic", "unknown",
+    )  # fmt: skip
+
+    def __init__(self, topic: str, key: PartitionKey, piece: Piece) -> None:
+        self.topic = topic
+        self.key = key
+        self.pieces = [piece]
+        self.count = piece.count
+        self.size = piece.size
+        self.created_ms = piece.created_ms
+        self.ready_ms = piece.ready_ms
+        self.producer_id = NONE
+        self.epoch = NONE
+        self.sequence = NONE
+        self.number = 0  #: how many batches of the partition were numbered before it
+        self.flight: int | None = None  #: correlation id of the frame it is in
+        self.unknown = False  #: an earlier attempt may have stored it
+        self.expired = False  #: the caller was told DeliveryTimedOut while it was in flight
+        self.encoded: list[Buffer] | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.count += piece.count
+        self.size += piece.size
+        self.ready_ms = min(self.ready_ms, piece.ready_ms)
+
+    @property
+    def next_sequence(self) -> int:
+        following: int = (self.sequence + self.count) & 0x7FFFFFFF
+        return following  # wraps as Kafka's (KIP-98)
+
+    def encode(self, codec: str, level: int) -> list[Buffer]:
+        """The bytes of this batch under its present producer id, epoch and sequence."""
+        if self.encoded is None:
+            rows, stamp = _joined(self.pieces)
+            self.encoded = encode(
+                rows, codec=codec, level=level, default_timestamp=stamp,
+                producer_id=self.producer_id, producer_epoch=self.epoch,
+                base_sequence=self.sequence,
+            )  # fmt: skip
+            for piece in self.pieces:
+                piece.rows = None  # the bytes stand for them from now on
+            return self.encoded
+        header = batches.read_header(self.encoded[0])
+        mine = (self.producer_id, self.epoch, self.sequence)
+        if (header.producer_id, header.producer_epoch, header.base_sequence) != mine:
+            header = header._replace(
+                producer_id=mine[0], producer_epoch=mine[1], base_sequence=mine[2]
+            )
+            self.encoded = batches.seal(header, self.encoded[1:])
+        return self.encoded
+
+
+def _joined(pieces: list[Piece]) -> tuple[pa.RecordBatch, int]:
+    """The rows of all pieces and the create time of those without one."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first.rows, first.stamp_ms
+    if all(p.rows.num_columns == 3 and p.stamp_ms == first.stamp_ms for p in pieces):
+        return pa.concat_batches([p.rows for p in pieces]), first.stamp_ms
+    stamped = [
+        p.rows
+        if p.rows.num_columns > 3
+        else p.rows.append_column("timestamp", int64_column(np.full(p.count, p.stamp_ms, np.int64)))
+        for p in pieces
+    ]
+    return pa.concat_batches(stamped), first.stamp_ms
+
+
+class Waiting:
+    """The batches of one partition that have no sequence yet."""
+
+    __slots__ = ("batch_size", "batches")
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches: deque[Batch] = deque()
+
+    def add(self, topic: str, key: PartitionKey, piece: Piece) -> None:
+        if self.batches:
+            last = self.batches[-1]
+            room = last.size + piece.size <= self.batch_size
+            if room and last.count + piece.count <= limits.BATCH_RECORDS_MAX:
+                last.add(piece)
+                return
+        self.batches.append(Batch(topic, key, piece))
+
+    def ready_ms(self) -> int | None:
+        """When the first batch may go; 0 = it is full."""
+        if not self.batches:
+            return None
+        first = self.batches[0]
+        full = (
+            len(self.batches) > 1 or first.size >= self.batch_size - self.batch_size // FULL_SHARE
+        )
+        return 0 if full else first.ready_ms

@@ -1,0 +1,482 @@
+"""Administration: topics, settings, offsets, the tier.
+
+Every call blocks for at most `timeout_s` and raises the typed error of the first thing that went
+wrong.  Setting names may be Kafka's (`retention.ms`).  An admin client is safe to share between
+threads and does not survive a fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from pk import errors, settings
+from pk.client import connection
+from pk.client.cluster import Cluster
+from pk.client.offsets import ISOLATION, lookup_offsets
+from pk.client.options import bootstrap_of
+from pk.types import NONE, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+T = TypeVar("T")
+
+_LOOP_SLACK_S = 5.0
+TIMEOUT_S = 60.0
+
+#: `list_offsets` by word; a number is a time in ms.
+SPECIAL_OFFSETS = {
+    "latest": -1, "earliest": -2, "max_timestamp": -3, "earliest_local": -4, "tiered_end": -5,
+}  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True)
+class NewTopic:
+    """A topic to create; `partitions=0` takes the server's default."""
+
+    name: str
+    partitions: int = 0
+    configs: Mapping[str, Any] = field(default_factory=dict)
+    replication_factor: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class TopicResult:
+    """What was done about one topic; `note` is for people (where its table stays, …)."""
+
+    name: str
+    topic_id: str
+    note: str = ""
+    error: errors.PkError | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class TopicListing:
+    """One line of `list_topics`."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    internal: bool
+
+
+@dataclass(slots=True, frozen=True)
+class PartitionDescription:
+    """Where the log of a partition stands: log_start <= local_log_start, LSO <= HW <= log_end."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    leader: int
+    leader_epoch: int
+    replicas: tuple[int, ...]
+    isr: tuple[int, ...]
+    log_start: int
+    local_log_start: int
+    tiered_end: int
+    last_stable_offset: int
+    high_watermark: int
+    log_end: int
+    local_bytes: int
+    tier_bytes: int
+    segments: int
+    directory: str
+    error: errors.PkError | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on local disk."""
+        return self.local_bytes
+
+
+@dataclass(slots=True, frozen=True)
+class ConfigEntry:
+    """One setting of a resource; `source` says who set it (topic, server, default)."""
+
+    name: str
+    value: str
+    source: str
+    read_only: bool = False
+    doc: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class TierPartition:
+    """What the topic's table holds of a partition: offsets `[start, end)`."""
+
+    partition: int
+    start: int
+    end: int
+    epoch: int
+    claim: int
+    rows: int
+    sum: int
+    removed: int
+    files: int
+    bytes: int
+    lag: int
+
+
+@dataclass(slots=True, frozen=True)
+class TierDescription:
+    """The Delta table behind a topic."""
+
+    topic: str
+    topic_id: str
+    uri: str
+    version: int
+    status: str
+    partitions: tuple[TierPartition, ...]
+    storage_options: Mapping[str, str]
+    problem: errors.PkError | None = None
+
+
+class AdminClient:
+    """Administers a cluster."""
+
+    def __init__(
+        self,
+        bootstrap: str | Iterable[str] | None = None,
+        *,
+        request_timeout_ms: int = 30_000,
+        client_id: str = "",
+        **options: Any,
+    ) -> None:
+        bootstrap = bootstrap_of(bootstrap, options)
+        if options:
+            raise errors.InvalidOption(
+                f"unknown admin option {next(iter(options))!r}; there are bootstrap, "
+                "request_timeout_ms and client_id",
+                option=next(iter(options)),
+            )
+        self._closed = False
+        self._thread = connection.acquire()
+        try:
+            self._cluster = Cluster(
+                self._thread.world,
+                bootstrap,
+                client_id=client_id,
+                request_timeout_ms=settings.CONSUMER.by_name["request_timeout_ms"].parse(
+                    request_timeout_ms
+                ),
+            )
+        except BaseException:
+            connection.release(self._thread)
+            raise
+        connection.close_at_exit(self, self.close)
+
+    # -- topics ------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int = 0,
+        configs: Mapping[str, Any] | None = None,
+        *,
+        replication_factor: int = 0,
+        validate_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> TopicResult:
+        """Create one topic; raises what stands in the way."""
+        new = NewTopic(name, partitions, configs or {}, replication_factor)
+        return _one(self.create_topics([new], validate_only=validate_only, timeout_s=timeout_s))
+
+    def create_topics(
+        self,
+        topics: Iterable[NewTopic],
+        *,
+        validate_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[TopicResult]:
+        """Create topics, each by itself: look at each result's `error`."""
+        request = wire.CreateTopicsRequest(validate_only=validate_only)
+        for topic in topics:
+            request.topics.add(
+                name=topic.name, partitions=topic.partitions,
+                replication_factor=topic.replication_factor, configs=_settings_of(topic.configs),
+            )  # fmt: skip
+        return _results(self._ask(request, wire.CreateTopicsReply, timeout_s).results)
+
+    def delete_topic(
+        self, name: str, *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> TopicResult:
+        """Delete one topic.  Its table stays (`note` says where) unless `purge_tier`."""
+        return _one(self.delete_topics([name], purge_tier=purge_tier, timeout_s=timeout_s))
+
+    def delete_topics(
+        self, names: Iterable[str], *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> list[TopicResult]:
+        """Delete topics, each by itself: look at each result's `error`."""
+        request = wire.DeleteTopicsRequest(names=list(names), purge_tier=purge_tier)
+        return _results(self._ask(request, wire.DeleteTopicsReply, timeout_s).results)
+
+    def create_partitions(
+        self, topic: str, total: int, *, timeout_s: float = TIMEOUT_S
+    ) -> TopicResult:
+        """Grow a topic to `total` partitions; from then on keys may go elsewhere (see `note`)."""
+        request = wire.CreatePartitionsRequest()
+        request.topics.add(name=topic, total_count=total)
+        return _one(_results(self._ask(request, wire.CreatePartitionsReply, timeout_s).results))
+
+    def list_topics(
+        self, *, internal: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> list[TopicListing]:
+        """All topics, by name."""
+        reply = self._ask(wire.MetadataRequest(), wire.MetadataReply, timeout_s)
+        found = [
+            TopicListing(t.name, t.topic_id, len(t.partitions), t.internal)
+            for t in reply.topics
+            if not t.HasField("error") and (internal or not t.internal)
+        ]
+        return sorted(found, key=lambda topic: topic.name)
+
+    def describe_topics(
+        self, names: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> list[PartitionDescription]:
+        """Every partition of these topics (None = all), by topic and partition.
+
+        Raises `UnknownTopicOrPartition` for a name that no topic has.
+        """
+        wanted = None if names is None else [names] if isinstance(names, str) else list(names)
+        if wanted is not None and not wanted:
+            return []
+        request = wire.DescribePartitionsRequest(topics=wanted or [])
+        reply = self._ask(request, wire.DescribePartitionsReply, timeout_s)
+        found = sorted(
+            (_description(s) for s in reply.partitions), key=lambda p: (p.topic, p.partition)
+        )
+        for each in found:
+            if each.error is not None and isinstance(each.error, errors.UnknownTopicOrPartition):
+                raise each.error
+        missing = [n for n in wanted or () if all(p.topic != n for p in found)]
+        if missing:
+            raise errors.UnknownTopicOrPartition(f"topic {missing[0]} does not exist")
+        return found
+
+    # -- settings ----------------------------------------------------------------------------------
+
+    def describe_configs(
+        self, name: str, *, resource: str = "topic", timeout_s: float = TIMEOUT_S
+    ) -> list[ConfigEntry]:
+        """All settings of a topic (or `resource="broker"`, name "" = the cluster's defaults)."""
+        request = wire.DescribeConfigsRequest()
+        request.resources.add(type=resource, name=name)
+        result = self._ask(request, wire.DescribeConfigsReply, timeout_s).results[0]
+        if result.HasField("error"):
+            raise frames.raise_error(result.error)
+        return [ConfigEntry(e.name, e.value, e.source, e.read_only, e.doc) for e in result.entries]
+
+    def alter_configs(
+        self,
+        name: str,
+        set: Mapping[str, Any] | None = None,
+        unset: Iterable[str] = (),
+        *,
+        resource: str = "topic",
+        validate_only: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Change settings of a topic; those not named stay as they are."""
+        request = wire.AlterConfigsRequest(validate_only=validate_only)
+        change = request.changes.add(
+            set=_settings_of(set or {}), unset=[_dotless(n) for n in unset]
+        )
+        change.resource.type, change.resource.name = resource, name
+        result = self._ask(request, wire.AlterConfigsReply, timeout_s).results[0]
+        if result.HasField("error"):
+            raise frames.raise_error(result.error)
+
+    # -- offsets -----------------------------------------------------------------------------------
+
+    def list_offsets(
+        self,
+        partitions: Mapping[TopicPartition, str | int],
+        *,
+        isolation_level: str = "read_committed",
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[TopicPartition, tuple[int, int]]:
+        """`(offset, timestamp)` by word (SPECIAL_OFFSETS) or by time in ms."""
+        wanted: dict[TopicPartition, int] = {}
+        for place, spec in partitions.items():
+            number = SPECIAL_OFFSETS.get(spec, NONE - 100) if isinstance(spec, str) else int(spec)
+            if number < -5:
+                raise errors.InvalidOption(
+                    f"offset {spec!r} is none of {', '.join(SPECIAL_OFFSETS)} or a time"
+                )
+            wanted[TopicPartition(*place)] = number
+        isolation = ISOLATION.get(isolation_level)
+        if isolation is None:
+            raise errors.InvalidOption(
+                f"isolation_level {isolation_level!r} is none of {', '.join(ISOLATION)}"
+            )
+        timeout_ms = int(timeout_s * 1000)
+        work = lookup_offsets(self._cluster, wanted, wanted, isolation, timeout_ms)
+        return self._run(work, timeout_s)
+
+    def offsets(
+        self, topic: str, spec: str | int = "latest", *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, int]:
+        """One offset of each partition of a topic: `list_offsets` for all of them."""
+        found = self._run(self._cluster.topic(topic, int(timeout_s * 1000)), timeout_s)
+        places = {TopicPartition(topic, p): spec for p in range(found.partitions)}
+        return {
+            place: at[0] for place, at in self.list_offsets(places, timeout_s=timeout_s).items()
+        }
+
+    def delete_records(
+        self, before: Mapping[TopicPartition, int], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, int]:
+        """Remove all records below an offset (-1 = all); returns each new log_start."""
+        wanted = {TopicPartition(*place): offset for place, offset in before.items()}
+        return self._run(self._delete_records(wanted, int(timeout_s * 1000)), timeout_s)
+
+    async def _delete_records(
+        self, wanted: dict[TopicPartition, int], timeout_ms: int
+    ) -> dict[TopicPartition, int]:
+        cluster, found = self._cluster, dict[TopicPartition, int]()
+        for name in dict.fromkeys(place.topic for place in wanted):
+            await cluster.topic(name, timeout_ms)
+
+        async def attempt(one_ms: int) -> None:
+            for place, offset in wanted.items():
+                if place in found:
+                    continue
+                key = cluster.metadata.key(place)
+                leader = cluster.metadata.leader(key)
+                if leader is None:
+                    cluster.want_metadata()
+                    raise errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+                request = wire.DeleteRecordsRequest()
+                request.items.add(
+                    topic_id=key.topic_id, partition=key.partition, before_offset=offset
+                )
+                reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
+                if reply.results[0].HasField("error"):
+                    cluster.want_metadata()
+                    raise frames.raise_error(reply.results[0].error)
+                found[place] = reply.results[0].log_start
+
+        await cluster.retrying(attempt, timeout_ms)
+        return found
+
+    # -- the tier ----------------------------------------------------------------------------------
+
+    def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
+        """The table behind a topic and what it holds."""
+        reply = self._ask(wire.DescribeTierRequest(topic=topic), wire.DescribeTierReply, timeout_s)
+        partitions = [
+            TierPartition(
+                p.partition,
+                p.start,
+                p.end,
+                p.epoch,
+                p.claim,
+                p.rows,
+                p.sum,
+                p.removed,
+                p.files,
+                p.bytes,
+                p.lag,
+            )
+            for p in reply.partitions
+        ]
+        return TierDescription(
+            reply.topic, reply.topic_id, reply.uri, reply.version, reply.status,
+            tuple(sorted(partitions, key=lambda p: p.partition)), dict(reply.storage_options),
+            frames.raise_error(reply.problem) if reply.HasField("problem") else None,
+        )  # fmt: skip
+
+    # -- plumbing ----------------------------------------------------------------------------------
+
+    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
+        cluster = self._cluster
+
+        async def attempt(one_ms: int) -> Message:
+            if not cluster.metadata.generation:
+                cluster.start()  # know the brokers, so that one that moved is still found
+            return await cluster.call_any(request, timeout_ms=one_ms)
+
+        # A broker answers for the whole cluster, its own writes included: no use in asking again.
+        unknown = errors.UnknownTopicOrPartition
+        work = cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
+        reply = self._run(work, timeout_s)
+        if not isinstance(reply, kind):
+            raise errors.InternalError(f"{type(reply).__name__} answers {request.DESCRIPTOR.name}")
+        return reply
+
+    def _run(self, work: Awaitable[T], timeout_s: float) -> T:
+        async def run() -> T:
+            return await work
+
+        if self._closed:
+            getattr(work, "close", lambda: None)()
+            raise errors.ClosedError("the admin client was closed")
+        return self._thread.run(run(), timeout_s + _LOOP_SLACK_S)
+
+    def close(self) -> None:
+        """Disconnect.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        connection.closed(self)
+        try:
+            self._thread.run(self._cluster.close(), _LOOP_SLACK_S)
+        finally:
+            connection.release(self._thread)
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _dotless(name: str) -> str:
+    return settings.TOPIC.canonical(name) if "." in name or "-" in name else name
+
+
+def _settings_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """Names in pk's spelling, values as text; the controller judges both."""
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        key = _dotless(name)
+        if key in found:
+            raise errors.InvalidConfig(f"topic setting {key} is given twice", option=key)
+        found[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found
+
+
+def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:
+    return [
+        TopicResult(
+            r.name, r.topic_id, r.note, frames.raise_error(r.error) if r.HasField("error") else None
+        )
+        for r in results
+    ]
+
+
+def _one(results: list[TopicResult]) -> TopicResult:
+    if len(results) != 1:
+        raise errors.InternalError(f"{len(results)} results for one topic")
+    if results[0].error is not None:
+        raise results[0].error
+    return results[0]
+
+
+def _description(state: wire.PartitionState) -> PartitionDescription:
+    return PartitionDescription(
+        state.topic, state.topic_id, state.partition, state.leader, state.leader_epoch,
+        tuple(state.replicas), tuple(state.isr), state.log_start, state.local_log_start,
+        state.tiered_end, state.last_stable_offset, state.high_watermark, state.log_end,
+        state.local_bytes, state.tier_bytes, state.segments, state.directory,
+        frames.raise_error(state.error) if state.HasField("error") else None,
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""The thread under the synchronous clients: one event loop per process, shared by all of them (rule
+P3).
+
+A client holds the loop while it is open; the thread ends with the last client.  Forking a process
+that has open clients is not supported: the child has no loop thread, and its clients say so; open
+clients in the child, or use spawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import random
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from pk import errors
+from pk.clock import SystemClock
+from pk.wire.grpc_network import GrpcNetwork
+from pk.world import World
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+_FAREWELL_S = 2.5
+
+
+class LoopThread:
+    """The loop, its thread, and the world its clients live in."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.users = 0
+        self.loop = asyncio.new_event_loop()
+        self.world = World(
+            clock=SystemClock(),
+            network=GrpcNetwork(),
+            rng=random.Random(),
+            new_id=lambda: str(uuid.UUID(bytes=os.urandom(16), version=4)),
+        )
+        self._encoder: concurrent.futures.ThreadPoolExecutor | None = None
+        self.thread = threading.Thread(target=self._run, name="pk-client", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            # Closed streams first say what was sent to them; whatever else is left has no owner.
+            for grace_s in (_FAREWELL_S, 1.0):
+                tasks = asyncio.all_tasks(self.loop)
+                if tasks:
+                    self.loop.run_until_complete(asyncio.wait(tasks, timeout=grace_s))
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for it; Ctrl-C cancels it."""
+        if self.pid != os.getpid():
+            work.close()
+            raise errors.UnsupportedFeature(
+                "this client was opened before a fork; open it in the child process"
+            )
+        if threading.current_thread() is self.thread:
+            work.close()
+            raise errors.InvalidRequest(
+                "a delivery callback must not block: it runs on the sending thread"
+            )
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout_s)
+        except (KeyboardInterrupt, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise
+
+    async def compute(self, work: Callable[[], Any]) -> Any:
+        """CPU-bound work on one other thread, one piece at a time."""
+        if self._encoder is None:
+            self._encoder = concurrent.futures.ThreadPoolExecutor(1, "pk-encode")
+        return await self.loop.run_in_executor(self._encoder, work)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_JOIN_S)
+        if self._encoder is not None:
+            self._encoder.shutdown(wait=False)
+
+
+_lock = threading.Lock()
+_shared: LoopThread | None = None
+_open: dict[int, Callable[[], None]] = {}
+
+
+def acquire() -> LoopThread:
+    """The shared loop thread, started if need be; `release` it once."""
+    global _shared
+    with _lock:
+        if _shared is None or _shared.pid != os.getpid() or not _shared.thread.is_alive():
+            _shared = LoopThread()
+        _shared.users += 1
+        return _shared
+
+
+def release(held: LoopThread) -> None:
+    """Give the loop back; the last user ends it (after streams had a moment to say goodbye)."""
+    global _shared
+    with _lock:
+        held.users -= 1
+        if held.users or held.pid != os.getpid():
+            return
+        if _shared is held:
+            _shared = None
+    held.stop()
+
+
+def close_at_exit(client: object, close: Callable[[], None]) -> None:
+    """A client that nobody closed is closed when the interpreter ends."""
+    _open[id(client)] = close
+
+
+def closed(client: object) -> None:
+    _open.pop(id(client), None)
+
+
+@atexit.register
+def _close_all() -> None:
+    for close in list(_open.values()):
+        try:
+            close()
+        except Exception:  # the process ends anyway
+            continue
+
+
+async def first(work: Awaitable[T], timeout_ms: float, what: str) -> T:
+    """`work` within `timeout_ms`.  Raises `RequestTimedOut`."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            return await work
+    except TimeoutError:
+        raise errors.RequestTimedOut(f"{what}: not within {timeout_ms:g} ms") from None

@@ -1,0 +1,397 @@
+"""The consumer's loop: steps the fetcher, speaks the fetch streams, looks offsets up.
+
+World-generic; `pk.client.consumer` is the thread-safe façade over it.  What arrives is left in
+`ready`, what must be raised in `problems`; `on_ready` is called when either grew.
+
+Invariants
+  E1  the machine is stepped on the loop only; effects are performed in the order they came.
+  E2  what is in `ready` is bounded by the credit that was granted (F2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from pk import errors
+from pk.client.cluster import UNKNOWN_TOPIC_MS, Cluster, given_up
+from pk.client.fetched import rows_of
+from pk.client.fetcher import Fetcher
+from pk.client.fetcher_events import (
+    Arrived,
+    Ask,
+    Assign,
+    Broken,
+    Consumed,
+    Event,
+    Fetched,
+    FetcherOptions,
+    OffsetFound,
+    OffsetWanted,
+    Wake,
+)
+from pk.client.offsets import EARLIEST, ISOLATION, lookup_offsets
+from pk.effects import Effect, Publish, Send, SetTimer
+from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of, open_stream
+from pk.world import Disconnected, Stream, StreamKind, World
+
+_log = logging.getLogger("pk.client")
+
+
+class FetchEngine:
+    """One consumer.  `options` are resolved (settings.CONSUMER)."""
+
+    def __init__(self, world: World, cluster: Cluster, options: Mapping[str, Any]) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.options = options
+        self.isolation = ISOLATION[options["isolation_level"]]
+        self.ready: deque[Fetched] = deque()
+        self.problems: deque[errors.PkError] = deque()
+        self.moved: dict[TopicPartition, int | None] = {}  #: positions the machine found or changed
+        self.on_ready: Callable[[], None] = lambda: None
+        self.fetcher = Fetcher(
+            FetcherOptions(
+                auto_offset_reset=options["auto_offset_reset"],
+                buffer_bytes=options["fetch_buffer_bytes"],
+                retry_backoff_ms=options["retry_backoff_ms"],
+                retry_backoff_max_ms=options["retry_backoff_max_ms"],
+                complain_ms=options["request_timeout_ms"],
+            ),
+            cluster.metadata,
+            world.rng,
+        )
+        self._names: list[str] | None = None  #: subscribed topics
+        self._pattern: re.Pattern[str] | None = None
+        self._known: dict[str, int] | None = None  #: topic → partitions taken; None = not begun
+        self._unknown_ms: dict[str, int] = {}
+        self._sessions: dict[int, _FetchLink] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._closed = False
+        cluster.on_change.append(self._on_metadata)
+
+    # -- what the façade calls, on the loop --------------------------------------------------------
+
+    def assign(self, places: Iterable[TopicPartition]) -> None:
+        """Exactly these partitions."""
+        self._names = self._pattern = self._known = None
+        wanted = dict.fromkeys(places)
+        self.cluster.watch_topics(dict.fromkeys(place.topic for place in wanted))
+        self.cluster.start()
+        self.step(Assign(dict(wanted)))
+
+    def subscribe(self, names: Sequence[str] | None, pattern: re.Pattern[str] | None) -> None:
+        """All partitions of these topics, or of the topics that match; new ones too."""
+        self._names = list(names) if names is not None else None
+        self._pattern = pattern
+        self._known = None
+        self._unknown_ms = {}
+        self.step(Assign({}))
+        self.cluster.watch_topics(None if pattern is not None else names)
+        self.cluster.start()
+        if self._names is not None and all(
+            name in self.cluster.metadata.topics for name in self._names
+        ):
+            self._on_metadata()
+        else:
+            self.cluster.want_metadata()
+
+    def _on_metadata(self) -> None:
+        if self._names is not None or self._pattern is not None:
+            self._take_partitions()
+        self.step(Wake())
+
+    def _take_partitions(self) -> None:
+        """Subscribed partitions: those there at first by policy, later ones from the beginning."""
+        metadata = self.cluster.metadata
+        names = self._names
+        if self._pattern is not None:
+            if not metadata.complete:
+                return  # that was not yet the answer about all topics
+            names = metadata.matching(self._pattern)
+        first = self._known is None
+        known = dict(self._known or {})
+        places: dict[TopicPartition, int | None] = {}
+        for name in names or ():
+            topic = metadata.topics.get(name)
+            if topic is None:
+                if name in metadata.problems:
+                    known[name] = 0
+                    self._missing(name)
+                continue
+            self._unknown_ms.pop(name, None)
+            at_first = topic.partitions if first or self._pattern is None else 0
+            before = known.get(name, at_first)
+            for partition in range(topic.partitions):
+                start = None if partition < before else EARLIEST
+                places[TopicPartition(name, partition)] = start
+            known[name] = topic.partitions
+        for name in [name for name in known if name not in metadata.topics]:
+            known[name] = 0  # should it come back, it is another log
+        self._known = known
+        if set(places) != set(self.fetcher.assignment):
+            self.step(Assign(places))
+
+    def _missing(self, name: str) -> None:
+        """A subscribed topic that does not exist: said once, after metadata had time to travel."""
+        now_ms = self.world.clock.monotonic_ms()
+        since = self._unknown_ms.setdefault(name, now_ms)
+        if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
+            self._unknown_ms[name] = NONE
+            self._raise(given_up(self.cluster.metadata.problems[name]))
+        self._spawn(self._look_again())
+
+    async def _look_again(self) -> None:
+        await self.world.clock.sleep_ms(500)
+        self.cluster.want_metadata()
+
+    async def offsets(
+        self,
+        places: Iterable[TopicPartition],
+        timestamps: Mapping[TopicPartition, int],
+        timeout_ms: int,
+    ) -> dict[TopicPartition, tuple[int, int]]:
+        """`(offset, timestamp)` by time or special value (LATEST …), from each partition's
+        leader.
+        """
+        return await lookup_offsets(self.cluster, places, timestamps, self.isolation, timeout_ms)
+
+    def decoded(self, fetched: Fetched) -> Iterator[tuple[int, pa.RecordBatch | None]]:
+        """`(next position, rows or None)` of each batch; CPU-bound, safe in any thread."""
+        options = self.options
+        return rows_of(
+            fetched,
+            committed=bool(self.isolation),
+            check_crcs=options["check_crcs"],
+            decoded_bytes_max=options["decoded_bytes_max"],
+        )
+
+    def drain(self) -> list[tuple[TopicPartition, pa.RecordBatch]]:
+        """Everything that is ready, decoded; raises what must be told.  For callers on the loop."""
+        if self.problems:
+            raise self.problems.popleft()
+        found = []
+        while self.ready:
+            fetched = self.ready.popleft()
+            if self.fetcher.position_id(fetched.place) == fetched.position_id:
+                found += [
+                    (fetched.place, rows) for _, rows in self.decoded(fetched) if rows is not None
+                ]
+            self.step(Consumed(fetched.node, len(fetched.payload)))
+        return found
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self._sessions.values()):
+            await link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await self.cluster.close()
+
+    # -- the machine -------------------------------------------------------------------------------
+
+    def step(self, event: Event) -> None:
+        if self._closed:
+            return
+        for effect in self.fetcher.step(event, self.world.clock.monotonic_ms()):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            link = self._sessions.get(effect.peer)
+            if link is None or link.ended:
+                link = self._sessions[effect.peer] = _FetchLink(self, effect.peer)
+            link.put(effect.message)
+        elif isinstance(effect, SetTimer):
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if effect.at_ms is not None:
+                wait = max(0, effect.at_ms - self.world.clock.monotonic_ms()) / 1000
+                self._timer = asyncio.get_running_loop().call_later(wait, self.step, Wake())
+        elif isinstance(effect, Publish):
+            self._published(effect.name, effect.value)
+
+    def _published(self, name: str, value: Any) -> None:
+        if name == "data":
+            self.ready.append(value)
+            self.on_ready()
+        elif name == "error":
+            self._raise(value)
+        elif name == "metadata":
+            self.cluster.want_metadata()
+        elif name == "offset":
+            self._spawn(self._find_offset(value))
+        elif name == "moved":
+            self.moved[value[0]] = value[1]
+            self.on_ready()
+        elif name == "reset":
+            place, offset, policy, why = value
+            _log.warning(
+                "%s: position %s is out of range (%s); reset to %s", place, offset, why, policy
+            )
+
+    def _raise(self, error: errors.PkError) -> None:
+        self.problems.append(error)
+        while len(self.problems) > 1000:
+            self.problems.popleft()
+        self.on_ready()
+
+    async def _find_offset(self, wanted: OffsetWanted) -> None:
+        request = wire.ListOffsetsRequest(isolation=self.isolation)
+        request.queries.add(
+            topic_id=wanted.key.topic_id,
+            partition=wanted.key.partition,
+            current_leader_epoch=wanted.leader_epoch,
+            timestamp_ms=wanted.special,
+        )
+        try:
+            reply = await self.cluster.call_node(
+                wanted.node, request, timeout_ms=self.options["request_timeout_ms"]
+            )
+            assert isinstance(reply, wire.ListOffsetsReply)
+            if len(reply.answers) != 1:
+                raise errors.InternalError(f"{len(reply.answers)} answers to one offset query")
+            answer = reply.answers[0]
+            if answer.HasField("error"):
+                raise frames.raise_error(answer.error)
+            self.step(OffsetFound(wanted.place, wanted.position_id, answer.offset))
+        except errors.PkError as cause:
+            self.step(OffsetFound(wanted.place, wanted.position_id, error=cause))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget_task)
+
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+
+
+class _FetchLink:
+    """One fetch stream, from its first ask to its end."""
+
+    def __init__(self, engine: FetchEngine, node: int) -> None:
+        self._engine = engine
+        self._node = node
+        self._asks: deque[Ask] = deque()
+        self._filled = asyncio.Event()
+        self.ended = False
+        loop = asyncio.get_running_loop()
+        self._stream: Stream | None = None
+        self._task = loop.create_task(self._run())
+
+    def put(self, ask: Ask) -> None:
+        self._asks.append(ask)
+        self._filled.set()
+
+    async def close(self) -> None:
+        self.ended = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _run(self) -> None:
+        engine = self._engine
+        writer: asyncio.Task[None] | None = None
+        try:
+            address = engine.cluster.metadata.brokers.get(self._node)
+            if address is None:
+                raise errors.BrokerUnavailable(f"broker {self._node} is not known any more")
+            async with asyncio.timeout(engine.options["request_timeout_ms"] / 1000):
+                self._stream, _ = await open_stream(
+                    engine.world.network, address, StreamKind.FETCH, engine.cluster.hello
+                )
+            writer = asyncio.get_running_loop().create_task(self._write(self._stream))
+            while (raw := await self._stream.recv()) is not None:
+                self._take(frames.decode(raw))
+        except (Disconnected, TimeoutError, errors.PkError) as cause:
+            _log.debug("fetch stream to broker %d: %s", self._node, cause)
+        except Exception:
+            _log.exception("fetch stream to broker %d", self._node)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            if self._stream is not None:
+                self._stream.close()
+            if not self.ended:
+                self.ended = True
+                engine.step(Broken(self._node))
+
+    async def _write(self, stream: Stream) -> None:
+        options = self._engine.options
+        try:
+            while True:
+                while not self._asks:
+                    self._filled.clear()
+                    await self._filled.wait()
+                ask = self._asks.popleft()
+                request = wire.FetchRequest(
+                    replica_id=NONE,
+                    isolation=self._engine.isolation,
+                    max_wait_ms=options["fetch_max_wait_ms"],
+                    min_bytes=options["fetch_min_bytes"],
+                    max_bytes=options["fetch_max_bytes"],
+                    credit_bytes=ask.credit,
+                )
+                for item in ask.positions:
+                    request.positions.add(
+                        topic_id=item.key.topic_id,
+                        partition=item.key.partition,
+                        current_leader_epoch=item.leader_epoch,
+                        fetch_offset=item.offset,
+                        last_fetched_epoch=item.last_fetched_epoch,
+                        partition_max_bytes=options["max_partition_fetch_bytes"],
+                        position_id=item.position_id,
+                    )
+                for key in ask.forgotten:
+                    request.forgotten.add(topic_id=key.topic_id, partition=key.partition)
+                await stream.send(frames.encode(head_of(request)))
+        except Disconnected:
+            return  # the reader notices too
+
+    def _take(self, frame: frames.Frame) -> None:
+        if frame.head.HasField("error"):
+            raise frames.raise_error(frame.head.error)
+        at = 0
+        for entry in frame.head.fetch_reply.partitions:
+            end = at + entry.payload_bytes
+            if end > len(frame.payload):
+                raise errors.CorruptBatch("a fetch frame is shorter than its head says")
+            self._engine.step(_arrived(self._node, entry, frame.payload[at:end]))
+            at = end
+
+
+def _arrived(node: int, entry: wire.FetchedPartition, payload: memoryview) -> Arrived:
+    diverging = None
+    if entry.HasField("diverging"):
+        diverging = (entry.diverging.epoch, entry.diverging.end_offset)
+    return Arrived(
+        node,
+        PartitionKey(entry.topic_id, entry.partition),
+        entry.position_id,
+        payload,
+        entry.next_offset,
+        [AbortedTransaction(a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted],
+        frames.raise_error(entry.error) if entry.HasField("error") else None,
+        diverging,
+        entry.high_watermark,
+        entry.last_stable_offset,
+        entry.log_start,
+    )

@@ -1,0 +1,469 @@
+"""The consumer's peer: where it stands in each partition, what each broker is asked, what comes
+back.
+
+A Machine.  Positions are set once on a broker's fetch stream; the broker then sends and advances by
+itself while it has credit (rule P4).  Every setting gets a new `position_id`; what comes back under
+an older one is dropped, so nothing of before a seek, a pause or a change of leader is ever
+delivered after it.
+
+A partition (a *slot*) goes   unknown topic → no offset → no leader → set on a node   and back when
+something is said against it; each step back waits a back-off if it was an error.
+
+Invariants
+  F1  offsets are delivered in order, each once, from the position on: a frame is accepted only if
+      its position id is that of the slot's last setting, and then moves the frontier to its
+      next_offset (rule L12), never by counting.
+  F2  bytes delivered and not consumed, plus credit at the broker, <= fetch_buffer_bytes per broker
+      (one batch larger than that travels alone).
+  F3  an offset that is out of range is reset by policy, or reported once; never skipped in silence.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Sequence
+
+from pk import errors
+from pk.client.fetcher_events import (
+    Arrived,
+    Ask,
+    Assign,
+    Broken,
+    Consumed,
+    Event,
+    Fetched,
+    FetcherOptions,
+    OffsetFound,
+    OffsetWanted,
+    Pause,
+    PositionSet,
+    Seek,
+    Wake,
+)
+from pk.client.metadata import Metadata
+from pk.client.offsets import EARLIEST, LATEST
+from pk.effects import Effect, Publish, Send, SetTimer
+from pk.log import batch as batches
+from pk.types import NONE, PartitionKey, TopicPartition
+
+_LENGTH_EPOCH = struct.Struct("<ii")  # of a batch header, from byte 8
+
+
+class _Slot:
+    """One assigned partition."""
+
+    __slots__ = (
+        "asking", "attempts", "failing_ms", "fetched_epoch", "halted", "key", "next", "node",
+        "paused",         "place", "position_id", "retry_ms", "set_id", "special",
+    )  # fmt: skip
+
+    def __init__(self, place: TopicPartition) -> None:
+        self.place = place
+        self.key: PartitionKey | None = None
+        self.next: int | None = None  #: the frontier: what the broker is asked for next
+        self.special: int | None = None  #: LATEST or EARLIEST, to be looked up; None = by policy
+        self.asking = False  #: a look-up is under way
+        self.node: int | None = None  #: where the position is set
+        self.position_id = 0  #: of the application's last choice; older frames are not handed out
+        self.set_id = 0  #: of the setting on a stream; frames under another are not accepted
+        self.fetched_epoch = NONE  #: of the last batch before the frontier (KIP-320)
+        self.paused = False
+        self.halted = False  #: told the application; waits for a seek
+        self.retry_ms = 0
+        self.attempts = 0
+        self.failing_ms: int | None = None
+
+
+class _Session:
+    """One fetch stream."""
+
+    __slots__ = ("ask", "attempts", "buffered", "credit", "live", "retry_ms", "returned")
+
+    def __init__(self) -> None:
+        self.live = False
+        self.buffered = 0  #: delivered, not consumed; outlives the stream
+        self.credit = 0  #: granted and not used, as far as we know
+        self.returned = 0  #: consumed, not granted again
+        self.ask = Ask()
+        self.retry_ms = 0
+        self.attempts = 0
+
+
+class Fetcher:
+    """The machine.  `metadata` is shared with the shell, which tells of changes by `Wake`."""
+
+    def __init__(self, options: FetcherOptions, metadata: Metadata, rng: random.Random) -> None:
+        self.options = options
+        self.metadata = metadata
+        self._rng = rng
+        self._slots: dict[TopicPartition, _Slot] = {}
+        self._by_key: dict[PartitionKey, _Slot] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._next_id = 1
+        self._paused = 0
+        self._todo: dict[TopicPartition, None] = {}  #: slots that are not set anywhere
+        self._effects: list[Effect] = []
+        self._timer: int | None = None
+        self._steps: dict[type, Callable[..., None]] = {
+            Assign: self._on_assign, Seek: self._on_seek, Pause: self._on_pause,
+            Arrived: self._on_arrived, Broken: self._on_broken, Consumed: self._on_consumed,
+            OffsetFound: self._on_offset, Wake: self._on_wake,
+        }  # fmt: skip
+
+    # -- look-ups ----------------------------------------------------------------------------------
+
+    @property
+    def assignment(self) -> list[TopicPartition]:
+        return list(self._slots)
+
+    @property
+    def any_paused(self) -> bool:
+        return self._paused > 0
+
+    def paused(self) -> list[TopicPartition]:
+        return [place for place, slot in self._slots.items() if slot.paused]
+
+    def position_id(self, place: TopicPartition) -> int | None:
+        """Frames under another id are old."""
+        slot = self._slots.get(place)
+        return None if slot is None else slot.position_id
+
+    def frontier(self, place: TopicPartition) -> int | None:
+        slot = self._slots.get(place)
+        return None if slot is None else slot.next
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+        self._effects = []
+        self._steps[type(event)](event, now_ms)
+        self._pump(now_ms)
+        return self._effects
+
+    def _on_wake(self, event: Wake, now_ms: int) -> None:
+        self._timer = None
+        for slot in self._slots.values():  # leaders may have moved, topics gone
+            if slot.node is not None and slot.key is not None:
+                leader = self.metadata.leader(slot.key)
+                gone = self.metadata.loss_of(slot.key) is not None
+                if gone or (leader is not None and leader.node != slot.node):
+                    self._unset(slot)
+
+    def _on_assign(self, event: Assign, now_ms: int) -> None:
+        for place in [place for place in self._slots if place not in event.places]:
+            slot = self._slots.pop(place)
+            self._paused -= slot.paused
+            self._unset(slot)
+            self._todo.pop(place, None)
+            if slot.key is not None:
+                self._by_key.pop(slot.key, None)
+        for place, start in event.places.items():
+            if place in self._slots:
+                continue
+            slot = self._slots[place] = _Slot(place)
+            self._place(slot, start)
+
+    def _on_seek(self, event: Seek, now_ms: int) -> None:
+        slot = self._slots.get(event.place)
+        if slot is None:
+            raise errors.InvalidRequest(f"{event.place} is not assigned to this consumer")
+        self._unset(slot)
+        slot.retry_ms = slot.attempts = 0
+        self._place(slot, event.offset)
+
+    def _place(self, slot: _Slot, start: int | None) -> None:
+        """A new beginning: nothing that is under way counts any more."""
+        slot.position_id = self._next_id
+        self._next_id += 1
+        slot.halted = slot.asking = False
+        slot.fetched_epoch = NONE
+        slot.next = start if start is not None and start >= 0 else None
+        slot.special = start if start is not None and start < 0 else None
+        self._todo[slot.place] = None
+
+    def _on_pause(self, event: Pause, now_ms: int) -> None:
+        for place in event.places:
+            slot = self._slots.get(place)
+            if slot is None:
+                raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
+            if event.paused and not slot.paused:
+                slot.paused = True
+                self._paused += 1
+                self._unset(slot)
+            elif slot.paused and not event.paused:
+                slot.paused = False
+                self._paused -= 1
+                self._todo[place] = None
+
+    def _on_broken(self, event: Broken, now_ms: int) -> None:
+        session = self._sessions.get(event.node)
+        if session is None:
+            return
+        session.live = False
+        session.credit = session.returned = 0
+        session.ask = Ask()
+        session.attempts += 1
+        session.retry_ms = now_ms + self._back_off(session.attempts)
+        self._want_metadata()
+        for slot in self._slots.values():
+            if slot.node == event.node:
+                slot.node = None
+                self._todo[slot.place] = None
+
+    def _on_consumed(self, event: Consumed, now_ms: int) -> None:
+        session = self._sessions[event.node]
+        session.buffered -= event.size
+        assert session.buffered >= 0, session.buffered
+        self._give_back(session, event.size)
+
+    def _give_back(self, session: _Session, size: int) -> None:
+        """Room for `size` bytes: grant it again, in portions."""
+        if not session.live:
+            return
+        session.returned += size
+        if session.credit <= 0 or session.returned >= self.options.buffer_bytes // 4:
+            session.ask.credit += session.returned
+            session.credit += session.returned
+            session.returned = 0
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def _on_arrived(self, event: Arrived, now_ms: int) -> None:
+        session = self._sessions[event.node]
+        session.attempts = 0
+        size = len(event.payload)
+        session.credit -= size
+        slot = self._by_key.get(event.key)
+        if slot is None or slot.node != event.node or slot.set_id != event.position_id:
+            self._give_back(session, size)  # of before a seek, a pause, another leader
+            return
+        assert slot.next is not None
+        if event.error is not None:
+            self._give_back(session, size)
+            slot.node = None  # an error ends the position
+            self._todo[slot.place] = None
+            self._refused(slot, event.error, event.log_start, now_ms)
+            return
+        if event.diverging is not None:
+            self._give_back(session, size)
+            slot.node = None
+            self._truncated(slot, *event.diverging)
+            return
+        slot.attempts = 0
+        slot.failing_ms = None
+        position, slot.next = slot.next, max(slot.next, event.next_offset)
+        if size:
+            slot.fetched_epoch = _last_epoch(event.payload)
+        session.buffered += size
+        fetched = Fetched(
+            slot.place, slot.position_id, event.node, event.payload, position, slot.next,
+            event.aborted, event.high_watermark, event.last_stable_offset,
+        )  # fmt: skip
+        self._effects.append(Publish("data", fetched))
+
+    def _refused(self, slot: _Slot, error: errors.PkError, log_start: int, now_ms: int) -> None:
+        """What an error said of a position means for it."""
+        if isinstance(error, errors.OffsetOutOfRange):
+            self._out_of_range(slot, error)
+            return
+        slot.attempts += 1
+        slot.retry_ms = now_ms + self._back_off(slot.attempts)
+        if isinstance(error, errors.OffsetNotAvailable | errors.UnknownLeaderEpoch):
+            self._want_metadata()
+            return  # a new leader catches up: wait, never reset (KIP-207)
+        if error.retriable or isinstance(error, errors.UnknownTopicId):
+            self._want_metadata()
+            if slot.failing_ms is None:
+                slot.failing_ms = now_ms
+            elif now_ms - slot.failing_ms >= self.options.complain_ms:
+                slot.failing_ms = now_ms
+                self._complain(error)
+            return
+        slot.retry_ms = now_ms + self.options.retry_backoff_max_ms
+        self._complain(error)
+
+    def _out_of_range(self, slot: _Slot, error: errors.PkError) -> None:
+        policy = self.options.auto_offset_reset
+        if policy == "none":
+            slot.halted = True
+            self._complain(
+                errors.NoOffsetForPartition(
+                    f"{slot.place}: position {slot.next} is out of range ({error.message}) and "
+                    "auto_offset_reset is none: seek, or choose earliest or latest",
+                    **error.details,
+                )
+            )
+            return
+        self._effects.append(Publish("reset", (slot.place, slot.next, policy, error.message)))
+        slot.next = None  # the position id stays: what was fetched below is still good
+        slot.special = EARLIEST if policy == "earliest" else LATEST
+        slot.fetched_epoch = NONE
+
+    def _truncated(self, slot: _Slot, epoch: int, end_offset: int) -> None:
+        """KIP-320: the log was cut below the frontier.  Say so; the shell seeks to what the
+        application has.
+        """
+        before = slot.next
+        self._place(slot, None)
+        slot.halted = True
+        self._complain(
+            errors.LogTruncated(
+                f"{slot.place}: an unclean election removed offsets from {end_offset} "
+                f"(epoch {epoch}) on; this consumer had fetched up to {before}",
+                topic=slot.place.topic, partition=str(slot.place.partition),
+                diverging_epoch=str(epoch), end_offset=str(end_offset),
+            )
+        )  # fmt: skip
+
+    def _on_offset(self, event: OffsetFound, now_ms: int) -> None:
+        slot = self._slots.get(event.place)
+        if slot is None or slot.position_id != event.position_id or not slot.asking:
+            return
+        slot.asking = False
+        self._todo[slot.place] = None
+        if event.error is not None:
+            self._refused(slot, event.error, NONE, now_ms)
+            return
+        slot.attempts = 0
+        slot.failing_ms = None
+        slot.next = event.offset
+        self._effects.append(Publish("moved", (slot.place, slot.next)))
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def _pump(self, now_ms: int) -> None:
+        wake: int | None = None
+        for place in list(self._todo):
+            slot = self._slots[place]
+            if slot.paused or slot.halted or slot.asking or slot.node is not None:
+                del self._todo[place]
+                continue
+            when = self._advance(slot, now_ms)
+            if when is None:
+                self._todo.pop(place, None)
+            elif wake is None or when < wake:
+                wake = when
+        for node, session in self._sessions.items():
+            ask = session.ask
+            if ask.positions or ask.forgotten or ask.credit:
+                session.ask = Ask()
+                self._effects.append(Send(node, ask))
+        if wake is not None:
+            wake = max(wake, now_ms + 1)
+        if wake != self._timer:
+            self._timer = wake
+            self._effects.append(SetTimer("fetcher", wake))
+
+    def _advance(self, slot: _Slot, now_ms: int) -> int | None:
+        """Take the next step for a slot; a time = look again then, None = done or waiting for an
+        answer.
+        """
+        if slot.retry_ms > now_ms:
+            return slot.retry_ms
+        if not self._identify(slot):
+            self._want_metadata()
+            return now_ms + self.options.retry_backoff_max_ms
+        assert slot.key is not None
+        leader = self.metadata.leader(slot.key)
+        if leader is None:
+            self._want_metadata()
+            return now_ms + self.options.retry_backoff_ms
+        if slot.next is None:
+            special = slot.special
+            if special is None:
+                policy = self.options.auto_offset_reset
+                if policy == "none":
+                    slot.halted = True
+                    self._complain(
+                        errors.NoOffsetForPartition(
+                            f"{slot.place} has no position and auto_offset_reset is none: "
+                            "seek first, or choose earliest or latest"
+                        )
+                    )
+                    return None
+                special = EARLIEST if policy == "earliest" else LATEST
+            slot.asking = True
+            wanted = OffsetWanted(
+                leader.node, slot.place, slot.key, leader.epoch, special, slot.position_id
+            )
+            self._effects.append(Publish("offset", wanted))
+            return None
+        session = self._sessions.setdefault(leader.node, _Session())
+        if session.retry_ms > now_ms:
+            return session.retry_ms
+        self._set(slot, leader.node, leader.epoch, session)
+        return None
+
+    def _identify(self, slot: _Slot) -> bool:
+        """Bind the slot to a topic id; a topic that went away is reported once (rule L8)."""
+        if slot.key is not None:
+            loss = self.metadata.loss_of(slot.key)
+            if loss is None:
+                return True
+            self._by_key.pop(slot.key, None)
+            slot.key = None
+            self._complain(loss)
+            self._place(slot, EARLIEST if isinstance(loss, errors.TopicRecreated) else None)
+            self._effects.append(Publish("moved", (slot.place, None)))
+        topic = self.metadata.topics.get(slot.place.topic)
+        if topic is None or not 0 <= slot.place.partition < topic.partitions:
+            return False
+        slot.key = PartitionKey(topic.topic_id, slot.place.partition)
+        self._by_key[slot.key] = slot
+        return True
+
+    def _set(self, slot: _Slot, node: int, epoch: int, session: _Session) -> None:
+        if not session.live:
+            session.live = True
+            session.credit = max(1, self.options.buffer_bytes - session.buffered)
+            session.returned = 0
+            session.ask = Ask(credit=session.credit)
+        assert slot.key is not None
+        assert slot.next is not None
+        slot.node = node
+        slot.set_id = self._next_id & 0xFFFFFFFF
+        self._next_id += 1
+        session.ask.positions.append(
+            PositionSet(slot.key, epoch, slot.next, slot.fetched_epoch, slot.set_id)
+        )
+
+    def _unset(self, slot: _Slot) -> None:
+        """Take the position off its stream; what is still on its way counts no more."""
+        if slot.node is not None:
+            session = self._sessions[slot.node]
+            key = slot.key
+            assert key is not None
+            kept = [each for each in session.ask.positions if each.key != key]
+            if len(kept) < len(session.ask.positions):
+                session.ask.positions = kept
+            elif session.live:
+                session.ask.forgotten.append(key)
+            slot.node = None
+        if not slot.paused:
+            self._todo[slot.place] = None
+
+    def _complain(self, error: errors.PkError) -> None:
+        self._effects.append(Publish("error", error))
+
+    def _want_metadata(self) -> None:
+        self.metadata.want()
+        self._effects.append(Publish("metadata", None))
+
+    def _back_off(self, attempts: int) -> int:
+        bound = self.options.retry_backoff_max_ms
+        wait = min(bound, self.options.retry_backoff_ms * 2 ** min(attempts - 1, 16))
+        return int(wait * (0.8 + 0.4 * self._rng.random()))
+
+
+def _last_epoch(payload: memoryview) -> int:
+    """The leader epoch of the last whole batch; lengths are checked when the batches are
+    decoded.
+    """
+    at, size, epoch = 0, len(payload), NONE
+    while size - at >= batches.HEADER_BYTES:
+        length, found = _LENGTH_EPOCH.unpack_from(payload, at + 8)
+        if length < batches.HEADER_BYTES or length > size - at:
+            break
+        at, epoch = at + length, found
+    return epoch

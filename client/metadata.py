@@ -1,0 +1,177 @@
+"""What a client knows of the cluster: brokers, topics, leaders; and when to ask again.
+
+Invariants
+  M1  a partition is known by topic id (rule L8); a name points to the id it has now.
+  M2  a leader epoch never goes back for a partition (KIP-320): older news of a partition are
+      ignored.
+  M3  refreshes are at least `backoff_ms` apart and at most `max_age_ms`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pk import errors
+from pk.types import NONE, PartitionKey, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+
+class Leader(NamedTuple):
+    """Who leads a partition; node -1 = nobody now."""
+
+    node: int
+    epoch: int
+
+
+class Topic(NamedTuple):
+    """A topic as last heard of."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    internal: bool
+    configs: dict[str, str]
+
+
+class Metadata:
+    """The image and its refresh policy."""
+
+    def __init__(self, *, max_age_ms: int, backoff_ms: int) -> None:
+        self.max_age_ms = max_age_ms
+        self.backoff_ms = backoff_ms
+        self.cluster_id = ""
+        self.controller_id = NONE
+        self.brokers: dict[int, str] = {}
+        self.topics: dict[str, Topic] = {}
+        self.names: dict[str, str] = {}  #: topic id → name, of the topics that exist
+        self.problems: dict[str, errors.PkError] = {}  #: name → why it is not known
+        self.gone: dict[str, str] = {}  #: topic id → name, of the topics that went while we watched
+        self._leaders: dict[PartitionKey, Leader] = {}
+        self._updated_ms: int | None = None
+        self._asked_ms: int | None = None
+        self._wanted = True
+        self.generation = 0  #: counts updates
+        self.complete = False  #: the last update was about all topics
+
+    # -- look-ups ----------------------------------------------------------------------------------
+
+    def leader(self, key: PartitionKey) -> Leader | None:
+        """The leader of a partition, None if there is none to send to."""
+        leader = self._leaders.get(key)
+        return leader if leader is not None and leader.node in self.brokers else None
+
+    def key(self, place: TopicPartition) -> PartitionKey:
+        """Raises `UnknownTopicOrPartition`, or what the broker said of the topic."""
+        topic = self.topic(place.topic)
+        if not 0 <= place.partition < topic.partitions:
+            raise errors.UnknownTopicOrPartition(
+                f"{place.topic} has no partition {place.partition}: there are {topic.partitions}"
+            )
+        return PartitionKey(topic.topic_id, place.partition)
+
+    def topic(self, name: str) -> Topic:
+        topic = self.topics.get(name)
+        if topic is None:
+            raise self.problems.get(name) or errors.UnknownTopicOrPartition(
+                f"topic {name} does not exist"
+            )
+        return topic
+
+    def available(self, topic: Topic) -> list[int]:
+        """Partitions with a leader; all of them if none has one."""
+        found = [p for p in range(topic.partitions) if self.leader(PartitionKey(topic.topic_id, p))]
+        return found or list(range(topic.partitions))
+
+    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+        """Names of user topics that match the whole pattern, sorted."""
+        return sorted(
+            name for name, t in self.topics.items() if not t.internal and pattern.fullmatch(name)
+        )
+
+    # -- news --------------------------------------------------------------------------------------
+
+    def update(self, reply: wire.MetadataReply, asked: Iterable[str] | None, now_ms: int) -> None:
+        """Take over `reply` to a request for the names `asked` (None = all topics)."""
+        self.cluster_id = reply.cluster_id
+        self.controller_id = reply.controller_id
+        self.brokers = {node.node_id: node.address for node in reply.brokers}
+        heard = set()
+        for info in reply.topics:
+            heard.add(info.name)
+            self._hear(info)
+        missing = set(self.topics) - heard if asked is None else set(asked) - heard
+        for name in sorted(missing):
+            self._forget(name)
+            if asked is not None:
+                self.problems[name] = errors.UnknownTopicOrPartition(f"topic {name} does not exist")
+        self._updated_ms = now_ms
+        self._wanted = False
+        self.complete = asked is None
+        self.generation += 1
+
+    def _hear(self, info: wire.TopicInfo) -> None:
+        if info.HasField("error"):
+            self._forget(info.name)
+            self.problems[info.name] = frames.raise_error(info.error)
+            return
+        self.problems.pop(info.name, None)
+        known = self.topics.get(info.name)
+        if known is not None and known.topic_id != info.topic_id:
+            self._forget(info.name)
+        count = max((p.partition + 1 for p in info.partitions), default=0)
+        if known is not None and known.topic_id == info.topic_id:
+            count = max(
+                count, known.partitions
+            )  # partitions are never removed: that was older news
+        self.topics[info.name] = Topic(
+            info.name, info.topic_id, count, info.internal, dict(info.configs)
+        )
+        self.names[info.topic_id] = info.name
+        self.gone.pop(info.topic_id, None)
+        for partition in info.partitions:
+            key = PartitionKey(info.topic_id, partition.partition)
+            before = self._leaders.get(key)
+            if before is None or partition.leader_epoch >= before.epoch:  # M2
+                self._leaders[key] = Leader(partition.leader, partition.leader_epoch)
+
+    def _forget(self, name: str) -> None:
+        topic = self.topics.pop(name, None)
+        if topic is None:
+            return
+        self.names.pop(topic.topic_id, None)
+        self.gone[topic.topic_id] = name
+        while len(self.gone) > 10_000:
+            del self.gone[next(iter(self.gone))]
+        for partition in range(topic.partitions):
+            self._leaders.pop(PartitionKey(topic.topic_id, partition), None)
+
+    def loss_of(self, key: PartitionKey) -> errors.PkError | None:
+        """Why a partition that was known exists no more; None if it still does."""
+        if key.topic_id in self.names or key.topic_id not in self.gone:
+            return None
+        name = self.gone[key.topic_id]
+        if name in self.topics:
+            return errors.TopicRecreated(
+                f"topic {name} was deleted and created again: it is {self.topics[name].topic_id} "
+                f"now, not {key.topic_id}"
+            )
+        return errors.UnknownTopicId(f"topic {name} ({key.topic_id}) was deleted")
+
+    # -- when to ask -------------------------------------------------------------------------------
+
+    def want(self) -> None:
+        """Something said that this image is old."""
+        self._wanted = True
+
+    def asked(self, now_ms: int) -> None:
+        self._asked_ms = now_ms
+
+    def next_refresh_ms(self, now_ms: int) -> int:
+        """When to ask next (M3)."""
+        earliest = now_ms if self._asked_ms is None else self._asked_ms + self.backoff_ms
+        if self._wanted or self._updated_ms is None:
+            return max(now_ms, earliest)
+        return max(earliest, self._updated_ms + self.max_age_ms)

@@ -1,0 +1,95 @@
+"""Offsets by time or special value, asked of each partition's leader.
+
+World-generic, and light to import: neither Arrow nor the data path comes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from pk import errors
+from pk.client.cluster import Cluster
+from pk.types import NONE, PartitionKey, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+#: What a "time" below 0 means to a broker.
+LATEST = -1
+EARLIEST = -2
+
+ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
+
+
+async def lookup_offsets(
+    cluster: Cluster,
+    places: Iterable[TopicPartition],
+    timestamps: Mapping[TopicPartition, int],
+    isolation: int,
+    timeout_ms: int,
+) -> dict[TopicPartition, tuple[int, int]]:
+    """`(offset, timestamp)` per partition, from the leaders; retried until all have answered."""
+    left = list(dict.fromkeys(places))
+    found: dict[TopicPartition, tuple[int, int]] = {}
+    for name in dict.fromkeys(place.topic for place in left):
+        await cluster.topic(name, timeout_ms)
+
+    async def attempt(one_ms: int) -> None:
+        error: errors.PkError | None = None
+        by_node: dict[int, list[TopicPartition]] = {}
+        for place in left:
+            leader = cluster.metadata.leader(cluster.metadata.key(place))
+            if leader is None:
+                cluster.want_metadata()
+                error = errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+            else:
+                by_node.setdefault(leader.node, []).append(place)
+        for node, group in by_node.items():
+            failed = await _ask_offsets(cluster, node, group, timestamps, isolation, one_ms, found)
+            error = failed or error
+        left[:] = [place for place in left if place not in found]
+        if error is not None:
+            if error.retriable:
+                cluster.want_metadata()
+            raise error
+
+    await cluster.retrying(attempt, timeout_ms)
+    return found
+
+
+async def _ask_offsets(
+    cluster: Cluster,
+    node: int,
+    group: Sequence[TopicPartition],
+    timestamps: Mapping[TopicPartition, int],
+    isolation: int,
+    timeout_ms: int,
+    found: dict[TopicPartition, tuple[int, int]],
+) -> errors.PkError | None:
+    """One request to one leader; answers go to `found`, the first error is returned."""
+    request = wire.ListOffsetsRequest(isolation=isolation)
+    places: dict[PartitionKey, TopicPartition] = {}
+    for place in group:
+        key = cluster.metadata.key(place)
+        leader = cluster.metadata.leader(key)
+        places[key] = place
+        request.queries.add(
+            topic_id=key.topic_id,
+            partition=key.partition,
+            current_leader_epoch=NONE if leader is None else leader.epoch,
+            timestamp_ms=timestamps.get(place, LATEST),
+        )
+    try:
+        reply = await cluster.call_node(node, request, timeout_ms=timeout_ms)
+    except errors.PkError as cause:
+        return cause
+    assert isinstance(reply, wire.ListOffsetsReply)
+    error: errors.PkError | None = None
+    for answer in reply.answers:
+        asked = places.get(PartitionKey(answer.topic_id, answer.partition))
+        if asked is None:
+            continue
+        if answer.HasField("error"):
+            error = frames.raise_error(answer.error)
+        else:
+            found[asked] = (answer.offset, answer.timestamp_ms)
+    return error

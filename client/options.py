@@ -1,0 +1,73 @@
+"""How clients take options: keyword arguments, Kafka's dotted names included, checked before
+anything opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pk import errors
+from pk.settings import CONSUMER, PRODUCER, Options
+
+#: Kafka's names where pk's is shorter.
+ALIASES = {
+    "compression_type": "compression",
+    "max_in_flight_requests_per_connection": "max_in_flight",
+}
+_BOOTSTRAP = ("bootstrap_servers", "bootstrap.servers")
+
+
+def bootstrap_of(bootstrap: Any, given: dict[str, Any]) -> Any:
+    """The bootstrap argument, under whichever of its names it came."""
+    for name in _BOOTSTRAP:
+        if name in given:
+            if bootstrap is not None:
+                raise errors.InvalidOption("bootstrap servers are given twice", option=name)
+            bootstrap = given.pop(name)
+    if bootstrap is None:
+        raise errors.InvalidOption("no bootstrap server given (HOST:PORT)", option="bootstrap")
+    return bootstrap
+
+
+def _aliased(given: Mapping[str, Any]) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
+    for name, value in given.items():
+        key = name.strip().lower().replace(".", "_").replace("-", "_")
+        key = ALIASES.get(key, name)
+        if key in renamed:
+            raise errors.InvalidConfig(f"{key} is given twice", option=key)
+        renamed[key] = value
+    return renamed
+
+
+def _refuse(scope: Options, parsed: Mapping[str, Any], name: str, what: str) -> None:
+    if parsed.get(name):
+        raise errors.UnsupportedFeature(
+            f"{scope.scope} setting {name}: {what} are not in this build"
+        )
+
+
+def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Every producer option, and whether the producer is idempotent (rule L6)."""
+    renamed = _aliased(given)
+    parsed = PRODUCER.parse(renamed)
+    _refuse(PRODUCER, parsed, "transactional_id", "transactions")
+    acks = parsed.get("acks", "all")
+    if acks in ("0", "1"):
+        if parsed.get("enable_idempotence"):
+            raise errors.InvalidConfig(
+                f"enable_idempotence needs acks=all, not acks={acks}: drop one of the two",
+                option="enable_idempotence",
+            )
+        renamed = {**parsed, "enable_idempotence": False}
+    options = PRODUCER.resolve(renamed)
+    return options, bool(options["enable_idempotence"])
+
+
+def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every consumer option."""
+    renamed = _aliased(given)
+    parsed = CONSUMER.parse(renamed)
+    _refuse(CONSUMER, parsed, "group_id", "consumer groups")
+    return CONSUMER.resolve(renamed)

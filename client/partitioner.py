@@ -1,0 +1,184 @@
+"""Which partition a record goes to: its own, its key's, or whichever is being filled.
+
+`murmur2` is Kafka's, bit for bit (the vectors in tests/data/partitioner come from the Java client),
+so a key lands in the same partition as with Kafka's producer.  There are two of them: one for a
+key, one for an Arrow column of keys, which walks all keys four bytes at a time.  Records without a
+key stick to one partition until a batch's worth of bytes went there, then move on in random order,
+each partition once a round.
+
+Invariants
+  P1  murmur2_column(keys)[i] == murmur2(keys[i]) for every key, of any length.
+  P2  sticky: of any n consecutive switches over n partitions that do not start inside a round, each
+      partition is chosen once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+_SEED = 0x9747B28C
+_M = 0x5BD1E995
+_MASK = 0xFFFFFFFF
+_M32 = np.uint32(_M)
+#: With fewer keys than this left, finishing each one alone is faster than numpy's fixed cost per
+#: step.
+_FEW = 24
+_RANK_MAX = 0xFFFF
+
+
+def _finish(h: int, data: bytes | memoryview, position: int, end: int) -> int:
+    """Mix in the rest of a key from `position` on."""
+    while end - position >= 4:
+        k = int.from_bytes(data[position : position + 4], "little") * _M & _MASK
+        k = (k ^ k >> 24) * _M & _MASK
+        h = h * _M & _MASK ^ k
+        position += 4
+    if position < end:
+        h = (h ^ int.from_bytes(data[position:end], "little")) * _M & _MASK
+    h = (h ^ h >> 13) * _M & _MASK
+    return h ^ h >> 15
+
+
+def murmur2(key: bytes) -> int:
+    """Kafka's `Utils.murmur2` as a signed 32-bit number."""
+    h = _finish(_SEED ^ len(key) & _MASK, key, 0, len(key))
+    return h - (1 << 32) if h >> 31 else h
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """Where Kafka's default partitioner puts `key`: toPositive(murmur2(key)) % partitions."""
+    return (murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+def murmur2_column(keys: pa.Array) -> U32:
+    """The hash of every key of a `binary` column; a null counts as the empty key."""
+    count = len(keys)
+    if not count:
+        return np.empty(0, np.uint32)
+    _, offsets_buffer, data_buffer = keys.buffers()
+    offsets = np.frombuffer(offsets_buffer, np.int32, count + 1, keys.offset * 4).astype(np.int64)
+    starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
+    data = memoryview(data_buffer) if data_buffer is not None else memoryview(b"")
+    if int(lengths.min()) == int(lengths.max()):  # nothing to sort: ids, uuids
+        h = _mixed(starts, lengths, lengths >> 2, data)
+        return h
+    # Longest first, so that the keys with a further word are always a prefix.
+    rank = (_RANK_MAX - np.minimum(lengths >> 2, _RANK_MAX)).astype(
+        np.uint16
+    )  # 16 bits: radix sort
+    order = np.argsort(rank, kind="stable")
+    if int(lengths.max()) >> 2 >= _RANK_MAX:
+        order = np.argsort(-lengths, kind="stable")
+    lengths = lengths[order]
+    hashes = np.empty(count, np.uint32)
+    hashes[order] = _mixed(starts[order], lengths, lengths >> 2, data)
+    return hashes
+
+
+def _mixed(
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    words: npt.NDArray[np.int64],
+    data: memoryview,
+) -> U32:
+    """The hashes of keys whose `words` never grow."""
+    h = np.uint32(_SEED) ^ lengths.astype(np.uint32)
+    left = _words(h, starts, words, data)
+    _tails(h, starts + 4 * words, lengths & 3, data)
+    h ^= h >> np.uint32(13)
+    h *= _M32
+    h ^= h >> np.uint32(15)
+    for row in range(left):  # the few long keys that the loop over words left
+        start = int(starts[row])
+        h[row] = murmur2(bytes(data[start : start + int(lengths[row])])) & _MASK
+    return h
+
+
+def _words(
+    h: U32, at: npt.NDArray[np.int64], words: npt.NDArray[np.int64], data: memoryview
+) -> int:
+    """Mix the whole words into `h`; returns how many of the longest keys were left out."""
+    most = int(words[0])
+    if not most:
+        return 0
+    every = np.ndarray((len(data) - 3,), "<u4", data, 0, (1,))  # a word at every byte
+    same = most == int(words[-1])
+    for step in range(most):
+        active = len(words) if same else int(np.searchsorted(-words, -step, side="left"))
+        if step >= 8 and active <= _FEW:
+            return active
+        k = every[at[:active] + 4 * step]
+        k *= _M32
+        k ^= k >> np.uint32(24)
+        k *= _M32
+        part = h[:active]
+        part *= _M32
+        part ^= k
+    return 0
+
+
+def _tails(
+    h: U32, at: npt.NDArray[np.int64], rest: npt.NDArray[np.int64], data: memoryview
+) -> None:
+    """Mix in the last one to three bytes of each key."""
+    raw = np.frombuffer(data, np.uint8)
+    for position in (2, 1, 0):
+        rows = np.flatnonzero(rest > position)
+        if len(rows):
+            h[rows] ^= raw[at[rows] + position].astype(np.uint32) << np.uint32(8 * position)
+    rows = np.flatnonzero(rest)
+    h[rows] *= _M32
+
+
+def partitions_of(keys: pa.Array, partitions: int, sticky: int) -> I32:
+    """The partition of every row; rows without a key go to `sticky`."""
+    chosen = ((murmur2_column(keys) & np.uint32(0x7FFFFFFF)) % np.uint32(partitions)).astype(
+        np.int32
+    )
+    if keys.null_count:
+        chosen[keys.is_null().to_numpy(zero_copy_only=False)] = sticky
+    return chosen
+
+
+class Sticky:
+    """The partition that keyless records of one topic go to now (KIP-480, KIP-794)."""
+
+    def __init__(self, batch_size: int, rng: random.Random) -> None:
+        self._batch_size = batch_size
+        self._rng = rng
+        self._filled = 0
+        self._round: list[int] = []
+        self._partitions: list[int] = []
+        self._current: int | None = None
+
+    def current(self, partitions: Sequence[int]) -> int:
+        """One of `partitions` (those with a leader, or all if none has one)."""
+        if list(partitions) != self._partitions:
+            self._partitions = list(partitions)
+            self._round = []
+            if self._current not in self._partitions:
+                self._current = None
+        if self._current is None:
+            self._current = self._next()
+        return self._current
+
+    def filled(self, size: int) -> None:
+        """`size` bytes went to the current partition; a full batch ends its turn."""
+        self._filled += size
+        if self._filled >= self._batch_size:
+            self._filled = 0
+            self._current = None
+
+    def _next(self) -> int:
+        if not self._round:
+            self._round = list(self._partitions)
+            self._rng.shuffle(self._round)
+        return self._round.pop()

@@ -1,0 +1,400 @@
+"""The producer: `send` a record, `send_batch` a pa.RecordBatch, ask the future later.
+
+Safe to share between threads.  `send` appends to lists and returns; partitions are chosen, batches
+built and frames sent on the client's loop thread.  Nothing is sent twice or out of order as long as
+the producer is idempotent, which it is with acks=all unless switched off (docs/PROTOCOL.md L6, L7).
+
+Delivery callbacks run on the loop thread: they must not block.  A producer does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pk import errors
+from pk.client import connection
+from pk.client.accumulator import (
+    batch_limit,
+    cuts_by_size,
+    normalise,
+    place,
+    size_of,
+    sizes,
+    split,
+)
+from pk.client.cluster import Cluster
+from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture
+from pk.client.intake import Columns, Headers, Intake, record_size
+from pk.client.options import bootstrap_of, producer_options
+from pk.client.produce_engine import ProduceEngine
+from pk.client.serializers import serializer
+from pk.clock import monotonic_s
+from pk.log.batch import TIMESTAMP_MS_MAX
+
+_CLOSE_S = 30.0
+_LOOP_SLACK_S = 5.0
+
+
+class Producer:
+    """Sends records to pk.  Options: docs (producer settings), Kafka's dotted names too.
+
+    `key_serializer` / `value_serializer`: "string", "json", `f(value)` or `f(topic, value)`; None
+    takes bytes.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str | Iterable[str] | None = None,
+        *,
+        key_serializer: Any = None,
+        value_serializer: Any = None,
+        **options: Any,
+    ) -> None:
+        bootstrap = bootstrap_of(bootstrap, options)
+        self._options, idempotent = producer_options(options)
+        self._key_serializer = serializer(key_serializer, "key_serializer")
+        self._value_serializer = serializer(value_serializer, "value_serializer")
+        self._plain = self._key_serializer is None and self._value_serializer is None
+        self._intakes: dict[str, Intake] = {}
+        self._fast: dict[str, Intake] = {}  #: what the fast path may use
+        self._poked = False
+        self._closed = False
+        self._size_max: int = min(self._options["max_request_size"], self._options["buffer_memory"])
+        self._thread = connection.acquire()
+        try:
+            world = self._thread.world
+            o = self._options
+            self._cluster = Cluster(
+                world, bootstrap, client_id=o["client_id"],
+                request_timeout_ms=o["request_timeout_ms"],
+                retry_backoff_ms=o["retry_backoff_ms"],
+                retry_backoff_max_ms=o["retry_backoff_max_ms"],
+            )  # fmt: skip
+            self._engine = ProduceEngine(
+                world, self._cluster, o, idempotent=idempotent, compute=self._thread.compute
+            )
+        except BaseException:
+            connection.release(self._thread)
+            raise
+        connection.close_at_exit(self, self.close)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        value: Any = None,
+        key: Any = None,
+        headers: Headers | Mapping[str, bytes | None] | None = None,
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: OnDelivery | None = None,
+    ) -> SendFuture:
+        """Hand one record over; returns at once unless buffer_memory is full (then up to
+        max_block_ms).
+
+        `value=None` is a tombstone.  `on_delivery(metadata, error)` is called once, on the loop
+        thread. Raises `UnknownTopicOrPartition`, `SerializationError`, `RecordTooLarge`,
+        `BufferExhausted`, `ClosedError`.
+        """
+        if type(value) is bytes and headers is None and partition is None and timestamp_ms is None:
+            # The fast path: no call besides lock, len and append.  What does not fit, or is not
+            # just bytes, goes the long way.
+            intake = self._fast.get(topic)
+            if intake is not None:
+                size = len(value) + 16  # RECORD_OVERHEAD
+                if key is not None:
+                    size += len(key) if type(key) is bytes else 1 << 62
+                intake.acquire()
+                try:
+                    room = intake.room - size
+                    if room >= 0:
+                        chunk = intake.chunk
+                        values = chunk.values  # type: ignore[union-attr]
+                        future = SendFuture()
+                        future._delivery = chunk  # type: ignore[assignment]
+                        future._index = index = len(values)
+                        keys = chunk.keys  # type: ignore[union-attr]
+                        if keys is not None:
+                            keys.append(key)
+                        elif key is not None:
+                            chunk.keys = [None] * index  # type: ignore[union-attr]
+                            chunk.keys.append(key)  # type: ignore[union-attr]
+                        if on_delivery is not None:
+                            chunk.on_delivery[index] = on_delivery  # type: ignore[union-attr]
+                        values.append(value)
+                        intake.room = room
+                        return future
+                finally:
+                    intake.release()
+        return self._send_slow(topic, value, key, headers, partition, timestamp_ms, on_delivery)
+
+    def _send_slow(
+        self, topic: str, value: Any, key: Any,
+        headers: Headers | Mapping[str, bytes | None] | None, partition: int | None,
+        timestamp_ms: int | None, on_delivery: OnDelivery | None,
+    ) -> SendFuture:  # fmt: skip
+        """The whole of `send`: serializers, checks, memory, a new chunk."""
+        if self._key_serializer is not None:
+            key = self._key_serializer(topic, key)
+        if self._value_serializer is not None:
+            value = self._value_serializer(topic, value)
+        if isinstance(headers, Mapping):
+            headers = list(headers.items())
+        size = record_size(value, key, headers, topic)
+        if size > self._size_max:
+            raise errors.RecordTooLarge(
+                f"{topic}: a record of {size} bytes; max_request_size and buffer_memory "
+                f"allow {self._size_max}"
+            )
+        if timestamp_ms is not None and not 0 <= int(timestamp_ms) <= TIMESTAMP_MS_MAX:
+            raise errors.SerializationError(f"{topic}: timestamp {timestamp_ms} ms is out of range")
+        intake = self._intakes.get(topic) or self._open(topic)
+        if partition is not None:
+            self._check_partition(topic, partition)
+        clock = self._thread.world.clock
+        deadline: float | None = None
+        while True:
+            before = intake.chunk
+            future = intake.offer(
+                value, key, headers, partition, timestamp_ms, on_delivery, size, clock
+            )
+            if intake.chunk is not before or intake.sealed:
+                self._engine.marked[topic] = intake
+                self._poke()
+            if future is not None:
+                return future
+            deadline = self._wait_for_memory(size, deadline)
+
+    def _wait_for_memory(self, size: int, deadline: float | None) -> float:
+        """Block for space.  Raises `BufferExhausted` once `deadline` has passed."""
+        now = monotonic_s()
+        if deadline is None:
+            deadline = now + self._options["max_block_ms"] / 1000
+        if self._thread.thread.ident == threading.get_ident() or now >= deadline:
+            raise errors.BufferExhausted(
+                f"buffer_memory ({self._options['buffer_memory']} bytes) stayed full for "
+                f"{self._options['max_block_ms']} ms: the broker is slower than this producer, "
+                "or gone"
+            )
+        self._engine.budget.wait(size, deadline - now)
+        return deadline
+
+    def _open(self, topic: str) -> Intake:
+        if self._closed:
+            raise errors.ClosedError("the producer was closed")
+        if not isinstance(topic, str) or not topic:
+            raise errors.InvalidTopic(f"{topic!r} is not a topic name")
+        wait_ms = max(self._options["max_block_ms"], 1)
+        intake = self._thread.run(self._engine.open(topic, wait_ms), wait_ms / 1000 + _LOOP_SLACK_S)
+        self._intakes[topic] = intake
+        if self._plain:
+            self._fast[topic] = intake
+        return intake
+
+    def _check_partition(self, topic: str, partition: int) -> None:
+        known = self._cluster.metadata.topics.get(topic)
+        count = known.partitions if known is not None else 0
+        if not isinstance(partition, int) or not 0 <= partition < count:
+            raise errors.InvalidPartitions(
+                f"{topic} has no partition {partition!r}: there are {count}",
+                partition=str(partition),
+            )
+
+    def _poke(self) -> None:
+        """Have the loop look at the doors; many pokes, one look."""
+        if not self._poked:
+            self._poked = True
+            self._thread.loop.call_soon_threadsafe(self._on_poke)
+
+    def _on_poke(self) -> None:
+        self._poked = False
+        self._engine.poke()
+
+    def send_batch(self, topic: str, batch: pa.RecordBatch) -> BatchFuture:
+        """Hand over a whole batch: columns value, and any of key, timestamp, headers, partition.
+
+        Split by partition (column, key hash, or sticky) and by batch_size without touching a row;
+        the batch's memory must not be changed until the future is done.  Raises what `send` raises.
+        """
+        if isinstance(batch, pa.Table):
+            raise errors.SerializationError(
+                "send_batch takes a pa.RecordBatch: send table.to_batches() one by one"
+            )
+        if self._value_serializer is not None or self._key_serializer is not None:
+            raise errors.InvalidRequest(
+                "send_batch takes bytes columns; this producer has serializers"
+            )
+        intake = self._intakes.get(topic) or self._open(topic)
+        delivery = Columns(topic, self._engine.done)
+        clock = self._thread.world.clock
+        delivery.stamp_ms, delivery.opened_ms = clock.wall_ms(), clock.monotonic_ms()
+        delivery.count = batch.num_rows
+        if not batch.num_rows:
+            delivery.split = True
+            return BatchFuture(delivery)
+        pieces = self._cut(intake, batch, delivery)
+        total = sum(piece[3] for piece in pieces)
+        deadline: float | None = None
+        while not self._reserve_and_put(intake, delivery, pieces, total):
+            self._poke()
+            deadline = self._wait_for_memory(min(total, self._engine.budget.limit), deadline)
+        self._engine.marked[topic] = intake
+        self._poke()
+        return BatchFuture(delivery)
+
+    def _cut(
+        self, intake: Intake, batch: pa.RecordBatch, delivery: Delivery
+    ) -> list[tuple[int, int, pa.RecordBatch, int]]:
+        """`(partition, first position, rows, bytes)` runs of at most batch_size."""
+        topic = self._cluster.metadata.topics.get(intake.topic)
+        if topic is None:
+            raise errors.UnknownTopicOrPartition(f"topic {intake.topic} does not exist any more")
+        rows, partition = normalise(batch, delivery.stamp_ms)
+        explicit = None
+        if partition is not None:
+            explicit = partition.fill_null(-1).to_numpy().astype(np.int32, copy=False)
+            if explicit.min() < -1 or (explicit.min() < 0 and not partition.null_count):
+                raise errors.InvalidPartitions(f"partition {int(explicit.min())} does not exist")
+        if rows.num_columns > 3:
+            stamps = rows.column("timestamp").to_numpy()
+            if int(stamps.min()) < 0 or int(stamps.max()) > TIMESTAMP_MS_MAX:
+                raise errors.SerializationError(
+                    "column timestamp: a value is out of range", column="timestamp"
+                )
+        available = self._cluster.metadata.available(topic)
+        limit = batch_limit(self._options["batch_size"], topic.configs)
+        keyless = rows.column("key").null_count == rows.num_rows
+        whole = size_of(rows)
+        if (
+            keyless
+            and explicit is None
+            and whole is not None
+            and whole <= min(limit, self._size_max)
+        ):
+            with intake.lock:
+                turn = intake.sticky.current(available)
+                intake.sticky.filled(whole)
+            return [(turn, 0, rows, whole)]
+        row_sizes = sizes(rows)
+        if int(row_sizes.max()) > self._size_max:
+            raise errors.RecordTooLarge(
+                f"{intake.topic}: a record of {int(row_sizes.max())} bytes; "
+                f"max_request_size and buffer_memory allow {self._size_max}"
+            )
+        pieces = []
+        if keyless and explicit is None:
+            runs = [(-1, 0, rows)]  # whole batches, each to the partition whose turn it is
+        else:
+            with intake.lock:
+                total = int(row_sizes.sum())
+                chosen = place(rows, explicit, topic.partitions, intake.sticky, available, total)
+            runs = split(rows, chosen, delivery)
+        for target, first, run in runs:
+            run_sizes = row_sizes if len(runs) == 1 else sizes(run)
+            start = 0
+            for end in cuts_by_size(run_sizes, limit):
+                size = int(run_sizes[start:end].sum())
+                part = target
+                if target < 0:
+                    with intake.lock:
+                        part = intake.sticky.current(available)
+                        intake.sticky.filled(size)
+                pieces.append((part, first + start, run.slice(start, end - start), size))
+                start = end
+        return pieces
+
+    def _reserve_and_put(
+        self,
+        intake: Intake,
+        delivery: Columns,
+        pieces: list[tuple[int, int, pa.RecordBatch, int]],
+        total: int,
+    ) -> bool:
+        """Behind everything sent before (rule: order per thread); False if memory is short."""
+        with intake.lock:
+            if intake.closed is not None:
+                raise intake.closed
+            intake.seal()
+            if not self._engine.budget.try_reserve(total):
+                return False
+            delivery.pieces = pieces
+            intake.sealed.append(delivery)
+            return True
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def partitions_for(self, topic: str) -> int:
+        """How many partitions a topic has."""
+        if topic not in self._intakes:
+            self._open(topic)
+        return self._cluster.metadata.topic(topic).partitions
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything sent so far has an outcome (good or bad: ask the futures).
+
+        Raises `TimeoutError` after `timeout_s`.
+        """
+        if self._closed:
+            return
+        begun = self._thread.run(self._begin_flush())
+        with self._engine.done:
+            left = [delivery for delivery in begun if not delivery.done]
+            if not self._engine.done.wait_for(lambda: _all_done(left), timeout_s):
+                raise TimeoutError(f"{len(left)} sends have no outcome within {timeout_s} s")
+
+    async def _begin_flush(self) -> list[Delivery]:
+        return self._engine.begin_flush()
+
+    def close(self, timeout_s: float | None = _CLOSE_S) -> None:
+        """Flush for up to `timeout_s`, fail what is left with `ClosedError`, disconnect.
+        Idempotent.
+        """
+        if self._closed:
+            return
+        try:
+            if timeout_s is None or timeout_s > 0:
+                self.flush(timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            self._closed = True
+            self._intakes, self._fast = {}, {}
+            connection.closed(self)
+            try:
+                self._thread.run(self._engine.close(), _LOOP_SLACK_S)
+            finally:
+                connection.release(self._thread)
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(_CLOSE_S if error is None else 1.0)
+
+    # -- not in this build -------------------------------------------------------------------------
+
+    def _transactions(self, *_arguments: Any, **_options: Any) -> Any:
+        raise errors.UnsupportedFeature("transactions are not in this build")
+
+    init_transactions: Callable[..., Any] = _transactions
+    begin_transaction: Callable[..., Any] = _transactions
+    send_offsets_to_transaction: Callable[..., Any] = _transactions
+    commit_transaction: Callable[..., Any] = _transactions
+    abort_transaction: Callable[..., Any] = _transactions
+
+
+def _all_done(left: list[Delivery]) -> bool:
+    left[:] = [delivery for delivery in left if not delivery.done]
+    return not left

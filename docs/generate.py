@@ -1,0 +1,127 @@
+"""docs/settings.md and docs/errors.md, made from the tables that the code runs on.
+
+`make docs` writes them; `--check` only compares (a test does), and exits 1 if a page is stale.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+from pk import errors, settings
+
+HERE = Path(__file__).resolve().parent
+NOTE = "<!-- Made by `make docs` from {source}; edit that. -->"
+
+SCOPES = {
+    settings.TOPIC: (
+        "Topics",
+        "`pk topics create --config NAME=VALUE`, `pk topics alter`; the same names in the server's "
+        "configuration are the cluster's defaults.",
+    ),
+    settings.SERVER: (
+        "Server",
+        "the TOML file of `pk server start --config FILE`, or `PK_<NAME>` in the environment, "
+        "which wins.",
+    ),
+    settings.PRODUCER: ("Producer", "keyword arguments of `pk.Producer`."),
+    settings.CONSUMER: ("Consumer", "keyword arguments of `pk.Consumer`."),
+}
+KINDS = {int: "int", float: "float", bool: "bool", str: "text"}
+FOREVER = 2**63 - 1
+
+
+def value_text(value: object) -> str:
+    """A default as a person writes it."""
+    if value == "":
+        return "*(empty)*"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == FOREVER:
+        return "2^63 − 1"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def bounds_text(option: settings.Option) -> str:
+    if option.choices:
+        return " · ".join(option.choices)
+    low = "" if option.least is None else f"≥ {value_text(option.least)}"
+    high = "" if option.most is None else f"≤ {value_text(option.most)}"
+    return ", ".join(bound for bound in (low, high) if bound)
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        NOTE.format(source="`src/pk/settings.py`"),
+        "",
+        "Kafka's dotted names (`retention.ms`) are accepted everywhere. An unknown name is refused",
+        "with the nearest right one, a contradiction with the relation that it breaks.",
+    ]
+    for scope, (title, where) in SCOPES.items():
+        lines += ["", f"## {title}", "", f"Given as {where}", ""]
+        lines += ["| name | default | unit | allowed | meaning |", "|---|---|---|---|---|"]
+        for option in scope.by_name.values():
+            lines.append(
+                f"| `{option.name}` | {value_text(option.default)} "
+                f"| {option.unit or KINDS[option.kind]} | {bounds_text(option)} | {option.doc} |"
+            )
+        if scope.relations:
+            lines += ["", "Relations: " + "; ".join(words for words, _ in scope.relations) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def errors_page() -> str:
+    lines = [
+        "# Errors",
+        "",
+        NOTE.format(source="`src/pk/errors.py`"),
+        "",
+        "Every error is a class of `pk.errors`. The code travels on the wire: Kafka's number where",
+        "Kafka has one, pk's own from 1000. *Retriable*: the same request may succeed later; pk's",
+        "clients try again within their timeouts. On the command line an error is one line, or",
+        "with `--json` an object, and the exit code is 1:",
+        '`{"error": {code, name, message, acts, retriable, details}}`.',
+        "",
+        "| name | code | who acts | retriable | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for code, kind in sorted(errors.BY_CODE.items()):
+        meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
+        again = "yes" if kind.retriable else ""
+        lines.append(f"| `{kind.__name__}` | {code} | {kind.acts} | {again} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"settings.md": settings_page, "errors.md": errors_page}
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or with `--check` say how they differ from what they should be."""
+    stale = 0
+    for name, page in PAGES.items():
+        path, text = HERE / name, page()
+        if "--check" not in arguments:
+            path.write_text(text, encoding="utf-8")
+            print(f"docs/{name}")
+            continue
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        if found != text:
+            stale = 1
+            diff = difflib.unified_diff(
+                found.splitlines(),
+                text.splitlines(),
+                f"docs/{name}",
+                "the code says",
+                lineterm="",
+                n=0,
+            )
+            print("\n".join(diff))
+            print(f"docs/{name} is stale: run `make docs`")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""Aborted transactions of a segment: what a read_committed reader must leave out (KIP-98).
+
+An entry says that the records of `producer_id` in `[first_offset, last_offset]` were aborted, and
+up to where everything was decided when the marker was written (`last_stable_offset`): a reader that
+reads no further than that needs no later entry.  File `.txnindex`, written whole: head (magic,
+version, count, crc) | entries of four i64."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pk.types import AbortedTransaction
+
+_HEAD = struct.Struct("<4sHHII")
+_ENTRY = struct.Struct("<qqqq")
+MAGIC = b"pkab"
+VERSION = 0
+
+
+class AbortedEntry(NamedTuple):
+    """One aborted transaction as the index keeps it."""
+
+    producer_id: int
+    first_offset: int
+    last_offset: int  #: the marker's offset
+    last_stable_offset: int
+
+
+class Damaged(ValueError):
+    """The file is torn: rebuild it from the control batches."""
+
+
+def encode(entries: Iterable[AbortedEntry]) -> bytes:
+    body = b"".join(_ENTRY.pack(*entry) for entry in entries)
+    head = _HEAD.pack(MAGIC, VERSION, 0, len(body) // _ENTRY.size, 0)
+    return (
+        _HEAD.pack(MAGIC, VERSION, 0, len(body) // _ENTRY.size, crc32c(body, crc32c(head))) + body
+    )
+
+
+def decode(raw: bytes) -> list[AbortedEntry]:
+    """Raises `Damaged`."""
+    if len(raw) < _HEAD.size:
+        raise Damaged(f"{len(raw)} bytes are no aborted index")
+    *fields, crc = _HEAD.unpack_from(raw)
+    magic, version, _, count = fields
+    body = raw[_HEAD.size :]
+    if magic != MAGIC or version != VERSION or len(body) != count * _ENTRY.size:
+        raise Damaged(f"begins with {magic!r} {version}, {count} entries in {len(body)} bytes")
+    if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
+        raise Damaged("the checksum does not match")
+    return [AbortedEntry._make(fields) for fields in _ENTRY.iter_unpack(body)]
+
+
+def overlapping(entries: Iterable[AbortedEntry], start: int, end: int) -> list[AbortedTransaction]:
+    """Transactions with records in `[start, end)`."""
+    return [
+        AbortedTransaction(e.producer_id, e.first_offset, e.last_offset)
+        for e in entries
+        if e.last_offset >= start and e.first_offset < end
+    ]

@@ -1,0 +1,34 @@
+"""Small text files that survive torn writes: a title, lines, a checksum.  People can read them.
+
+pk recovery-point-offset-checkpoint 0
+5f0c… 0 1200
+crc32c 1a2b3c4d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from crc32c import crc32c
+
+VERSION = 0
+
+
+class Damaged(ValueError):
+    """The file is not what it should be; its content can be rebuilt."""
+
+
+def encode(title: str, lines: Iterable[str]) -> bytes:
+    body = "".join(f"{line}\n" for line in (f"pk {title} {VERSION}", *lines)).encode()
+    return body + f"crc32c {crc32c(body):08x}\n".encode()
+
+
+def decode(title: str, raw: bytes) -> list[str]:
+    """The lines.  Raises `Damaged`."""
+    body, found, tail = raw.rpartition(b"crc32c ")
+    if not found or tail != f"{crc32c(body):08x}\n".encode():
+        raise Damaged(f"{title}: the checksum does not match")
+    head, *lines = body.decode().splitlines()
+    if head != f"pk {title} {VERSION}":
+        raise Damaged(f"{title}: begins with {head!r}")
+    return lines

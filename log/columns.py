@@ -1,0 +1,417 @@
+"""The body of a batch: Arrow columns ⇄ raw columns with lengths (docs/design/0001, 0002).
+
+Encoding stands in log/encoding.py.  Decoding rebuilds Arrow offsets by a prefix sum and points into
+the received bytes.  A body from the network is hostile until parsed (rule L13): every count is
+compared with the bytes that are really there before anything is allocated from it.
+
+Body, of n records with m headers in all (a compressed one is `u32 decoded length | blob`; lz4 is
+the frame format); absent sections take no bytes: timestamps u32|i64 ×n · offset deltas u32 ×n · key
+lengths u32 ×n · value lengths u32 ×n · header counts u32 ×n · header key lengths u32 ×m · header
+value lengths u32 ×m · key validity · value validity · header value validity (bits) · key data ·
+value data · header key data (utf-8) · header value data
+
+Invariants
+  C1  `parse` accepts exactly the bodies whose sections fill the decoded size; a null row has length
+      0.
+  C2  decoding allocates at most the announced decoded size (<= decoded_bytes_max) plus 16 bytes a
+      record or header.
+  C3  decode(encode(rows)) == rows in the canonical types of `schema`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log.batch import HEADER_BYTES, Header
+from pk.log.encoding import DECODED_BYTES_MAX, LENGTH, U32, UNITS, encode, encode_lists, total
+from pk.log.storage import Buffer
+from pk.types import NONE
+
+__all__ = [
+    "DECODED_BYTES_MAX",
+    "HEADER_TYPE",
+    "Body",
+    "Marker",
+    "decode",
+    "decode_markers",
+    "encode",
+    "encode_lists",
+    "encode_markers",
+    "parse",
+    "schema",
+    "validate_body",
+]
+
+HEADER_TYPE = pa.list_(
+    pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.binary())])
+)
+_MARKER = struct.Struct("<qhBx")
+_STAMP = struct.Struct("<q")
+
+
+def schema(timestamp_unit: str = "ms") -> pa.Schema:
+    """The columns of a decoded batch."""
+    return pa.schema(
+        [
+            pa.field("offset", pa.int64(), nullable=False),
+            pa.field("timestamp", pa.timestamp(timestamp_unit, tz="UTC"), nullable=False),
+            ("key", pa.binary()),
+            ("value", pa.binary()),
+            pa.field("headers", HEADER_TYPE, nullable=False),
+        ]
+    )
+
+
+_SCHEMAS = {unit: schema(unit) for unit in ("ms", "us")}
+
+
+class Marker(NamedTuple):
+    """One row of a control batch: how a producer's transaction ended here (rule X5)."""
+
+    producer_id: int
+    producer_epoch: int
+    commit: bool
+
+
+# -- markers ---------------------------------------------------------------------------------------
+
+
+def encode_markers(
+    markers: Sequence[Marker], timestamp_ms: int, leader_epoch: int = NONE
+) -> list[Buffer]:
+    """A control batch that ends the transactions of all `markers` at once (rule X5)."""
+    values = pa.array(
+        [_MARKER.pack(m.producer_id, m.producer_epoch, m.commit) for m in markers], pa.binary()
+    )
+    rows = pa.record_batch([values], names=["value"])
+    return encode(
+        rows,
+        default_timestamp=timestamp_ms,
+        transactional=True,
+        control=True,
+        leader_epoch=leader_epoch,
+    )
+
+
+def decode_markers(batch: Buffer) -> list[Marker]:
+    """The rows of a control batch.  Raises `InvalidRecord` if it holds anything else."""
+    values = decode(batch, decoded_bytes_max=DECODED_BYTES_MAX).column("value")
+    found = []
+    for value in values.to_pylist():
+        if value is None or len(value) != _MARKER.size:
+            raise errors.InvalidRecord(
+                "a control batch holds something else than transaction markers"
+            )
+        producer_id, epoch, commit = _MARKER.unpack(value)
+        found.append(Marker(producer_id, epoch, bool(commit)))
+    return found
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+class Body(NamedTuple):
+    """A parsed body: views of the decoded bytes, every section's size checked."""
+
+    timestamps: npt.NDArray[Any] | None
+    deltas: U32 | None
+    key_lengths: U32 | None
+    value_lengths: U32 | None
+    header_counts: U32 | None
+    header_key_lengths: U32 | None
+    header_value_lengths: U32 | None
+    key_validity: memoryview | None
+    value_validity: memoryview | None
+    header_validity: memoryview | None
+    key_data: memoryview
+    value_data: memoryview
+    header_key_data: memoryview
+    header_value_data: memoryview
+
+
+class _Cursor:
+    """Cuts sections off the front of a body; running past the end is the peer's fault."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.position = 0
+
+    def take(self, size: int, what: str) -> memoryview:
+        end = self.position + size
+        if end > len(self.view):
+            raise errors.InvalidRecord(
+                f"batch body: {what} take {size} bytes, {len(self.view) - self.position} are left"
+            )
+        start, self.position = self.position, end
+        return self.view[start:end]
+
+    def ints(self, present: int, count: int, what: str, kind: str = "<u4") -> Any:
+        if not present:
+            return None
+        return np.frombuffer(self.take(count * int(kind[2]), what), kind)
+
+
+def parse(header: Header, body: memoryview) -> Body:
+    """The sections of a decompressed `body`; every size is checked against the bytes that are there
+    (rule L13).
+    """
+    flags, n = header.attributes, header.record_count
+    cursor = _Cursor(body)
+    stamps = cursor.ints(
+        flags & batches.TIMESTAMPS,
+        n,
+        "timestamps",
+        "<i8" if flags & batches.TIMESTAMPS_I64 else "<u4",
+    )
+    deltas = cursor.ints(flags & batches.OFFSET_DELTAS, n, "offset deltas")
+    key_lengths = cursor.ints(flags & batches.KEY, n, "key lengths")
+    value_lengths = cursor.ints(flags & batches.VALUE, n, "value lengths")
+    counts = cursor.ints(flags & batches.HEADERS, n, "header counts")
+    m = total(counts)
+    names = cursor.ints(flags & batches.HEADERS, m, "header key lengths")
+    contents = cursor.ints(flags & batches.HEADERS, m, "header value lengths")
+
+    def bits(flag: int, rows: int, what: str) -> memoryview | None:
+        return cursor.take((rows + 7) // 8, what) if flags & flag else None
+
+    key_bits = bits(batches.KEY_NULLS, n, "key validity")
+    value_bits = bits(batches.VALUE_NULLS, n, "value validity")
+    header_bits = bits(batches.HEADER_NULLS, m, "header validity")
+    parsed = Body(
+        stamps,
+        deltas,
+        key_lengths,
+        value_lengths,
+        counts,
+        names,
+        contents,
+        key_bits,
+        value_bits,
+        header_bits,
+        cursor.take(total(key_lengths), "keys"),
+        cursor.take(total(value_lengths), "values"),
+        cursor.take(total(names), "header keys"),
+        cursor.take(total(contents), "header values"),
+    )
+    if cursor.position != len(body):
+        raise errors.InvalidRecord(f"batch body: {len(body) - cursor.position} bytes too many")
+    _check_rows(header, parsed)
+    return parsed
+
+
+def _check_rows(header: Header, body: Body) -> None:
+    """What sizes alone do not say: nulls are empty, offsets grow, timestamps lie where the header
+    says.
+    """
+    for lengths, validity in (
+        (body.key_lengths, body.key_validity),
+        (body.value_lengths, body.value_validity),
+        (body.header_value_lengths, body.header_validity),
+    ):
+        if validity is not None and lengths is not None:
+            valid = np.unpackbits(
+                np.frombuffer(validity, np.uint8), count=len(lengths), bitorder="little"
+            )
+            if np.any(lengths[valid == 0]):
+                raise errors.InvalidRecord("batch body: a null that has bytes")
+    if body.deltas is not None and len(body.deltas):
+        deltas = body.deltas
+        if np.any(deltas[1:] <= deltas[:-1]) or int(deltas[-1]) > header.last_offset_delta:
+            raise errors.InvalidRecord("batch body: offsets do not grow within the batch")
+    if body.timestamps is not None and len(body.timestamps) and not header.log_append_time:
+        least, most = int(body.timestamps.min()), int(body.timestamps.max())
+        if not header.attributes & batches.TIMESTAMPS_I64:
+            least, most = least + header.base_timestamp, most + header.base_timestamp
+        floor = batches.TIMESTAMP_MS_MIN if header.has_delete_horizon else header.base_timestamp
+        if least < floor or most > header.max_timestamp:
+            raise errors.InvalidRecord("batch body: a timestamp outside the header's bounds")
+
+
+def _decompressed(header: Header, batch: Buffer, decoded_bytes_max: int) -> memoryview:
+    """The decoded body.  The announced size is checked before anything is allocated."""
+    body = memoryview(batch)[HEADER_BYTES : header.length]
+    bound = min(decoded_bytes_max, DECODED_BYTES_MAX)
+    if header.codec == "none":
+        size = len(body)
+    elif len(body) < LENGTH.size:
+        raise errors.InvalidRecord("batch body: compressed, but without a decoded length")
+    else:
+        (size,) = LENGTH.unpack_from(body)
+    if size > bound:
+        raise errors.RecordTooLarge(
+            f"a batch that decodes to {size} bytes; at most {bound} are allowed"
+        )
+    if header.codec == "none":
+        return body
+    blob = pa.py_buffer(body[LENGTH.size :])
+    try:
+        if header.codec == "zstd":
+            return memoryview(pa.Codec("zstd").decompress(blob, decompressed_size=size))
+        return _lz4(blob, size)
+    except (pa.ArrowException, OSError, ValueError) as cause:
+        raise errors.InvalidRecord(f"batch body: {cause}") from cause
+
+
+def _lz4(blob: pa.Buffer, size: int) -> memoryview:
+    """An LZ4 frame of exactly `size` decoded bytes.
+
+    Read as a stream into a buffer of ours: Arrow's one-shot LZ4 decoders do not tell when the data
+    ends early, the rest of their buffer would be whatever the memory held before."""
+    out = np.empty(size + 1, np.uint8)  # one more, to notice data that goes on
+    with pa.CompressedInputStream(pa.BufferReader(blob), "lz4") as stream:
+        found = 0
+        while found <= size:
+            got = stream.readinto(out.data[found:])
+            if not got:
+                break
+            found += got
+    if found != size:
+        raise errors.InvalidRecord(
+            f"batch body: {size} decoded bytes announced, {found} or more found"
+        )
+    return out.data[:size]
+
+
+def validate_body(batch: Buffer, header: Header, decoded_bytes_max: int) -> None:
+    """Everything `decode` would refuse, without building columns: what a broker does before append
+    (rule L13).
+
+    Off the event loop: decompression and checks of large arrays release the GIL.
+    """
+    if not header.record_count:
+        return
+    body = parse(header, _decompressed(header, batch, decoded_bytes_max))
+    if body.header_key_lengths is not None:
+        _texts(body.header_key_lengths, body.header_key_data)
+
+
+def decode(
+    batch: Buffer,
+    *,
+    decoded_bytes_max: int,
+    timestamp_unit: str = "ms",
+    header: Header | None = None,
+) -> pa.RecordBatch:
+    """The rows of one whole batch in the columns of `schema(timestamp_unit)`; ms or us.
+
+    Points into `batch` where it is not compressed.  Does not verify the checksum (`batch.check`
+    does). Raises `InvalidRecord`, `RecordTooLarge`, `CorruptBatch`; never anything else."""
+    if header is None:
+        header = batches.read_header(batch)
+        batches.check_structure(header)
+        if header.length > len(batch):
+            raise errors.CorruptBatch(f"{len(batch)} bytes of a batch of {header.length}")
+    n = header.record_count
+    target = _SCHEMAS[timestamp_unit]
+    if not n:
+        return pa.RecordBatch.from_pylist([], schema=target)
+    body = parse(header, _decompressed(header, batch, decoded_bytes_max))
+    columns = [
+        _offsets(header, body),
+        _timestamps(header, body, timestamp_unit),
+        _binary(n, body.key_lengths, body.key_validity, body.key_data),
+        _binary(n, body.value_lengths, body.value_validity, body.value_data),
+        _header_lists(n, body),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=target)
+
+
+def _offsets(header: Header, body: Body) -> pa.Array:
+    if body.deltas is None:
+        first = header.base_offset
+        offsets = np.arange(first, first + header.record_count, dtype=np.int64)
+    else:
+        offsets = np.add(body.deltas, header.base_offset, dtype=np.int64, casting="unsafe")
+    return pa.Array.from_buffers(pa.int64(), len(offsets), [None, pa.py_buffer(offsets)], 0)
+
+
+def _timestamps(header: Header, body: Body, unit: str) -> pa.Array:
+    scale = UNITS[unit]
+    raw: Any
+    if header.log_append_time or body.timestamps is None:
+        raw = _STAMP.pack(header.max_timestamp * scale) * header.record_count
+    else:
+        raw = body.timestamps.astype(np.int64)
+        if not header.attributes & batches.TIMESTAMPS_I64:
+            raw += header.base_timestamp
+        if scale != 1:
+            raw *= scale
+    kind = _SCHEMAS[unit].field("timestamp").type
+    return pa.Array.from_buffers(kind, header.record_count, [None, pa.py_buffer(raw)], 0)
+
+
+def _prefix_sum(lengths: U32) -> pa.Buffer:
+    """Arrow offsets; the sum was checked against the section's size, so nothing overflows."""
+    offsets = np.empty(len(lengths) + 1, np.int32)
+    offsets[0] = 0
+    np.cumsum(lengths.view(np.int32), out=offsets[1:])
+    return pa.py_buffer(offsets)
+
+
+def _binary(
+    rows: int, lengths: U32 | None, validity: memoryview | None, data: memoryview
+) -> pa.Array:
+    if lengths is None:
+        return pa.Array.from_buffers(
+            pa.binary(), rows, [_zeros(rows), _zeros(rows), _NO_BYTES], rows
+        )
+    bits = None if validity is None else pa.py_buffer(validity)
+    return pa.Array.from_buffers(
+        pa.binary(), rows, [bits, _prefix_sum(lengths), pa.py_buffer(data)]
+    )
+
+
+def _texts(lengths: U32, data: memoryview) -> pa.Array:
+    array = pa.Array.from_buffers(
+        pa.string(), len(lengths), [None, _prefix_sum(lengths), pa.py_buffer(data)], 0
+    )
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as cause:
+        raise errors.InvalidRecord(f"batch body: a header key is not utf-8: {cause}") from cause
+    return array
+
+
+def _header_lists(rows: int, body: Body) -> pa.Array:
+    if body.header_counts is None or body.header_key_lengths is None:
+        return pa.Array.from_buffers(
+            HEADER_TYPE, rows, [None, _zeros(rows)], 0, children=[_NO_HEADERS]
+        )
+    count = len(body.header_key_lengths)
+    children = [
+        _texts(body.header_key_lengths, body.header_key_data),
+        _binary(count, body.header_value_lengths, body.header_validity, body.header_value_data),
+    ]
+    items = pa.Array.from_buffers(HEADER_TYPE.value_type, count, [None], 0, children=children)
+    return pa.Array.from_buffers(
+        HEADER_TYPE, rows, [None, _prefix_sum(body.header_counts)], 0, children=[items]
+    )
+
+
+def _zeros(rows: int) -> pa.Buffer:
+    """Offsets, or validity bits, of `rows` rows that hold nothing; one buffer unless they are many.
+
+    Neither this nor the timestamps above use numpy: it lets go of the interpreter for arrays of
+    this size, and to get it back from a busy thread takes far longer than the work.
+    """
+    return _ZEROS if rows < _ZEROS_ROWS else pa.py_buffer(bytes(4 * (rows + 1)))
+
+
+_ZEROS_ROWS = 1 << 16
+_ZEROS = pa.py_buffer(bytes(4 * _ZEROS_ROWS))
+_NO_BYTES = pa.py_buffer(b"")
+_NO_HEADERS = pa.Array.from_buffers(  # pa.array would import pandas
+    HEADER_TYPE.value_type,
+    0,
+    [None],
+    0,
+    children=[pa.nulls(0, pa.string()), pa.nulls(0, pa.binary())],
+)

@@ -1,0 +1,186 @@
+"""One data directory: its format file, clean-shutdown file and checkpoints.  Names, bytes and
+checks; no policy.
+
+pk.json                              who the directory belongs to; written once, when it is
+formatted run.json                             boot id and broker epoch of the running or last
+process (rule L3) clean-shutdown                       exists only while nobody runs and the last
+process closed properly recovery-point-offset-checkpoint     topic id, partition, offset: everything
+below is SYNCED replication-offset-checkpoint        … high watermark log-start-offset-checkpoint
+… log start (rule T9) topics/<topic>-<partition>/          partition.json (topic id, rule L8) and
+the segments"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pk import errors
+from pk.log import checkpoints
+from pk.log.storage import Storage
+from pk.types import NONE, PartitionKey, TopicPartition
+
+FORMAT = 0
+FORMAT_FILE = "pk.json"
+RUN_FILE = "run.json"
+CLEAN_FILE = "clean-shutdown"
+PARTITION_FILE = "partition.json"
+RECOVERY_POINTS = "recovery-point-offset-checkpoint"
+HIGH_WATERMARKS = "replication-offset-checkpoint"
+LOG_STARTS = "log-start-offset-checkpoint"
+#: What may stand in a directory that is about to be formatted.
+_HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
+
+Offsets = dict[PartitionKey, int]
+
+
+class Format(NamedTuple):
+    """The content of pk.json."""
+
+    format: int
+    build: str
+    cluster_id: str
+    node_id: int
+    directory_id: str
+
+
+class Run(NamedTuple):
+    """The process that had the directory before."""
+
+    boot_id: str = ""
+    broker_epoch: int = NONE
+
+
+def read_format(storage: Storage) -> Format | None:
+    """None = not formatted.  Raises `CorruptLog` if the file cannot be read as what it is."""
+    try:
+        raw = storage.read_file(FORMAT_FILE)
+    except FileNotFoundError:
+        return None
+    found = _object(raw, f"{storage.root}/{FORMAT_FILE}")
+    version = found.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise errors.NewerFormat(
+            f"{storage.root} has format {version}, this pk knows {FORMAT}: use a newer pk",
+            directory=storage.root,
+        )
+    try:
+        return Format(
+            int(found["format"]),
+            str(found["build"]),
+            str(found["cluster_id"]),
+            int(found["node_id"]),
+            str(found["directory_id"]),
+        )
+    except (KeyError, TypeError, ValueError) as cause:
+        raise errors.CorruptLog(f"{storage.root}/{FORMAT_FILE} is damaged: {cause}") from cause
+
+
+def format_directory(storage: Storage, wanted: Format) -> None:
+    """Write pk.json (SYNCED).  Raises `DirectoryOfAnotherCluster` if the directory holds somebody's
+    files.
+    """
+    others = [name for name in storage.list("") if name not in _HARMLESS]
+    if others:
+        raise errors.DirectoryOfAnotherCluster(
+            f"{storage.root} is no pk directory and not empty (it holds {others[0]!r}): "
+            "give an empty one",
+            directory=storage.root,
+        )
+    storage.replace_file(FORMAT_FILE, json.dumps(wanted._asdict()).encode())
+
+
+def check_format(
+    storage: Storage, found: Format, *, cluster_id: str, node_id: int, build: str
+) -> None:
+    """Raises `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`.  `cluster_id` "" = any."""
+    if (cluster_id and found.cluster_id != cluster_id) or found.node_id != node_id:
+        raise errors.DirectoryOfAnotherCluster(
+            f"{storage.root} belongs to node {found.node_id} of cluster {found.cluster_id}, "
+            f"not to node {node_id} of cluster {cluster_id or 'any'}",
+            directory=storage.root,
+        )
+    if found.format == 0 and found.build != build:
+        raise errors.DirectoryOfAnotherBuild(
+            f"{storage.root} has format 0 of build {found.build}, this is {build}: "
+            "format 0 is not kept between builds; use that build or an empty directory",
+            directory=storage.root,
+        )
+
+
+def read_run(storage: Storage) -> tuple[Run, bool]:
+    """`(the process before, did it close properly)`; a damaged file counts as an unclean end."""
+    closed = _read_run(storage, CLEAN_FILE)
+    return closed or _read_run(storage, RUN_FILE) or Run(), closed is not None
+
+
+def _read_run(storage: Storage, name: str) -> Run | None:
+    try:
+        found = json.loads(storage.read_file(name))
+        return Run(str(found["boot_id"]), int(found["broker_epoch"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_run(storage: Storage, run: Run) -> None:
+    storage.replace_file(RUN_FILE, json.dumps(run._asdict()).encode())
+
+
+def mark_running(storage: Storage, run: Run) -> None:
+    """From here on an end is unclean until `mark_clean`; SYNCED before any log is written."""
+    write_run(storage, run)
+    storage.remove(CLEAN_FILE)
+    storage.sync_dir("")
+
+
+def mark_clean(storage: Storage, run: Run) -> None:
+    storage.replace_file(CLEAN_FILE, json.dumps(run._asdict()).encode())
+
+
+def read_offsets(storage: Storage, name: str) -> Offsets:
+    """A checkpoint; missing or torn = {} (each has a safe default: scan everything, start at the
+    first segment).
+    """
+    try:
+        lines = checkpoints.decode(name, storage.read_file(name))
+        found = {}
+        for line in lines:
+            topic_id, partition, offset = line.split()
+            found[PartitionKey(topic_id, int(partition))] = int(offset)
+        return found
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, int]) -> None:
+    """SYNCED."""
+    lines = (f"{key.topic_id} {key.partition} {offset}" for key, offset in sorted(offsets.items()))
+    storage.replace_file(name, checkpoints.encode(name, lines))
+
+
+def read_partition(storage: Storage, path: str) -> tuple[str, TopicPartition] | None:
+    """`(topic id, partition)` of a partition directory; None = its creation was not finished."""
+    try:
+        found = _object(storage.read_file(f"{path}/{PARTITION_FILE}"), f"{path}/{PARTITION_FILE}")
+        return str(found["topic_id"]), TopicPartition(str(found["topic"]), int(found["partition"]))
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as cause:
+        raise errors.CorruptLog(
+            f"{storage.root}/{path}/{PARTITION_FILE} is damaged: {cause}"
+        ) from cause
+
+
+def write_partition(storage: Storage, path: str, topic_id: str, tp: TopicPartition) -> None:
+    content = {"topic_id": topic_id, "topic": tp.topic, "partition": tp.partition}
+    storage.replace_file(f"{path}/{PARTITION_FILE}", json.dumps(content).encode())
+
+
+def _object(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except ValueError as cause:
+        raise errors.CorruptLog(f"{where} is damaged: {cause}") from cause
+    if not isinstance(found, dict):
+        raise errors.CorruptLog(f"{where} is damaged: not an object")
+    return found

@@ -1,0 +1,105 @@
+"""Leader epoch → start offset: where each leader's records begin (KIP-101, KIP-320).
+
+Two replicas that agree on (epoch, offset) agree on everything before it; divergence is found by
+asking where an epoch ended.  The cache is small and sorted; it is written before the first batch of
+a new epoch is.
+
+Invariants
+  E1  epochs and start offsets both grow strictly.
+  E2  the entries are one immutable tuple: other threads may look while the loop replaces it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+from pk.log import checkpoints
+from pk.types import NONE, EpochStart
+
+FILE = "leader-epoch-checkpoint"
+
+
+class LeaderEpochs:
+    """The epochs of one partition's log."""
+
+    def __init__(self, entries: list[EpochStart] | None = None) -> None:
+        self._entries: tuple[EpochStart, ...] = tuple(entries or ())
+
+    @property
+    def entries(self) -> tuple[EpochStart, ...]:
+        return self._entries
+
+    @property
+    def latest(self) -> int:
+        return self._entries[-1].epoch if self._entries else NONE
+
+    def assign(self, epoch: int, start_offset: int) -> bool:
+        """Note that `epoch` starts at `start_offset`; False if it is known.  An epoch that never
+        got a record goes.
+        """
+        assert epoch >= self.latest, (epoch, self.latest)
+        if epoch == self.latest:
+            return False
+        kept = (entry for entry in self._entries if entry.start_offset < start_offset)
+        self._entries = (*kept, EpochStart(epoch, start_offset))
+        return True
+
+    def epoch_of(self, offset: int) -> int:
+        """The epoch `offset` belongs to; -1 below the first entry."""
+        entries = self._entries
+        at = bisect_right(entries, offset, key=lambda entry: entry.start_offset)
+        return entries[at - 1].epoch if at else NONE
+
+    def end_offset_for(self, epoch: int, log_end: int) -> EpochStart:
+        """(the largest epoch <= `epoch` known here, where it ended); (-1, -1) for an epoch newer
+        than all (KIP-320).
+
+        An epoch older than all ended where the first known one starts.
+        """
+        if not self._entries or epoch > self.latest or epoch == NONE:
+            return EpochStart(NONE, NONE)
+        if epoch == self.latest:
+            return EpochStart(epoch, log_end)
+        at = bisect_right(self._entries, epoch, key=lambda entry: entry.epoch)
+        end = self._entries[at].start_offset
+        return EpochStart(self._entries[at - 1].epoch if at else epoch, end)
+
+    def truncate_end(self, offset: int) -> bool:
+        """Forget epochs that start at or above `offset`; True if any did."""
+        kept = tuple(entry for entry in self._entries if entry.start_offset < offset)
+        changed = len(kept) != len(self._entries)
+        self._entries = kept
+        return changed
+
+    def truncate_start(self, log_start: int) -> bool:
+        """Forget epochs that ended at or below `log_start`; the one that covers it then starts
+        there.
+        """
+        at = bisect_right(self._entries, log_start, key=lambda entry: entry.start_offset)
+        if at == 0 or (at == 1 and self._entries[0].start_offset == log_start):
+            return False
+        self._entries = (EpochStart(self._entries[at - 1].epoch, log_start), *self._entries[at:])
+        return True
+
+    def clear(self) -> None:
+        self._entries = ()
+
+    def encode(self) -> bytes:
+        return checkpoints.encode(FILE, (f"{e.epoch} {e.start_offset}" for e in self._entries))
+
+    @classmethod
+    def decode(cls, raw: bytes) -> LeaderEpochs:
+        """Raises `checkpoints.Damaged`."""
+        entries: list[EpochStart] = []
+        try:
+            for line in checkpoints.decode(FILE, raw):
+                epoch, start = line.split()
+                entries.append(EpochStart(int(epoch), int(start)))
+        except ValueError as cause:
+            raise checkpoints.Damaged(str(cause)) from cause
+        if any(
+            a.epoch >= b.epoch or a.start_offset >= b.start_offset for a, b in pairwise(entries)
+        ):
+            raise checkpoints.Damaged(f"{FILE}: epochs do not grow")
+        return cls(entries)

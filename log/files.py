@@ -1,0 +1,390 @@
+"""The real Storage and Disk: files, one writer thread per directory, pools for reads and
+computation.
+
+Shell over `log/storage.py`; rules D1–D3 stand there.  A `RealFile` may be read by many threads
+while one writes: `close` waits for nobody, the descriptor goes when its last reader is done, so it
+is never read after reuse.
+
+Threads (rule P2)
+  F1  the writer drains every queued job per wake-up, in order; finished jobs reach the loop through
+      one pending call_soon_threadsafe, however many they are.
+  F2  a job that was queued runs, also if its caller was cancelled: what follows it counts on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from pk import errors
+from pk.log.storage import Buffer, File
+
+T = TypeVar("T")
+
+IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 1024
+LOCK_NAME = ".lock"
+READ_THREADS = 4
+COMPUTE_THREADS = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class RealFile:
+    """One open file; positions are kept here, so nothing depends on the descriptor's own."""
+
+    def __init__(self, storage: RealStorage, path: str, fd: int) -> None:
+        self.path = path
+        self._storage = storage
+        self._fd = fd
+        self._size = os.fstat(fd).st_size
+        self._guard = threading.Lock()
+        self._users = 1  # the owner; each running read is one more
+
+    def size(self) -> int:
+        return self._size
+
+    def append(self, buffers: Sequence[Buffer]) -> int:
+        start = self._size
+        self._storage.check_writable()
+        try:
+            self._write_all(start, [memoryview(b) for b in buffers if len(b)])
+        except OSError as cause:
+            self._cut_back(start, cause)
+        self._size = start + sum(len(b) for b in buffers)
+        return start
+
+    def write_at(self, position: int, data: Buffer) -> None:
+        self._storage.check_writable()
+        try:
+            self._write_all(position, [memoryview(data)])
+        except OSError as cause:
+            if position + len(data) > self._size:
+                self._cut_back(self._size, cause)
+            self._storage.fail(cause, f"writing {self.path}")
+        self._size = max(self._size, position + len(data))
+
+    def _write_all(self, position: int, views: list[memoryview]) -> None:
+        first = 0
+        while first < len(views):
+            written = os.pwritev(self._fd, views[first : first + IOV_MAX], position)
+            if not written:
+                raise OSError(errno.EIO, "nothing was written")
+            position += written
+            while first < len(views) and written >= len(views[first]):
+                written -= len(views[first])
+                first += 1
+            if written:
+                views[first] = views[first][written:]
+
+    def _cut_back(self, size: int, cause: OSError) -> NoReturn:
+        """Rule D1: whatever part of a failed append reached the file goes again."""
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as worse:
+            self._storage.fail(worse, f"cutting {self.path} back")
+        self._storage.fail(cause, f"appending to {self.path}")
+
+    def read(self, position: int, size: int) -> bytes:
+        with self._guard:
+            if self._users < 1:
+                raise FileNotFoundError(f"{self.path} was closed")
+            self._users += 1
+        try:
+            data = os.pread(self._fd, size, position)
+            if len(data) == size:
+                return data
+            parts = [data]  # pread is bounded by 2 GiB and may stop at a signal
+            while data and sum(map(len, parts)) < size:
+                got = sum(map(len, parts))
+                data = os.pread(self._fd, size - got, position + got)
+                parts.append(data)
+            return b"".join(parts)
+        except OSError as cause:
+            raise errors.StorageFailed(
+                f"{self._storage.root}: reading {self.path}: {cause.strerror}"
+            ) from cause
+        finally:
+            self._leave()
+
+    def truncate(self, size: int) -> None:
+        self._storage.check_writable()
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as cause:
+            self._storage.fail(cause, f"truncating {self.path}")
+        self._size = size
+
+    def sync(self) -> None:
+        self._storage.check_writable()
+        try:
+            os.fdatasync(self._fd)
+        except OSError as cause:
+            self._storage.fail(cause, f"syncing {self.path}", sync=True)
+
+    def close(self) -> None:
+        with self._guard:
+            if self._users < 1 or self._fd < 0:
+                return
+            self._users -= 1
+            last = self._users == 0
+            if not last:
+                self._users -= 1_000_000  # closed: running reads count it up to -1_000_000
+        if last:
+            self._drop()
+
+    def _leave(self) -> None:
+        with self._guard:
+            self._users -= 1
+            last = self._users == -1_000_000
+        if last:
+            self._drop()
+
+    def _drop(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class RealStorage:
+    """A directory of the operating system's."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+        self.failed: Exception | None = None
+        self._lock_fd = -1
+        os.makedirs(self.root, exist_ok=True)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.root, path) if path else self.root
+
+    def check_writable(self) -> None:
+        if self.failed is not None:
+            raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
+
+    def fail(self, cause: OSError, doing: str, sync: bool = False) -> NoReturn:
+        """Rule D2: raise the typed error; all but a full disk takes the storage offline, a failed
+        sync always does.
+        """
+        if cause.errno in _FULL and not sync:
+            raise errors.StorageFull(
+                f"{self.root}: {doing}: {cause.strerror}", directory=self.root
+            ) from cause
+        error = errors.StorageFailed(
+            f"{self.root}: {doing}: {cause.strerror or cause}", directory=self.root
+        )
+        self.failed = error
+        raise error from cause
+
+    def open(self, path: str, *, create: bool = False, write: bool = True) -> File:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        if create:
+            self.check_writable()
+        try:
+            return RealFile(self, path, os.open(self._full(path), flags, 0o644))
+        except FileNotFoundError:
+            raise
+        except OSError as cause:
+            self.fail(cause, f"opening {path}")
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(self._full(path))
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._full(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as cause:
+            self.fail(cause, f"listing {path}")
+
+    def make_dir(self, path: str) -> None:
+        self._do(lambda: os.makedirs(self._full(path), exist_ok=True), f"creating {path}")
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._do(lambda: os.unlink(self._full(path)), f"removing {path}")
+
+    def remove_tree(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._do(lambda: shutil.rmtree(self._full(path)), f"removing {path}")
+
+    def rename(self, old: str, new: str) -> None:
+        self._do(lambda: os.rename(self._full(old), self._full(new)), f"renaming {old} to {new}")
+
+    def sync_dir(self, path: str) -> None:
+        self.check_writable()
+        try:
+            fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            raise
+        except OSError as cause:
+            self.fail(cause, f"syncing directory {path or '.'}", sync=True)
+
+    def read_file(self, path: str) -> bytes:
+        try:
+            with open(self._full(path), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            raise
+        except OSError as cause:
+            raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        self.check_writable()
+        temporary = path + ".tmp"
+        file = self.open(temporary, create=True)
+        try:
+            file.truncate(0)
+            file.append([data])
+            file.sync()
+        finally:
+            file.close()
+        self.rename(temporary, path)
+        self.sync_dir(os.path.dirname(path))
+
+    def _do(self, work: Callable[[], Any], doing: str) -> None:
+        self.check_writable()
+        try:
+            work()
+        except FileNotFoundError:
+            raise
+        except OSError as cause:
+            self.fail(cause, doing)
+
+    def free_bytes(self) -> int:
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self) -> None:
+        if self._lock_fd >= 0:
+            return
+        fd = os.open(self._full(LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise errors.DirectoryLocked(
+                f"{self.root} is in use by process {holder}; stop it or use another directory",
+                directory=self.root,
+                pid=holder,
+            ) from cause
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Job(NamedTuple):
+    work: Callable[[], Any]
+    future: asyncio.Future[Any]
+
+
+class RealDisk:
+    """The lanes of one data directory.  Belongs to the loop that first uses it."""
+
+    def __init__(
+        self, storage: RealStorage, *, read_threads: int = READ_THREADS, name: str = ""
+    ) -> None:
+        self.storage = storage
+        name = name or os.path.basename(storage.root) or "disk"
+        self._readers = ThreadPoolExecutor(read_threads, thread_name_prefix=f"pk-read-{name}")
+        self._computers = ThreadPoolExecutor(
+            COMPUTE_THREADS, thread_name_prefix=f"pk-compute-{name}"
+        )
+        self._jobs: deque[_Job] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._finished: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._announced = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._writer = threading.Thread(target=self._run, name=f"pk-write-{name}", daemon=True)
+        self._writer.start()
+
+    async def write(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        future: asyncio.Future[T] = loop.create_future()
+        with self._wake:
+            if self._closing:
+                raise errors.StorageFailed(f"{self.storage.root} is closed")
+            self._jobs.append(_Job(work, future))
+            if len(self._jobs) == 1:
+                self._wake.notify()
+        return await future
+
+    async def read(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._computers, work)
+
+    async def close(self) -> None:
+        """Finish what is queued, stop the threads."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.get_running_loop().run_in_executor(None, self._writer.join)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._computers.shutdown(wait=False, cancel_futures=True)
+        self._deliver()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._jobs and not self._closing:
+                    self._wake.wait()
+                if not self._jobs:
+                    return
+                drained = list(self._jobs)
+                self._jobs.clear()
+            for job in drained:
+                result: Any = None
+                error: BaseException | None = None
+                try:
+                    result = job.work()
+                except BaseException as raised:  # the caller's to handle, whatever it is
+                    error = raised
+                self._finished.append((job.future, result, error))
+                self._announce()
+
+    def _announce(self) -> None:
+        """F1: one wake-up of the loop for all that finished since the last."""
+        if self._announced or self._loop is None:
+            return
+        self._announced = True
+        with contextlib.suppress(RuntimeError):  # the loop is gone; so is everybody who waits
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._announced = False
+        while self._finished:
+            future, result, error = self._finished.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)

@@ -1,0 +1,217 @@
+"""The sparse index of a segment: offset → position, and the largest timestamp before each entry.
+
+One entry per `index_interval_bytes` of log: (offset of a batch relative to the segment's base, its
+position, the largest timestamp of all batches before it).  The last column makes a look-up by time
+the same search.
+
+Files (little endian; each is written whole and carries a checksum, so a torn one is noticed and
+rebuilt)
+  .index      head | (relative offset u32, position u32) ×count .timeindex  head | (largest
+  timestamp before i64, offset i64) ×count head = magic 4s | version u16 | 0 u16 | base_offset i64 |
+  covered bytes u64 | next_offset i64 | max_timestamp i64 | offset of it i64 | first_append_ms i64 |
+  batches u64 | position of the last batch u64 | its checksum u32 | count u32 | crc u32 (of
+  everything else)
+The last batch's checksum ties the index to the log's content: an index that outlived its log (a
+cut, a lost file under the same name) is noticed by reading one header.
+
+Invariants
+  I1  offsets and positions grow strictly, timestamps do not fall.
+  I2  entries are added when a batch is decided; readers look below what is written, so they never
+      meet such an entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+from pk.log.batch import Header
+from pk.types import NONE
+
+_HEAD = struct.Struct("<4sHHqQqqqqQQII")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CRC.size
+OFFSETS = b"pkix"
+TIMES = b"pktx"
+VERSION = 0
+#: A segment spans fewer offsets and bytes than this: relative offsets and positions are u32.
+SPAN_MAX = 2**31 - 1
+NO_TIMESTAMP = -(2**63)
+
+
+class Extent(NamedTuple):
+    """What a segment holds up to some point."""
+
+    size: int  #: bytes
+    next_offset: int
+    max_timestamp: int = NO_TIMESTAMP
+    max_timestamp_offset: int = NONE  #: base offset of the first batch that has it
+    first_append_ms: int = NONE  #: broker's clock at the first append: what segment_ms counts from
+    batches: int = 0
+    last_position: int = 0  #: of the last batch, and its checksum
+    last_crc: int = 0
+
+    def grown(
+        self, header: Header, base_offset: int, max_timestamp: int, crc: int, now_ms: int
+    ) -> Extent:
+        """With one more batch, at `base_offset`."""
+        newer = max_timestamp > self.max_timestamp
+        return Extent(
+            self.size + header.length,
+            base_offset + header.last_offset_delta + 1,
+            max_timestamp if newer else self.max_timestamp,
+            base_offset if newer else self.max_timestamp_offset,
+            self.first_append_ms if self.first_append_ms >= 0 else now_ms,
+            self.batches + 1,
+            self.size,
+            crc,
+        )
+
+
+class SparseIndex:
+    """The entries of one segment in memory."""
+
+    __slots__ = ("base_offset", "offsets", "positions", "times")
+
+    def __init__(self, base_offset: int) -> None:
+        self.base_offset = base_offset
+        self.offsets = array("I")
+        self.positions = array("I")
+        self.times = array("q")
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def add(self, offset: int, position: int, max_timestamp_before: int) -> None:
+        self.positions.append(position)
+        self.times.append(max_timestamp_before)
+        self.offsets.append(offset - self.base_offset)  # last: who finds it finds the others
+
+    @property
+    def last_position(self) -> int:
+        """Position of the last entry; 0 without entries."""
+        return self.positions[-1] if self.positions else 0
+
+    def floor(self, offset: int) -> int:
+        """A position at or before the batch that holds `offset`."""
+        at = bisect_right(self.offsets, min(max(0, offset - self.base_offset), 2**32 - 1))
+        return self.positions[at - 1] if at else 0
+
+    def floor_position(self, position: int) -> tuple[int, int]:
+        """The last entry at or before `position`: (position, offset); (0, base offset) if there is
+        none.
+        """
+        at = bisect_right(self.positions, position, 0, len(self.offsets))
+        return (
+            (self.positions[at - 1], self.base_offset + self.offsets[at - 1])
+            if at
+            else (0, self.base_offset)
+        )
+
+    def floor_time(self, timestamp_ms: int) -> int:
+        """A position before which every timestamp is smaller than `timestamp_ms`."""
+        at = bisect_left(self.times, timestamp_ms, 0, len(self.offsets))
+        return self.positions[at - 1] if at else 0
+
+    def truncate(self, size: int) -> None:
+        """Forget entries at or above position `size`."""
+        at = bisect_left(self.positions, size)
+        del self.offsets[at:]
+        del self.times[at:]
+        del self.positions[at:]
+
+    def nbytes(self) -> int:
+        return 16 * len(self.offsets)
+
+
+class Damaged(ValueError):
+    """An index file is torn, of another segment, or does not fit its log: rebuild it."""
+
+
+def encode(index: SparseIndex, extent: Extent) -> tuple[bytes, bytes]:
+    """The two files' contents; entries beyond `extent.size` are left out."""
+    count = bisect_left(index.positions, max(extent.size, 0), 0, len(index.offsets))
+    offsets = np.array(index.offsets[:count], np.uint32)
+    positions = np.array(index.positions[:count], np.uint32)
+    times = np.array(index.times[:count], np.int64)
+    pairs = np.empty((count, 2), "<u4")
+    pairs[:, 0], pairs[:, 1] = offsets, positions
+    stamps = np.empty((count, 2), "<i8")
+    stamps[:, 0], stamps[:, 1] = times, offsets.astype(np.int64) + index.base_offset
+    return (
+        _sealed(OFFSETS, index.base_offset, extent, count, pairs.tobytes()),
+        _sealed(TIMES, index.base_offset, extent, count, stamps.tobytes()),
+    )
+
+
+def _sealed(magic: bytes, base_offset: int, extent: Extent, count: int, entries: bytes) -> bytes:
+    head = _HEAD.pack(
+        magic,
+        VERSION,
+        0,
+        base_offset,
+        extent.size,
+        extent.next_offset,
+        extent.max_timestamp,
+        extent.max_timestamp_offset,
+        extent.first_append_ms,
+        extent.batches,
+        extent.last_position,
+        extent.last_crc,
+        count,
+    )
+    return head + _CRC.pack(crc32c(entries, crc32c(head))) + entries
+
+
+def decode_entries(
+    raw: bytes, magic: bytes
+) -> tuple[int, Extent, np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
+    """`(base offset, extent, entries n × 2)` of one file.  Raises `Damaged`."""
+    if len(raw) < HEAD_BYTES:
+        raise Damaged(f"{len(raw)} bytes are no index")
+    found, version, _, base_offset, *fields, count = _HEAD.unpack_from(raw)
+    (crc,) = _CRC.unpack_from(raw, _HEAD.size)
+    entries = raw[HEAD_BYTES:]
+    if found != magic or version != VERSION:
+        raise Damaged(f"begins with {found!r} {version}")
+    if crc != crc32c(entries, crc32c(raw[: _HEAD.size])):
+        raise Damaged("the checksum does not match")
+    kind = "<u4" if magic == OFFSETS else "<i8"
+    width = 8 if magic == OFFSETS else 16
+    if len(entries) != count * width:
+        raise Damaged(f"{count} entries in {len(entries)} bytes")
+    rows = np.frombuffer(entries, kind).reshape(count, 2).astype(np.int64)
+    return base_offset, Extent(*fields), rows
+
+
+def decode(base_offset: int, index_raw: bytes, times_raw: bytes) -> tuple[SparseIndex, Extent]:
+    """Both files of the segment `base_offset`.  Raises `Damaged` also where they contradict each
+    other.
+    """
+    base, extent, pairs = decode_entries(index_raw, OFFSETS)
+    other_base, other_extent, stamps = decode_entries(times_raw, TIMES)
+    if (
+        base != base_offset
+        or other_base != base_offset
+        or extent != other_extent
+        or len(pairs) != len(stamps)
+    ):
+        raise Damaged("the files are of another segment or of different times")
+    if len(pairs) and (
+        np.any(np.diff(pairs[:, 0]) <= 0)
+        or np.any(np.diff(pairs[:, 1]) <= 0)
+        or np.any(np.diff(stamps[:, 0]) < 0)
+        or np.any(stamps[:, 1] - base_offset != pairs[:, 0])
+        or pairs[-1, 1] >= extent.size
+    ):
+        raise Damaged("entries do not grow")
+    index = SparseIndex(base_offset)
+    index.offsets = array("I", pairs[:, 0].astype(np.uint32).tobytes())
+    index.positions = array("I", pairs[:, 1].astype(np.uint32).tobytes())
+    index.times = array("q", stamps[:, 0].tobytes())
+    return index, extent

@@ -1,0 +1,403 @@
+"""Opening a partition: look at what is there, ask the table in log/recovery.py, repair, rebuild
+what is derived.
+
+Rules
+  O1  opening twice gives the same log: every repair is one that a second opening would make again
+      or need no more.
+  O2  a log that ends below its log start (deleted records were lost with an unsynced tail) begins
+      anew at the log start: an offset that was given once is never given to another record.
+  O3  nothing at or above the recovery point is served that does not match its checksum; below it
+      damage is reported (rule L9), never cut away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pk import errors
+from pk.log import aborted, checkpoints, columns, index, producers, recovery
+from pk.log import epochs as leader_epochs
+from pk.log.batch import Header
+from pk.log.epochs import LeaderEpochs
+from pk.log.index import Extent, SparseIndex
+from pk.log.plan import LogConfig
+from pk.log.producers import Producers
+from pk.log.recovery import Action, IndexState, Stop
+from pk.log.segment import (
+    DELETED,
+    INDEX,
+    LOG,
+    SNAPSHOT,
+    TIMEINDEX,
+    TXNINDEX,
+    Segment,
+    Walk,
+    base_offset_of,
+    corrupt,
+    file_name,
+)
+from pk.log.storage import Storage
+from pk.types import NONE
+
+DERIVED = (INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """An opened partition; `notes` say what was repaired, for the log line and for tests."""
+
+    segments: list[Segment]
+    epochs: LeaderEpochs = field(default_factory=LeaderEpochs)
+    producers: Producers = field(default_factory=Producers)
+    notes: list[str] = field(default_factory=list)
+    created: bool = False  #: files were created or removed since the last sync of the directory
+
+
+@dataclass(slots=True)
+class Opening:
+    """What is known while one partition is opened."""
+
+    storage: Storage
+    path: str
+    config: LogConfig
+    clean: bool
+    same_boot: bool
+    recovery_point: int
+    now_ms: int
+    notes: list[str] = field(default_factory=list)
+    changed: bool = False
+
+    def name(self, base_offset: int, suffix: str = LOG) -> str:
+        return f"{self.path}/{file_name(base_offset, suffix)}"
+
+    def note(self, row: str, words: str) -> None:
+        self.notes.append(f"{row}: {words}")
+
+
+def load(
+    storage: Storage,
+    path: str,
+    config: LogConfig,
+    *,
+    clean: bool,
+    same_boot: bool,
+    recovery_point: int,
+    log_start: int,
+    now_ms: int,
+) -> Loaded:
+    """Open or create the log in `path`.  Raises `CorruptLog`, `StorageFailed`, `StorageFull`."""
+    opening = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
+    storage.make_dir(path)
+    _sweep(opening)
+    segments = _segments(opening)
+    end = segments[-1].written.next_offset if segments else 0
+    if end < recovery_point:
+        raise errors.CorruptLog(
+            f"{path} ends at offset {end}, but everything below {recovery_point} was flushed",
+            offset=str(end),
+            recovery_point=str(recovery_point),
+        )
+    if segments and log_start > end:  # O2
+        opening.note("O2", f"the log ends at {end}, before its start {log_start}")
+        _remove_all(opening, [segment.base_offset for segment in segments])
+        segments = []
+    if not segments:
+        segments = [Segment(storage, path, max(log_start, 0))]
+        segments[0].create()
+        opening.changed = True
+    active = segments[-1]
+    active.open_for_append()
+    if active.index is None:
+        active.index = _index_of(opening, active)
+    if not clean and not same_boot:
+        for segment in segments:
+            if segment.written.next_offset > recovery_point or segment is active:
+                _sync(storage, segment)
+        storage.sync_dir(path)
+        opening.changed = False
+    loaded = Loaded(
+        segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
+    )
+    _replay(opening, loaded)
+    loaded.epochs.truncate_end(active.written.next_offset)
+    return loaded
+
+
+def _sweep(opening: Opening) -> None:
+    """Remove what an earlier life had already given up, and indexes whose log is gone."""
+    names = opening.storage.list(opening.path)
+    for name in names:
+        stem, dot, suffix = name.partition(".")
+        orphan = dot + suffix in (INDEX, TIMEINDEX, TXNINDEX) and stem + LOG not in names
+        if orphan or name.endswith((DELETED, ".tmp")):
+            opening.storage.remove(f"{opening.path}/{name}")
+            opening.changed = True
+
+
+def _sync(storage: Storage, segment: Segment) -> None:
+    if (
+        segment.file is not None
+    ):  # the active one: what is appended from now on is not synced by this
+        segment.file.sync()
+        return
+    file = storage.open(segment.path())
+    file.sync()
+    file.close()
+    segment.synced = True
+
+
+def _segments(opening: Opening) -> list[Segment]:
+    bases = [
+        b for name in opening.storage.list(opening.path) if (b := base_offset_of(name)) is not None
+    ]
+    kept: list[Segment] = []
+    for number, base in enumerate(bases):
+        segment = Segment(opening.storage, opening.path, base)
+        size = _size(opening, segment)
+        if kept:
+            row, action = recovery.joint(
+                end_before=kept[-1].written.next_offset,
+                base_offset=base,
+                empty=size == 0,
+                compacted=opening.config.compacted,
+                power_lost=not opening.clean and not opening.same_boot,
+                recovery_point=opening.recovery_point,
+            )
+            if action is Action.REMOVE:
+                opening.note(row, f"empty segment {base} removed")
+                remove_segment(opening.storage, opening.path, base)
+                opening.changed = True
+                continue
+            if action is Action.CUT:
+                opening.note(
+                    row, f"cut at {kept[-1].written.next_offset}, segment {base} begins later"
+                )
+                _remove_all(opening, bases[number:])
+                break
+            if action is Action.CORRUPT:
+                end = kept[-1].written.next_offset
+                raise errors.CorruptLog(
+                    f"{segment.path()} begins at {base}, the segment before it ends at {end}",
+                    offset=str(end),
+                )
+        later = bases[number + 1 :]
+        trusted = opening.clean or (bool(later) and later[0] <= opening.recovery_point)
+        kept.append(segment)
+        if _examine(opening, segment, size, trusted, later):
+            break  # cut: everything later is gone
+    return kept
+
+
+def _size(opening: Opening, segment: Segment) -> int:
+    file = opening.storage.open(segment.path(), write=False)
+    try:
+        return file.size()
+    finally:
+        file.close()
+
+
+def _examine(
+    opening: Opening, segment: Segment, size: int, trusted: bool, later: list[int]
+) -> bool:
+    """Make `segment.written` true, repairing as the table says; True if the log was cut here."""
+    sparse, extent, state = _look(segment, size)
+    row, action = recovery.before(trusted=trusted, index=state)
+    if action is Action.CORRUPT:
+        raise errors.CorruptLog(
+            f"{segment.path()} has {size} bytes, its index covers {extent.size}: "
+            "flushed data is missing",
+            offset=str(segment.base_offset),
+        )
+    if action is Action.USE:
+        _accept(opening, segment, sparse, extent, bool(later))
+        return False
+    usable = state in (IndexState.SHORT, IndexState.COMPLETE)
+    if not usable or (action is Action.SCAN and extent.next_offset > opening.recovery_point):
+        sparse, extent = SparseIndex(segment.base_offset), Extent(0, segment.base_offset)
+    opening.note(row, f"segment {segment.base_offset} {action.value} from {extent.size}")
+    segment.written = Extent(size, segment.base_offset)
+    walk = Walk(
+        segment.read_at,
+        extent.size,
+        size,
+        extent.next_offset,
+        verify_from=opening.recovery_point if action is Action.SCAN else None,
+        dense=not opening.config.compacted,
+    )
+    for position, header in walk:
+        if position - sparse.last_position >= max(opening.config.index_interval_bytes, 1):
+            sparse.add(header.base_offset, position, extent.max_timestamp)
+        extent = extent.grown(
+            header, header.base_offset, header.max_timestamp, header.crc, opening.now_ms
+        )
+    row, action = recovery.after(
+        walk.stop,
+        trusted=trusted,
+        offset=walk.next_offset,
+        recovery_point=opening.recovery_point,
+        same_boot=opening.same_boot,
+        last=not any(_has_data(opening, base) for base in later),
+    )
+    if action is Action.CORRUPT:
+        raise corrupt(segment.path(), walk)
+    if action is Action.CUT:
+        opening.note(
+            row, f"segment {segment.base_offset} cut from {size} to {walk.position}: {walk.problem}"
+        )
+        _cut(opening, segment, walk.position, later)
+    _accept(opening, segment, sparse, extent, bool(later) and action is not Action.CUT)
+    if action is not Action.CUT and later:
+        segment.write_indexes(extent, sparse)
+    return action is Action.CUT
+
+
+def _remove_all(opening: Opening, bases: list[int]) -> None:
+    for base in reversed(bases):
+        remove_segment(opening.storage, opening.path, base)
+    opening.changed = True
+
+
+def _look(segment: Segment, size: int) -> tuple[SparseIndex, Extent, IndexState]:
+    nothing = SparseIndex(segment.base_offset), Extent(0, segment.base_offset)
+    try:
+        sparse, extent = segment.load_index()
+    except (index.Damaged, FileNotFoundError):
+        return *nothing, IndexState.COMPLETE if size == 0 else IndexState.UNUSABLE
+    if extent.size == size:
+        return sparse, extent, IndexState.COMPLETE
+    return sparse, extent, IndexState.SHORT if extent.size < size else IndexState.BEYOND
+
+
+def _accept(
+    opening: Opening, segment: Segment, sparse: SparseIndex, extent: Extent, sealed: bool
+) -> None:
+    segment.written = segment.decided = extent
+    segment.index = None if sealed else sparse
+    segment.synced = opening.clean or (sealed and extent.next_offset <= opening.recovery_point)
+
+
+def _has_data(opening: Opening, base: int) -> bool:
+    return _size(opening, Segment(opening.storage, opening.path, base)) > 0
+
+
+def _cut(opening: Opening, segment: Segment, size: int, later: list[int]) -> None:
+    """Later segments go, newest first, so that dying in between leaves a log without a hole."""
+    _remove_all(opening, later)
+    for suffix in (INDEX, TIMEINDEX, TXNINDEX):
+        opening.storage.remove(segment.path(suffix))
+    file = opening.storage.open(segment.path())
+    file.truncate(size)
+    file.sync()
+    file.close()
+    opening.storage.sync_dir(opening.path)
+
+
+def remove_segment(storage: Storage, path: str, base_offset: int) -> None:
+    """Its derived files, then the log: a derived file never outlives its log unnoticed."""
+    for suffix in (*DERIVED, LOG):
+        storage.remove(f"{path}/{file_name(base_offset, suffix)}")
+
+
+def _index_of(opening: Opening, segment: Segment) -> SparseIndex:
+    sparse, _, state = _look(segment, segment.written.size)
+    return (
+        sparse
+        if state is IndexState.COMPLETE
+        else segment.reindexed(opening.config.index_interval_bytes)
+    )
+
+
+def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
+    try:
+        return LeaderEpochs.decode(
+            opening.storage.read_file(f"{opening.path}/{leader_epochs.FILE}")
+        )
+    except FileNotFoundError:
+        pass
+    except checkpoints.Damaged as cause:
+        opening.note("epochs", str(cause))
+    rebuilt = LeaderEpochs()
+    for segment in segments:
+        for _, header in _walk(segment, 0):
+            if header.leader_epoch > rebuilt.latest:
+                rebuilt.assign(header.leader_epoch, header.base_offset)
+    return rebuilt
+
+
+def _walk(segment: Segment, position: int, next_offset: int | None = None) -> Walk:
+    base = segment.base_offset if next_offset is None else next_offset
+    return Walk(segment.read_at, position, segment.written.size, base)
+
+
+def snapshots(storage: Storage, path: str) -> list[int]:
+    """Offsets of the producer snapshots, ascending."""
+    return [at for name in storage.list(path) if (at := base_offset_of(name, SNAPSHOT)) is not None]
+
+
+def _replay(opening: Opening, loaded: Loaded) -> None:
+    """Producer state, epochs and aborted indexes: the newest usable snapshot, then every header
+    after it.
+    """
+    end = loaded.segments[-1].written.next_offset
+    missing = [s.base_offset for s in loaded.segments if not _load_aborted(s) and s.written.size]
+    limit = min([end, *missing])
+    start = loaded.segments[0].base_offset
+    for at in reversed(snapshots(opening.storage, opening.path)):
+        if at > end:
+            opening.storage.remove(opening.name(at, SNAPSHOT))
+            continue
+        if at > limit:
+            continue
+        try:
+            found, state = Producers.from_snapshot(
+                opening.storage.read_file(opening.name(at, SNAPSHOT))
+            )
+        except producers.Damaged as cause:
+            opening.note("snapshot", f"{at}: {cause}")
+            continue
+        if found == at:
+            loaded.producers, start = state, at
+            break
+    for segment in loaded.segments:
+        if segment.written.next_offset > start:
+            segment.aborted = [entry for entry in segment.aborted if entry.last_offset < start]
+            _replay_segment(opening, loaded, segment, start)
+
+
+def _load_aborted(segment: Segment) -> bool:
+    try:
+        segment.aborted = aborted.decode(segment._storage.read_file(segment.path(TXNINDEX)))
+    except (aborted.Damaged, FileNotFoundError):
+        return False
+    return True
+
+
+def _replay_segment(opening: Opening, loaded: Loaded, segment: Segment, start: int) -> None:
+    sparse = segment.index
+    position, base = (
+        sparse.floor_position(sparse.floor(start))
+        if sparse is not None
+        else (0, segment.base_offset)
+    )
+    walk = _walk(segment, position, base)
+    for at, header in walk:
+        if header.last_offset < start:
+            continue
+        if header.leader_epoch > loaded.epochs.latest:
+            loaded.epochs.assign(header.leader_epoch, header.base_offset)
+        segment.aborted += replay_one(loaded.producers, segment, at, header, opening.now_ms)
+    if walk.stop is not Stop.END:
+        raise corrupt(segment.path(), walk)
+
+
+def replay_one(
+    state: Producers, segment: Segment, position: int, header: Header, now_ms: int
+) -> list[aborted.AbortedEntry]:
+    """Apply one batch of the log to `state`; the aborted transactions it ends."""
+    if header.producer_id == NONE and not header.control:
+        return []
+    markers = (
+        columns.decode_markers(segment.read_at(position, header.length)) if header.control else ()
+    )
+    stamp = header.max_timestamp if header.log_append_time else NONE
+    return list(state.apply(header, header.base_offset, now_ms, markers, stamp).aborted)

@@ -1,0 +1,532 @@
+"""Data directories and the partitions in them: format, lock, loading, checkpoints, deletion.
+
+One per broker process.
+    manager = LogManager(disks, node_id=…, cluster_id=…, build=…, world=…, boot_id=…)
+    await manager.open()             # lock, format, clean-shutdown file
+    await manager.load(config_of)    # opens every partition directory, in parallel
+    log = await manager.create(tp, topic_id, config);  manager.get(key);  await manager.delete(key)
+    await manager.checkpoint()       # recovery points, log starts, high watermarks; SYNCED
+    await manager.close()            # flush, checkpoints, clean-shutdown file, unlock
+
+Rules
+  M1  a directory is changed only while its lock is held; one that belongs to others is refused by
+      name.
+  M2  checkpoints only ever name what was true when they were written: recovery point <= synced end
+      (rule L1).
+  M3  a partition nobody knows (rule Q2), or a deleted one, is renamed first and removed after a
+      delay; a crash in between leaves the new name, which the next start removes.
+  M4  a failed directory takes its own partitions offline and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pk import errors
+from pk.log import directory as files
+from pk.log.directory import Format, Offsets, Run
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import LogConfig
+from pk.log.segment import IndexCache, base_offset_of
+from pk.log.storage import Disk, Storage
+from pk.types import NONE, Offset, PartitionKey, TopicPartition
+from pk.world import World
+
+ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
+
+DELETING = "-delete"
+#: How long a stray stays; a deleted partition stays its topic's file_delete_delay_ms.
+STRAY_DELAY_MS = 60_000
+
+
+@dataclass(slots=True, eq=False)
+class Directory:
+    """One data directory as the broker registers it (rule L3)."""
+
+    disk: Disk
+    directory_id: str
+    clean: bool  #: closed properly, or the page cache outlived the process (same boot id)
+    previous_broker_epoch: int  #: -1 = none known
+    closed_properly: bool = False
+    same_boot: bool = False
+    recovery_points: Offsets = field(default_factory=dict)
+    log_starts: Offsets = field(default_factory=dict)
+    moving: list[Mapping[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
+    high_watermarks: Offsets = field(default_factory=dict)
+    written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
+
+    @property
+    def failed(self) -> Exception | None:
+        return self.disk.storage.failed
+
+
+class LogManager:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        disks: list[Disk],
+        *,
+        node_id: int,
+        cluster_id: str,
+        build: str,
+        world: World,
+        boot_id: str,
+        producer_id_expiration_ms: int = 86_400_000,
+        root: str = "topics",
+        index_cache_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
+        """`cluster_id` "" = the one in the format file.  `root`: where the partition directories
+        stand.
+        """
+        self.directories: list[Directory] = []
+        self.cluster_id = cluster_id
+        self._disks = disks
+        self._node_id = node_id
+        self._build = build
+        self._world = world
+        self._boot_id = boot_id
+        self._expiration_ms = producer_id_expiration_ms
+        self._root = root
+        self._cache = IndexCache(index_cache_bytes)
+        self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
+        self._broker_epoch = NONE
+        self._loaded = False
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._checkpointing = asyncio.Lock()
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Lock and identify every directory.
+
+        Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`,
+        `NewerFormat`; then none stays locked.  A directory whose disk fails is kept as failed,
+        unless all do (M4)."""
+        failures: list[Exception] = []
+        try:
+            for disk in self._disks:
+                try:
+                    self.directories.append(await disk.write(partial(self._open_directory, disk)))
+                except errors.StorageFailed as failure:
+                    failures.append(failure)
+                    self.directories.append(Directory(disk, "", False, NONE))
+            if failures and len(failures) == len(self._disks):
+                raise failures[0]
+        except BaseException:
+            for disk in self._disks[: len(self.directories)]:
+                disk.storage.unlock()
+            self.directories.clear()
+            raise
+
+    def _open_directory(self, disk: Disk) -> Directory:
+        storage = disk.storage
+        storage.lock()
+        try:
+            found = files.read_format(storage)
+            fresh = found is None
+            if found is None:
+                assert self.cluster_id, "a directory is formatted for a cluster"
+                found = Format(
+                    files.FORMAT, self._build, self.cluster_id, self._node_id, self._world.new_id()
+                )
+                files.format_directory(storage, found)
+            files.check_format(
+                storage, found, cluster_id=self.cluster_id, node_id=self._node_id, build=self._build
+            )
+            self.cluster_id = found.cluster_id
+            before, closed = files.read_run(storage)
+            if self._root:
+                storage.make_dir(self._root)
+                storage.sync_dir("")
+            opened = Directory(
+                disk,
+                found.directory_id,
+                False,
+                before.broker_epoch,
+                closed_properly=closed,
+                same_boot=bool(before.boot_id) and before.boot_id == self._boot_id,
+            )
+            opened.clean = not fresh and (closed or opened.same_boot)
+            for name, into in (
+                (files.RECOVERY_POINTS, opened.recovery_points),
+                (files.LOG_STARTS, opened.log_starts),
+                (files.HIGH_WATERMARKS, opened.high_watermarks),
+            ):
+                into.update(files.read_offsets(storage, name))
+                opened.written[name] = dict(into)
+        except BaseException:
+            storage.unlock()
+            raise
+        return opened
+
+    async def load(self, config_of: ConfigOf) -> list[tuple[PartitionKey, Exception]]:
+        """Open every partition found; `config_of(topic_id, tp)` is None for a stray (rule Q2).
+
+        Returns the partitions that could not be opened, with their errors; the others serve.
+        """
+        jobs: list[tuple[Directory, str]] = []
+        for directory in self.directories:
+            if directory.failed is None:
+                storage = directory.disk.storage
+                names = await directory.disk.read(partial(storage.list, self._root))
+                jobs += [(directory, name) for name in names]
+        gate = asyncio.Semaphore(16)
+
+        async def one(directory: Directory, name: str) -> tuple[PartitionKey, Exception] | None:
+            async with gate:
+                return await self._load_one(directory, name, config_of)
+
+        found = await asyncio.gather(*(one(*job) for job in jobs))
+        for directory in self.directories:
+            if directory.failed is None:
+                await self._mark_running(directory)
+        self._loaded = True
+        return [problem for problem in found if problem is not None]
+
+    async def _mark_running(self, directory: Directory) -> None:
+        """Only once everything is open: a process that dies before its repairs are done must not
+        leave word that it ran in this boot, else the next one takes a power loss for damage.
+        """
+        run = Run(self._boot_id, directory.previous_broker_epoch)
+        try:
+            await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
+        except errors.StorageFailed:
+            if all(each.failed is not None for each in self.directories):
+                raise  # M4
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if self._root else name
+
+    async def _load_one(
+        self, directory: Directory, name: str, config_of: ConfigOf
+    ) -> tuple[PartitionKey, Exception] | None:
+        storage, path = directory.disk.storage, self._path(name)
+        if name.endswith(DELETING):  # M3: an earlier life renamed it
+            await directory.disk.write(partial(storage.remove_tree, path))
+            return None
+        key = PartitionKey(name, NONE)
+        try:
+            identity = await directory.disk.read(partial(files.read_partition, storage, path))
+            if identity is None:
+                await self._unfinished(directory, path)
+                return None
+            topic_id, tp = identity
+            key = PartitionKey(topic_id, tp.partition)
+            config = config_of(topic_id, tp)
+            if config is None:
+                await self._discard(directory, path, STRAY_DELAY_MS)
+                return None
+            if key in self._logs:
+                raise errors.CorruptLog(
+                    f"{tp} stands in two directories: {storage.root} and another"
+                )
+            log = await directory.disk.read(
+                partial(self._open_log, directory, path, tp, topic_id, config)
+            )
+        except (errors.PkError, OSError) as error:
+            return key, error
+        self._logs[key] = (log, directory)
+        return None
+
+    async def _unfinished(self, directory: Directory, path: str) -> None:
+        """A directory without its identity: the process died while it was created, or somebody
+        else's files.
+        """
+        storage = directory.disk.storage
+        names = await directory.disk.read(partial(storage.list, path))
+        if any(base_offset_of(name) is not None for name in names):
+            raise errors.CorruptLog(
+                f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
+            )
+        if all(name.startswith(files.PARTITION_FILE) for name in names):
+            await directory.disk.write(partial(storage.remove_tree, path))
+
+    def _open_log(
+        self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
+    ) -> PartitionLog:
+        key = PartitionKey(topic_id, tp.partition)
+        return PartitionLog.open(
+            directory.disk.storage,
+            path,
+            tp,
+            topic_id,
+            config,
+            clean=directory.closed_properly,
+            same_boot=directory.same_boot,
+            recovery_point=directory.recovery_points.get(key, 0),
+            log_start=directory.log_starts.get(key),
+            now_ms=self._world.clock.wall_ms(),
+            cache=self._cache,
+        )
+
+    # -- partitions --------------------------------------------------------------------------------
+
+    def get(self, key: PartitionKey) -> PartitionLog | None:
+        found = self._logs.get(key)
+        return None if found is None else found[0]
+
+    def logs(self) -> dict[PartitionKey, PartitionLog]:
+        return {key: log for key, (log, _) in self._logs.items()}
+
+    def directory_of(self, key: PartitionKey) -> Directory:
+        return self._logs[key][1]
+
+    def disk_of(self, key: PartitionKey) -> Disk:
+        return self._logs[key][1].disk
+
+    async def create(self, tp: TopicPartition, topic_id: str, config: LogConfig) -> PartitionLog:
+        """A new partition in the directory with the fewest, then the most free space.  Raises the
+        storage's errors.
+        """
+        key = PartitionKey(topic_id, tp.partition)
+        assert key not in self._logs, f"{tp} exists"
+        directory = await self._choose()
+        log = await directory.disk.write(partial(self._create, directory, tp, topic_id, config))
+        self._logs[key] = (log, directory)
+        return log
+
+    async def _choose(self) -> Directory:
+        usable = [directory for directory in self.directories if directory.failed is None]
+        if not usable:
+            raise errors.StorageFailed("every data directory of this broker has failed")
+        if len(usable) == 1:
+            return usable[0]
+        counts = {id(directory): 0 for directory in usable}
+        for _, directory in self._logs.values():
+            if id(directory) in counts:
+                counts[id(directory)] += 1
+        free = [
+            await directory.disk.read(directory.disk.storage.free_bytes) for directory in usable
+        ]
+        best = min(range(len(usable)), key=lambda at: (counts[id(usable[at])], -free[at], at))
+        return usable[best]
+
+    def _create(
+        self, directory: Directory, tp: TopicPartition, topic_id: str, config: LogConfig
+    ) -> PartitionLog:
+        """SYNCED up to the directory entry: what a flush promises later must have a name."""
+        storage, path = directory.disk.storage, self._path(str(tp))
+        if storage.exists(path):
+            known = files.read_partition(storage, path)
+            if (
+                known is None or known[0] != topic_id
+            ):  # an unfinished creation, or the topic's earlier life (rule L8)
+                storage.rename(path, self._doomed(path))
+        if not storage.exists(path):
+            for offsets in (
+                directory.recovery_points,
+                directory.log_starts,
+                directory.high_watermarks,
+            ):
+                offsets.pop(
+                    PartitionKey(topic_id, tp.partition), None
+                )  # an earlier life's, never checkpointed away
+        storage.make_dir(path)
+        files.write_partition(storage, path, topic_id, tp)
+        storage.sync_dir(self._root)
+        return self._open_log(directory, path, tp, topic_id, config)
+
+    async def delete(self, key: PartitionKey) -> None:
+        """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses
+        further appends.
+        """
+        log, directory = self._logs.pop(key)
+        log.retire()
+        for offsets in (directory.recovery_points, directory.log_starts, directory.high_watermarks):
+            offsets.pop(key, None)
+        await directory.disk.write(partial(log.close, False))
+        await self._discard(directory, log.path, log.config.file_delete_delay_ms)
+
+    def _doomed(self, path: str) -> str:
+        return f"{path}.{self._world.new_id()}{DELETING}"
+
+    async def _discard(self, directory: Directory, path: str, delay_ms: int) -> None:
+        storage, doomed = directory.disk.storage, self._doomed(path)
+
+        def rename() -> None:
+            storage.rename(path, doomed)
+            storage.sync_dir(self._root)
+
+        await directory.disk.write(rename)
+        self._start(self._remove_later(directory, doomed, delay_ms))
+
+    async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
+        await self._world.clock.sleep_ms(delay_ms)
+        try:
+            await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
+        except errors.PkError:
+            return  # the directory is offline; the next start removes it
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def high_watermark(self, key: PartitionKey) -> int:
+        """The checkpointed high watermark; 0 if there is none."""
+        return self._logs[key][1].high_watermarks.get(key, 0)
+
+    def set_high_watermark(self, key: PartitionKey, offset: int) -> None:
+        """Remembered for the next checkpoint."""
+        found = self._logs.get(key)
+        if found is not None:
+            found[1].high_watermarks[key] = offset
+
+    async def checkpoint(self) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED); forgets silent producers.
+
+        Sealed segments are flushed on the way, beside the writer, so that recovery points follow
+        the rolls. Raises the first storage error, after every directory had its turn (M4)."""
+        now_ms = self._world.clock.wall_ms()
+        problems: list[Exception] = []
+        async with self._checkpointing:
+            for directory in self.directories:
+                if directory.failed is not None:
+                    continue
+                try:
+                    await self._checkpoint(directory, now_ms)
+                except errors.PkError as error:
+                    problems.append(error)
+        if problems:
+            raise problems[0]
+
+    async def _checkpoint(self, directory: Directory, now_ms: int) -> None:
+        for key, (log, home) in list(self._logs.items()):
+            if home is not directory or key not in self._logs:
+                continue
+            log.producers.expire(now_ms, self._expiration_ms)
+            if directory.recovery_points.get(key) == log.written_end:
+                continue  # nothing new since the last one
+            await directory.disk.read(log.flush_sealed)
+            point = await directory.disk.write(log.checkpoint)
+            if key in self._logs:
+                directory.recovery_points[key] = point
+        self._note_log_starts(directory)
+        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
+        await directory.disk.write(
+            partial(_write_offsets, directory, self._copies(directory, names))
+        )
+
+    async def checkpoint_log_starts(self) -> None:
+        """SYNCED: the log starts as they are."""
+        for directory in self.directories:
+            if directory.failed is None:
+                await self._write_log_starts(directory)
+
+    async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
+        """Rule T9's first half: SYNCED first, and only then seen by readers and the tier.
+
+        A start that is not ahead stays.  Raises the disk's failure; then nothing moved.
+        """
+        for directory in self.directories:
+            mine = {key: to for key, to in moves.items() if self._home(key) is directory}
+            if not mine or directory.failed is not None:
+                continue
+            directory.moving.append(mine)  # whatever is written meanwhile must hold it too
+            try:
+                await self._write_log_starts(directory)
+            finally:
+                directory.moving = [each for each in directory.moving if each is not mine]
+            for key, to in mine.items():
+                if key in self._logs:
+                    self._logs[key][0].advance_log_start(to)
+
+    def _home(self, key: PartitionKey) -> Directory | None:
+        found = self._logs.get(key)
+        return None if found is None else found[1]
+
+    async def _write_log_starts(self, directory: Directory) -> None:
+        self._note_log_starts(directory)
+        copies = self._copies(directory, (files.LOG_STARTS,))
+        await directory.disk.write(partial(_write_offsets, directory, copies))
+
+    def _note_log_starts(self, directory: Directory) -> None:
+        for key, (log, home) in self._logs.items():
+            if home is directory:
+                moving = (each.get(key, 0) for each in directory.moving)
+                directory.log_starts[key] = max(log.log_start, *moving, 0)
+
+    def _copies(self, directory: Directory, names: tuple[str, ...]) -> dict[str, Offsets]:
+        now = {
+            files.RECOVERY_POINTS: directory.recovery_points,
+            files.LOG_STARTS: directory.log_starts,
+            files.HIGH_WATERMARKS: directory.high_watermarks,
+        }
+        return {name: dict(now[name]) for name in names}
+
+    def remember_broker_epoch(self, broker_epoch: int) -> None:
+        """Soon in run.json, and with the clean-shutdown file (rule L3)."""
+        self._broker_epoch = broker_epoch
+        for directory in self.directories:
+            if directory.failed is None:
+                self._start(self._write_epoch(directory, broker_epoch))
+
+    async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
+        try:
+            run = Run(self._boot_id, broker_epoch)
+            await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
+        except errors.PkError:
+            return  # without it the next start counts as unclean, which is safe
+
+    # -- closing -----------------------------------------------------------------------------------
+
+    async def close(self, clean: bool = True) -> None:
+        """`clean`: everything SYNCED, then the clean-shutdown file.  A failed directory stays
+        unclean (M4).
+        """
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        for directory in self.directories:
+            if directory.failed is None:
+                try:
+                    await self._close(directory, clean)
+                except errors.PkError:
+                    pass  # the clean-shutdown file is missing: the next start verifies
+            directory.disk.storage.unlock()
+        self._logs.clear()
+
+    async def _close(self, directory: Directory, clean: bool) -> None:
+        all_clean = clean
+        for key, (log, home) in self._logs.items():
+            if home is not directory:
+                continue
+            log.retire()
+            try:
+                await directory.disk.write(partial(log.close, clean))
+                directory.recovery_points[key] = log.synced_end
+            except errors.PkError:
+                all_clean = False
+        if not clean or not self._loaded:
+            return  # nothing was verified: the next start has to
+        self._note_log_starts(directory)
+        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
+        await directory.disk.write(
+            partial(_write_offsets, directory, self._copies(directory, names))
+        )
+        # L3: the controller knows of an unclean start once it was registered; a life that ended
+        # before that passes it on.
+        if all_clean and (self._broker_epoch != NONE or directory.closed_properly):
+            epoch = (
+                self._broker_epoch
+                if self._broker_epoch != NONE
+                else directory.previous_broker_epoch
+            )
+            run = Run(self._boot_id, epoch)
+            await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))
+
+
+def _write_offsets(directory: Directory, wanted: dict[str, Offsets]) -> None:
+    """In the write lane: the checkpoints that changed."""
+    storage: Storage = directory.disk.storage
+    for name, offsets in wanted.items():
+        if directory.written.get(name) != offsets:
+            files.write_offsets(storage, name, offsets)
+            directory.written[name] = offsets

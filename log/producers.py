@@ -1,0 +1,253 @@
+"""What a partition knows of the producers that write to it: idempotence window, epochs, open
+transactions.
+
+Per producer id: its epoch, the last five batches (sequences and offsets, KIP-98), and the first
+offset of its open transaction.  From that follow `duplicate?`, `in order?` (log/validate.py
+decides) and the last stable offset (rule L11). Entries are immutable and replaced, so that undoing
+a decided append is putting the old entry back.
+
+Invariants
+  P1  `apply` is called in offset order, for every batch of the log, and replaying the log gives the
+      same state.
+  P2  at most PRODUCER_BATCHES_REMEMBERED batches a producer, oldest first.
+  P3  an open transaction never expires here; a silent producer without one does.
+
+Snapshot file (little endian, written whole): head (magic, version, next offset, producers, ended,
+crc)
+  | per producer: id i64, epoch i16, coordinator epoch i32, last ms i64, transaction start i64, n
+  u8, n × (base
+    sequence i32, last sequence i32, base offset i64, last offset i64, append time i64)
+  | per transaction ended but not yet stable: first offset i64, marker offset i64
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pk import limits
+from pk.log.aborted import AbortedEntry
+from pk.log.batch import Header
+from pk.log.columns import Marker
+from pk.types import NONE
+
+_HEAD = struct.Struct("<4sHHqIII")
+_PRODUCER = struct.Struct("<qhiqqB")
+_BATCH = struct.Struct("<iiqqq")
+_ENDED = struct.Struct("<qq")
+MAGIC = b"pkps"
+VERSION = 0
+
+
+class Span(NamedTuple):
+    """One batch of a producer, as the window remembers it."""
+
+    base_sequence: int
+    last_sequence: int
+    base_offset: int
+    last_offset: int
+    append_time_ms: int  #: LogAppendTime given, -1 = none: a duplicate is answered alike
+
+
+class Producer(NamedTuple):
+    """The state of one producer id."""
+
+    epoch: int
+    batches: tuple[Span, ...] = ()
+    last_ms: int = 0  #: broker's clock at the last append: expiry counts from here
+    transaction_start: int = NONE  #: first offset of the open transaction
+    coordinator_epoch: int = NONE
+
+    @property
+    def last_sequence(self) -> int:
+        return self.batches[-1].last_sequence if self.batches else NONE
+
+
+class Ended(NamedTuple):
+    """A transaction with a marker; unstable until the marker is below the high watermark (rule
+    L11).
+    """
+
+    first_offset: int
+    marker_offset: int
+
+
+class Undo(NamedTuple):
+    """How to take one `apply` back."""
+
+    offset: int
+    before: tuple[tuple[int, Producer | None], ...]
+    ended: tuple[Ended, ...] | None  #: None = unchanged
+    aborted: tuple[AbortedEntry, ...] = ()  #: new aborted transactions, for the index
+
+
+class Damaged(ValueError):
+    """A snapshot is torn: replay from an older one."""
+
+
+class Producers:
+    """All producers of a partition."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Producer] = {}
+        self._open: dict[int, int] = {}  # producer id → first offset
+        self._ended: list[Ended] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, producer_id: int) -> Producer | None:
+        return self._by_id.get(producer_id)
+
+    def items(self) -> list[tuple[int, Producer]]:
+        return sorted(self._by_id.items())
+
+    @property
+    def open_transactions(self) -> dict[int, int]:
+        return dict(self._open)
+
+    def apply(
+        self,
+        header: Header,
+        base_offset: int,
+        now_ms: int,
+        markers: Sequence[Marker] = (),
+        append_time_ms: int = NONE,
+    ) -> Undo:
+        """Account for a batch at `base_offset`; `markers` are the rows of a control batch."""
+        last_offset = base_offset + header.last_offset_delta
+        if header.control:
+            return self._apply_markers(markers, last_offset, now_ms)
+        if header.producer_id == NONE:
+            return Undo(base_offset, (), None)
+        producer_id = header.producer_id
+        before = self._by_id.get(producer_id)
+        span = Span(
+            header.base_sequence, header.last_sequence, base_offset, last_offset, append_time_ms
+        )
+        same = before is not None and before.epoch == header.producer_epoch
+        window = (before.batches if before is not None and same else ())[
+            -(limits.PRODUCER_BATCHES_REMEMBERED - 1) :
+        ]
+        start = before.transaction_start if before is not None else NONE
+        if header.transactional and start == NONE:
+            start = base_offset
+            self._open[producer_id] = start
+        coordinator = before.coordinator_epoch if before is not None else NONE
+        self._by_id[producer_id] = Producer(
+            header.producer_epoch, (*window, span), now_ms, start, coordinator
+        )
+        return Undo(base_offset, ((producer_id, before),), None)
+
+    def _apply_markers(self, markers: Sequence[Marker], offset: int, now_ms: int) -> Undo:
+        before: list[tuple[int, Producer | None]] = []
+        ended = tuple(self._ended)
+        aborted: list[AbortedEntry] = []
+        for marker in markers:
+            entry = self._by_id.get(marker.producer_id)
+            before.append((marker.producer_id, entry))
+            old = entry if entry is not None else Producer(marker.producer_epoch)
+            if old.transaction_start != NONE:
+                self._open.pop(marker.producer_id, None)
+                self._ended.append(Ended(old.transaction_start, offset))
+                if not marker.commit:
+                    stable = min([*self._open.values(), offset])
+                    aborted.append(
+                        AbortedEntry(marker.producer_id, old.transaction_start, offset, stable)
+                    )
+            batches = old.batches if old.epoch == marker.producer_epoch else ()
+            self._by_id[marker.producer_id] = Producer(
+                max(old.epoch, marker.producer_epoch), batches, now_ms, NONE, old.coordinator_epoch
+            )
+        return Undo(offset, tuple(before), ended, tuple(aborted))
+
+    def undo(self, undo: Undo) -> None:
+        """Take back the latest `apply` that is not undone yet."""
+        for producer_id, before in reversed(undo.before):
+            if before is None:
+                self._by_id.pop(producer_id, None)
+                self._open.pop(producer_id, None)
+                continue
+            self._by_id[producer_id] = before
+            if before.transaction_start == NONE:
+                self._open.pop(producer_id, None)
+            else:
+                self._open[producer_id] = before.transaction_start
+        if undo.ended is not None:
+            self._ended = list(undo.ended)
+
+    def last_stable_offset(self, high_watermark: int) -> int:
+        """Rule L11; also forgets ended transactions whose marker is stable now."""
+        if not self._open and not self._ended:
+            return high_watermark
+        self._ended = [e for e in self._ended if e.marker_offset >= high_watermark]
+        return min([high_watermark, *self._open.values(), *(e.first_offset for e in self._ended)])
+
+    def expire(self, now_ms: int, after_ms: int) -> int:
+        """Forget producers silent for `after_ms`; returns how many (P3)."""
+        old = [
+            i
+            for i, p in self._by_id.items()
+            if p.transaction_start == NONE and now_ms - p.last_ms >= after_ms
+        ]
+        for producer_id in old:
+            del self._by_id[producer_id]
+        return len(old)
+
+    def snapshot(self, next_offset: int) -> bytes:
+        """The state after everything below `next_offset`."""
+        parts: list[bytes] = []
+        for producer_id, p in sorted(self._by_id.items()):
+            parts.append(
+                _PRODUCER.pack(
+                    producer_id,
+                    p.epoch,
+                    p.coordinator_epoch,
+                    p.last_ms,
+                    p.transaction_start,
+                    len(p.batches),
+                )
+            )
+            parts += [_BATCH.pack(*span) for span in p.batches]
+        parts += [_ENDED.pack(*ended) for ended in self._ended]
+        body = b"".join(parts)
+        fields = (MAGIC, VERSION, 0, next_offset, len(self._by_id), len(self._ended))
+        return _HEAD.pack(*fields, crc32c(body, crc32c(_HEAD.pack(*fields, 0)))) + body
+
+    @classmethod
+    def from_snapshot(cls, raw: bytes) -> tuple[int, Producers]:
+        """`(next offset, state)`.  Raises `Damaged`."""
+        if len(raw) < _HEAD.size:
+            raise Damaged(f"{len(raw)} bytes are no snapshot")
+        *fields, crc = _HEAD.unpack_from(raw)
+        magic, version, _, next_offset, count, ended = fields
+        body = raw[_HEAD.size :]
+        if magic != MAGIC or version != VERSION:
+            raise Damaged(f"begins with {magic!r} {version}")
+        if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
+            raise Damaged("the checksum does not match")
+        found = cls()
+        at = 0
+        try:
+            for _ in range(count):
+                producer_id, epoch, coordinator, last_ms, start, batches = _PRODUCER.unpack_from(
+                    body, at
+                )
+                at += _PRODUCER.size
+                spans = tuple(
+                    Span._make(_BATCH.unpack_from(body, at + i * _BATCH.size))
+                    for i in range(batches)
+                )
+                at += batches * _BATCH.size
+                found._by_id[producer_id] = Producer(epoch, spans, last_ms, start, coordinator)
+                if start != NONE:
+                    found._open[producer_id] = start
+            found._ended = [
+                Ended._make(_ENDED.unpack_from(body, at + i * _ENDED.size)) for i in range(ended)
+            ]
+        except struct.error as cause:
+            raise Damaged(str(cause)) from cause
+        return next_offset, found

@@ -1,0 +1,217 @@
+"""The read side of a partition log: everything here may run on any thread, beside the loop and the
+write lane.
+
+Rules
+  R1  a read takes the tuple of segments and the written end once; neither changes under it.
+  R2  nothing beyond the written end, or the bound if that is lower, is looked at.
+  R3  batches are handed out whole and as they are stored; rows are decoded only for a search by
+      time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import columns
+from pk.log.epochs import LeaderEpochs
+from pk.log.index import NO_TIMESTAMP, SparseIndex
+from pk.log.plan import LogConfig, Read, TimeOffset
+from pk.log.recovery import Stop
+from pk.log.segment import IndexCache, Segment, Walk, corrupt
+from pk.types import NONE, TopicPartition
+
+
+class Readable:
+    """What `PartitionLog` inherits; it owns the fields."""
+
+    topic_partition: TopicPartition
+    config: LogConfig
+    epochs: LeaderEpochs
+    log_start: int
+    _segments: tuple[Segment, ...]  #: oldest first, replaced as a whole
+    _written_end: int
+    _cache: IndexCache
+    _retired: bool
+
+    @property
+    def local_log_start(self) -> int:
+        """Below it, records are in the tier or nowhere."""
+        return max(self._segments[0].base_offset, self.log_start)
+
+    def read(
+        self,
+        offset: int,
+        *,
+        bound: int,
+        max_bytes: int,
+        min_one_batch: bool = True,
+        verify: bool = False,
+    ) -> Read:
+        """Whole batches of `[offset, bound)`; empty if there are none.  `verify` checks every
+        checksum.
+
+        Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
+        L9)."""
+        segments, end = self._segments, self._written_end
+        start = max(segments[0].base_offset, self.log_start)
+        if not start <= offset <= end:
+            raise errors.OffsetOutOfRange(
+                f"{self.topic_partition} holds [{start}, {end}) here, not offset {offset}",
+                local_log_start=str(start),
+                log_start=str(self.log_start),
+                log_end=str(end),
+            )
+        bound = min(bound, end)
+        if offset >= bound:
+            return Read(b"", offset, offset, NONE)
+        at = max(0, bisect_right(segments, offset, key=lambda s: s.base_offset) - 1)
+        for segment in segments[at:]:
+            if segment.base_offset >= bound:
+                break
+            with self._guarding(segment):
+                piece = segment.piece(self._index(segment), offset, bound, max_bytes, min_one_batch)
+            if piece is None:
+                continue  # nothing at or above `offset` is left in this segment
+            begins = piece.base_offset if piece.data else piece.next_offset
+            if begins > offset and not self.config.compacted:
+                raise errors.CorruptLog(  # a header's offset lies outside its checksum
+                    f"{segment.path()}: offsets [{offset}, {begins}) are in no batch",
+                    offset=str(offset),
+                    next_offset=str(begins),
+                )
+            if verify:
+                verify_batches(segment.path(), piece.data)
+            epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
+            return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
+        return Read(b"", bound, bound, NONE)
+
+    def _index(self, segment: Segment) -> SparseIndex:
+        return self._cache.get(segment, self.config.index_interval_bytes)
+
+    @contextlib.contextmanager
+    def _guarding(self, segment: Segment) -> Iterator[None]:
+        """A segment's file that is gone was dropped meanwhile, went with the partition, or is
+        really missing.
+        """
+        try:
+            yield
+        except FileNotFoundError as cause:
+            if segment.dropped:
+                raise errors.OffsetOutOfRange(
+                    f"{self.topic_partition}: segment {segment.base_offset} was dropped",
+                    log_start=str(self.log_start),
+                ) from cause
+            if self._retired:
+                gone = errors.NotLeaderOrFollower(f"{self.topic_partition} was closed or deleted")
+                raise gone from cause
+            raise errors.CorruptLog(f"{segment.path()} is missing", file=segment.path()) from cause
+
+    def offset_for_time(self, timestamp_ms: int, bound: int) -> TimeOffset | None:
+        """The first offset in `[local_log_start, bound)` with a timestamp of at least
+        `timestamp_ms`.
+        """
+        segments, start = self._segments, max(self._segments[0].base_offset, self.log_start)
+        for segment in segments:
+            if segment.written.max_timestamp < timestamp_ms or segment.written.next_offset <= start:
+                continue
+            if segment.base_offset >= bound:
+                break
+            with self._guarding(segment):
+                found = self._time_in(segment, timestamp_ms, start)
+            if found is not None:
+                return found if found.offset < bound else None
+        return None
+
+    def _time_in(self, segment: Segment, timestamp_ms: int, start: int) -> TimeOffset | None:
+        sparse = self._index(segment)
+        position, base = sparse.floor_position(sparse.floor_time(timestamp_ms))
+        walk = Walk(segment.read_at, position, segment.written.size, base)
+        for at, header in walk:
+            if (
+                header.max_timestamp < timestamp_ms
+                or header.last_offset < start
+                or not header.record_count
+            ):
+                continue
+            raw = segment.read_at(at, header.length)
+            rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
+            offsets = rows.column("offset").to_numpy()
+            stamps = rows.column("timestamp").view("int64").to_numpy()
+            hits = ((stamps >= timestamp_ms) & (offsets >= start)).nonzero()[0]
+            if len(hits):
+                row = int(hits[0])
+                return TimeOffset(int(offsets[row]), int(stamps[row]), header.leader_epoch)
+        if walk.stop is not Stop.END:
+            raise corrupt(segment.path(), walk)
+        return None
+
+    def offset_of_max_timestamp(self, bound: int) -> TimeOffset | None:
+        """The first record with the largest timestamp (KIP-734)."""
+        start = self.local_log_start
+        extents = [
+            s.written
+            for s in self._segments
+            if s.written.next_offset > start and s.base_offset < bound
+        ]
+        top = max((e.max_timestamp for e in extents), default=NO_TIMESTAMP)
+        return None if top == NO_TIMESTAMP else self.offset_for_time(top, bound)
+
+    def bytes_at(self, offsets: Sequence[int]) -> list[int]:
+        """Local bytes below each offset, at index granularity, from the first segment on; grows
+        with the offset.
+        """
+        segments = self._segments
+        starts = [0]
+        for segment in segments:
+            starts.append(starts[-1] + segment.written.size)
+        found = []
+        for offset in offsets:
+            at = bisect_right(segments, offset, key=lambda s: s.base_offset) - 1
+            if at < 0:
+                found.append(0)
+            elif offset >= segments[at].written.next_offset:
+                found.append(starts[at + 1])
+            else:
+                found.append(starts[at] + self._index(segments[at]).floor(offset))
+        return found
+
+    def sample_offsets(self, start: int, end: int, samples_max: int) -> list[tuple[int, int]]:
+        """At most `samples_max` pairs (offset, bytes of [start, offset)) at segment and index
+        boundaries; the ends included.
+        """
+        start = max(start, self.local_log_start)
+        end = max(start, min(end, self._written_end))
+        inner = [np.empty(0, np.int64)]
+        for segment in self._segments:
+            if segment.written.next_offset > start and segment.base_offset < end:
+                entries = np.array(self._index(segment).offsets, np.int64) + segment.base_offset
+                inner += [np.array([segment.base_offset]), entries]
+        found = np.concatenate(inner)
+        found = found[(found > start) & (found < end)]
+        most = max(0, samples_max - 2)
+        if len(found) > most:
+            found = found[np.linspace(0, len(found) - 1, most).round().astype(np.int64)]
+        marks = [start, *found.tolist(), *([end] if end > start else [])]
+        sizes = self.bytes_at(marks)
+        return [(offset, size - sizes[0]) for offset, size in zip(marks, sizes, strict=True)]
+
+
+def verify_batches(path: str, data: bytes) -> None:
+    """Raises `CorruptLog` at the first checksum that does not match (rule L9)."""
+    start = end = NONE
+    try:
+        for position, header in batches.iter_headers(data):
+            start, end = header.base_offset, header.next_offset
+            batches.check(memoryview(data)[position : position + header.length])
+    except errors.CorruptBatch as cause:
+        raise errors.CorruptLog(
+            f"{path}: offsets [{start}, {end}) are damaged: {cause.message}",
+            offset=str(start),
+            next_offset=str(end),
+        ) from cause

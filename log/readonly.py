@@ -1,0 +1,156 @@
+"""A read-only view of a log that another process writes: what the tier process sees (rule P1).
+
+It has no lock and no say.  Segments are rolled, renamed and removed under it: a file that is gone
+means "list again".  The caller bounds every read by an offset the writer vouched for (LSO, high
+watermark): what lies beyond may be half written or about to be cut back, and is not looked at.
+
+Rules
+  V1  a position is a hint; if no batch begins there, everything remembered is forgotten and the
+      read tried once more from the files, and only then called corrupt.
+  V2  memory is bounded: an index per segment looked at, dropped when another segment is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import index
+from pk.log.index import Extent, SparseIndex
+from pk.log.plan import Read
+from pk.log.reading import verify_batches
+from pk.log.segment import LOG, Opened, Piece, Segment, base_offset_of, cut
+from pk.log.storage import Storage
+from pk.types import NONE
+
+_FAR = 2**63 - 1
+
+
+def open_readonly(storage: Storage, path: str) -> SegmentReader:
+    """A view of the partition directory `path`; it need not exist yet."""
+    return SegmentReader(storage, path)
+
+
+class SegmentReader:
+    """See the module's docstring.  For one thread at a time."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self.path = path
+        self._bases: list[int] = []
+        self._at = NONE  #: base offset of the segment the two fields below belong to
+        self._index = SparseIndex(0)
+        self._hints: dict[int, int] = {}
+        self._complete = False  #: the index covers a sealed segment: nothing better will come
+
+    @property
+    def base_offset(self) -> int:
+        """Of the first segment, as last listed; -1 without any."""
+        return self._bases[0] if self._bases else NONE
+
+    def refresh(self) -> None:
+        """List again; forget every position."""
+        names = self._storage.list(self.path)
+        self._bases = [base for name in names if (base := base_offset_of(name, LOG)) is not None]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._at, self._hints, self._complete = NONE, {}, False
+
+    def read(
+        self,
+        offset: int,
+        *,
+        bound: int,
+        max_bytes: int,
+        min_one_batch: bool = True,
+        verify: bool = False,
+    ) -> Read:
+        """Whole batches of `[offset, bound)`; empty if there are none yet.
+
+        Raises `OffsetOutOfRange` if the segment that held `offset` is gone, `CorruptLog` (rule L9).
+        """
+        problem: Exception | None = None
+        for attempt in range(3):
+            if attempt or not self._bases:
+                self.refresh()
+            try:
+                return self._read(offset, bound, max_bytes, min_one_batch, verify)
+            except (FileNotFoundError, errors.CorruptLog) as cause:  # V1
+                problem = cause
+        if isinstance(problem, errors.CorruptLog):
+            raise problem
+        raise errors.OffsetOutOfRange(
+            f"{self.path}: the segment of offset {offset} is gone"
+        ) from problem
+
+    def _read(self, offset: int, bound: int, max_bytes: int, min_one: bool, verify: bool) -> Read:
+        if offset >= bound:
+            return Read(b"", offset, offset, NONE)
+        at = bisect_right(self._bases, offset) - 1
+        if at < 0:
+            if not self._bases:
+                return Read(b"", offset, offset, NONE)
+            raise errors.OffsetOutOfRange(
+                f"{self.path} begins at {self._bases[0]}, offset {offset} is not here any more",
+                local_log_start=str(self._bases[0]),
+            )
+        while at < len(self._bases) and self._bases[at] < bound:
+            last = at == len(self._bases) - 1
+            piece = self._piece(self._bases[at], last, offset, bound, max_bytes, min_one)
+            if piece is not None:
+                if verify:
+                    verify_batches(f"{self.path}, segment {self._bases[at]}", piece.data)
+                return Read(
+                    piece.data, piece.next_offset, piece.base_offset, _last_epoch(piece.data)
+                )
+            if last:
+                known = self._bases
+                self.refresh()
+                if self._bases == known:
+                    break
+                at = bisect_right(self._bases, offset) - 1
+                if at >= 0 and self._bases[at] == known[-1]:
+                    at += 1  # it was rolled: what we want is in the next one
+                continue
+            at += 1
+        return Read(b"", offset, offset, NONE)
+
+    def _piece(
+        self, base: int, last: bool, offset: int, bound: int, max_bytes: int, min_one: bool
+    ) -> Piece | None:
+        segment = Segment(self._storage, self.path, base)
+        with Opened(self._storage, segment.path()) as file:
+            size = file.size()
+            self._prepare(segment, size, last, offset)
+            extent = Extent(size, _FAR)
+            found = cut(
+                file.read, self._index, extent, self._hints, offset, bound, max_bytes, min_one
+            )
+        if len(self._hints) > 4:
+            self._hints = dict(list(self._hints.items())[-2:])
+        return found
+
+    def _prepare(self, segment: Segment, size: int, last: bool, offset: int) -> None:
+        """The best index there is for this segment: its file, or none (headers are walked)."""
+        if self._at != segment.base_offset:
+            self._forget()
+            self._at = segment.base_offset
+            self._index = SparseIndex(segment.base_offset)
+        elif self._complete or offset in self._hints:
+            return
+        try:
+            found, extent = segment.load_index()
+        except (index.Damaged, FileNotFoundError):
+            return
+        if extent.size <= size:
+            self._index = found
+            self._complete = extent.size == size and not last
+
+
+def _last_epoch(data: bytes) -> int:
+    epoch = NONE
+    for _, header in batches.iter_headers(data):
+        epoch = header.leader_epoch
+    return epoch

@@ -1,0 +1,102 @@
+"""What to do with each segment when a log is opened: facts → action, the end of a scan → verdict.
+
+The recovery point is the offset below which everything was SYNCED; after an unclean end the rest
+may be torn.  Trusted = the log was closed cleanly, or the segment lies wholly below that point.
+
+Before looking into the data
+   #  data            index                  action
+   A  trusted         complete               USE
+   B  trusted         short, torn, missing   REINDEX   walk the headers from where the index ends
+   C  not trusted     any                    SCAN      every checksum from the recovery point on
+   D  trusted         beyond the data        CORRUPT   it covers more than there is: data is missing
+
+Where a walk or a scan stopped
+   E  at the end of the file                                 USE
+   F  below the recovery point, or in trusted data           CORRUPT   own sealed data (rule L9)
+   G  the power was lost (other boot)                        CUT       here, and all later segments
+   H  same boot, the file ends in a batch, no data follows   CUT       the process died writing
+   I  same boot, anything else                               CORRUPT   a page cache tears no middle
+
+Where a segment meets the one before it
+   J  begins where the one before ends                       USE
+   K  begins elsewhere, but is empty                         REMOVE    created, then it died
+   L  begins later, power lost, above the recovery point     CUT       that one lost its end
+   M  begins later, compacted topic                          USE       cleaning took the last batch
+   N  begins elsewhere                                       CORRUPT   one is missing or doubled
+
+Producer state: the newest whole snapshot at or below the log end, then every header from there on;
+a segment without a snapshot costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Action(enum.Enum):
+    USE = "use"
+    REINDEX = "reindex"
+    SCAN = "scan"
+    CUT = "cut"
+    REMOVE = "remove"
+    CORRUPT = "corrupt"
+
+
+class Stop(enum.Enum):
+    """Where a walk over a segment's batches ended."""
+
+    END = "at the end"
+    SHORT = "within a batch"  #: fewer bytes are left than the batch says it has
+    BAD = "at a damaged batch"  #: header or checksum
+
+
+class IndexState(enum.Enum):
+    COMPLETE = "complete"
+    SHORT = "short"  #: good, but the log goes on
+    BEYOND = "beyond the data"
+    UNUSABLE = "missing or torn"
+
+
+def before(*, trusted: bool, index: IndexState) -> tuple[str, Action]:
+    """Rows A–D: `(row, action)`."""
+    if not trusted:
+        return "C", Action.SCAN
+    if index is IndexState.BEYOND:
+        return "D", Action.CORRUPT
+    return ("A", Action.USE) if index is IndexState.COMPLETE else ("B", Action.REINDEX)
+
+
+def after(
+    stop: Stop, *, trusted: bool, offset: int, recovery_point: int, same_boot: bool, last: bool
+) -> tuple[str, Action]:
+    """Rows E–I: `offset` is where the walk stopped, `last` that no later segment holds data."""
+    if stop is Stop.END:
+        return "E", Action.USE
+    if trusted or offset < recovery_point:
+        return "F", Action.CORRUPT
+    if not same_boot:
+        return "G", Action.CUT
+    if stop is Stop.SHORT and last:
+        return "H", Action.CUT
+    return "I", Action.CORRUPT
+
+
+def joint(
+    *,
+    end_before: int,
+    base_offset: int,
+    empty: bool,
+    compacted: bool,
+    power_lost: bool,
+    recovery_point: int,
+) -> tuple[str, Action]:
+    """Rows J–N for a segment that is not the first."""
+    if base_offset == end_before:
+        return "J", Action.USE
+    if empty:
+        return "K", Action.REMOVE
+    if base_offset > end_before and power_lost and base_offset > recovery_point:
+        return ("L", Action.CUT) if end_before >= recovery_point else ("N", Action.CORRUPT)
+    if base_offset > end_before and compacted:
+        return "M", Action.USE
+    return "N", Action.CORRUPT

@@ -1,0 +1,131 @@
+"""Which segments may go, and where the log then starts.  A plan; the log and its leader carry it
+out.
+
+Walked from the oldest segment; the first that must stay ends the walk.  A segment goes when
+  R1  it lies below log_start (records were deleted), or
+  R2  retention_ms is set and its newest record is older, or
+  R3  retention_bytes is set and the log without it still has as many bytes.
+With a tier (tiered_end >= 0) R2 and R3 use the local_ settings, and
+  R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
+      its age;
+  R5  dropping moves local_log_start only; log_start moves past what topic retention has expired
+      *and* the tier covers (rule T9: log_start first, then the rows below it).
+Always
+  R6  nothing at or above the high watermark goes, log_start never passes the hold;
+  R7  the active segment does not go; if its newest record expired and everything before it goes, it
+      is rolled and the plan made again (rule L10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pk.log.index import NO_TIMESTAMP
+from pk.log.plan import LogConfig, RetentionPlan
+
+
+class SegmentFacts(NamedTuple):
+    """What retention looks at; the last of a log's is the active one."""
+
+    base_offset: int
+    next_offset: int
+    size: int
+    max_timestamp: int
+
+
+def plan(
+    segments: Sequence[SegmentFacts],
+    config: LogConfig,
+    *,
+    log_start: int,
+    tiered_end: int,
+    droppable_end: int,
+    high_watermark: int,
+    hold: int | None,
+    now_ms: int,
+) -> RetentionPlan:
+    """See the module's docstring."""
+    tiered = tiered_end >= 0
+    keep_ms, keep_bytes = (
+        _local(config) if tiered else (config.retention_ms, config.retention_bytes)
+    )
+    if not config.deletes:
+        keep_ms = keep_bytes = -1
+    total = sum(segment.size for segment in segments)
+    drop: list[int] = []
+    reason = ""
+    start = log_start
+    roll = False
+    for segment in segments:
+        active = segment is segments[-1]
+        why = _why(segment, start, keep_ms, keep_bytes, total, now_ms)
+        if (
+            not why
+            or segment.next_offset > high_watermark
+            or segment.next_offset == segment.base_offset
+        ):
+            break  # R6; an empty segment is the active one or about to be
+        if tiered and segment.next_offset > droppable_end and segment.next_offset > start:
+            break  # R4
+        if not tiered and hold is not None and segment.next_offset > max(hold, start):
+            break  # R6
+        if active:
+            roll = True  # R7
+            break
+        drop.append(segment.base_offset)
+        total -= segment.size
+        reason = reason or why
+        if not tiered:
+            start = max(start, segment.next_offset)
+    if tiered and config.deletes:
+        start = max(
+            start,
+            _expired_end(
+                segments, config.retention_ms, min(tiered_end, high_watermark), hold, now_ms
+            ),
+        )
+    return RetentionPlan(start, tuple(drop), roll, reason)
+
+
+def _why(
+    segment: SegmentFacts, start: int, keep_ms: int, keep_bytes: int, total: int, now_ms: int
+) -> str:
+    if segment.next_offset <= start:
+        return "below log_start"  # R1
+    if (
+        keep_ms >= 0
+        and segment.max_timestamp != NO_TIMESTAMP
+        and now_ms - segment.max_timestamp > keep_ms
+    ):
+        return "older than retention_ms"  # R2
+    if keep_bytes >= 0 and total - segment.size >= keep_bytes:
+        return "beyond retention_bytes"  # R3
+    return ""
+
+
+def _local(config: LogConfig) -> tuple[int, int]:
+    """local_retention_ms and _bytes; -2 = the topic's."""
+    keep_ms = config.retention_ms if config.local_retention_ms == -2 else config.local_retention_ms
+    keep_bytes = (
+        config.retention_bytes
+        if config.local_retention_bytes == -2
+        else config.local_retention_bytes
+    )
+    return keep_ms, keep_bytes
+
+
+def _expired_end(
+    segments: Sequence[SegmentFacts], keep_ms: int, bound: int, hold: int | None, now_ms: int
+) -> int:
+    """R5: where the local segments end that topic retention has expired whole."""
+    end = 0
+    if keep_ms < 0:
+        return end
+    limit = bound if hold is None else min(bound, hold)
+    for segment in segments:
+        expired = segment.max_timestamp != NO_TIMESTAMP and now_ms - segment.max_timestamp > keep_ms
+        if not expired or segment.next_offset > limit:
+            break
+        end = segment.next_offset
+    return end

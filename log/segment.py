@@ -1,0 +1,482 @@
+"""One segment: a `.log` file of whole batches and what is derived from it.
+
+    00000000000000001200.log        batches, from offset 1200 on 00000000000000001200.index
+    offset → position        (log/index.py; written when sealed, flushed, closed)
+    00000000000000001200.timeindex  time → offset 00000000000000001200.txnindex   aborted
+    transactions     (log/aborted.py) 00000000000000001200.snapshot   producer state at 1200
+    (log/producers.py)
+
+Only the log file is truth; the others are rebuilt from it if they are missing or torn.
+
+`decided` runs ahead of `written`: the loop assigns, the write lane writes, readers see `written`
+only.  A sealed segment keeps no descriptor open; readers open it for the read, so that removing it
+needs nobody's consent."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pk import errors
+from pk.log import aborted, index
+from pk.log import batch as batches
+from pk.log.aborted import AbortedEntry
+from pk.log.batch import HEADER_BYTES, Header
+from pk.log.index import Extent, SparseIndex
+from pk.log.recovery import Stop
+from pk.log.storage import File, Storage
+
+ReadAt = Callable[[int, int], bytes]
+
+LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT = ".log", ".index", ".timeindex", ".txnindex", ".snapshot"
+DELETED = ".deleted"
+#: Of a header: base offset, length, magic, last offset delta.
+_BRIEF = struct.Struct("<qi4xI8xi")
+#: Bytes a walk over headers reads at a time; larger batches are stepped over.
+WALK_BYTES = 64 * 1024
+#: Positions remembered for sequential readers, per segment.
+HINTS_MAX = 64
+
+
+def file_name(base_offset: int, suffix: str) -> str:
+    return f"{base_offset:020d}{suffix}"
+
+
+def base_offset_of(name: str, suffix: str = LOG) -> int | None:
+    """The base offset in a file's name; None for other files."""
+    stem = name.removesuffix(suffix)
+    return int(stem) if name.endswith(suffix) and len(stem) == 20 and stem.isdigit() else None
+
+
+class Walk:
+    """Iterates `(position, header)` of the batches in `[position, end)`; afterwards `stop` says why
+    it ended where.
+
+    `verify_from`: checksums are checked for batches that reach this offset (None = none).  `dense`:
+    offsets must follow each other without gaps, else they must only grow."""
+
+    def __init__(
+        self,
+        read: ReadAt,
+        position: int,
+        end: int,
+        next_offset: int,
+        *,
+        verify_from: int | None = None,
+        dense: bool = False,
+    ) -> None:
+        self._read = read
+        self._end = end
+        self._verify_from = verify_from
+        self._dense = dense
+        self.position = position  #: after the last good batch
+        self.next_offset = next_offset
+        self.stop = Stop.END
+        self.problem = ""
+
+    def __iter__(self) -> Iterator[tuple[int, Header]]:
+        chunk, start = b"", self.position
+        while self.position < self._end:
+            at = self.position - start
+            if len(chunk) - at < HEADER_BYTES:
+                start, at = self.position, 0
+                chunk = self._read(start, min(WALK_BYTES, self._end - start))
+                if len(chunk) < HEADER_BYTES:
+                    self._stopped(Stop.SHORT, f"{len(chunk)} bytes are no batch header")
+                    return
+            header = Header._make(batches.HEADER.unpack_from(chunk, at))
+            if not self._good(header, chunk, at):
+                return
+            position = self.position
+            self.position += header.length
+            self.next_offset = header.next_offset
+            yield position, header
+
+    def _good(self, header: Header, chunk: bytes, at: int) -> bool:
+        try:
+            batches.check_structure(header)
+        except errors.CorruptBatch as cause:
+            return self._stopped(Stop.BAD, cause.message)
+        if header.base_offset < self.next_offset or (
+            self._dense and header.base_offset != self.next_offset
+        ):
+            return self._stopped(
+                Stop.BAD, f"offset {header.base_offset} instead of {self.next_offset}"
+            )
+        if self.position + header.length > self._end:
+            left = self._end - self.position
+            return self._stopped(Stop.SHORT, f"{header.length} bytes announced, {left} left")
+        if self._verify_from is None or header.last_offset < self._verify_from:
+            return True
+        if len(chunk) - at >= header.length:
+            body = memoryview(chunk)[at : at + header.length]
+        else:
+            body = memoryview(self._read(self.position, header.length))
+        if len(body) < header.length:
+            return self._stopped(Stop.SHORT, f"{header.length} bytes announced, {len(body)} there")
+        found = crc32c(body[batches.CRC_START :])
+        if found != header.crc:
+            return self._stopped(Stop.BAD, f"checksum 0x{found:08x} instead of 0x{header.crc:08x}")
+        return True
+
+    def _stopped(self, stop: Stop, problem: str) -> bool:
+        self.stop, self.problem = stop, problem
+        return False
+
+
+class Piece(NamedTuple):
+    """Whole batches of one segment."""
+
+    data: bytes
+    base_offset: int
+    next_offset: int
+
+
+class Segment:
+    """See the module's docstring.  Fields are the loop's unless said otherwise."""
+
+    __slots__ = (
+        "_storage",
+        "aborted",
+        "base_offset",
+        "decided",
+        "directory",
+        "dropped",
+        "file",
+        "hints",
+        "index",
+        "synced",
+        "written",
+    )
+
+    def __init__(self, storage: Storage, directory: str, base_offset: int) -> None:
+        self._storage = storage
+        self.directory = directory
+        self.base_offset = base_offset
+        self.decided = Extent(0, base_offset)
+        self.written = Extent(0, base_offset)
+        self.index: SparseIndex | None = SparseIndex(
+            base_offset
+        )  #: None = sealed; loaded when asked for
+        self.aborted: list[AbortedEntry] = []
+        self.file: File | None = None  #: write lane: open for append; None = sealed
+        self.synced = False  #: the whole file is SYNCED (sealed segments)
+        self.dropped = False
+        self.hints: dict[int, int] = {}
+
+    def path(self, suffix: str = LOG) -> str:
+        return f"{self.directory}/{file_name(self.base_offset, suffix)}"
+
+    # -- decide (loop) -----------------------------------------------------------------------------
+    def grow(
+        self,
+        header: Header,
+        base_offset: int,
+        max_timestamp: int,
+        crc: int,
+        now_ms: int,
+        interval: int,
+    ) -> None:
+        """Account for one more batch at the decided end."""
+        before = self.decided
+        if self.index is not None and before.size - self.index.last_position >= max(interval, 1):
+            self.index.add(base_offset, before.size, before.max_timestamp)
+        self.decided = before.grown(header, base_offset, max_timestamp, crc, now_ms)
+
+    def revert(self) -> None:
+        """Forget what was decided and not written."""
+        self.decided = self.written
+        if self.index is not None:
+            self.index.truncate(self.written.size)
+        self.aborted = [
+            entry for entry in self.aborted if entry.last_offset < self.written.next_offset
+        ]
+
+    # -- write lane --------------------------------------------------------------------------------
+    def create(self) -> None:
+        """The log file, empty, open for append."""
+        self.file = self._storage.open(self.path(), create=True)
+        if self.file.size():
+            self.file.truncate(0)
+
+    def open_for_append(self) -> File:
+        if self.file is None:
+            self.file = self._storage.open(self.path())
+            self.synced = False
+        return self.file
+
+    def write_indexes(self, extent: Extent, sparse: SparseIndex | None = None) -> None:
+        """The derived files as of `extent`; not synced, a torn one is rebuilt."""
+        sparse = sparse if sparse is not None else self.index
+        if sparse is None:
+            return
+        offsets, times = index.encode(sparse, extent)
+        entries = [entry for entry in self.aborted if entry.last_offset < extent.next_offset]
+        for suffix, raw in (
+            (INDEX, offsets),
+            (TIMEINDEX, times),
+            (TXNINDEX, aborted.encode(entries)),
+        ):
+            write_file(self._storage, self.path(suffix), raw)
+
+    def load_index(self) -> tuple[SparseIndex, Extent]:
+        """Raises `index.Damaged`, also if it does not belong to what the log holds, and
+        `FileNotFoundError`.
+        """
+        raw = self._storage.read_file(self.path(INDEX))
+        sparse, extent = index.decode(
+            self.base_offset, raw, self._storage.read_file(self.path(TIMEINDEX))
+        )
+        if extent.size:
+            last = self.read_at(extent.last_position, HEADER_BYTES)
+            header = batches.read_header(last) if len(last) == HEADER_BYTES else None
+            if header is not None and (header.crc, header.next_offset) != (
+                extent.last_crc,
+                extent.next_offset,
+            ):
+                raise index.Damaged("the log does not hold the batch the index ends with")
+        return sparse, extent
+
+    # -- read lane ---------------------------------------------------------------------------------
+    def read_at(self, position: int, size: int) -> bytes:
+        """Raises `FileNotFoundError` once the segment is gone for good."""
+        file = self.file
+        if file is not None:
+            try:
+                return file.read(position, size)
+            except FileNotFoundError:
+                pass  # sealed and closed meanwhile
+        with Opened(self._storage, self.path()) as opened:
+            return opened.read(position, size)
+
+    def piece(
+        self, sparse: SparseIndex, offset: int, bound: int, max_bytes: int, min_one: bool
+    ) -> Piece | None:
+        """Whole batches from the one that holds `offset` (or the next) on, below `bound`; None if
+        there is none.
+        """
+        extent = self.written
+        if self.file is not None:
+            found = cut(self.read_at, sparse, extent, self.hints, offset, bound, max_bytes, min_one)
+        else:
+            with Opened(self._storage, self.path()) as opened:
+                found = cut(
+                    opened.read, sparse, extent, self.hints, offset, bound, max_bytes, min_one
+                )
+        if found is None:
+            return None
+        if len(self.hints) >= HINTS_MAX:
+            self.hints = {}
+        return found
+
+    def reindexed(self, interval: int) -> SparseIndex:
+        """The index rebuilt from the log's headers (a derived file was missing or torn).  Raises
+        `CorruptLog`.
+        """
+        sparse = SparseIndex(self.base_offset)
+        extent = Extent(0, self.base_offset)
+        walk = Walk(self.read_at, 0, self.written.size, self.base_offset)
+        for position, header in walk:
+            if position - sparse.last_position >= max(interval, 1):
+                sparse.add(header.base_offset, position, extent.max_timestamp)
+            extent = extent.grown(header, header.base_offset, header.max_timestamp, header.crc, 0)
+        if walk.stop is not Stop.END:
+            raise corrupt(self.path(), walk)
+        return sparse
+
+
+def corrupt(path: str, walk: Walk) -> errors.CorruptLog:
+    """Rule L9's error, with the place."""
+    return errors.CorruptLog(
+        f"{path} at {walk.position}, offset {walk.next_offset}: {walk.problem}",
+        file=path,
+        position=str(walk.position),
+        offset=str(walk.next_offset),
+    )
+
+
+class Opened:
+    """A file open for reading for the length of a `with`; a dropped segment is found under its
+    other name.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        try:
+            self._file = storage.open(path, write=False)
+        except FileNotFoundError:
+            self._file = storage.open(path + DELETED, write=False)
+
+    def __enter__(self) -> File:
+        return self._file
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+def cut(
+    read: ReadAt,
+    sparse: SparseIndex,
+    extent: Extent,
+    hints: dict[int, int],
+    offset: int,
+    bound: int,
+    max_bytes: int,
+    min_one: bool,
+) -> Piece | None:
+    """Find the byte range of whole batches in `[offset, bound)` by index and headers, then read it
+    at once.
+    """
+    start = hints.get(offset)
+    if start is None or start >= extent.size:
+        start = _start_of(read, sparse, extent, offset)
+    if start is None:
+        return None
+    end, next_offset = _end_of(
+        read, sparse, extent, start, offset, bound, start + max(max_bytes, 0)
+    )
+    if end == start:
+        header = _header_at(read, start, offset)
+        if header.base_offset >= bound:
+            return Piece(b"", bound, bound)
+        if header.last_offset >= bound or not min_one:
+            return Piece(b"", offset, offset)
+        end, next_offset = start + header.length, header.next_offset
+    data = read(start, end - start)
+    if len(data) < end - start:
+        raise _damaged(start, offset)
+    first = _header_at(lambda at, size: data[at - start : at - start + size], start, offset)
+    hints[next_offset] = end
+    return Piece(data, first.base_offset, next_offset)
+
+
+def _header_at(read: ReadAt, position: int, offset: int) -> Header:
+    raw = read(position, HEADER_BYTES)
+    if len(raw) == HEADER_BYTES:
+        header = batches.read_header(raw)
+        if (
+            header.magic == batches.MAGIC
+            and header.length >= HEADER_BYTES
+            and header.last_offset >= offset
+        ):
+            return header
+    raise _damaged(position, offset)
+
+
+def _damaged(position: int, offset: int) -> errors.CorruptLog:
+    return errors.CorruptLog(
+        f"at {position}, offset {offset}: no batch begins here",
+        position=str(position),
+        offset=str(offset),
+    )
+
+
+def _start_of(read: ReadAt, sparse: SparseIndex, extent: Extent, offset: int) -> int | None:
+    position, base = sparse.floor_position(sparse.floor(offset))
+    walk = Walk(read, position, extent.size, base)
+    for at, header in walk:
+        if header.last_offset >= offset:
+            return at
+    if walk.stop is not Stop.END:
+        raise corrupt("segment", walk)
+    return None
+
+
+def _end_of(
+    read: ReadAt,
+    sparse: SparseIndex,
+    extent: Extent,
+    start: int,
+    offset: int,
+    bound: int,
+    limit: int,
+) -> tuple[int, int]:
+    """`(end, next offset)` of the whole batches from `start` that end by `limit` and lie below
+    `bound`.
+    """
+    if limit >= extent.size and bound >= extent.next_offset:
+        return extent.size, extent.next_offset
+    position = min(sparse.floor_position(limit)[0], sparse.floor(bound))
+    begin, base = (start, offset) if position <= start else sparse.floor_position(position)
+    return _whole(read, begin, base, min(extent.size, limit), bound)
+
+
+def _whole(
+    read: ReadAt, position: int, next_offset: int, limit: int, bound: int
+) -> tuple[int, int]:
+    """Step over batches from `position`: `(end, next offset)` of the last that ends by `limit`
+    and below `bound`.  A `Walk` without its checks, because every fetch comes through here.
+    """
+    end = position
+    while limit - end >= HEADER_BYTES:
+        chunk = read(end, min(WALK_BYTES, limit - end))
+        start, at, last = end, 0, len(chunk) - HEADER_BYTES
+        if last < 0:
+            break
+        while at <= last:
+            base, length, magic, delta = _BRIEF.unpack_from(chunk, at)
+            if magic != batches.MAGIC or length < HEADER_BYTES:
+                raise _damaged(end, next_offset)
+            following = base + delta + 1
+            if end + length > limit or following > bound:
+                return end, next_offset
+            at += length
+            end, next_offset = start + at, following
+            if following >= bound:  # what lies beyond may be in the middle of being written
+                return end, next_offset
+    return end, next_offset
+
+
+def write_file(storage: Storage, path: str, raw: bytes) -> None:
+    """The whole content of a derived file; WRITTEN, not atomic: its checksum tells."""
+    file = storage.open(path, create=True)
+    try:
+        if file.size():
+            file.truncate(0)
+        file.append([raw])
+    finally:
+        file.close()
+
+
+class IndexCache:
+    """Indexes of sealed segments that readers asked for, bounded by bytes.  Shared by the logs of a
+    process.
+    """
+
+    def __init__(self, bytes_max: int = 64 * 1024 * 1024) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._entries: OrderedDict[Segment, SparseIndex] = OrderedDict()
+
+    def get(self, segment: Segment, interval: int) -> SparseIndex:
+        """Loaded, or rebuilt if the files are missing or torn.  Called from any thread: each step
+        is one atomic one.
+        """
+        own = segment.index
+        if own is not None:
+            return own
+        found = self._entries.pop(segment, None)
+        if found is None:
+            try:
+                found, extent = segment.load_index()
+                if extent.size != segment.written.size:
+                    found = segment.reindexed(interval)
+            except (index.Damaged, FileNotFoundError):
+                found = segment.reindexed(interval)
+            self._bytes += found.nbytes()
+        self._entries[segment] = found
+        while self._bytes > self._bytes_max and len(self._entries) > 1:
+            try:
+                _, old = self._entries.popitem(last=False)
+            except KeyError:
+                break
+            self._bytes -= old.nbytes()
+        return found
+
+    def forget(self, segment: Segment) -> None:
+        old = self._entries.pop(segment, None)
+        if old is not None:
+            self._bytes -= old.nbytes()

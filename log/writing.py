@@ -1,0 +1,281 @@
+"""The write side of a partition log: what runs on the directory's write lane.
+
+One thread, in order.  It sees plans and segments, never the loop's decisions; what it keeps for
+itself begins with `_lane_`.
+
+Rules
+  W1  a plan is performed whole or its generation fails: no later plan of it touches the disk (rule
+      L2).
+  W2  whatever is removed goes newest first, so that dying in between leaves no hole.
+  W3  `_sync` makes everything performed SYNCED, oldest first, names included (rule L1).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from pk import errors
+from pk.log import epochs as leader_epochs
+from pk.log import loading
+from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
+from pk.log.producers import Producers
+from pk.log.reading import Readable
+from pk.log.segment import SNAPSHOT, Segment, Walk, base_offset_of, file_name, write_file
+from pk.log.storage import Storage
+from pk.types import NONE
+
+
+class Writable(Readable):
+    """What `PartitionLog` inherits for its lane; the loop owns the fields without `_lane_`."""
+
+    path: str
+    producers: Producers
+    _storage: Storage
+    _synced_end: int
+    _tail: Segment
+    _repair: bool
+    _closed: bool
+
+    def _init_lane(self, loaded: loading.Loaded) -> None:
+        self._lane_failed = NONE  #: plans up to this generation fail (W1)
+        self._lane_error: Exception | None = None
+        self._lane_end = loaded.segments[-1].written.next_offset
+        self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
+        self._lane_dir_changed = loaded.created
+
+    def _idle(self) -> bool:
+        """Nothing is decided that is not written."""
+        raise NotImplementedError
+
+    def perform(self, plan: WritePlan) -> None:
+        """Do the plan's file operations.  Raises what the storage raises; then every plan of its
+        generation fails.
+        """
+        if plan.generation <= self._lane_failed:
+            assert self._lane_error is not None
+            raise self._lane_error
+        try:
+            for op in plan.ops:
+                if isinstance(op, AppendOp):
+                    file = op.segment.open_for_append()
+                    assert file.size() == op.position, (file.path, file.size(), op.position)
+                    file.append(op.buffers)
+                    self._touched(op.segment)
+                elif isinstance(op, RollOp):
+                    self._perform_roll(op)
+                elif isinstance(op, EpochOp):
+                    self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.content)
+                else:
+                    self._perform_repair(op)
+            self._lane_end = plan.end
+            if plan.sync:
+                self._sync()
+        except Exception as error:
+            self._lane_failed = plan.generation
+            self._lane_error = error
+            raise
+
+    def _touched(self, segment: Segment) -> None:
+        segment.synced = False
+        if not self._lane_unsynced or self._lane_unsynced[-1] is not segment:
+            self._lane_unsynced.append(segment)
+
+    def _perform_roll(self, op: RollOp) -> None:
+        old, new = op.old, op.new
+        write_file(
+            self._storage, f"{self.path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
+        )
+        old.write_indexes(old.decided)
+        new.create()
+        file, old.file = old.file, None
+        if file is not None:
+            file.close()
+        self._touched(new)
+        self._lane_dir_changed = True
+
+    def _perform_repair(self, op: RepairOp) -> None:
+        """Newest first, so that dying in between leaves no hole (rule L2)."""
+        base = op.segment.base_offset
+        later = [
+            b
+            for name in self._storage.list(self.path)
+            if (b := base_offset_of(name)) is not None and b > base
+        ]
+        for other in reversed(later):
+            loading.remove_segment(self._storage, self.path, other)
+        file = op.segment.open_for_append()
+        if file.size() != op.size:
+            file.truncate(op.size)
+        self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
+        self._touched(op.segment)
+        self._lane_dir_changed = True
+
+    def _sync(self) -> int:
+        """SYNCED: everything performed so far, oldest first (rule L1)."""
+        end = self._lane_end
+        for segment in self._lane_unsynced:
+            if not segment.dropped:
+                _sync_segment(self._storage, segment)
+        if self._lane_dir_changed:
+            self._storage.sync_dir(self.path)
+            self._lane_dir_changed = False
+        self._lane_unsynced = []
+        return end
+
+    def flush(self) -> int:
+        """SYNCED: everything performed so far; returns (and sets) synced_end."""
+        end = self._sync()
+        self._synced_end = max(self._synced_end, min(end, self._written_end))
+        return self._synced_end
+
+    def checkpoint(self) -> int:
+        """Write the active segment's indexes, so that the next opening walks less; returns the
+        recovery point.
+        """
+        active = self._segments[-1]
+        if active.file is not None:
+            active.write_indexes(active.written)
+        return self._synced_end
+
+    def truncate_to(self, offset: int) -> None:
+        """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
+        meanwhile; the manager lowers the recovery point first."""
+        assert self._idle(), "truncation waits for the writes before it"
+        if offset >= self._written_end:
+            return
+        if offset <= self._segments[0].base_offset:
+            self.reset_to(offset)
+            return
+        at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
+        if offset == self._segments[at].base_offset:
+            at -= 1
+        kept, active = self._segments[: at + 1], self._segments[at]
+        for segment in reversed(self._segments[at + 1 :]):
+            self._discard(segment)
+        for suffix in loading.DERIVED[:3]:
+            self._storage.remove(active.path(suffix))
+        size = active.written.size
+        for position, header in Walk(active.read_at, 0, active.written.size, active.base_offset):
+            if header.last_offset >= offset:
+                size = position
+                break
+        file = active.open_for_append()
+        file.truncate(size)
+        self._reload(list(kept), offset)
+
+    def reset_to(self, offset: int) -> None:
+        """Drop everything and start at `offset` (rules R5, T4).  Nothing may be decided or queued
+        meanwhile.
+        """
+        assert self._idle(), "a reset waits for the writes before it"
+        for segment in reversed(self._segments):
+            self._discard(segment)
+        for at in loading.snapshots(self._storage, self.path):
+            self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
+        self.epochs.clear()
+        self._reload([], offset)
+        self.log_start = offset
+
+    def _discard(self, segment: Segment) -> None:
+        segment.dropped = True
+        self._cache.forget(segment)
+        file, segment.file = segment.file, None
+        if file is not None:
+            file.close()
+        loading.remove_segment(self._storage, self.path, segment.base_offset)
+
+    def _reload(self, kept: list[Segment], offset: int) -> None:
+        """After files were cut: read the state back from them, as opening does."""
+        for segment in kept:
+            file, segment.file = segment.file, None
+            if file is not None:
+                file.sync()
+                file.close()
+        self.epochs.truncate_end(offset)
+        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
+        loaded = loading.load(
+            self._storage,
+            self.path,
+            self.config,
+            clean=True,
+            same_boot=True,
+            recovery_point=0,
+            log_start=0 if kept else offset,
+            now_ms=0,
+        )
+        self.producers = loaded.producers
+        self._segments = tuple(loaded.segments)
+        self._tail = loaded.segments[-1]
+        self._written_end = self._lane_end = self._tail.written.next_offset
+        self._lane_unsynced = list(loaded.segments)
+        self._lane_dir_changed = True
+        self._synced_end = self._sync()
+        self.log_start = min(self.log_start, self._written_end)
+
+    def close(self, clean: bool = True) -> None:
+        """`clean`: flush, indexes, producer snapshot, all SYNCED; then the next opening trusts
+        everything.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if clean:
+                self._close_clean()
+        finally:
+            for segment in self._segments:
+                file, segment.file = segment.file, None
+                if file is not None:
+                    file.close()
+
+    def _close_clean(self) -> None:
+        active, end = self._segments[-1], self._written_end
+        if self._storage.failed is not None:
+            raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
+        assert self._idle(), "close waits for the writes before it"
+        if self._repair:
+            self._perform_repair(RepairOp(active, active.written.size))
+        self._lane_end = end
+        active.open_for_append()
+        active.write_indexes(active.written)
+        bases = [segment.base_offset for segment in self._segments]
+        for at in loading.snapshots(self._storage, self.path):
+            if at not in bases and at != end:
+                self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
+        write_file(
+            self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", self.producers.snapshot(end)
+        )
+        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
+        self._synced_end = self._sync()
+
+    def flush_sealed(self) -> int:
+        """fdatasync the sealed segments not yet synced, beside running writes; returns the recovery
+        point.
+
+        Only one at a time.  The directory is synced too: a sealed segment's name is part of what
+        must last."""
+        segments = self._segments
+        todo = [segment for segment in segments[:-1] if not segment.synced and not segment.dropped]
+        for segment in todo:
+            try:
+                _sync_segment(self._storage, segment)
+            except FileNotFoundError:
+                continue  # dropped meanwhile
+        if todo:
+            self._storage.sync_dir(self.path)
+        self._synced_end = max(self._synced_end, segments[-1].base_offset)
+        return self._synced_end
+
+
+def _sync_segment(storage: Storage, segment: Segment) -> None:
+    file = segment.file
+    if file is not None:
+        file.sync()
+        return
+    if not segment.synced:
+        opened = storage.open(segment.path())
+        try:
+            opened.sync()
+        finally:
+            opened.close()
+        segment.synced = True

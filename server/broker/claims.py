@@ -1,0 +1,145 @@
+"""Tier wins: a leader elected uncleanly asks the table before it serves (rule T4).
+
+World-generic.  An unclean leader may have lost records that the table already holds, and may hold
+records the table has under other contents.  It commits its epoch as the table's claim, so that no
+copier of an older epoch can commit any more, and compares: if its log reaches the table's end and
+its epoch cache gives the table's epoch for the last tiered offset, both tell the same story and the
+local log stays; otherwise it is dropped and begins at `tiered_end`.  While the store is down the
+partition is not served.
+
+Invariants
+  K1  a claimed partition serves only in the epoch the claim was made for
+  K2  the claim is committed before the comparison is acted on
+  K3  the controller hears `recovered` after the partition serves
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.server.broker.partition import Partition
+from pk.server.controller.image import PartitionState
+from pk.types import PartitionKey
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+BACKOFF_MS = (200, 5_000)
+ALTER_TIMEOUT_MS = 5_000
+
+
+def agrees(log_end: int, epoch_at_end: int, table: wire.TierClaimReply) -> bool:
+    """Whether a local log tells the table's story up to its end (T4).
+
+    `epoch_at_end` is the local epoch of the last tiered offset.
+    """
+    if not table.exists or table.end <= table.start:
+        return True
+    return log_end >= table.end and epoch_at_end == table.end_epoch
+
+
+class Claims:
+    """Claims under way, one task each."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core = core
+        self._tasks: dict[PartitionKey, asyncio.Task[None]] = {}
+        self._epochs: dict[PartitionKey, int] = {}
+
+    def epoch(self, key: PartitionKey) -> int | None:
+        """The leader epoch a claim is under way for; None = no claim."""
+        return self._epochs.get(key)
+
+    def begin(self, partition: Partition, state: PartitionState) -> None:
+        """Claim for the epoch of `state`; a claim for an older epoch ends."""
+        self.cancel(partition.key)
+        partition.fail(
+            errors.TierUnavailable(
+                f"{partition}: an unclean leader waits for the tier's table (rule T4)"
+            )
+        )
+        task = asyncio.get_running_loop().create_task(self._claim(partition, state))
+        self._tasks[partition.key] = task
+        self._epochs[partition.key] = state.leader_epoch
+
+    def cancel(self, key: PartitionKey) -> None:
+        """The topic is gone, or a newer epoch claims."""
+        self._epochs.pop(key, None)
+        task = self._tasks.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for key in list(self._tasks):
+            self.cancel(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _claim(self, partition: Partition, state: PartitionState) -> None:
+        core = self._core
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            try:
+                await partition.lane.settled(partition)
+                table = await core.tier.claim(partition, state.leader_epoch, commit=True)
+                await self._compare(partition, table)
+                break
+            except errors.PkError as error:
+                partition.problem = error
+            except Exception as bug:
+                core.bug("claiming a table", bug)
+            await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
+            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+        self._tasks.pop(partition.key, None)
+        self._epochs.pop(partition.key, None)
+        partition.problem = None
+        now = core.follower.image.partition(partition.key)
+        if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
+            return  # K1: the follower reacts to the newer epoch
+        core.follower.take_office(partition, now)
+        await self._tell_recovered(partition, now)
+
+    async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
+        log = partition.log
+        if not table.exists or table.end <= table.start:
+            return
+        before = log.log_start
+        start = max(before, table.start)
+        if not agrees(log.written_end, log.epochs.epoch_of(table.end - 1), table):
+            self._core.warn(
+                "tier_wins",
+                partition=str(partition),
+                local_end=log.written_end,
+                table_end=table.end,
+            )
+            await partition.lane.disk.write(partial(log.reset_to, max(table.end, start)))
+        # A log that was dropped begins at its new end; what the table has below is still the log's,
+        # but for records that were deleted before, beyond the table's end perhaps (rule T9).
+        log.log_start = start
+        log.tiered_end = log.droppable_end = table.end
+        await self._core.manager.checkpoint_log_starts()
+
+    async def _tell_recovered(self, partition: Partition, state: PartitionState) -> None:
+        """K3; lost on the way it is told again by the next unclean election only, which is
+        harmless.
+        """
+        request = wire.AlterPartitionRequest(
+            broker_id=self._core.node_id, broker_epoch=self._core.link.broker_epoch
+        )
+        request.items.add(
+            topic_id=partition.key.topic_id,
+            partition=partition.key.partition,
+            leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch,
+            new_isr=state.isr,
+            isr_broker_epochs=[self._core.link.broker_epoch] * len(state.isr),
+            recovered=True,
+        )
+        try:
+            await self._core.link.call(request, ALTER_TIMEOUT_MS)
+        except errors.PkError as error:
+            self._core.warn("recovered_not_told", partition=str(partition), error=error.message)

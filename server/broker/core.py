@@ -1,0 +1,288 @@
+"""What the broker's handlers, follower and upkeep share: partitions, lanes, purgatory, peers.
+
+World-generic.  One loop owns everything here; disks are reached through lanes only.
+
+Invariants
+  B1  `partitions` holds the partitions this broker has a log of; the metadata image says which it
+      leads
+  B2  without contact to the controller for `broker_session_timeout_ms` nothing is acknowledged
+      under acks=0|1 and no new session begins (rule R6); acks=all is held by the watermark, readers
+      read to theirs
+  B3  a directory that failed takes its partitions offline and nothing else (rule L2); damaged data
+      takes its partition (rule L9)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pk import errors, settings
+from pk.clock import Clock
+from pk.log.batch import Header
+from pk.log.manager import LogManager
+from pk.log.storage import Buffer, Disk
+from pk.server.broker.controller_link import ControllerLink
+from pk.server.broker.lanes import WriteLane
+from pk.server.broker.metrics import BrokerMetrics
+from pk.server.broker.partition import Partition, Ticket
+from pk.server.broker.tier_client import TierClient
+from pk.server.broker.tier_view import TierFeed
+from pk.server.purgatory import ProducePurgatory, TimerHeap
+from pk.server.replication.leader import ACKS_ALL
+from pk.types import NodeId, Offset, PartitionKey
+from pk.world import World
+
+if TYPE_CHECKING:
+    from pk.server.broker.follower import MetadataFollower
+
+OnBug = Callable[[str, BaseException], None]
+
+
+class BrokerCore:
+    """Shared state of one broker process."""
+
+    follower: MetadataFollower
+    link: ControllerLink
+    tier: TierClient
+
+    def __init__(
+        self,
+        world: World,
+        manager: LogManager,
+        node_id: NodeId,
+        server: Mapping[str, Any],
+        metrics: BrokerMetrics,
+        on_bug: OnBug,
+        on_warning: Callable[..., None],
+    ) -> None:
+        self.world = world
+        self.manager = manager
+        self.node_id = node_id
+        self.server = server
+        self.metrics = metrics
+        self.bug = on_bug  #: an exception that only an error of ours explains
+        self.warn = on_warning  #: (event, **facts): one line in the process's log
+        self.partitions: dict[PartitionKey, Partition] = {}
+        self.purgatory: ProducePurgatory[Ticket] = ProducePurgatory()
+        self.feed = TierFeed(world.new_id())
+        self.feed_moved = asyncio.Event()
+        self.draining = False
+        self.flushes: TimerHeap[PartitionKey] = (
+            TimerHeap()
+        )  #: partitions with flush_ms and unsynced data
+        self.retain_now: dict[
+            PartitionKey, None
+        ] = {}  #: partitions whose retention should not wait
+        self._lanes: dict[int, WriteLane] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_ms = 0
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._suspected: dict[PartitionKey, None] = {}
+
+    # -- what handlers ask -----------------------------------------------------------------------
+
+    @property
+    def clock(self) -> Clock:
+        return self.world.clock
+
+    def find(self, key: PartitionKey) -> Partition:
+        """The partition.  Raises `UnknownTopicId`, `UnknownTopicOrPartition`,
+        `NotLeaderOrFollower`.
+        """
+        partition = self.partitions.get(key)
+        if partition is not None:
+            return partition
+        raise self.follower.why_not_here(key).with_traceback(None)
+
+    def leader_hint(self, key: PartitionKey) -> NodeId:
+        """Who leads, as far as this broker knows."""
+        return self.follower.leader_of(key)
+
+    def batch_bounds(self, key: PartitionKey) -> tuple[int, int]:
+        """Largest batch, encoded and decoded, that the partition's topic takes."""
+        partition = self.partitions.get(key)
+        if partition is None:
+            defaults = settings.TOPIC.by_name
+            return defaults["max_message_bytes"].default, defaults["decoded_bytes_max"].default
+        return partition.settings["max_message_bytes"], partition.settings["decoded_bytes_max"]
+
+    def any_disk(self) -> Disk:
+        """A disk whose compute lane to use."""
+        return self.manager.directories[0].disk
+
+    def append(
+        self, key: PartitionKey, header: Header, batch: Buffer, epoch: int, ticket: Ticket
+    ) -> None:
+        """Decide a checked batch.  Raises typed errors; then nothing happened."""
+        if self.draining:
+            raise errors.BrokerUnavailable("this broker is shutting down")
+        if ticket.acks != ACKS_ALL and not self.link.in_contact():
+            raise errors.ControllerUnavailable(
+                "no contact to the controller: only acks=all is accepted (rule R6)"
+            )
+        self.find(key).append(header, batch, epoch, self.clock.wall_ms(), ticket)
+
+    def check_new_session(self) -> None:
+        """Rule R6, and no new guests while leaving."""
+        if self.draining:
+            raise errors.BrokerUnavailable("this broker is shutting down")
+        if not self.link.in_contact():
+            raise errors.ControllerUnavailable(
+                "no contact to the controller: no new sessions (rule R6)"
+            )
+
+    def retain_soon(self, key: PartitionKey) -> None:
+        self.retain_now[key] = None
+
+    # -- lanes -----------------------------------------------------------------------------------
+
+    def lane_of(self, disk: Disk) -> WriteLane:
+        """The one write lane of a directory."""
+        lane = self._lanes.get(id(disk))
+        if lane is None:
+            lane = self._lanes[id(disk)] = WriteLane(disk, on_bug=self.bug)
+        return lane
+
+    def lanes(self) -> list[WriteLane]:
+        return list(self._lanes.values())
+
+    def lane_full(self, key: PartitionKey) -> bool:
+        partition = self.partitions.get(key)
+        return partition is not None and partition.lane.full
+
+    async def lane_room(self, key: PartitionKey) -> None:
+        partition = self.partitions.get(key)
+        if partition is not None:
+            await partition.lane.room()
+
+    # -- partition.Host --------------------------------------------------------------------------
+
+    def partition_moved(self, partition: Partition) -> None:
+        """Its bounds, epoch or settings changed: the tier hears of it, the checkpoint will know."""
+        if partition.leader is not None:
+            self.manager.set_high_watermark(partition.key, partition.leader.high_watermark)
+            if partition.tiered:
+                self.feed.touch(partition.key)
+                self.feed_moved.set()
+            flush_ms = partition.settings["flush_ms"]
+            if flush_ms < settings.DAY_MS and partition.key not in self.flushes:
+                self.flushes.set(partition.key, self.clock.monotonic_ms() + flush_ms)
+
+    def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
+        """B3: every partition of that directory goes offline."""
+        if isinstance(error, errors.CorruptLog):
+            if partition.problem is None:
+                self._damaged(partition, error)
+            return
+        for each in self.partitions.values():
+            if each.lane is partition.lane and each.problem is None:
+                each.fail(error)
+        self.link.beat_soon()
+
+    def _damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
+        """Rule L9: the range is reported, the partition goes offline, nothing is skipped."""
+        self.metrics.damaged.inc()
+        self.warn(
+            "partition_offline",
+            partition=str(partition),
+            error=error.message,
+            directory=partition.lane.disk.storage.root,
+        )
+        partition.fail(error)
+        if partition.tiered:
+            self.feed.remove(partition.key, partition.topic)
+            self.feed_moved.set()
+
+    def suspect(self, partition: Partition, told: errors.PkError) -> None:
+        """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
+        if partition.problem is None and partition.key not in self._suspected:
+            self._suspected[partition.key] = None
+            copied = max(partition.tier.tiered_end, partition.log.tiered_end)
+            offset = int(told.details.get("offset", copied))
+            task = asyncio.get_running_loop().create_task(self._look(partition, offset))
+            self._tasks[task] = None
+            task.add_done_callback(self._task_done)
+
+    async def _look(self, partition: Partition, offset: Offset) -> None:
+        look = partial(
+            partition.log.read, offset, bound=partition.high_watermark, max_bytes=1, verify=True
+        )
+        try:
+            await partition.lane.disk.read(look)
+        except errors.CorruptLog as damage:
+            self.storage_failed(partition, damage)
+        except errors.PkError as error:  # dropped meanwhile, say
+            self.metrics.refused(error)
+        finally:
+            self._suspected.pop(partition.key, None)
+
+    def offline_directories(self) -> list[str]:
+        """Ids of the directories that failed."""
+        return [
+            each.directory_id
+            for each in self.manager.directories
+            if each.failed is not None or each.disk.storage.failed is not None
+        ]
+
+    # -- timers ----------------------------------------------------------------------------------
+
+    def parked(self) -> None:
+        """Arm the alarm for the earliest deadline in purgatory."""
+        at_ms = self.purgatory.next_at_ms()
+        if at_ms is None or (self._alarm is not None and self._alarm_ms <= at_ms):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        delay_ms = max(0, at_ms - self.clock.monotonic_ms())
+        self._alarm_ms = at_ms
+        self._alarm = asyncio.get_running_loop().call_later(delay_ms / 1000, self._expire)
+
+    def _expire(self) -> None:
+        self._alarm = None
+        for ticket in self.purgatory.on_time(self.clock.monotonic_ms()):
+            ticket.answer(
+                errors.RequestTimedOut(
+                    "the batch is written, but the in-sync replicas did not confirm it in time"
+                )
+            )
+        self.parked()
+
+    # -- background ------------------------------------------------------------------------------
+
+    def purge_tier(self, topic_id: str, topic: str) -> None:
+        """Rule T7: the table of a deleted topic goes after `file_delete_delay_ms`;
+
+        tried until it is gone.
+        """
+        task = asyncio.get_running_loop().create_task(self._purge_tier(topic_id, topic))
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+
+    async def _purge_tier(self, topic_id: str, topic: str) -> None:
+        delay_ms = self.follower.settings_of(topic)["file_delete_delay_ms"]
+        while True:
+            await self.clock.sleep_ms(delay_ms)
+            try:
+                reply = await self.tier.purge(topic_id, topic)
+                self.warn("tier_purged", topic=topic, uri=reply.uri, objects=reply.objects)
+                return
+            except errors.PkError as error:
+                self.warn("tier_not_purged", topic=topic, error=error.message)
+                delay_ms = max(1_000, min(2 * delay_ms, 60_000))
+
+    async def close_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close_timers(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None

@@ -1,0 +1,417 @@
+"""The broker follows the metadata log: committed records in, partitions led, created and removed.
+
+World-generic.  A long poll fetches committed batches; every record is applied to the image, then
+the broker reacts to what the chunk changed, in the order of the log, before it applies the next
+chunk.  `reached` is what gives admin replies read-your-writes: it waits until the reaction to an
+offset is done, not only the image.
+
+Invariants
+  M1  the image is built by `apply` alone, from committed records, each once and in order
+  M2  a partition is led only under this process's own registration (rule Q2): a leadership that an
+      image from before the restart names belongs to the previous process
+  M3  a directory without a topic of its id in the image is a stray: renamed now, removed later
+      (rules Q2, L8)
+  M4  a partition that cannot be created or opened is offline with its cause; the others go on, and
+      creation is tried again while the cause may pass
+  M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
+      T4)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.log.plan import LogConfig
+from pk.server.broker.claims import Claims
+from pk.server.broker.partition import Partition
+from pk.server.controller import records
+from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage, PartitionState
+from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+POLL_WAIT_MS = 2_000
+POLL_TIMEOUT_MS = 6_000
+POLL_BYTES = 4 * 1024 * 1024
+BACKOFF_MS = (20, 1_000)
+RETRY_CREATE_MS = 5_000
+
+
+class _Changes:
+    """What a chunk of records touched, in log order."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[PartitionKey, None] = {}
+        self.removed: dict[str, wire.RemoveTopicRecord] = {}
+        self.topics: dict[str, None] = {}  #: names whose metadata reply changed
+        self.configured: dict[str, None] = {}  #: names whose settings changed
+        self.all_configured = False
+        self.brokers = False
+        self.me = False
+
+    def note(self, record: wire.MetadataRecord, node_id: NodeId) -> None:
+        kind = record.WhichOneof("record")
+        if kind in ("partition", "partition_change"):
+            body: Any = getattr(record, kind)
+            self.partitions[PartitionKey(body.topic_id, body.partition)] = None
+        elif kind == "topic":
+            self.topics[record.topic.name] = None
+        elif kind == "remove_topic":
+            self.removed[record.remove_topic.topic_id] = record.remove_topic
+        elif kind == "config":
+            if record.config.resource_type == TOPIC_RESOURCE:
+                self.configured[record.config.resource_name] = None
+            else:
+                self.all_configured = True
+        elif kind in ("register_broker", "broker_change", "unregister_broker"):
+            self.brokers = True
+            self.me = self.me or getattr(record, kind).broker_id == node_id
+
+
+class MetadataFollower:
+    """See the module's docstring."""
+
+    def __init__(
+        self, core: BrokerCore, incarnation_id: str, topic_defaults: dict[str, Any]
+    ) -> None:
+        self._core = core
+        self._incarnation_id = incarnation_id
+        self._topic_defaults = topic_defaults
+        self.image = MetadataImage()
+        self.committed: Offset = 0  #: the controller's watermark, as last heard
+        self.next_offset: Offset = 0
+        self.reacted: Offset = NONE  #: everything up to this record was carried out
+        self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
+        self.claims = Claims(core)
+        self.listeners: dict[
+            Any, None
+        ] = {}  #: called with the names of changed topics, None = brokers or all
+        self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
+        self._wait_number = 0
+        self._loaded = False
+        self._task: asyncio.Task[None] | None = None
+        self._retry: asyncio.Task[None] | None = None
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    def why_not_here(self, key: PartitionKey) -> errors.PkError:
+        """Why this broker has no such partition."""
+        if key in self.unopened:
+            return self.unopened[key]
+        topic = self.image.topics.get(key.topic_id)
+        if topic is None:
+            return errors.UnknownTopicId(
+                f"no topic has the id {key.topic_id}: it was deleted, or is not known here yet"
+            )
+        state = topic.partitions.get(key.partition)
+        if state is None:
+            return errors.UnknownTopicOrPartition(f"{topic.name} has no partition {key.partition}")
+        return errors.NotLeaderOrFollower(
+            f"{topic.name}-{key.partition}: broker {state.leader} leads", leader=str(state.leader)
+        )
+
+    def leader_of(self, key: PartitionKey) -> NodeId:
+        state = self.image.partition(key)
+        return NONE if state is None else state.leader
+
+    def settings_of(self, topic: str) -> dict[str, Any]:
+        """Every setting of a topic, as it is now."""
+        return self.image.topic_config(topic, self._topic_defaults)
+
+    def is_tiered(self, topic: str, wanted: dict[str, Any]) -> bool:
+        return (
+            self._core.tier.enabled and bool(wanted["tier_enable"]) and not topic.startswith("__")
+        )
+
+    async def reached(self, offset: Offset, timeout_ms: int) -> None:
+        """Wait until everything up to record `offset` was carried out.
+
+        Raises `RequestTimedOut`.
+        """
+        if self.reacted >= offset:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wait_number += 1
+        heapq.heappush(self._waiting, (offset, self._wait_number, future))
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await future
+        except TimeoutError:
+            raise errors.RequestTimedOut(
+                f"the controller did it at {offset}, this broker has only come to {self.reacted}"
+            ) from None
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def catch_up(self) -> None:
+        """Apply everything committed; tries until the controller answers."""
+        while True:
+            try:
+                await self._poll(0)
+            except errors.RetriableError:
+                await self._core.clock.sleep_ms(self._core.world.rng.uniform(50, 200))
+                continue
+            if self.next_offset >= self.committed:
+                return
+
+    async def load(self) -> None:
+        """Open the logs of every partition the image gives this broker; strays go (M3)."""
+        for key, failure in await self._core.manager.load(self._config_of):
+            error = self.unopened[key] = _typed(failure)
+            if isinstance(error, errors.CorruptLog):
+                self._core.metrics.damaged.inc()
+            self._core.warn(
+                "partition_offline",
+                partition=str(key),
+                error=error.message,
+            )
+        for key, _log in sorted(self._core.manager.logs().items()):
+            self._adopt(key)
+        self._loaded = True
+        changes = _Changes()
+        changes.me = True
+        await self._react(changes)
+
+    def start(self) -> None:
+        """Follow from here on."""
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run())
+        self._retry = loop.create_task(self._retry_unopened())
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._task, self._retry) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.claims.close()
+
+    async def _run(self) -> None:
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            try:
+                changes = await self._poll(POLL_WAIT_MS)
+                await self._react(changes)
+                backoff_ms = BACKOFF_MS[0]
+            except errors.RetriableError:
+                await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1.0))
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            except Exception as bug:  # the image may be half applied: only a restart can be trusted
+                self._core.bug("following the metadata log", bug)
+                self._core.link.fatal(_typed(bug))
+                return
+
+    async def _poll(self, wait_ms: int) -> _Changes:
+        """One fetch; returns what it changed (M1)."""
+        request = wire.FetchMetadataLogRequest(
+            from_offset=self.next_offset,
+            max_wait_ms=wait_ms,
+            max_bytes=POLL_BYTES,
+            replica_id=self._core.node_id,
+            last_fetched_epoch=NONE,
+        )
+        frame = await self._core.link.call(request, POLL_TIMEOUT_MS)
+        return self._apply(frame)
+
+    def _apply(self, frame: frames.Frame) -> _Changes:
+        changes = _Changes()
+        reply = frame.head.fetch_metadata_log_reply
+        for offset, record in records.decode_batches(frame.payload, self.next_offset):
+            if record.WhichOneof("record") == "remove_topic":
+                topic = self.image.topics.get(record.remove_topic.topic_id)
+                if topic is not None:
+                    changes.topics[topic.name] = None
+            self.image.apply(offset, record)
+            changes.note(record, self._core.node_id)
+            self.next_offset = offset + 1
+        self.next_offset = max(self.next_offset, reply.next_offset)
+        self.committed = max(self.committed, reply.high_watermark)
+        return changes
+
+    # -- reaction --------------------------------------------------------------------------------
+
+    async def _react(self, changes: _Changes) -> None:
+        if not self._loaded:
+            return
+        upto = self.next_offset - 1
+        for topic_id, record in changes.removed.items():
+            await self._remove(topic_id, record)
+        keys = changes.partitions
+        if changes.me:
+            keys = {
+                PartitionKey(topic.topic_id, n): None
+                for topic, n, _ in self.image.partitions_of(self._core.node_id)
+            }
+        for key in keys:
+            await self._settle(key)
+            topic = self.image.topics.get(key.topic_id)
+            if topic is not None:
+                changes.topics[topic.name] = None
+        self._reconfigure(changes)
+        self.reacted = max(self.reacted, upto)
+        while self._waiting and self._waiting[0][0] <= self.reacted:
+            future = heapq.heappop(self._waiting)[2]
+            if not future.done():
+                future.set_result(None)
+        if changes.me:
+            self._core.link.beat_soon()
+        if changes.topics or changes.configured or changes.brokers or changes.all_configured:
+            names = (
+                None
+                if changes.brokers or changes.all_configured
+                else {**changes.topics, **changes.configured}
+            )
+            for listener in list(self.listeners):
+                listener(names)
+
+    def _registered(self) -> bool:
+        """The image has this very process's registration (M2)."""
+        me = self.image.brokers.get(self._core.node_id)
+        return me is not None and me.incarnation_id == self._incarnation_id
+
+    async def _settle(self, key: PartitionKey) -> None:
+        """Make this broker's part of `key` what the image says."""
+        core = self._core
+        state = self.image.partition(key)
+        if state is None or core.node_id not in state.replicas:
+            return
+        partition = core.partitions.get(key)
+        if partition is None:
+            if key in self.unopened:
+                return
+            partition = await self._create(key)
+            if partition is None:
+                return
+        self._lead_or_not(partition, state)
+
+    def _lead_or_not(self, partition: Partition, state: PartitionState) -> None:
+        if state.leader != self._core.node_id or not self._registered():
+            leads_elsewhere = state.leader != self._core.node_id
+            if partition.leader is not None and partition.tiered:
+                self._core.feed.remove(partition.key, partition.topic)
+            partition.step_down(state.leader if leads_elsewhere else NONE)
+            return
+        fresh = partition.leader_epoch != state.leader_epoch
+        claimed = self.claims.epoch(partition.key)
+        if claimed is None and partition.problem is not None:
+            return  # damaged or on a dead disk: no election brings that back (rules L2, L9)
+        if claimed is not None or (fresh and state.unclean and partition.tiered):
+            if claimed != state.leader_epoch:  # M5: `take_office` follows when the table is claimed
+                self.claims.begin(partition, state)
+            return
+        self.take_office(partition, state)
+
+    def take_office(self, partition: Partition, state: PartitionState) -> None:
+        """Lead `partition` in the epoch `state` names."""
+        partition.lead(state, checkpointed=self._core.manager.high_watermark(partition.key))
+        if partition.tiered:
+            self._core.feed.restore(partition.key)
+            self._core.feed_moved.set()
+        if (
+            partition.settings["flush_on_ack"]
+            and partition.log.synced_end < partition.log.written_end
+        ):
+            self._core.flushes.set(partition.key, 0)
+
+    # -- partitions ------------------------------------------------------------------------------
+
+    def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
+        """For `LogManager.load`: None = a stray (M3)."""
+        state = self.image.partition(PartitionKey(topic_id, tp.partition))
+        if state is None or self._core.node_id not in state.replicas:
+            return None
+        return LogConfig.of(self.settings_of(self.image.topics[topic_id].name))
+
+    def _adopt(self, key: PartitionKey) -> Partition:
+        core = self._core
+        log = core.manager.get(key)
+        assert log is not None
+        topic = self.image.topics[key.topic_id].name
+        wanted = self.settings_of(topic)
+        partition = Partition(
+            core,
+            key,
+            log,
+            core.lane_of(core.manager.disk_of(key)),
+            wanted,
+            tiered=self.is_tiered(topic, wanted),
+        )
+        core.partitions[key] = partition
+        return partition
+
+    async def _create(self, key: PartitionKey) -> Partition | None:
+        topic = self.image.topics[key.topic_id].name
+        try:
+            await self._core.manager.create(
+                TopicPartition(topic, key.partition),
+                key.topic_id,
+                LogConfig.of(self.settings_of(topic)),
+            )
+        except errors.PkError as error:
+            self.unopened[key] = error
+            self._core.warn(
+                "create_failed", topic=topic, partition=key.partition, error=error.message
+            )
+            return None
+        self.unopened.pop(key, None)
+        return self._adopt(key)
+
+    async def _retry_unopened(self) -> None:
+        """M4: what could not be created for want of space is tried again."""
+        while True:
+            await self._core.clock.sleep_ms(RETRY_CREATE_MS)
+            for key, error in list(self.unopened.items()):
+                state = self.image.partition(key)
+                if state is None:
+                    del self.unopened[key]
+                elif error.retriable:
+                    try:
+                        partition = await self._create(key)
+                        if partition is not None:
+                            self._lead_or_not(partition, state)
+                    except Exception as bug:
+                        self._core.bug("creating a partition", bug)
+
+    async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
+        core = self._core
+        gone = errors.UnknownTopicId(f"topic {record.name} ({topic_id}) was deleted")
+        mine = [partition for key, partition in core.partitions.items() if key.topic_id == topic_id]
+        for partition in mine:
+            self.claims.cancel(partition.key)
+            del core.partitions[partition.key]
+            partition.fail(gone)
+            core.feed.remove(partition.key, partition.topic)
+            core.feed_moved.set()
+            try:
+                await partition.lane.settled(partition)
+                await core.manager.delete(partition.key)
+            except errors.PkError as error:
+                core.warn("delete_failed", partition=str(partition), error=error.message)
+        for key in [key for key in self.unopened if key.topic_id == topic_id]:
+            del self.unopened[key]
+        if record.purge_tier and core.tier.enabled:
+            core.purge_tier(topic_id, record.name)
+
+    def _reconfigure(self, changes: _Changes) -> None:
+        if not changes.configured and not changes.all_configured:
+            return
+        for partition in self._core.partitions.values():
+            if changes.all_configured or partition.topic in changes.configured:
+                wanted = self.settings_of(partition.topic)
+                partition.log.config = LogConfig.of(wanted)
+                tiered = self.is_tiered(partition.topic, wanted)
+                if partition.tiered and not tiered:
+                    self._core.feed.remove(partition.key, partition.topic)
+                elif tiered and not partition.tiered and partition.leader is not None:
+                    self._core.feed.restore(partition.key)
+                partition.reconfigure(wanted, tiered=tiered)
+                self._core.retain_soon(partition.key)
+
+
+def _typed(failure: BaseException) -> errors.PkError:
+    return failure if isinstance(failure, errors.PkError) else errors.InternalError(repr(failure))

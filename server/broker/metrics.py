@@ -1,0 +1,56 @@
+"""What the broker counts.  Names are documented where they are made; all begin with `pk_`.
+
+Per request and per batch, never per record.  Gauges over partitions are summed on a tick of the
+upkeep wheel, not when something moves.
+"""
+
+from __future__ import annotations
+
+from pk import errors
+from pk.tracing import Metrics
+
+
+class BrokerMetrics:
+    """The broker's metrics in the process's registry."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        counter, gauge = metrics.counter, metrics.gauge
+        frames = counter("frames_total", "data frames handled", ("kind",))
+        size = counter("frame_bytes_total", "bytes of data frames", ("kind",))
+        self._produce_frames, self._produce_bytes = frames.labels("produce"), size.labels("produce")
+        self._fetch_frames, self._fetch_bytes = frames.labels("fetch"), size.labels("fetch")
+        self._errors = counter("errors_total", "entries answered with an error", ("error",))
+        self.calls = counter("calls_total", "control requests", ("request",))
+        self.streams = gauge("streams", "open streams", ("kind",))
+        self.parked = gauge("produce_parked", "produce replies that wait for the high watermark")
+        self.write_queue = gauge("write_queue_bytes", "decided bytes not yet written", ("dir",))
+        self.free = gauge("storage_free_bytes", "free space of a data directory", ("dir",))
+        self.partitions = gauge("partitions", "partitions of this broker", ("state",))
+        self.hw_lag = gauge("high_watermark_lag", "records written and not committed")
+        self.lso_lag = gauge("last_stable_offset_lag", "records committed and not stable")
+        self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
+        self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
+        self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
+        self.damaged = counter(
+            "corrupt_logs_total", "partitions taken offline because their data is damaged"
+        )
+        self.clock_alert = gauge(
+            "clock_step_alert", "1 = the wall clock jumped, retention stands still"
+        )
+        self.clock_step = gauge("clock_step_ms", "sum of the jumps of the wall clock")
+        self.violations = counter("invariant_violations_total", "offsets found out of order")
+        self.dropped = counter(
+            "segments_dropped_total", "segments dropped by retention", ("reason",)
+        )
+        self.in_contact = gauge("controller_contact", "1 = the controller answers heartbeats")
+
+    def produced(self, size: int) -> None:
+        self._produce_frames.inc()
+        self._produce_bytes.inc(size)
+
+    def fetched(self, size: int) -> None:
+        self._fetch_frames.inc()
+        self._fetch_bytes.inc(size)
+
+    def refused(self, error: errors.PkError) -> None:
+        self._errors.labels(type(error).__name__).inc()

@@ -1,0 +1,429 @@
+"""One partition on this broker: its log, its leader machine, who waits for it.
+
+World-generic, on the loop.  The life of a batch here: `append` decides offsets in memory, the
+directory's write lane writes, `end_round` completes, the leader machine moves the high watermark,
+and whoever waited is told: produce replies, fetch sessions, the tier's feed.  There is no other way
+from append to reply, and none from append to a reader.
+
+Invariants
+  P1  a produce entry is answered exactly once; `Ticket.answer` is the only way
+  P2  an answer without error under acks=all follows the high watermark of the epoch it was decided
+      under (L5)
+  P3  readers get a bound: the high watermark or the last stable offset, never the log's end
+  P4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
+  P5  a failed write fails every ticket decided since the last good end, duplicates of them included
+      (L2)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from pk import errors
+from pk.log.batch import Header
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import Completion, Duplicate
+from pk.log.storage import Buffer
+from pk.server.broker.fetch_session import READ_COMMITTED
+from pk.server.broker.lanes import WriteLane
+from pk.server.broker.tier_view import TierState
+from pk.server.controller.image import PartitionState
+from pk.server.purgatory import Parked, ProducePurgatory
+from pk.server.replication.leader import ACKS_ALL, Leader
+from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
+from pk.wire import pk_pb2 as wire
+
+
+class Ticket:
+    """One entry of a produce request that is owed an answer."""
+
+    __slots__ = (
+        "acks",
+        "append_time_ms",
+        "base_offset",
+        "correlation_id",
+        "deadline_ms",
+        "index",
+        "last_offset",
+        "leader_epoch",
+        "log_start",
+        "parked",
+        "sink",
+        "size",
+    )
+
+    def __init__(
+        self,
+        sink: Callable[[Ticket, errors.PkError | None], None],
+        correlation_id: int,
+        index: int,
+        acks: int,
+        deadline_ms: int,
+    ) -> None:
+        self.sink: Callable[[Ticket, errors.PkError | None], None] | None = sink
+        self.correlation_id = correlation_id
+        self.index = index
+        self.acks = acks
+        self.deadline_ms = deadline_ms
+        self.size = 0
+        self.base_offset = NONE
+        self.last_offset = NONE
+        self.leader_epoch: Epoch = NONE
+        self.append_time_ms = NONE
+        self.log_start: Offset = NONE
+        self.parked: Parked[Ticket] | None = None
+
+    def answer(self, error: errors.PkError | None) -> None:
+        """Once (P1)."""
+        sink, self.sink, self.parked = self.sink, None, None
+        if sink is not None:
+            sink(self, error)
+
+
+class Watcher(Protocol):
+    """A fetch stream that holds a position here."""
+
+    def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
+        """The bound moved; `urgent`:
+
+        the position must be looked at for another reason (an epoch, an end).
+        """
+        ...
+
+
+class Host(Protocol):
+    """What a partition needs of its broker."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+
+    @property
+    def purgatory(self) -> ProducePurgatory[Ticket]: ...
+
+    def parked(self) -> None:
+        """Something was parked: the timers may have to fire earlier."""
+        ...
+
+    def partition_moved(self, partition: Partition) -> None:
+        """Its watermark, start, epoch or settings changed."""
+        ...
+
+    def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
+
+
+class Partition:
+    """A partition this broker holds a replica of."""
+
+    def __init__(
+        self,
+        host: Host,
+        key: PartitionKey,
+        log: PartitionLog,
+        lane: WriteLane,
+        settings: Mapping[str, Any],
+        *,
+        tiered: bool,
+    ) -> None:
+        self._host = host
+        self.key = key
+        self.topic = log.topic_partition.topic
+        self.log = log
+        self.lane = lane
+        self.settings: Mapping[str, Any] = settings
+        self.tiered = tiered  #: the topic has a tier and the server an object store
+        self.tier = TierState()
+        self.leader: Leader | None = None
+        self.leader_hint: NodeId = NONE
+        self.problem: errors.PkError | None = (
+            None  #: why it is not served although this broker should lead it
+        )
+        self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
+        self._watchers: dict[Watcher, None] = {}
+        self._inflight: deque[Ticket] = deque()
+        self._plan: Any = None
+        self._told: tuple[Offset, Offset] = (NONE, NONE)
+        if tiered:  # T1: what is not local any more is in the tier
+            log.tiered_end = max(log.tiered_end, log.local_log_start)
+            log.droppable_end = max(log.droppable_end, log.local_log_start)
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    def serving(self, epoch: Epoch = NONE) -> Leader:
+        """The leader machine.  Raises why this broker does not serve the partition, or `epoch` is
+        wrong.
+        """
+        if self.problem is not None:
+            raise self.problem.with_traceback(
+                None
+            )  # raised again and again: its trace must not grow
+        if self.leader is None:
+            raise errors.NotLeaderOrFollower(
+                f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
+            )
+        self.leader.check_epoch(epoch)
+        return self.leader
+
+    @property
+    def leader_epoch(self) -> Epoch:
+        return NONE if self.leader is None else self.leader.leader_epoch
+
+    @property
+    def high_watermark(self) -> Offset:
+        return self.log.log_start if self.leader is None else self.leader.high_watermark
+
+    @property
+    def last_stable_offset(self) -> Offset:
+        """Rule L11: never below log_start."""
+        return max(self.log.log_start, self.log.last_stable_offset(self.high_watermark))
+
+    @property
+    def tiered_end(self) -> Offset:
+        """What the tier is known to cover; NONE without a tier."""
+        return self.log.tiered_end if self.tiered else NONE
+
+    def bound(self, isolation: int) -> Offset:
+        """How far a reader may see (P3)."""
+        return self.last_stable_offset if isolation == READ_COMMITTED else self.high_watermark
+
+    def violations(self) -> list[str]:
+        """What must hold between the offsets of a served partition and does not (rules T1, L11)."""
+        leader, log = self.leader, self.log
+        if leader is None or not leader.ready:
+            return []
+        stable, high = self.last_stable_offset, leader.high_watermark
+        checks = [
+            (log.log_start <= stable <= high <= log.written_end <= log.log_end, "log offsets"),
+            (log.log_start <= log.local_log_start <= log.written_end, "local_log_start"),
+        ]
+        if self.tiered and log.log_start <= log.tiered_end:  # else the owner has yet to follow (T9)
+            checks.append((log.local_log_start <= log.tiered_end <= stable, "tiered_end"))
+            checks.append(
+                (log.droppable_end <= max(log.tiered_end, log.log_start), "droppable_end")
+            )
+        return [f"{self}: {what} out of order" for holds, what in checks if not holds]
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.key.partition}"
+
+    # -- produce ---------------------------------------------------------------------------------
+
+    def append(
+        self, header: Header, batch: Buffer, epoch: Epoch, now_ms: int, ticket: Ticket
+    ) -> None:
+        """Decide a checked batch and own its ticket from now on.
+
+        Raises typed errors; then nothing happened.
+        """
+        leader = self.serving(epoch)
+        leader.check_acks(ticket.acks)
+        if ticket.acks == ACKS_ALL:
+            self._host.purgatory.check_room()
+        elif header.idempotent:
+            raise errors.InvalidRequest("an idempotent producer needs acks=all (rule L6)")
+        decided = self.log.decide(header, batch, leader_epoch=leader.leader_epoch, now_ms=now_ms)
+        ticket.base_offset, ticket.last_offset = decided.base_offset, decided.last_offset
+        ticket.append_time_ms = decided.log_append_time_ms
+        ticket.log_start = self.log.log_start
+        ticket.leader_epoch = leader.leader_epoch
+        if isinstance(decided, Duplicate):
+            if self._inflight and decided.last_offset >= self.log.written_end:
+                self._inflight.append(ticket)  # P4: behind its original
+            else:
+                self._settle(ticket, leader)
+            return
+        ticket.size = decided.size
+        self._inflight.append(ticket)
+        self.lane.submit(self, decided.size)
+
+    def _settle(self, ticket: Ticket, leader: Leader) -> None:
+        """What the ticket waits for is WRITTEN:
+
+        answer it, or park it until the watermark covers it.
+        """
+        if ticket.sink is None:
+            return
+        if ticket.acks != ACKS_ALL or leader.high_watermark > ticket.last_offset:
+            ticket.answer(None)
+            return
+        ticket.parked = self._host.purgatory.park(
+            self.key, ticket.leader_epoch, ticket.last_offset + 1, ticket.deadline_ms, ticket
+        )
+        self._host.parked()
+
+    # -- the lane (lanes.Appender) ---------------------------------------------------------------
+
+    def take_round(self) -> Callable[[], Any] | None:
+        """Everything decided since the last round, to be performed in the lane."""
+        assert self._plan is None, "one round at a time"
+        plan = self.log.take_writes()
+        if plan is None:
+            return None
+        self._plan = plan
+        return partial(self.log.perform, plan)
+
+    def end_round(self, outcome: Any, failure: BaseException | None) -> None:
+        """The lane is done: complete, move the watermark, answer."""
+        plan, self._plan = self._plan, None
+        error = failure
+        if failure is not None and not isinstance(failure, errors.PkError):
+            error = errors.InternalError(f"{self}: writing failed: {failure!r}")
+        done = self.log.complete(plan, error if isinstance(error, Exception) else None)
+        if done.error is not None:
+            self._undo(done, done.error)
+        else:
+            self._advance(done)
+
+    def _advance(self, done: Completion) -> None:
+        leader = self.leader
+        moved = leader is not None and leader.on_local_end(done.written_end, done.synced_end)
+        size = 0
+        while self._inflight and self._inflight[0].last_offset < done.written_end:
+            ticket = self._inflight.popleft()
+            size += ticket.size
+            if leader is not None:
+                self._settle(ticket, leader)
+        self.lane.done(size)
+        if moved:
+            self.watermark_moved()
+
+    def _undo(self, done: Completion, error: errors.PkError) -> None:
+        """P5: nothing decided since the last good end was stored."""
+        tickets, self._inflight = self._inflight, deque()
+        self.lane.done(sum(ticket.size for ticket in tickets))
+        for ticket in tickets:
+            ticket.answer(error)
+        if isinstance(error, errors.StorageFailed | errors.CorruptLog):
+            self._host.storage_failed(self, error)
+
+    def watermark_moved(self) -> None:
+        """Tell everybody who waits for the high watermark or the last stable offset."""
+        leader = self.leader
+        assert leader is not None
+        for ticket in self._host.purgatory.on_high_watermark(
+            self.key, leader.leader_epoch, leader.high_watermark
+        ):
+            ticket.answer(None)
+        self.bounds_moved()
+
+    def bounds_moved(self, *, urgent: bool = False) -> None:
+        """Wake the sessions that hold a position here, and the tier's feed."""
+        for watcher in list(self._watchers):
+            watcher.moved(self.key, urgent=urgent)
+        self._host.partition_moved(self)
+
+    # -- leadership ------------------------------------------------------------------------------
+
+    def lead(self, state: PartitionState, *, checkpointed: Offset) -> None:
+        """The metadata log made this broker the leader, or changed the ISR under its leadership."""
+        current = self.leader
+        if current is not None and current.leader_epoch == state.leader_epoch:
+            if current.on_isr_committed(state.isr, state.replicas, state.partition_epoch):
+                self.watermark_moved()
+            return
+        known = checkpointed if current is None else max(checkpointed, current.high_watermark)
+        self._overtaken(state.leader_epoch)
+        self.leader_hint = state.leader
+        self.unclean = state.unclean
+        self.leader = Leader(
+            node_id=self._host.node_id,
+            leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch,
+            replicas=state.replicas,
+            isr=state.isr,
+            log_end=self.log.written_end,
+            synced_end=self.log.synced_end,
+            high_watermark=max(known, self.log.log_start),
+            min_insync_replicas=self.settings["min_insync_replicas"],
+            flush_on_ack=self.settings["flush_on_ack"],
+        )
+        self.bounds_moved(urgent=True)
+
+    def step_down(self, leader: NodeId) -> None:
+        """Somebody else leads, or nobody (NONE): everything parked is answered (L5)."""
+        self.leader_hint = leader
+        if self.leader is not None:
+            self.leader = None
+            self._overtaken(None)
+            self.bounds_moved(urgent=True)
+
+    def fail(self, error: errors.PkError) -> None:
+        """The partition cannot be served here until the broker restarts or the cause is gone."""
+        self.problem = error
+        self.leader = None
+        for ticket in list(self._inflight):
+            ticket.answer(error)
+        for ticket in self._host.purgatory.on_epoch(self.key, None):
+            ticket.answer(error)
+        self.bounds_moved(urgent=True)
+
+    def _overtaken(self, leader_epoch: Epoch | None) -> None:
+        error = errors.NotLeaderOrFollower(
+            f"{self}: the leader epoch ended before the batch was committed"
+        )
+        for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
+            ticket.answer(error)
+        for ticket in list(self._inflight):
+            ticket.answer(error)  # it stays queued for the lane's accounts
+
+    def synced(self, synced_end: Offset) -> None:
+        """A flush outside a round reached `synced_end`."""
+        if self.leader is not None and self.leader.on_local_end(self.log.written_end, synced_end):
+            self.watermark_moved()
+
+    def reconfigure(self, settings: Mapping[str, Any], *, tiered: bool) -> None:
+        """The topic's settings changed; the log's own part was replaced by the caller."""
+        self.settings = settings
+        if tiered and not self.tiered:
+            self.log.tiered_end = max(self.log.tiered_end, self.log.local_log_start)
+            self.log.droppable_end = max(self.log.droppable_end, self.log.local_log_start)
+        self.tiered = tiered
+        if self.leader is not None and self.leader.on_config(
+            settings["min_insync_replicas"], settings["flush_on_ack"]
+        ):
+            self.watermark_moved()
+        else:
+            self._host.partition_moved(self)
+
+    # -- readers ---------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> None:
+        self._watchers[watcher] = None
+
+    def unwatch(self, watcher: Watcher) -> None:
+        self._watchers.pop(watcher, None)
+
+    def check_fetch(self, epoch: Epoch, offset: Offset) -> Leader:
+        """Whether a reader may stand at `offset` (KIP-207, KIP-320).  Raises typed errors."""
+        leader = self.serving(epoch)
+        if offset < self.log.log_start:
+            raise errors.OffsetOutOfRange(
+                f"{self}: offset {offset} is below the log start {self.log.log_start}",
+                log_start=str(self.log.log_start),
+            )
+        if offset > leader.high_watermark and not leader.ready:
+            raise errors.OffsetNotAvailable(
+                f"{self}: the new leader's high watermark is still catching up"
+            )
+        if offset > leader.log_end:
+            raise errors.OffsetOutOfRange(
+                f"{self}: offset {offset} is above the log end {leader.log_end}",
+                log_end=str(leader.log_end),
+            )
+        return leader
+
+    def diverging(self, last_fetched_epoch: Epoch, offset: Offset) -> wire.EpochEnd | None:
+        """Where the reader's log and this one part (KIP-320, rule R4); None = they agree."""
+        if last_fetched_epoch == NONE or offset == 0:
+            return None
+        log_end = self.log.written_end
+        epoch, end = self.log.epochs.end_offset_for(last_fetched_epoch, log_end)
+        if epoch == NONE and offset > log_end:
+            # Readers see what is committed: one that stands above the end has read what was lost,
+            # the epoch it was read in included.
+            return wire.EpochEnd(epoch=last_fetched_epoch, end_offset=log_end)
+        if epoch == NONE or (epoch == last_fetched_epoch and end >= offset):
+            return None
+        return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))

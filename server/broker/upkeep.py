@@ -1,0 +1,288 @@
+"""What a broker does unasked: retention, flushes, checkpoints, gauges.  One task, one wheel (rule
+P6).
+
+World-generic.  A tick looks at the partitions whose turn it is: each is visited once per
+`log_retention_check_interval_ms`, spread over the ticks of that interval, so that no tick costs
+more because there are more partitions than it must.
+
+Retention of a partition, in this order (rules T6, T9, L10)
+  1. what may go: segments older or larger than the topic allows; for a tiered topic also the
+     offsets that only the tier holds, because `retention_ms` and `retention_bytes` count tier and
+     local log together
+  2. local segments of a tiered topic go only below `droppable_end`, after a HEAD of every file that
+     covers them
+  3. log_start moves first and is SYNCED; then segments are renamed, and removed after
+     `file_delete_delay_ms`
+  4. a wall clock that jumped stops all of it
+
+Invariants
+  U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
+  U2  one partition's failure neither stops the wheel nor the others' retention
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.log.plan import RetentionPlan
+from pk.server.broker.clock_guard import ClockGuard
+from pk.server.broker.partition import Partition
+from pk.types import NONE, Offset, PartitionKey
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+TICK_MS = 250
+GAUGES_MS = 5_000
+#: Partitions whose retention is under way at once.
+VISITS_MAX = 16
+
+
+class Upkeep:
+    """The wheel.  `start` it once the partitions are loaded."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core = core
+        clock = core.clock
+        self.guard = ClockGuard(
+            core.server["clock_step_max_ms"], clock.wall_ms(), clock.monotonic_ms()
+        )
+        self._queue: deque[PartitionKey] = deque()
+        self._credit = 0.0  #: visits the wheel owes
+        #: (due, partition, job): renamed segments that wait for their delay
+        self._doomed: deque[tuple[int, Partition, Callable[[], None]]] = deque()
+        self._visits: dict[PartitionKey, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._task, *self._visits.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        core = self._core
+        clock = core.clock
+        checkpoint_at = (
+            clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
+        )
+        gauges_at = 0
+        while True:
+            await clock.sleep_ms(TICK_MS)
+            now_ms = clock.monotonic_ms()
+            trusted = self.guard.observe(clock.wall_ms(), now_ms)
+            core.metrics.clock_alert.set(0 if trusted else 1)
+            core.metrics.clock_step.set(self.guard.stepped_ms)
+            await self._guarded("flush", self._flush_due(now_ms))
+            await self._guarded("removing segments", self._remove_doomed(now_ms))
+            if trusted:
+                self._turn_wheel()
+            if now_ms >= checkpoint_at:
+                checkpoint_at = now_ms + core.server["log_flush_offset_checkpoint_interval_ms"]
+                await self._guarded("checkpoint", core.manager.checkpoint())
+            if now_ms >= gauges_at:
+                gauges_at = now_ms + GAUGES_MS
+                self._gauges()
+
+    async def _guarded(self, what: str, work: Awaitable[None]) -> None:
+        """U2: storage errors are the partition's, anything else is ours to hear of."""
+        try:
+            await work
+        except errors.PkError as error:
+            self._core.metrics.refused(error)
+        except Exception as bug:
+            self._core.bug(what, bug)
+
+    # -- flush -----------------------------------------------------------------------------------
+
+    async def _flush_due(self, now_ms: int) -> None:
+        core = self._core
+        for key in core.flushes.pop_due(now_ms):
+            partition = core.partitions.get(key)
+            if partition is None or partition.problem is not None:
+                continue
+            if partition.log.synced_end < partition.log.written_end:
+                await flush(core, partition)
+
+    # -- retention -------------------------------------------------------------------------------
+
+    def _turn_wheel(self) -> None:
+        """Start the visits that are due; a dead store holds VISITS_MAX of them, nothing else."""
+        core = self._core
+        for key in list(core.retain_now):
+            if len(self._visits) >= VISITS_MAX:
+                return
+            if key not in self._visits:
+                del core.retain_now[key]
+                self._visit(key)
+        if not self._queue:
+            self._queue.extend(core.partitions)
+            self._credit = 0.0
+        interval_ms = core.server["log_retention_check_interval_ms"]
+        owed = self._credit + len(core.partitions) * TICK_MS / interval_ms
+        self._credit = min(owed, float(len(core.partitions)))
+        while self._credit >= 1 and self._queue and len(self._visits) < VISITS_MAX:
+            self._credit -= 1
+            key = self._queue.popleft()
+            if key not in self._visits:
+                self._visit(key)
+
+    def _visit(self, key: PartitionKey) -> None:
+        visit = self._guarded("retention", self.retain(key))
+        task = asyncio.get_running_loop().create_task(visit)
+        self._visits[key] = task
+        task.add_done_callback(lambda _: self._visited(key))
+
+    def _visited(self, key: PartitionKey) -> None:
+        self._visits.pop(key, None)
+
+    async def retain(self, key: PartitionKey) -> None:
+        """One visit to one partition."""
+        partition = self._core.partitions.get(key)
+        if partition is None or partition.problem is not None or partition.leader is None:
+            return
+        if partition.tiered:
+            await self._expire_in_tier(partition)
+        log, now_ms = partition.log, self._core.clock.wall_ms()
+        plan = log.retention_plan(now_ms, partition.high_watermark)
+        if plan.roll and log.roll():
+            partition.lane.submit(partition, 0)
+            self._core.retain_soon(key)  # the next tick plans again, with the new segment written
+            return
+        if plan.drop:
+            await self._drop(partition, plan)
+        elif plan.log_start > log.log_start:  # T9: what stays for now is not read any more
+            await self._core.manager.move_log_starts({key: plan.log_start})
+            partition.bounds_moved(urgent=True)
+
+    async def _expire_in_tier(self, partition: Partition) -> None:
+        """Topic retention over tier and local log together:
+
+        log_start moves, the owner removes the rows (T9).
+        """
+        log, tier, wanted = partition.log, partition.tier, partition.settings
+        if (
+            tier.tiered_end == NONE
+            or log.log_start >= log.local_log_start
+            or "delete" not in wanted["cleanup_policy"]
+        ):
+            return
+        target: Offset = log.log_start
+        if wanted["retention_ms"] >= 0:
+            cutoff = self._core.clock.wall_ms() - wanted["retention_ms"]
+            found = await self._core.tier.offset_for_time(partition, cutoff)
+            target = (
+                log.local_log_start
+                if found.offset == NONE
+                else min(found.offset, log.local_log_start)
+            )
+        if wanted["retention_bytes"] >= 0:
+            target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
+        if target > log.log_start:
+            await self._core.manager.move_log_starts({partition.key: target})
+            partition.bounds_moved(urgent=True)
+
+    @staticmethod
+    async def _over_size(partition: Partition, allowed: int) -> Offset:
+        """Up to where the tier must shrink so that tier and local log fit into `allowed` bytes.
+
+        The tier's files are even enough for a straight line through them; what both hold counts
+        once.
+        """
+        log, tier = partition.log, partition.tier
+        marks = [max(tier.tiered_end, log.local_log_start), log.written_end]
+        above, end = await partition.lane.disk.read(partial(log.bytes_at, marks))
+        excess = tier.tier_bytes + (end - above) - allowed
+        covered = tier.tiered_end - tier.start
+        if excess <= 0 or covered <= 0 or tier.tier_bytes <= 0:
+            return log.log_start
+        return min(
+            tier.start + covered * min(excess, tier.tier_bytes) // tier.tier_bytes,
+            log.local_log_start,
+        )
+
+    async def _drop(self, partition: Partition, plan: RetentionPlan) -> None:
+        core, log = self._core, partition.log
+        end = max(each.next_offset for each in log.segments if each.base_offset in plan.drop)
+        if partition.tiered and end > log.local_log_start:  # below log_start nothing need be tiered
+            missing = await core.tier.confirm(partition, log.local_log_start, end)
+            if missing:  # T6: the tier uploads them again; until then nothing is dropped
+                core.metrics.tier_missing.inc(len(missing))
+                return
+            again = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
+            plan = again._replace(drop=tuple(base for base in again.drop if base < end))
+            if not plan.drop:
+                return
+        # U1; also for a start that does not move: once tiered data has left the disk, only the
+        # checkpoint says that the log begins before its first segment.
+        await core.manager.move_log_starts({partition.key: plan.log_start})
+        if core.partitions.get(partition.key) is not partition:
+            return  # the topic was deleted meanwhile
+        rename, remove = log.drop_segments(plan)
+        core.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))
+        partition.bounds_moved()
+        await partition.lane.disk.write(rename)
+        due = core.clock.monotonic_ms() + log.config.file_delete_delay_ms
+        self._doomed.append((due, partition, remove))
+
+    async def _remove_doomed(self, now_ms: int) -> None:
+        for _ in range(len(self._doomed)):
+            due, partition, remove = self._doomed.popleft()
+            if due > now_ms:
+                self._doomed.append((due, partition, remove))
+                continue
+            await partition.lane.disk.write(remove)
+
+    # -- gauges ----------------------------------------------------------------------------------
+
+    def _gauges(self) -> None:
+        core, metrics = self._core, self._core.metrics
+        hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
+        for partition in core.partitions.values():
+            if partition.problem is not None:
+                offline += 1
+            if partition.leader is None:
+                continue
+            leading += 1
+            for violation in partition.violations():
+                metrics.violations.inc()
+                core.warn("invariant_violated", what=violation)
+            stable = partition.last_stable_offset
+            hw_lag += partition.log.written_end - partition.high_watermark
+            lso_lag += partition.high_watermark - stable
+            if partition.tiered:
+                tier_lag += max(0, stable - partition.log.tiered_end)
+                problems += partition.tier.problem is not None
+        metrics.hw_lag.set(hw_lag)
+        metrics.lso_lag.set(lso_lag)
+        metrics.tier_lag.set(tier_lag)
+        metrics.tier_problems.set(problems)
+        metrics.partitions.labels("leading").set(leading)
+        metrics.partitions.labels("offline").set(offline + len(core.follower.unopened))
+        metrics.parked.set(len(core.purgatory))
+        metrics.in_contact.set(core.link.in_contact())
+        for lane in core.lanes():
+            root = lane.disk.storage.root
+            metrics.write_queue.labels(root).set(lane.queued_bytes)
+            metrics.free.labels(root).set(lane.disk.storage.free_bytes())
+
+
+async def flush(core: BrokerCore, partition: Partition) -> None:
+    """SYNCED everything written;
+
+    a failed fsync takes the directory offline and is never retried (L2).
+    """
+    try:
+        synced_end = await partition.lane.disk.write(partition.log.flush)
+    except errors.PkError as error:
+        core.storage_failed(partition, error)
+        raise
+    partition.synced(synced_end)

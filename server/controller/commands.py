@@ -1,0 +1,136 @@
+"""What the controller is asked to decide, and what its decisions share.
+
+A command is a request as it came from the wire plus what a pure core cannot make itself: fresh
+ids, whether a session is live, whose waits are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.effects import Decision
+from pk.server.controller.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
+from pk.server.controller.records import MetadataRecord, record_of
+from pk.types import NodeId, PartitionKey, TopicId
+from pk.wire import pk_pb2 as wire
+
+
+@dataclass(slots=True, frozen=True)
+class Bootstrap:
+    """The log is empty: say which cluster this is."""
+
+    cluster_id: str
+
+
+@dataclass(slots=True, frozen=True)
+class Register:
+    """`live`: the broker's previous registration still has its stream."""
+
+    request: wire.RegisterBrokerRequest
+    live: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Beat:
+    request: wire.BrokerHeartbeatRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Fence:
+    """The session of this registration ended."""
+
+    broker_id: NodeId
+    broker_epoch: int
+
+
+@dataclass(slots=True, frozen=True)
+class Recover:
+    """These leaderless partitions have waited unclean_recovery_wait_ms."""
+
+    partitions: tuple[PartitionKey, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class CreateTopics:
+    """`topic_ids`: a fresh one per topic of the request."""
+
+    request: wire.CreateTopicsRequest
+    topic_ids: tuple[TopicId, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class DeleteTopics:
+    request: wire.DeleteTopicsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class CreatePartitions:
+    request: wire.CreatePartitionsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class AlterConfigs:
+    request: wire.AlterConfigsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class DescribeConfigs:
+    request: wire.DescribeConfigsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class AllocateProducerIds:
+    request: wire.AllocateProducerIdsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class AlterPartition:
+    request: wire.AlterPartitionRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Rules:
+    """The settings decisions depend on."""
+
+    node_id: NodeId
+    server: Mapping[str, Any]  #: resolved `settings.SERVER`
+    topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: from the configuration file
+
+    def of_topic(self, image: MetadataImage, name: str, option: str) -> Any:
+        """One raw setting of a topic without resolving all of them."""
+        for resource in ((TOPIC_RESOURCE, name), (BROKER_RESOURCE, "")):
+            value = image.configs.get(resource, {}).get(option)
+            if value is not None:
+                return value
+        return self.topic_defaults.get(option)
+
+    def min_isr(self, image: MetadataImage, name: str) -> int:
+        return int(self.of_topic(image, name, "min_insync_replicas") or 1)
+
+    def unclean_enabled(self, image: MetadataImage, name: str) -> bool:
+        value = self.of_topic(image, name, "unclean_leader_election_enable")
+        return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+Out = Decision[MetadataRecord]
+
+
+def decision(reply: Any, bodies: Sequence[Message] = ()) -> Out:
+    """`reply`, justified by records with these bodies."""
+    return Decision([record_of(body) for body in bodies], reply)
+
+
+def registered(image: MetadataImage, broker_id: NodeId, broker_epoch: int) -> BrokerState:
+    """The current registration of the broker that asks.  Raises `StaleBrokerEpoch`."""
+    broker = image.brokers.get(broker_id)
+    if broker is None or broker.broker_epoch != broker_epoch:
+        current = "not registered" if broker is None else f"registered with {broker.broker_epoch}"
+        raise errors.StaleBrokerEpoch(
+            f"broker {broker_id} with epoch {broker_epoch} is {current}; it must register again"
+        )
+    return broker

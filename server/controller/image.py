@@ -1,0 +1,289 @@
+"""The metadata image: what the cluster looks like at one offset of `__cluster_metadata-0`.
+
+The controller, every broker and the tier process hold one each and build it only by `apply`,
+from the same records in the same order (rule Q2); the controller's decisions read it.  Values
+inside are frozen and are replaced whole, so a reader may keep what it got; the dictionaries are
+the image's own.
+
+Invariants (checked by `check`, which tests and the simulator call after every record)
+  I1  leader is NONE or a member of the ISR; ISR, ELR and last-known are subsets of the replicas
+  I2  ISR and ELR are disjoint; last-known is empty while there is a leader
+  I3  a broker's epoch is the offset of its registration record
+  I4  equal records in equal order give equal images (replay == image)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pk import errors, settings
+from pk.types import NONE, NodeId, PartitionKey, TopicId
+from pk.wire import pk_pb2 as wire
+
+TOPIC_RESOURCE = "topic"
+BROKER_RESOURCE = "broker"
+
+
+@dataclass(slots=True, frozen=True)
+class PartitionState:
+    """One partition as the records say; `unclean`: its leader epoch began without all data (R3)."""
+
+    replicas: tuple[NodeId, ...]
+    isr: tuple[NodeId, ...]
+    leader: NodeId
+    leader_epoch: int
+    partition_epoch: int
+    elr: tuple[NodeId, ...] = ()
+    last_known: tuple[NodeId, ...] = ()
+    adding: tuple[NodeId, ...] = ()
+    removing: tuple[NodeId, ...] = ()
+    directories: tuple[str, ...] = ()
+    unclean: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class BrokerState:
+    """One registration (rule L3)."""
+
+    broker_id: NodeId
+    broker_epoch: int  #: the offset of the registration record
+    incarnation_id: str
+    boot_id: str
+    directory_ids: tuple[str, ...]
+    address: str
+    rack: str
+    fenced: bool = True
+    in_controlled_shutdown: bool = False
+    clean: bool = True
+    changed_offset: int = NONE  #: of the last record about it
+
+    @property
+    def available(self) -> bool:
+        """May lead, and may join an ISR."""
+        return not self.fenced and not self.in_controlled_shutdown
+
+
+@dataclass(slots=True)
+class TopicState:
+    """One topic; partitions are numbered from 0 without gaps."""
+
+    name: str
+    topic_id: TopicId
+    partitions: dict[int, PartitionState] = field(default_factory=dict)
+
+    @property
+    def internal(self) -> bool:
+        return self.name.startswith("__")
+
+
+@dataclass(slots=True)
+class MetadataImage:
+    """Start empty, `apply` every committed record in order."""
+
+    offset: int = NONE  #: of the last record applied
+    cluster_id: str = ""
+    brokers: dict[NodeId, BrokerState] = field(default_factory=dict)
+    topics: dict[TopicId, TopicState] = field(default_factory=dict)
+    topic_ids: dict[str, TopicId] = field(default_factory=dict)
+    configs: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    next_producer_id: int = 0
+    features: dict[str, int] = field(default_factory=dict)
+    leader_id: NodeId = NONE  #: of the metadata quorum
+    leader_epoch: int = NONE
+    voters: tuple[NodeId, ...] = ()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def topic(self, name: str) -> TopicState | None:
+        topic_id = self.topic_ids.get(name)
+        return None if topic_id is None else self.topics[topic_id]
+
+    def partition(self, key: PartitionKey) -> PartitionState | None:
+        topic = self.topics.get(key.topic_id)
+        return None if topic is None else topic.partitions.get(key.partition)
+
+    def partitions(self) -> Iterator[tuple[TopicState, int, PartitionState]]:
+        """Every partition, by topic in order of creation, then by number."""
+        for topic in self.topics.values():
+            for number, state in topic.partitions.items():
+                yield topic, number, state
+
+    def partitions_of(self, broker_id: NodeId) -> Iterator[tuple[TopicState, int, PartitionState]]:
+        """The partitions that have a replica on `broker_id`."""
+        for topic, number, state in self.partitions():
+            if broker_id in state.replicas:
+                yield topic, number, state
+
+    def available(self, broker_id: NodeId) -> bool:
+        broker = self.brokers.get(broker_id)
+        return broker is not None and broker.available
+
+    def topic_config(self, name: str, static: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Every setting: the topic's own over the cluster's over `static` (the file's)."""
+        base = {
+            **(static or {}),
+            **settings.TOPIC.parse(self.configs.get((BROKER_RESOURCE, ""), {})),
+        }
+        return settings.TOPIC.resolve(self.configs.get((TOPIC_RESOURCE, name), {}), base)
+
+    # -- the only mutator --------------------------------------------------------------------------
+
+    def apply(self, offset: int, record: wire.MetadataRecord) -> None:
+        """Account for one record.  Raises `CorruptLog` if it does not fit what came before."""
+        kind = record.WhichOneof("record")
+        step = _STEPS.get(kind or "")
+        if step is None:
+            raise errors.NewerFormat(
+                f"metadata record {kind!r} at {offset} is not known to this build"
+            )
+        try:
+            step(self, offset, getattr(record, kind or ""))
+        except KeyError as missing:
+            what = f"metadata record {kind} at {offset} names {missing}, which does not exist"
+            raise errors.CorruptLog(what) from missing
+        self.offset = offset
+
+    def _cluster(self, _offset: int, record: wire.ClusterRecord) -> None:
+        self.cluster_id = record.cluster_id
+
+    def _register_broker(self, offset: int, record: wire.RegisterBrokerRecord) -> None:
+        if record.broker_epoch != offset:
+            raise errors.CorruptLog(f"broker epoch {record.broker_epoch} at offset {offset}")  # I3
+        self.brokers[record.broker_id] = BrokerState(
+            broker_id=record.broker_id,
+            broker_epoch=record.broker_epoch,
+            incarnation_id=record.incarnation_id,
+            boot_id=record.boot_id,
+            directory_ids=tuple(record.directory_ids),
+            address=record.address,
+            rack=record.rack,
+            fenced=record.fenced,
+            in_controlled_shutdown=record.in_controlled_shutdown,
+            clean=record.clean,
+            changed_offset=offset,
+        )
+
+    def _broker_change(self, offset: int, record: wire.BrokerRegistrationChangeRecord) -> None:
+        self.brokers[record.broker_id] = replace(
+            self.brokers[record.broker_id],
+            fenced=record.fenced,
+            in_controlled_shutdown=record.in_controlled_shutdown,
+            changed_offset=offset,
+        )
+
+    def _unregister_broker(self, _offset: int, record: wire.UnregisterBrokerRecord) -> None:
+        del self.brokers[record.broker_id]
+
+    def _topic(self, _offset: int, record: wire.TopicRecord) -> None:
+        self.topics[record.topic_id] = TopicState(record.name, record.topic_id)
+        self.topic_ids[record.name] = record.topic_id
+
+    def _remove_topic(self, _offset: int, record: wire.RemoveTopicRecord) -> None:
+        topic = self.topics.pop(record.topic_id)
+        del self.topic_ids[topic.name]
+        self.configs.pop((TOPIC_RESOURCE, topic.name), None)
+
+    def _partition(self, _offset: int, record: wire.PartitionRecord) -> None:
+        self.topics[record.topic_id].partitions[record.partition] = PartitionState(
+            replicas=tuple(record.replicas),
+            isr=tuple(record.isr),
+            leader=record.leader,
+            leader_epoch=record.leader_epoch,
+            partition_epoch=record.partition_epoch,
+            elr=tuple(record.elr),
+            last_known=tuple(record.last_known),
+            adding=tuple(record.adding),
+            removing=tuple(record.removing),
+            directories=tuple(record.directories),
+            unclean=record.unclean,
+        )
+
+    def _partition_change(self, _offset: int, record: wire.PartitionChangeRecord) -> None:
+        partitions = self.topics[record.topic_id].partitions
+        partitions[record.partition] = changed(partitions[record.partition], record)
+
+    def _config(self, _offset: int, record: wire.ConfigRecord) -> None:
+        resource = (record.resource_type, record.resource_name)
+        values = dict(self.configs.get(resource, {}))
+        if record.HasField("value"):
+            values[record.name] = record.value
+        else:
+            values.pop(record.name, None)
+        if values:
+            self.configs[resource] = values
+        else:
+            self.configs.pop(resource, None)
+
+    def _producer_ids(self, _offset: int, record: wire.ProducerIdsRecord) -> None:
+        self.next_producer_id = record.next_producer_id
+
+    def _feature_level(self, _offset: int, record: wire.FeatureLevelRecord) -> None:
+        self.features[record.name] = record.level
+
+    def _leader_change(self, _offset: int, record: wire.LeaderChangeRecord) -> None:
+        self.leader_id = record.leader_id
+        self.leader_epoch = record.epoch
+
+    def _voters(self, _offset: int, record: wire.VotersRecord) -> None:
+        self.voters = tuple(voter.node_id for voter in record.voters)
+
+    def _no_op(self, _offset: int, record: wire.NoOpRecord) -> None:
+        """Takes an offset, says nothing."""
+
+    # -- invariants --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert I1 to I3."""
+        for broker in self.brokers.values():
+            assert broker.broker_epoch <= self.offset, broker  # I3
+        for topic, number, state in self.partitions():
+            story = (topic.name, number, state)
+            replicas, isr, elr = set(state.replicas), set(state.isr), set(state.elr)
+            assert state.leader == NONE or state.leader in isr, story  # I1
+            assert isr <= replicas, story
+            assert elr <= replicas, story
+            assert set(state.last_known) <= replicas, story
+            assert not isr & elr, story  # I2
+            assert state.leader == NONE or not state.last_known, story
+
+
+def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> PartitionState:
+    """`state` after a change: absent fields stay, `unclean` is always said.
+
+    Each change bumps the partition epoch; naming a leader, also the same one again, begins a leader
+    epoch.
+    """
+    fields: dict[str, Any] = {
+        name: tuple(getattr(record, name).values)
+        for name in ("isr", "elr", "last_known", "replicas", "adding", "removing")
+        if record.HasField(name)
+    }
+    if record.directories:
+        fields["directories"] = tuple(record.directories)
+    if record.HasField("leader"):
+        fields["leader"] = record.leader
+        fields["leader_epoch"] = state.leader_epoch + 1
+    return replace(
+        state, unclean=record.unclean, partition_epoch=state.partition_epoch + 1, **fields
+    )
+
+
+_Step = Callable[[MetadataImage, int, Any], None]
+_STEPS: dict[str, _Step] = {
+    "cluster": MetadataImage._cluster,
+    "register_broker": MetadataImage._register_broker,
+    "broker_change": MetadataImage._broker_change,
+    "unregister_broker": MetadataImage._unregister_broker,
+    "topic": MetadataImage._topic,
+    "remove_topic": MetadataImage._remove_topic,
+    "partition": MetadataImage._partition,
+    "partition_change": MetadataImage._partition_change,
+    "config": MetadataImage._config,
+    "producer_ids": MetadataImage._producer_ids,
+    "feature_level": MetadataImage._feature_level,
+    "leader_change": MetadataImage._leader_change,
+    "voters": MetadataImage._voters,
+    "no_op": MetadataImage._no_op,
+}

@@ -1,0 +1,100 @@
+"""The controller: the cluster's durable truth, a Replayed machine over `__cluster_metadata-0`.
+
+`decide` reads the image and answers a command with records and the reply they justify; `apply`
+gives a record to the image.  It knows no clock but `now_ms`, no stream, no file; who is alive
+comes in as commands (`sessions.py`), fresh ids come with them.  The decisions stand in
+`brokers`, `topics` and `config_changes`.
+
+Invariants
+  M1  decide never mutates; equal logs give equal machines (replay == image)
+  M2  a decision's records are one batch: all of them or none
+  M3  a broker's epoch is the offset of its registration record, so the machine must have applied
+      every record below the one it decides next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pk.server.controller import brokers, commands, config_changes, topics
+from pk.server.controller.commands import Out, Rules, decision
+from pk.server.controller.image import MetadataImage
+from pk.server.controller.records import MetadataRecord
+from pk.types import NONE, PartitionKey
+from pk.wire import pk_pb2 as wire
+
+#: The feature whose level says which records and formats this cluster may use.
+FORMAT_FEATURE = "pk.format"
+
+Command = (
+    commands.Bootstrap
+    | commands.Register
+    | commands.Beat
+    | commands.Fence
+    | commands.Recover
+    | commands.CreateTopics
+    | commands.DeleteTopics
+    | commands.CreatePartitions
+    | commands.AlterConfigs
+    | commands.DescribeConfigs
+    | commands.AllocateProducerIds
+    | commands.AlterPartition
+)
+
+
+def bootstrap(image: MetadataImage, _rules: Rules, command: commands.Bootstrap) -> Out:
+    """The first records of a cluster; none if it has them."""
+    if image.cluster_id:
+        return decision(image.cluster_id)
+    bodies = [
+        wire.ClusterRecord(cluster_id=command.cluster_id),
+        wire.FeatureLevelRecord(name=FORMAT_FEATURE, level=0),
+    ]
+    return decision(command.cluster_id, bodies)
+
+
+class Controller:
+    """See the module; `leaderless` are the partitions without a leader, oldest loss first."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.image = MetadataImage()
+        self.leaderless: dict[PartitionKey, None] = {}
+
+    def decide(self, command: Command, now_ms: int) -> Out:
+        """The records and the reply that `command` deserves.  Raises typed errors for refusals."""
+        return _DECISIONS[type(command)](self.image, self.rules, command)
+
+    def apply(self, offset: int, record: MetadataRecord) -> None:
+        """Account for one record of the log."""
+        self.image.apply(offset, record)
+        kind = record.WhichOneof("record")
+        if kind in ("partition", "partition_change"):
+            body = record.partition if kind == "partition" else record.partition_change
+            key = PartitionKey(body.topic_id, body.partition)
+            state = self.image.partition(key)
+            if state is not None and state.leader == NONE:
+                self.leaderless.setdefault(key, None)
+            else:
+                self.leaderless.pop(key, None)
+        elif kind == "remove_topic":
+            gone = record.remove_topic.topic_id
+            for key in [key for key in self.leaderless if key.topic_id == gone]:
+                del self.leaderless[key]
+
+
+_DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
+    commands.Bootstrap: bootstrap,
+    commands.Register: brokers.register,
+    commands.Beat: brokers.beat,
+    commands.Fence: brokers.fence,
+    commands.Recover: brokers.recover,
+    commands.CreateTopics: topics.create_topics,
+    commands.DeleteTopics: topics.delete_topics,
+    commands.CreatePartitions: topics.create_partitions,
+    commands.AlterConfigs: config_changes.alter_configs,
+    commands.DescribeConfigs: config_changes.describe_configs,
+    commands.AllocateProducerIds: topics.allocate_producer_ids,
+    commands.AlterPartition: brokers.alter_partition,
+}

@@ -1,0 +1,76 @@
+"""Where the replicas of a new topic go: rack-aware round robin (Kafka's striped placer, KIP-36).
+
+Brokers are laid out in one ring that alternates between racks.  Partition p starts at `start +
+p`; its further replicas follow in the ring, first those on racks it does not use yet, then the
+others.  Brokers that are not available come last, so that a partition leads from a live one if
+there is any.
+
+Properties (tests/unit/controller)
+  - replicas of a partition are distinct
+  - leaders per broker differ by at most one while all brokers are available
+  - with at least as many racks as replicas, no two replicas of a partition share a rack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pk import errors
+from pk.types import NodeId
+
+
+@dataclass(slots=True, frozen=True)
+class Candidate:
+    """A registered broker."""
+
+    broker_id: NodeId
+    rack: str
+    available: bool
+
+
+def place(
+    candidates: Sequence[Candidate], partitions: int, replication_factor: int, start: int
+) -> list[tuple[NodeId, ...]]:
+    """Replicas of each new partition.  Raises `InvalidReplicationFactor`, `BrokerUnavailable`."""
+    if replication_factor > len(candidates):
+        raise errors.InvalidReplicationFactor(
+            f"replication factor {replication_factor}, but {len(candidates)} brokers are registered"
+        )
+    ring = _ring([each for each in candidates if each.available])
+    spare = _ring([each for each in candidates if not each.available])
+    if not ring:
+        raise errors.BrokerUnavailable("no broker is available to lead new partitions")
+    return [
+        _replicas(ring, spare, (start + number) % len(ring), replication_factor)
+        for number in range(partitions)
+    ]
+
+
+def _ring(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """All candidates, alternating between racks as long as there are several."""
+    racks: dict[str, list[Candidate]] = {}
+    for each in sorted(candidates, key=lambda c: (c.rack, c.broker_id)):
+        racks.setdefault(each.rack, []).append(each)
+    ring: list[Candidate] = []
+    depth = 0
+    while len(ring) < len(candidates):
+        ring += [members[depth] for members in racks.values() if depth < len(members)]
+        depth += 1
+    return ring
+
+
+def _replicas(
+    ring: list[Candidate], spare: list[Candidate], first: int, count: int
+) -> tuple[NodeId, ...]:
+    in_order = ring[first:] + ring[:first]
+    chosen = [in_order[0]]
+    for pool in (in_order[1:], spare):
+        for fresh_rack_only in (True, False):
+            for each in pool:
+                if len(chosen) == count:
+                    break
+                used = {other.rack for other in chosen}
+                if each not in chosen and (each.rack not in used or not fresh_rack_only):
+                    chosen.append(each)
+    return tuple(each.broker_id for each in chosen)

@@ -1,0 +1,82 @@
+"""The records of `__cluster_metadata-0` and their bytes: the value of a log record is a
+`MetadataRecord`.
+
+A batch of the metadata log is an ordinary batch (docs/design/0001) without keys; whoever replays
+it (the controller, brokers, the tier process) reads it through `decode_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from google.protobuf.message import DecodeError, Message
+
+from pk import errors, limits
+from pk.log import batch as batches
+from pk.log import columns
+from pk.log.storage import Buffer
+from pk.wire import pk_pb2 as wire
+
+MetadataRecord = wire.MetadataRecord
+
+#: The topic id of the metadata log itself.
+METADATA_TOPIC_ID = "00000000-0000-0000-0000-000000000001"
+#: Decoded bytes of one batch of metadata records.
+DECODED_BYTES_MAX = 64 * limits.MIB
+
+_FIELD_BY_TYPE: dict[str, str] = {
+    field.message_type.name: field.name
+    for field in wire.MetadataRecord.DESCRIPTOR.oneofs_by_name["record"].fields
+    if field.message_type is not None
+}
+
+
+def record_of(body: Message) -> MetadataRecord:
+    """A record with `body` in its oneof."""
+    record = MetadataRecord()
+    getattr(record, _FIELD_BY_TYPE[body.DESCRIPTOR.name]).CopyFrom(body)
+    if not record.WhichOneof("record"):  # CopyFrom of an empty message sets nothing
+        getattr(record, _FIELD_BY_TYPE[body.DESCRIPTOR.name]).SetInParent()
+    return record
+
+
+def encode_record(record: MetadataRecord) -> bytes:
+    """The bytes of a record; equal records have equal bytes."""
+    return record.SerializeToString(deterministic=True)
+
+
+def decode_record(value: bytes | None) -> MetadataRecord:
+    """Raises `CorruptLog` if it does not parse, `NewerFormat` if its kind is not known."""
+    try:
+        record = MetadataRecord.FromString(value or b"")
+    except DecodeError as cause:
+        raise errors.CorruptLog(f"a metadata record does not parse: {cause}") from cause
+    if record.WhichOneof("record") is None:
+        raise errors.NewerFormat("the metadata log holds a kind of record this build does not know")
+    return record
+
+
+def encode_batch(records: Sequence[MetadataRecord], now_ms: int) -> bytes:
+    """One batch of `records`; offsets and leader epoch are patched in by the log's `decide`."""
+    values = [encode_record(record) for record in records]
+    return b"".join(columns.encode_lists(values, default_timestamp=now_ms))
+
+
+def decode_batches(
+    raw: Buffer, from_offset: int = 0, *, verify: bool = True
+) -> Iterator[tuple[int, MetadataRecord]]:
+    """The records of consecutive whole batches at and above `from_offset`, with their offsets.
+
+    Raises `CorruptBatch` or `InvalidRecord` if the bytes were damaged, and what `decode_record`
+    raises.
+    """
+    for header, view in batches.iter_batches(raw):
+        if header.next_offset <= from_offset:
+            continue
+        if verify:
+            batches.check(view)
+        rows = columns.decode(view, decoded_bytes_max=DECODED_BYTES_MAX, header=header)
+        offsets = rows.column("offset").to_pylist()
+        for offset, value in zip(offsets, rows.column("value").to_pylist(), strict=True):
+            if offset >= from_offset:
+                yield offset, decode_record(value)

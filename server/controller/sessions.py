@@ -1,0 +1,79 @@
+"""Which brokers are alive in the active controller's eyes: soft state, rebuilt after a restart
+(rule R7).
+
+A session belongs to the stream its broker registered on.  A lost stream makes the session
+*lost*: it is fenced at once if the broker's address refuses a connection, else when the session
+timeout has passed since the last heartbeat, unless the broker comes back first.  After a restart
+of the controller every unfenced broker is granted one whole timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pk.types import NodeId
+
+
+@dataclass(slots=True)
+class Session:
+    """One registered broker."""
+
+    broker_id: NodeId
+    broker_epoch: int
+    stream: int | None  #: None = lost, or not heard of since this controller started
+    deadline_ms: int
+
+
+class Sessions:
+    """All sessions; times are the controller's monotonic clock."""
+
+    def __init__(self, timeout_ms: int) -> None:
+        self._timeout_ms = timeout_ms
+        self._by_broker: dict[NodeId, Session] = {}
+
+    def grant(self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int) -> None:
+        """The controller started: (broker id, broker epoch) of every unfenced broker."""
+        for broker_id, epoch in unfenced:
+            deadline_ms = now_ms + self._timeout_ms
+            self._by_broker[broker_id] = Session(broker_id, epoch, None, deadline_ms)
+
+    def open(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
+        """A broker registered on `stream`."""
+        deadline_ms = now_ms + self._timeout_ms
+        self._by_broker[broker_id] = Session(broker_id, broker_epoch, stream, deadline_ms)
+
+    def beat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
+        """A heartbeat of the current registration renews; any other is no sign of life."""
+        session = self._by_broker.get(broker_id)
+        if session is not None and session.broker_epoch == broker_epoch:
+            session.stream = stream
+            session.deadline_ms = now_ms + self._timeout_ms
+
+    def lose(self, stream: int) -> list[Session]:
+        """`stream` broke; returns the sessions it carried."""
+        lost = [each for each in self._by_broker.values() if each.stream == stream]
+        for session in lost:
+            session.stream = None
+        return lost
+
+    def live(self, broker_id: NodeId, *, except_stream: int) -> bool:
+        """The broker has another stream than the one it asks on."""
+        session = self._by_broker.get(broker_id)
+        return session is not None and session.stream not in (None, except_stream)
+
+    def is_lost(self, session: Session) -> bool:
+        """The session is still the broker's and still has no stream."""
+        return self._by_broker.get(session.broker_id) is session and session.stream is None
+
+    def end(self, session: Session) -> None:
+        """The broker is being fenced."""
+        if self._by_broker.get(session.broker_id) is session:
+            del self._by_broker[session.broker_id]
+
+    def retry(self, session: Session) -> None:
+        """Fencing failed: the session is expired again, unless the broker came back."""
+        self._by_broker.setdefault(session.broker_id, session)
+
+    def expired(self, now_ms: int) -> list[Session]:
+        return [each for each in self._by_broker.values() if each.deadline_ms <= now_ms]

@@ -1,0 +1,256 @@
+"""Decisions about topics: create, delete, add partitions; and about blocks of producer ids.
+
+Each topic of a request succeeds or fails by itself; its result carries the error.  A topic that
+cannot be placed whole is not created at all: one decision is one batch of the metadata log,
+which is atomic.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import errors, limits, settings
+from pk.server.controller.commands import (
+    AllocateProducerIds,
+    CreatePartitions,
+    CreateTopics,
+    DeleteTopics,
+    Out,
+    Rules,
+    decision,
+    registered,
+)
+from pk.server.controller.image import (
+    BROKER_RESOURCE,
+    TOPIC_RESOURCE,
+    MetadataImage,
+    TopicState,
+)
+from pk.server.controller.placement import Candidate, place
+from pk.server.settings import check_settings
+from pk.types import NodeId, TopicId
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+_NAME = re.compile(r"[a-zA-Z0-9._-]+")
+REPARTITIONED = (
+    "keys of new records map to other partitions from now on; "
+    "records already stored stay where they are"
+)
+
+
+def check_name(name: str) -> None:
+    """Raises `InvalidTopic` with what is wrong with the name (Kafka's rules)."""
+    wrong = None
+    if not name:
+        wrong = "is empty"
+    elif name in (".", ".."):
+        wrong = "is a directory's name"
+    elif len(name) > limits.TOPIC_NAME_MAX:
+        wrong = f"has {len(name)} characters, more than {limits.TOPIC_NAME_MAX}"
+    elif not _NAME.fullmatch(name):
+        wrong = "has characters other than a-z A-Z 0-9 . _ -"
+    elif name.startswith("__"):
+        wrong = "starts with '__', which is pk's own"
+    if wrong is not None:
+        raise errors.InvalidTopic(f"topic name {name[:300]!r} {wrong}", topic=name[:300])
+
+
+def cluster_base(image: MetadataImage, rules: Rules) -> dict[str, Any]:
+    """What a topic without settings of its own gets: the cluster's over the file's."""
+    stored = settings.TOPIC.parse(image.configs.get((BROKER_RESOURCE, ""), {}))
+    return {**rules.topic_defaults, **stored}
+
+
+# -- create ----------------------------------------------------------------------------------------
+
+
+def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> Out:
+    """One TopicRecord, its ConfigRecords and PartitionRecords for each topic that can be made."""
+    bodies: list[Message] = []
+    reply = wire.CreateTopicsReply()
+    seen: dict[str, None] = {}
+    budget = limits.PARTITIONS_PER_TOPIC_MAX
+    for new, topic_id in zip(command.request.topics, command.topic_ids, strict=True):
+        result = reply.results.add(name=new.name)
+        try:
+            if new.name in seen:
+                raise errors.InvalidRequest(f"topic {new.name} is named twice in one request")
+            seen[new.name] = None
+            made = _new_topic(
+                image, rules, new, topic_id, budget, start=len(image.topics) + len(seen) - 1
+            )
+        except errors.PkError as error:
+            result.error.CopyFrom(frames.error_of(error))
+            continue
+        result.topic_id = topic_id
+        budget -= sum(isinstance(body, wire.PartitionRecord) for body in made)
+        bodies += made
+    if command.request.validate_only:
+        bodies = []
+    reply.metadata_offset = image.offset + len(bodies)
+    return decision(reply, bodies)
+
+
+def _new_topic(
+    image: MetadataImage,
+    rules: Rules,
+    new: wire.NewTopic,
+    topic_id: TopicId,
+    budget: int,
+    *,
+    start: int,
+) -> list[Message]:
+    check_name(new.name)
+    if new.name in image.topic_ids:
+        raise errors.TopicAlreadyExists(f"topic {new.name} exists", topic=new.name)
+    count = _or_default(new.partitions, int(rules.server["default_num_partitions"]))
+    if count < 1:
+        raise errors.InvalidPartitions(f"{count} partitions: a topic has at least one")
+    _check_count(count, budget)
+    factor = _or_default(new.replication_factor, int(rules.server["default_replication_factor"]))
+    if factor < 1:
+        raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
+    values = check_settings(new.configs, cluster_base(image, rules))
+    replicas = place(_candidates(image), count, factor, start)
+    bodies: list[Message] = [wire.TopicRecord(name=new.name, topic_id=topic_id)]
+    bodies += [
+        wire.ConfigRecord(
+            resource_type=TOPIC_RESOURCE, resource_name=new.name, name=name, value=values[name]
+        )
+        for name in sorted(values)
+    ]
+    for number, members in enumerate(replicas):
+        bodies.append(_new_partition(image, topic_id, number, members))
+    return bodies
+
+
+def _or_default(value: int, default: int) -> int:
+    """0 (absent on the wire) and -1 (Kafka's) ask for the server's default."""
+    return default if value in (0, -1) else value
+
+
+def _check_count(count: int, budget: int) -> None:
+    if count > limits.PARTITIONS_PER_TOPIC_MAX:
+        raise errors.InvalidPartitions(
+            f"{count} partitions: a topic has at most {limits.PARTITIONS_PER_TOPIC_MAX}"
+        )
+    if count > budget:
+        raise errors.InvalidPartitions(
+            f"one request makes at most {limits.PARTITIONS_PER_TOPIC_MAX} partitions; split it"
+        )
+
+
+def _candidates(image: MetadataImage) -> list[Candidate]:
+    return [Candidate(each.broker_id, each.rack, each.available) for each in image.brokers.values()]
+
+
+def _new_partition(
+    image: MetadataImage, topic_id: TopicId, number: int, replicas: tuple[NodeId, ...]
+) -> wire.PartitionRecord:
+    """Replicas that are there are in sync: nothing has been written yet."""
+    return wire.PartitionRecord(
+        topic_id=topic_id,
+        partition=number,
+        replicas=replicas,
+        isr=[member for member in replicas if image.available(member)],
+        leader=replicas[0],
+        leader_epoch=0,
+        partition_epoch=0,
+    )
+
+
+# -- grow and delete -------------------------------------------------------------------------------
+
+
+def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartitions) -> Out:
+    """Partitions are added, never removed; the reply says what that means for keys."""
+    bodies: list[Message] = []
+    reply = wire.CreatePartitionsReply()
+    seen: dict[str, None] = {}
+    budget = limits.PARTITIONS_PER_TOPIC_MAX
+    for wanted in command.request.topics:
+        result = reply.results.add(name=wanted.name)
+        try:
+            if wanted.name in seen:
+                raise errors.InvalidRequest(f"topic {wanted.name} is named twice in one request")
+            seen[wanted.name] = None
+            topic = _existing(image, wanted.name)
+            today = len(topic.partitions)
+            if wanted.total_count <= today:
+                raise errors.InvalidPartitions(
+                    f"topic {wanted.name} has {today} partitions; {wanted.total_count} is not more"
+                )
+            _check_count(wanted.total_count, budget)
+            factor = len(topic.partitions[0].replicas)
+            placed = place(_candidates(image), wanted.total_count - today, factor, today)
+        except errors.PkError as error:
+            result.error.CopyFrom(frames.error_of(error))
+            continue
+        result.topic_id, result.note = topic.topic_id, REPARTITIONED
+        budget -= len(placed)
+        bodies += [
+            _new_partition(image, topic.topic_id, today + index, members)
+            for index, members in enumerate(placed)
+        ]
+    reply.metadata_offset = image.offset + len(bodies)
+    return decision(reply, bodies)
+
+
+def _existing(image: MetadataImage, name: str) -> TopicState:
+    topic = image.topic(name)
+    if topic is None:
+        raise errors.UnknownTopicOrPartition(f"topic {name[:300]} does not exist", topic=name[:300])
+    if topic.internal:
+        raise errors.InvalidTopic(f"topic {name} is pk's own", topic=name)
+    return topic
+
+
+def delete_topics(image: MetadataImage, _rules: Rules, command: DeleteTopics) -> Out:
+    """By name or by id; a topic re-created under the same name is another one (rule L8)."""
+    request = command.request
+    bodies: list[Message] = []
+    reply = wire.DeleteTopicsReply()
+    gone: dict[TopicId, None] = {}
+    for name, topic_id in [(n, "") for n in request.names] + [("", i) for i in request.topic_ids]:
+        result = reply.results.add(name=name, topic_id=topic_id)
+        try:
+            if topic_id:
+                if topic_id not in image.topics:
+                    raise errors.UnknownTopicId(f"no topic has the id {topic_id[:40]}")
+                name = image.topics[topic_id].name
+            topic = _existing(image, name)
+            if topic.topic_id in gone:
+                raise errors.InvalidRequest(f"topic {name} is named twice in one request")
+        except errors.PkError as error:
+            result.error.CopyFrom(frames.error_of(error))
+            continue
+        gone[topic.topic_id] = None
+        result.name, result.topic_id = topic.name, topic.topic_id
+        bodies.append(
+            wire.RemoveTopicRecord(
+                topic_id=topic.topic_id, name=topic.name, purge_tier=request.purge_tier
+            )
+        )
+    reply.metadata_offset = image.offset + len(bodies)
+    return decision(reply, bodies)
+
+
+# -- producer ids ----------------------------------------------------------------------------------
+
+
+def allocate_producer_ids(image: MetadataImage, _rules: Rules, command: AllocateProducerIds) -> Out:
+    """A block of ids that no other broker and no later life of the cluster hands out."""
+    request = command.request
+    registered(image, request.broker_id, request.broker_epoch)
+    first = image.next_producer_id
+    record = wire.ProducerIdsRecord(
+        broker_id=request.broker_id,
+        broker_epoch=request.broker_epoch,
+        next_producer_id=first + limits.PRODUCER_ID_BLOCK,
+    )
+    reply = wire.AllocateProducerIdsReply(first=first, count=limits.PRODUCER_ID_BLOCK)
+    return decision(reply, [record])

@@ -1,0 +1,120 @@
+"""Administration: decided by the controller, answered when this broker has carried it out.
+
+World-generic.  Requests travel to the controller as they came; its reply names the metadata offset
+of what it wrote, and the broker answers once it has reacted to that offset: a topic whose creation
+was answered can be produced to at once (read your writes).
+
+Invariants
+  A1  a reply without error is sent only after `reacted >= metadata_offset`
+  A2  producer ids come from blocks the controller committed; an id is given out once (rule Q4)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.types import NONE
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+ADMIN_TIMEOUT_MS = 30_000
+#: Producer epochs are i16; the last one is kept free, then a new id is given (KIP-360).
+PRODUCER_EPOCH_LAST = 2**15 - 2
+
+
+async def forward(core: BrokerCore, request: Message, frame: frames.Frame) -> Message:
+    """Any admin request: to the controller, then wait for our own reaction (A1)."""
+    timeout_ms = frame.head.timeout_ms or ADMIN_TIMEOUT_MS
+    started_ms = core.clock.monotonic_ms()
+    reply_frame = await core.link.call(request, timeout_ms)
+    body: Any = getattr(reply_frame.head, reply_frame.head.WhichOneof("body") or "error")
+    offset = getattr(body, "metadata_offset", NONE)
+    left_ms = max(100, timeout_ms - (core.clock.monotonic_ms() - started_ms))
+    await core.follower.reached(offset, left_ms)
+    message: Message = body
+    return message
+
+
+async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message:
+    """create_topics and create_partitions:
+
+    answered when the partitions led here are ready, or why not.
+    """
+    reply: Any = await forward(core, request, frame)
+    for result in reply.results:
+        if result.HasField("error"):
+            continue
+        for key, problem in core.follower.unopened.items():
+            if key.topic_id == result.topic_id:
+                result.note = f"partition {key.partition} is offline: {problem.message}"
+                break
+    message: Message = reply
+    return message
+
+
+async def delete(
+    core: BrokerCore, request: wire.DeleteTopicsRequest, frame: frames.Frame
+) -> Message:
+    """delete_topics: the reply names the table that stays (rule T7)."""
+    uris = {
+        partition.topic: partition.tier.uri
+        for partition in core.partitions.values()
+        if partition.tier.uri
+    }
+    ids = dict(core.follower.image.topic_ids.items())
+    reply: Any = await forward(core, request, frame)
+    for result in reply.results:
+        uri = uris.get(result.name)
+        if not result.topic_id:
+            result.topic_id = ids.get(result.name, "")
+        if uri and not result.HasField("error") and not result.note:
+            result.note = (
+                f"the tier's table {'will be removed' if request.purge_tier else 'stays'}: {uri}"
+            )
+    message: Message = reply
+    return message
+
+
+class ProducerIds:
+    """Hands out producer ids from blocks of the controller (A2)."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core = core
+        self._next = 0
+        self._end = 0
+        self._asking = asyncio.Lock()
+
+    async def init(self, request: wire.InitProducerIdRequest) -> wire.InitProducerIdReply:
+        """A new id, or the next epoch of the caller's own (KIP-360)."""
+        if request.transactional_id:
+            raise errors.UnsupportedFeature("transactions are not in this build")
+        self._core.check_new_session()
+        if request.producer_id >= 0 and 0 <= request.producer_epoch < PRODUCER_EPOCH_LAST:
+            if not (request.producer_id or request.producer_epoch):
+                return (
+                    await self._fresh()
+                )  # proto3 cannot tell an absent id from 0: id 0 is never given out
+            return wire.InitProducerIdReply(
+                producer_id=request.producer_id, producer_epoch=request.producer_epoch + 1
+            )
+        return await self._fresh()
+
+    async def _fresh(self) -> wire.InitProducerIdReply:
+        async with self._asking:
+            if self._next >= self._end:
+                link = self._core.link
+                request = wire.AllocateProducerIdsRequest(
+                    broker_id=self._core.node_id, broker_epoch=link.broker_epoch
+                )
+                reply = await link.call(request, ADMIN_TIMEOUT_MS)
+                block = reply.head.allocate_producer_ids_reply
+                self._next, self._end = max(1, block.first), block.first + block.count
+            given, self._next = self._next, self._next + 1
+        return wire.InitProducerIdReply(producer_id=given, producer_epoch=0)

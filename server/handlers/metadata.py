@@ -1,0 +1,171 @@
+"""Cluster metadata for clients, asked and pushed.
+
+World-generic.  A reply is made from the image the broker built of committed records.  `watch` keeps
+a stream told: whenever something it asked for changes, the same reply is made again and pushed
+(correlation id 0); a burst of changes becomes one push, and a push equal to the last one is not
+sent.
+
+Invariant
+  M1  pushes of a stream are in the order of the metadata log, and the last one is never older than
+      the image
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.server.controller.image import TopicState
+from pk.types import NONE
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of
+from pk.world import Disconnected, Stream
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+CREATE_TIMEOUT_MS = 5_000
+#: Effective settings clients act on.
+_FOR_CLIENTS = (
+    "max_message_bytes",
+    "decoded_bytes_max",
+    "cleanup_policy",
+    "tier_enable",
+    "message_timestamp_type",
+    "min_insync_replicas",
+)
+
+
+def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataReply:
+    """What the image says of the topics asked for; an unknown one has its error in place."""
+    image = core.follower.image
+    reply = wire.MetadataReply(
+        cluster_id=image.cluster_id,
+        controller_id=image.leader_id,
+        metadata_offset=core.follower.reacted,
+    )
+    for broker_id in sorted(image.brokers):
+        broker = image.brokers[broker_id]
+        if not broker.fenced:
+            reply.brokers.add(node_id=broker_id, address=broker.address, rack=broker.rack)
+    if not request.topics and not request.topic_ids:
+        for topic in image.topics.values():
+            _describe(core, topic, reply)
+        return reply
+    for name in request.topics:
+        known = image.topic(name)
+        if known is None:
+            error = errors.UnknownTopicOrPartition(f"topic {name!r} does not exist")
+            reply.topics.add(name=name, error=frames.error_of(error))
+        else:
+            _describe(core, known, reply)
+    for topic_id in request.topic_ids:
+        known = image.topics.get(topic_id)
+        if known is None:
+            gone = errors.UnknownTopicId(f"no topic has the id {topic_id}")
+            reply.topics.add(topic_id=topic_id, error=frames.error_of(gone))
+        else:
+            _describe(core, known, reply)
+    return reply
+
+
+async def create_missing(core: BrokerCore, request: wire.MetadataRequest) -> None:
+    """`auto_create_topics_enable`: what is asked for by name and does not exist is created.
+
+    Whatever keeps it from being created, the reply says that the topic does not exist.
+    """
+    missing = [name for name in request.topics if core.follower.image.topic(name) is None]
+    if not missing:
+        return
+    create = wire.CreateTopicsRequest(topics=[wire.NewTopic(name=name) for name in missing])
+    try:
+        reply = (await core.link.call(create, CREATE_TIMEOUT_MS)).head.create_topics_reply
+        await core.follower.reached(reply.metadata_offset, CREATE_TIMEOUT_MS)
+    except errors.PkError as error:
+        core.warn("auto_create_failed", topics=",".join(missing), error=error.message)
+
+
+def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) -> None:
+    info = reply.topics.add(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
+    wanted = core.follower.settings_of(topic.name)
+    for name in _FOR_CLIENTS:
+        value = wanted[name]
+        info.configs[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    info.configs["tiered"] = str(core.follower.is_tiered(topic.name, wanted)).lower()
+    available = core.follower.image.available
+    for number, state in sorted(topic.partitions.items()):
+        info.partitions.add(
+            partition=number,
+            leader=state.leader,
+            leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch,
+            replicas=state.replicas,
+            isr=state.isr,
+            elr=state.elr,
+            last_known=state.last_known,
+            offline_replicas=[each for each in state.replicas if not available(each)],
+        )
+
+
+class Watch:
+    """Keeps one control stream told about what it asked for last."""
+
+    def __init__(self, core: BrokerCore, stream: Stream) -> None:
+        self._core = core
+        self._stream = stream
+        self._request: wire.MetadataRequest | None = None
+        self._last: wire.MetadataReply | None = None
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, request: wire.MetadataRequest, reply: wire.MetadataReply) -> None:
+        """Watch what `request` names, from `reply` on; a newer request replaces an older one."""
+        self._request, self._last = request, reply
+        if self._task is None:
+            self._core.follower.listeners[self._notice] = None
+            self._task = asyncio.get_running_loop().create_task(self._push())
+
+    async def close(self) -> None:
+        self._core.follower.listeners.pop(self._notice, None)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _notice(self, names: Iterable[str] | None) -> None:
+        request = self._request
+        if request is None:
+            return
+        everything = not request.topics and not request.topic_ids
+        if (
+            names is None
+            or everything
+            or request.topic_ids
+            or any(name in request.topics for name in names)
+        ):
+            self._changed.set()
+
+    async def _push(self) -> None:
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                assert self._request is not None
+                reply = metadata(self._core, self._request)
+                if self._last is not None and _same(reply, self._last):
+                    continue
+                self._last = reply
+                await self._stream.send(frames.encode(head_of(reply)))
+        except Disconnected:
+            return
+
+
+def _same(one: wire.MetadataReply, other: wire.MetadataReply) -> bool:
+    """Equal but for the offset they were made at."""
+    left, right = wire.MetadataReply(), wire.MetadataReply()
+    left.CopyFrom(one)
+    right.CopyFrom(other)
+    left.metadata_offset = right.metadata_offset = NONE
+    return left == right

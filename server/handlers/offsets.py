@@ -1,0 +1,244 @@
+"""Questions about offsets, and the one request that moves a log's start.
+
+World-generic.  Everything a loop can answer is answered at once; what needs an index goes to the
+read lane in one call per directory; what lies below the local log is asked of the tier (rule T11).
+
+Invariants
+  O1  "latest" is the bound of the isolation level, never the log's end; a new leader whose
+      watermark lags answers OFFSET_NOT_AVAILABLE (KIP-207)
+  O2  delete_records answers after the new log_start is SYNCED (rule T9)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.log.plan import TimeOffset
+from pk.log.storage import Disk
+from pk.server.broker.partition import Partition
+from pk.types import NONE, Offset, PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+LATEST = -1
+EARLIEST = -2
+MAX_TIMESTAMP = -3
+EARLIEST_LOCAL = -4
+TIERED_END = -5
+
+QUERIES_MAX = 100_000
+SAMPLES_MAX = 10_000
+#: Look-ups in the tier that one request may have under way.
+TIER_LOOKUPS = 8
+
+_Lookup = tuple[
+    wire.OffsetAnswer, Partition, int, int
+]  #: answer, partition, timestamp or MAX_TIMESTAMP, bound
+
+
+async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
+    """Offsets by special value or by time; each answer has its own error."""
+    if len(request.queries) > QUERIES_MAX:
+        raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
+    reply = wire.ListOffsetsReply()
+    local: list[_Lookup] = []
+    cold: list[_Lookup] = []
+    for query in request.queries:
+        answer = reply.answers.add(
+            topic_id=query.topic_id,
+            partition=query.partition,
+            offset=NONE,
+            timestamp_ms=NONE,
+            leader_epoch=NONE,
+        )
+        try:
+            partition = core.find(PartitionKey(query.topic_id, query.partition))
+            lookup = _answer_at_once(partition, query, request.isolation, answer)
+        except errors.PkError as error:
+            answer.error.CopyFrom(frames.error_of(error))
+            continue
+        if lookup is not None:
+            in_tier = (
+                query.timestamp_ms >= 0 and partition.log.log_start < partition.log.local_log_start
+            )
+            (cold if in_tier else local).append(lookup)
+    if cold:
+        local += await _ask_tier(core, cold)
+    await _ask_disks(core, local)
+    return reply
+
+
+def _answer_at_once(
+    partition: Partition, query: wire.OffsetQuery, isolation: int, answer: wire.OffsetAnswer
+) -> _Lookup | None:
+    """Fill `answer` from memory, or say what to look up."""
+    leader = partition.serving(query.current_leader_epoch)
+    asked = query.timestamp_ms
+    if asked < TIERED_END:
+        raise errors.InvalidRequest(f"timestamp {asked} has no meaning")
+    log = partition.log
+    if asked in (LATEST, MAX_TIMESTAMP) or asked >= 0:
+        if not leader.ready:
+            raise errors.OffsetNotAvailable(
+                f"{partition}: the new leader's high watermark is still catching up"
+            )
+        if asked != LATEST:
+            return answer, partition, asked, partition.bound(isolation)
+        answer.offset, answer.leader_epoch = partition.bound(isolation), leader.leader_epoch
+        return None
+    answer.offset = {
+        EARLIEST: log.log_start,
+        EARLIEST_LOCAL: log.local_log_start,
+        TIERED_END: partition.tiered_end,
+    }[asked]
+    answer.leader_epoch = log.epochs.epoch_of(answer.offset)
+    return None
+
+
+async def _ask_tier(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
+    """Answer from the tier; returns the look-ups whose answer is in the local log (rule T11)."""
+    gate = asyncio.Semaphore(TIER_LOOKUPS)
+    rest: list[_Lookup] = []
+
+    async def ask(lookup: _Lookup) -> None:
+        answer, partition, timestamp_ms, _ = lookup
+        async with gate:
+            try:
+                found = await core.tier.offset_for_time(partition, timestamp_ms)
+            except errors.PkError as error:
+                answer.error.CopyFrom(frames.error_of(error))
+                return
+        if found.offset == NONE or found.offset >= partition.log.local_log_start:
+            rest.append(lookup)
+        else:
+            answer.offset, answer.timestamp_ms = found.offset, found.timestamp_ms
+            answer.leader_epoch = found.leader_epoch
+
+    await asyncio.gather(*(ask(lookup) for lookup in lookups))
+    return rest
+
+
+async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
+    by_disk: dict[int, tuple[Disk, list[_Lookup]]] = {}
+    for lookup in lookups:
+        disk = lookup[1].lane.disk
+        by_disk.setdefault(id(disk), (disk, []))[1].append(lookup)
+    for disk, mine in by_disk.values():
+        found = await disk.read(partial(_look_up_all, mine))
+        for (answer, partition, *_), outcome in zip(mine, found, strict=True):
+            if isinstance(outcome, errors.CorruptLog):
+                core.storage_failed(partition, outcome)  # L9
+            if isinstance(outcome, errors.PkError):
+                answer.error.CopyFrom(frames.error_of(outcome))
+            elif outcome is not None:
+                answer.offset, answer.timestamp_ms = outcome.offset, outcome.timestamp_ms
+                answer.leader_epoch = outcome.leader_epoch
+
+
+def _look_up_all(lookups: list[_Lookup]) -> list[TimeOffset | errors.PkError | None]:
+    """In the read lane."""
+    return [_look_up(lookup) for lookup in lookups]
+
+
+def _look_up(lookup: _Lookup) -> TimeOffset | errors.PkError | None:
+    _, partition, timestamp_ms, bound = lookup
+    try:
+        if timestamp_ms == MAX_TIMESTAMP:
+            return partition.log.offset_of_max_timestamp(bound)
+        return partition.log.offset_for_time(timestamp_ms, bound)
+    except errors.PkError as error:
+        return error
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+async def byte_offsets(core: BrokerCore, request: wire.ByteOffsetsRequest) -> wire.ByteOffsetsReply:
+    """Cumulative bytes at sampled offsets: what readers split ranges by."""
+    if len(request.queries) > QUERIES_MAX:
+        raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
+    reply = wire.ByteOffsetsReply()
+    for query in request.queries:
+        answer = reply.answers.add(topic_id=query.topic_id, partition=query.partition)
+        try:
+            await _sample(core, query, answer)
+        except errors.PkError as error:
+            answer.error.CopyFrom(frames.error_of(error))
+    return reply
+
+
+async def _sample(
+    core: BrokerCore, query: wire.ByteOffsetsQuery, answer: wire.ByteOffsetsAnswer
+) -> None:
+    partition = core.find(PartitionKey(query.topic_id, query.partition))
+    partition.serving()
+    log = partition.log
+    start, end = max(query.start, log.log_start), min(query.end, partition.high_watermark)
+    wanted = min(max(2, query.samples_max or 100), SAMPLES_MAX)
+    if end <= start:
+        answer.offsets.append(start)
+        answer.cumulative_bytes.append(0)
+        return
+    points = [(start, 0)]
+    hot = max(start, min(log.local_log_start, end))
+    if start < hot:  # in the tier: its files are even enough for a straight line
+        covered = max(1, partition.tier.tiered_end - partition.tier.start)
+        per_offset = partition.tier.tier_bytes / covered
+        steps = max(1, wanted // 2)
+        for step in range(1, steps + 1):
+            offset = start + (hot - start) * step // steps
+            if offset > points[-1][0]:
+                points.append((offset, int((offset - start) * per_offset)))
+    if hot < end:
+        base = points[-1][1]
+        samples = await partition.lane.disk.read(lambda: log.sample_offsets(hot, end, wanted))
+        for offset, size in samples:
+            if offset > points[-1][0]:
+                points.append((offset, base + size))
+    for offset, size in points:
+        answer.offsets.append(offset)
+        answer.cumulative_bytes.append(size)
+
+
+# -- delete records ------------------------------------------------------------------------------
+
+
+async def delete_records(
+    core: BrokerCore, request: wire.DeleteRecordsRequest
+) -> wire.DeleteRecordsReply:
+    """Move log starts forward; the data below is dropped by retention (KIP-107)."""
+    reply = wire.DeleteRecordsReply()
+    moved: dict[Partition, Offset] = {}
+    for item in request.items:
+        result = reply.results.add(topic_id=item.topic_id, partition=item.partition, log_start=NONE)
+        try:
+            partition = core.find(PartitionKey(item.topic_id, item.partition))
+            leader = partition.serving()
+            if partition.settings["cleanup_policy"] == "compact":
+                raise errors.InvalidRequest(
+                    f"{partition}: the topic's cleanup_policy is compact (KIP-107)"
+                )
+            before = leader.high_watermark if item.before_offset == NONE else item.before_offset
+            if not 0 <= before <= leader.high_watermark:
+                raise errors.OffsetOutOfRange(
+                    f"{partition}: cannot delete below {before}, "
+                    f"the high watermark is {leader.high_watermark}"
+                )
+            if before > partition.log.log_start:
+                moved[partition] = max(before, moved.get(partition, 0))
+            result.log_start = max(before, partition.log.log_start)
+        except errors.PkError as error:
+            result.error.CopyFrom(frames.error_of(error))
+    if moved:
+        moves = {partition.key: before for partition, before in moved.items()}
+        await core.manager.move_log_starts(moves)  # O2
+        for partition in moved:
+            partition.bounds_moved(urgent=True)
+            core.retain_soon(partition.key)
+    return reply

@@ -1,0 +1,185 @@
+"""The leader's view of one partition: who is in sync, and how far the high watermark may go.
+
+Sans-IO.  The broker tells it of appends, of fetches by followers and of what the metadata log
+committed; it answers whether the high watermark moved.  Read first: docs/PROTOCOL.md R1, R2, L2,
+L5; KIP-101, KIP-966.
+
+A new leader does not know how far its predecessor's watermark had come; it knows that everything
+its predecessor committed is in its own log.  So it is *ready* once its watermark has reached the
+end its log had when the epoch began; until then a reader above the watermark is told
+OFFSET_NOT_AVAILABLE, never that its offset is out of range (KIP-207).
+
+Invariants
+  I1  log_start <= high_watermark <= log_end
+  I2  every replica of the maximal ISR holds everything below the high watermark
+  I3  the high watermark never moves back within a leader epoch
+  I4  the leader is a member of its own ISR
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pk import errors
+from pk.server.replication import watermark
+from pk.types import NONE, Epoch, NodeId, Offset
+
+ACKS_ALL = -1
+
+
+class Leader:
+    """One partition in one leader epoch.  A new epoch is a new `Leader`."""
+
+    __slots__ = (
+        "_ends",
+        "_flush_on_ack",
+        "_pending",
+        "_required_setting",
+        "_synced_end",
+        "_written_end",
+        "high_watermark",
+        "isr",
+        "leader_epoch",
+        "node_id",
+        "partition_epoch",
+        "replicas",
+        "start_offset",
+    )
+
+    def __init__(
+        self,
+        *,
+        node_id: NodeId,
+        leader_epoch: Epoch,
+        partition_epoch: int,
+        replicas: Sequence[NodeId],
+        isr: Sequence[NodeId],
+        log_end: Offset,
+        synced_end: Offset,
+        high_watermark: Offset,
+        min_insync_replicas: int,
+        flush_on_ack: bool,
+    ) -> None:
+        assert node_id in isr, "I4: a leader outside its ISR was never elected"
+        self.node_id = node_id
+        self.leader_epoch = leader_epoch
+        self.partition_epoch = partition_epoch
+        self.replicas = tuple(replicas)
+        self.isr = tuple(isr)
+        #: the end of the log when this epoch began; `ready` means the watermark has reached it
+        self.start_offset = log_end
+        self.high_watermark = min(
+            high_watermark, log_end
+        )  # I1: a checkpoint may outlive a torn tail
+        self._written_end = log_end
+        self._synced_end = min(synced_end, log_end)
+        self._required_setting = min_insync_replicas
+        self._flush_on_ack = flush_on_ack
+        #: ends of the other replicas, as their fetches confirmed them; absent = nothing confirmed
+        #: yet
+        self._ends: dict[NodeId, Offset] = {}
+        #: additions to the ISR that were proposed and are not committed yet (rule R2)
+        self._pending: tuple[NodeId, ...] = ()
+        self._move()
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """The watermark covers everything a predecessor may have committed (rule T1, KIP-207)."""
+        return self.high_watermark >= self.start_offset
+
+    @property
+    def log_end(self) -> Offset:
+        """End of what this replica has WRITTEN."""
+        return self._written_end
+
+    @property
+    def in_sync_required(self) -> int:
+        """Committed in-sync replicas without which nothing is acknowledged."""
+        return watermark.in_sync_required(self._required_setting, len(self.replicas))
+
+    def check_epoch(self, epoch: Epoch) -> None:
+        """Raises unless `epoch` is this leader's or absent (KIP-320)."""
+        if epoch in (NONE, self.leader_epoch):
+            return
+        facts = {"leader_epoch": str(self.leader_epoch)}
+        if epoch < self.leader_epoch:
+            raise errors.FencedLeaderEpoch(
+                f"epoch {epoch} is over; this is {self.leader_epoch}", **facts
+            )
+        raise errors.UnknownLeaderEpoch(
+            f"epoch {epoch} is not known here yet; this is {self.leader_epoch}", **facts
+        )
+
+    def check_acks(self, acks: int) -> None:
+        """Raises `NotEnoughReplicas` if `acks` could not be honoured now (rule R1)."""
+        if acks == ACKS_ALL and len(self.isr) < self.in_sync_required:
+            raise errors.NotEnoughReplicas(
+                f"{len(self.isr)} in-sync replicas, {self.in_sync_required} are required"
+            )
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def on_local_end(self, written_end: Offset, synced_end: Offset) -> bool:
+        """The own log reached these ends.  True if the high watermark moved."""
+        assert synced_end <= written_end, (synced_end, written_end)
+        assert written_end >= self.high_watermark, "I1: nothing committed is ever cut by its leader"
+        self._written_end = written_end
+        self._synced_end = synced_end
+        return self._move()
+
+    def on_follower_end(self, replica: NodeId, end: Offset) -> bool:
+        """`replica` fetched at `end`: it has everything below.  True if the high watermark moved.
+
+        Under `flush_on_ack` a follower fetches at its *synced* end (rule L2), so one number serves
+        both.
+        """
+        if replica not in self.replicas or replica == self.node_id:
+            raise errors.InvalidRequest(f"broker {replica} is no follower of this partition")
+        if end > self._written_end:
+            raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
+        self._ends[replica] = end
+        return self._move()
+
+    def on_isr_proposed(self, isr: Sequence[NodeId]) -> None:
+        """A change was sent to the controller:
+
+        additions hold the watermark from now on (rule R2).
+        """
+        self._pending = tuple(sorted(member for member in isr if member not in self.isr))
+
+    def on_isr_committed(
+        self, isr: Sequence[NodeId], replicas: Sequence[NodeId], partition_epoch: int
+    ) -> bool:
+        """The metadata log committed an ISR;
+
+        an older partition epoch is ignored.  True if the watermark moved.
+        """
+        if partition_epoch <= self.partition_epoch:
+            return False
+        assert self.node_id in isr, "I4: the controller never keeps a leader outside the ISR"
+        self.partition_epoch = partition_epoch
+        self.isr = tuple(isr)
+        self.replicas = tuple(replicas)
+        self._pending = ()
+        return self._move()
+
+    def on_config(self, min_insync_replicas: int, flush_on_ack: bool) -> bool:
+        """The topic's settings changed.  True if the watermark moved."""
+        self._required_setting = min_insync_replicas
+        self._flush_on_ack = flush_on_ack
+        return self._move()
+
+    def _move(self) -> bool:
+        own = self._synced_end if self._flush_on_ack else self._written_end
+        others = (
+            self._ends.get(member, 0)
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+        before = self.high_watermark
+        self.high_watermark = watermark.advance(
+            before, (own, *others), len(self.isr), self.in_sync_required
+        )
+        return self.high_watermark > before

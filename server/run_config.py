@@ -1,0 +1,268 @@
+"""What a child process of `pk server start` is told, and the frame its `main` runs in.
+
+The supervisor resolves all settings once and writes them to `DIR/run/config.json` (mode 0600: it
+may hold store credentials); a child is started as `python -m pk.server ROLE --run DIR/run` and
+reads them back.  `process_main` gives the role's coroutine a `Process`: the real World, a log,
+metrics, the request to stop, and the ready line.
+
+    def main(run: RunConfig) -> int:
+        return process_main("broker", run, serve)
+
+    async def serve(process: Process) -> None:
+        node = BrokerNode(process.world, disks, process.run)
+        await node.start()
+        process.ready(node.address)
+        await process.stopping.wait()      # SIGTERM: drain
+        await node.close()
+
+A typed error that leaves the coroutine is printed as one JSON line `{"failed": role, …}` and
+becomes the exit code: 3 = the operator must act (do not restart), 1 = anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+from pk import errors, tracing
+from pk.clock import Clock, SystemClock
+from pk.world import World
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_OPERATOR = 3
+#: sockaddr_un holds 108 bytes; longer paths move to /tmp.
+UNIX_PATH_MAX = 100
+GC_TICK_MS = 1_000
+TIER_NICENESS = 5
+_PR_SET_PDEATHSIG = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(slots=True, frozen=True)
+class RunConfig:
+    """Everything one node's processes share.  Settings are complete and checked."""
+
+    dirs: tuple[str, ...]  #: absolute data directories; the first also holds `metadata/` and `run/`
+    directory_ids: tuple[str, ...]  #: their uuids, in the same order
+    run_dir: str
+    cluster_id: str
+    node_id: int
+    server: Mapping[str, Any]  #: resolved `settings.SERVER`
+    topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: given `settings.TOPIC`s only
+
+    @property
+    def controller_address(self) -> str:
+        return socket_address(self.run_dir, "controller")
+
+    @property
+    def tier_address(self) -> str:
+        return socket_address(self.run_dir, "tier")
+
+    @property
+    def broker_address(self) -> str:
+        """What the broker binds."""
+        return str(self.server["listen"])
+
+    @property
+    def advertise(self) -> str:
+        """What clients are told; '' = the address that was bound."""
+        return str(self.server["advertise"])
+
+    @property
+    def metadata_dir(self) -> str:
+        return os.path.join(self.dirs[0], "metadata")
+
+    @property
+    def tier_url(self) -> str:
+        return str(self.server["tier_url"])
+
+    def save(self) -> Path:
+        """Write `config.json` into the run directory, readable by the owner only."""
+        path = Path(self.run_dir) / "config.json"
+        fresh = path.with_suffix(".tmp")
+        fresh.unlink(missing_ok=True)
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            json.dump(asdict(self), out, indent=1)
+        fresh.rename(path)
+        return path
+
+    @staticmethod
+    def load(run_dir: str) -> RunConfig:
+        """The configuration the supervisor wrote.  Raises `InvalidConfig`."""
+        path = Path(run_dir) / "config.json"
+        try:
+            known = json.loads(path.read_text())
+            known["dirs"] = tuple(known["dirs"])
+            known["directory_ids"] = tuple(known["directory_ids"])
+            return RunConfig(**known)
+        except (OSError, ValueError, TypeError, KeyError) as cause:
+            raise errors.InvalidConfig(f"{path} is not a run configuration: {cause}") from cause
+
+
+def socket_address(run_dir: str, role: str) -> str:
+    """`unix:PATH` of a role's socket; a path too long for the kernel is replaced by one in /tmp."""
+    path = os.path.join(os.path.abspath(run_dir), f"{role}.sock")
+    if len(os.fsencode(path)) > UNIX_PATH_MAX:
+        home = f"/tmp/pk-{sha1(os.fsencode(os.path.abspath(run_dir))).hexdigest()}"
+        os.makedirs(home, mode=0o700, exist_ok=True)
+        if os.stat(home).st_uid != os.getuid():
+            raise errors.InvalidConfig(f"{home} belongs to another user")
+        path = os.path.join(home, f"{role}.sock")
+    return f"unix:{path}"
+
+
+def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
+    """Clean up behind children that were killed; a live supervisor owns the names."""
+    for role in roles:
+        path = Path(socket_address(run_dir, role).removeprefix("unix:"))
+        path.unlink(missing_ok=True)
+        if path.parent != Path(run_dir):  # the replacement in /tmp
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+
+
+def boot_id() -> str:
+    """The kernel's boot id (rule L3); without one, a fresh id: then no stop counts as clean."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return str(uuid.uuid4())  # noqa: TID251 - a shell
+
+
+def real_world(on_error: Callable[[str, BaseException], None] | None = None) -> World:
+    """The operating system as a World."""
+    from pk.wire.grpc_network import GrpcNetwork  # the supervisor needs no grpc
+
+    return World(
+        clock=SystemClock(),
+        network=GrpcNetwork(on_error),
+        rng=random.Random(),
+        new_id=lambda: str(uuid.uuid4()),  # noqa: TID251 - this is where ids come from
+    )
+
+
+class Process:
+    """What a role's coroutine gets."""
+
+    def __init__(self, role: str, run: RunConfig) -> None:
+        clock = SystemClock()
+        self.role = role
+        self.run = run
+        self.log = tracing.Log(role, clock.wall_ms)
+        self.world = real_world(self.log.bug)
+        self.metrics = tracing.Metrics()
+        self.health = tracing.Health()
+        self.stopping = asyncio.Event()  #: set by SIGTERM or SIGINT: drain, then return
+        self.boot_id = boot_id()
+        self.incarnation_id = self.world.new_id()  #: of this start of the process
+
+    def ready(self, address: str, **facts: object) -> None:
+        """Say once that the role serves: pid file, ready line, /readyz; freeze the heap."""
+        (Path(self.run.run_dir) / f"{self.role}.pid").write_text(f"{os.getpid()}\n")
+        gc.collect()
+        gc.freeze()  # P7: what is loaded now is never scanned again
+        self.health.not_ready = None
+        print_line({"ready": self.role, "address": address, "pid": os.getpid(), **facts})
+        self.log.info("ready", address=address, pid=os.getpid())
+
+    async def close(self) -> None:
+        """Drop the network's connections."""
+        from pk.wire.grpc_network import GrpcNetwork
+
+        if isinstance(self.world.network, GrpcNetwork):
+            await self.world.network.close()
+
+
+def print_line(facts: Mapping[str, object]) -> None:
+    """One JSON line for the supervisor; its death must not raise here."""
+    try:
+        sys.stdout.write(json.dumps(dict(facts)) + "\n")
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):
+        pass
+
+
+def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> int:
+    """Run `serve` until it returns; the exit code says what happened (see the module)."""
+    die_with_parent()
+    if role == "tier":
+        os.nice(TIER_NICENESS)  # P1: bulk work yields
+    try:
+        asyncio.run(_run(role, run, serve))
+    except errors.PkError as error:
+        name, code = type(error).__name__, error.code
+        failed = {"failed": role, "error": name, "code": code, "message": error.message}
+        print_line(failed)
+        tracing.Log(role, SystemClock().wall_ms).error("failed", error=name, message=error.message)
+        return EXIT_OPERATOR if isinstance(error, errors.OperatorError) else EXIT_FAILED
+    except Exception as bug:
+        print_line({"failed": role, "error": type(bug).__name__, "code": -1, "message": str(bug)})
+        tracing.Log(role, SystemClock().wall_ms).bug("failed", bug)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+async def _run(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> None:
+    process = Process(role, run)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, process.stopping.set)
+    loop.set_exception_handler(lambda _loop, context: _report(process.log, context))
+    ticks = [
+        loop.create_task(tracing.watch_loop_lag(process.metrics, process.world.clock)),
+        loop.create_task(_collect_garbage(process.world.clock)),
+    ]
+    try:
+        await serve(process)
+    finally:
+        for tick in ticks:
+            tick.cancel()
+        await asyncio.gather(*ticks, return_exceptions=True)
+        await process.close()
+
+
+async def _collect_garbage(clock: Clock) -> None:
+    """P7: collections happen on a tick, the youngest generation often, the oldest rarely."""
+    gc.disable()
+    turn = 0
+    try:
+        while True:
+            await clock.sleep_ms(GC_TICK_MS)
+            turn += 1
+            gc.collect(2 if turn % 60 == 0 else 1 if turn % 10 == 0 else 0)
+    finally:
+        gc.enable()
+
+
+def _report(log: tracing.Log, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, BaseException):
+        log.bug(str(context.get("message", "event loop")), error)
+    else:
+        log.error("event_loop", message=str(context.get("message", "")))
+
+
+def die_with_parent() -> None:
+    """Linux: SIGKILL for this process when the supervisor dies (rule P1); elsewhere nothing."""
+    if sys.platform != "linux":
+        return
+    parent = os.environ.get("PK_SUPERVISOR_PID")
+    if parent is None:  # started by hand
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died between the spawn and this line
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,344 @@
+"""One seeded run of the whole cluster: unrest, healing, judgement.
+
+Phases
+  1  unrest: producers, consumers and an administrator work while faults come and go; invariants are
+     looked at every tick (safety)
+  2  healing: faults end, the producers stop; within `heal_ms` every record has an outcome, every
+     partition is led, everything stable is in its table (liveness)
+  3  judgement: a reader from offset 0 and the files of the tables against the oracle
+
+The same seed gives the same trace, in any process: `Report.digest` says so.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from pk.sim.checkers import (
+    Invariants,
+    PartitionSample,
+    ReaderCheck,
+    Row,
+    Violation,
+    check_log,
+    check_table,
+)
+from pk.sim.cluster import SimCluster
+from pk.sim.faults import Faults
+from pk.sim.options import SimOptions, drawn
+from pk.sim.oracle import Oracle, Outcome, Topic
+from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
+from pk.sim.world import SimClock, SimWorld, Stuck
+from pk.tiering import layout
+from pk.types import PartitionKey, TopicPartition
+
+IMAGES_EVERY = 100  #: ticks
+HEALING_TICK_MS = 50
+EVENTS_MAX = 5_000_000
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a run."""
+
+    seed: int
+    digest: str
+    violation: str = ""
+    events: int = 0
+    virtual_ms: int = 0
+    samples: int = 0
+    sent: int = 0
+    acknowledged: int = 0
+    unknown: int = 0
+    rows_read: int = 0
+    tiered_rows: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        verdict = f"FAILED {self.violation.splitlines()[0]}" if self.violation else "ok"
+        faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        return (
+            f"seed {self.seed}: {verdict}; {self.events} events in {self.virtual_ms} virtual ms, "
+            f"{self.samples} samples, {self.sent} records ({self.acknowledged} acknowledged, "
+            f"{self.unknown} unknown), {self.rows_read} rows read, {self.tiered_rows} in tables; "
+            f"faults: {faults or 'none'}; digest {self.digest[:16]}"
+        )
+
+
+class Run:
+    """One run.  `options` replace what the seed would draw."""
+
+    def __init__(self, seed: int, options: SimOptions | None = None) -> None:
+        self.seed = seed
+        self.world = SimWorld(seed)
+        self.options = options or drawn(self.world.random("options"))
+        server: dict[str, Any] = {
+            "log_retention_check_interval_ms": 300,
+            "log_flush_offset_checkpoint_interval_ms": 1_000,
+            "broker_session_timeout_ms": 1_500,
+            "broker_heartbeat_interval_ms": 300,
+            "unclean_recovery_wait_ms": 500,
+            "remote_fetch_max_wait_ms": 2_000,
+            "tier_retry_backoff_ms": 50,
+            "cold_cache_bytes": 200_000,
+            **self.options.server,
+        }
+        if self.options.vacuum:
+            server.update(tier_vacuum_interval_ms=1_000, tier_vacuum_retention_ms=0)
+        self.cluster = SimCluster(self.world, **server)
+        self.oracle = Oracle(self.options.topics)
+        self.invariants = Invariants(self.oracle)
+        self.faults = Faults(self.world, self.cluster, self.options, self._restart_client)
+        self.producers: list[SimProducer] = []
+        self.consumers: list[SimConsumer] = []
+        self.checks: list[ReaderCheck] = []
+        self.admin: SimAdmin | None = None
+        self.troubles: list[str] = []
+        self.tiered_rows = 0
+        self._clock = SimClock(self.world.loop)
+        self._bounds: dict[PartitionKey, PartitionSample] = {}
+        self._log_starts: dict[tuple[str, int], tuple[str, int]] = {}
+        self._boots = 1
+        self._lives = 0
+
+    # -- the client --------------------------------------------------------------------------------
+
+    def _trouble(self, words: str) -> None:
+        self.troubles.append(words)
+
+    def _log_start_of(self, topic: str, partition: int) -> int:
+        """The largest log_start the partition is known to have had in its topic's present life."""
+        known = self.oracle.topics[topic]
+        sample = self._bounds.get(PartitionKey(known.topic_id, partition))
+        asked = known.deletions.get(partition, 0)
+        return max(asked, sample.log_start if sample is not None else 0)
+
+    def _bounds_of(self, topic_id: str, partition: int) -> tuple[int, int]:
+        sample = self._bounds.get(PartitionKey(topic_id, partition))
+        return (0, 0) if sample is None else (sample.log_start, sample.high_watermark)
+
+    def _start_client(self) -> None:
+        self._lives += 1
+        life = self._lives
+
+        async def main(world: Any) -> None:
+            kinds: list[dict[str, Any]] = [
+                *({"compression": codec} for codec in self.options.codecs),
+                {"acks": "1"},
+            ]
+            for number, given in enumerate(kinds):
+                name = f"p{number}.{life}"
+                rng = self.world.random(name)
+                self.producers.append(
+                    SimProducer(world, name, self.oracle, self.options, rng, given, self._trouble)
+                )
+            for name in (f"c0.{life}", f"c1.{life}"):
+                check = ReaderCheck(name, self.oracle, tail=name.startswith("c1"))
+                self.checks.append(check)
+                self.consumers.append(self._consumer(world, check))
+            for producer in self.producers:
+                producer.start()
+            for consumer in self.consumers:
+                consumer.start()
+
+        self.producers.clear()
+        self.consumers.clear()
+        self.world.start("client", main)
+
+    def _consumer(self, world: Any, check: ReaderCheck) -> SimConsumer:
+        tail = {"auto_offset_reset": "latest"} if check.name.startswith("c1") else {}
+        return SimConsumer(
+            world,
+            check,
+            self.oracle,
+            self.options.topics,
+            self._log_start_of,
+            self._trouble,
+            **tail,
+        )
+
+    def _restart_client(self) -> None:
+        self.world.kill("client")
+        self.oracle.forget_pending("the client was killed")
+        self._start_client()
+
+    # -- phases ------------------------------------------------------------------------------------
+
+    def execute(self) -> Report:
+        """The whole run; a violation is in the report."""
+        report = Report(self.seed, "")
+        try:
+            self._whole()
+        except (Violation, Stuck) as violation:
+            report.violation = str(violation) or repr(violation)
+        except AssertionError as failed:  # an invariant of pk's own
+            report.violation = f"assertion: {failed!r}"
+        finally:
+            self._fill(report)
+            self.world.close()
+        return report
+
+    def _fill(self, report: Report) -> None:
+        outcomes = [sent.outcome for sent in self.oracle.sent.values()]
+        report.digest = self.world.digest
+        report.events = self.world.loop.events
+        report.virtual_ms = self.world.loop.now_us // 1000
+        report.samples = self.invariants.samples
+        report.sent = len(outcomes)
+        report.acknowledged = outcomes.count(Outcome.ACKNOWLEDGED)
+        report.unknown = report.sent - report.acknowledged
+        report.rows_read = sum(check.rows for check in self.checks)
+        report.tiered_rows = self.tiered_rows
+        report.faults = dict(self.faults.counts)
+
+    def _whole(self) -> None:
+        self.world.record(f"options {self.options}")
+        self.world.run(self._unrest(), EVENTS_MAX)
+        self.world.run(self._healing(), EVENTS_MAX)
+        self.world.run(self._judgement(), EVENTS_MAX)
+        self._look()
+        if self.world.loop.failures:
+            raise Violation(f"unhandled: {self.world.loop.failures[0]}")
+
+    def _look(self) -> None:
+        """One tick's look at everything that must always hold."""
+        for sample in self.cluster.sample():
+            self.invariants.check(sample)
+            self._bounds[sample.key] = sample
+        for words in (*self.cluster.problems, *self.troubles):
+            raise Violation(words)
+
+    def _tick(self) -> None:
+        self.cluster.supervise()
+        boots = self.cluster.boots
+        if boots != self._boots and self.cluster.alive("broker"):
+            self._boots = boots
+            self.oracle.power_restored()
+        self._look()
+
+    async def _unrest(self) -> None:
+        self.cluster.supervise()
+        self._start_client()
+        admin_world = self.world.world_of("admin")
+        self.admin = SimAdmin(
+            admin_world,
+            self.oracle,
+            self.options,
+            self.world.random("admin/chores"),
+            self._bounds_of,
+            self._trouble,
+        )
+        chores = self.world.spawn("admin", self.admin.run())
+        ticks, left_ms = 0, self.options.unrest_ms
+        while left_ms > 0 and ticks * self.options.tick_ms < 4 * self.options.unrest_ms:
+            await self._clock.sleep_ms(self.options.tick_ms)
+            self.faults.tick()
+            self._tick()
+            ticks += 1
+            if ticks % IMAGES_EVERY == 0:
+                self.cluster.check_images()
+            if all(topic.life for topic in self.oracle.topics.values()):
+                left_ms -= self.options.tick_ms  # the clock runs once there is work
+        self.faults.heal()
+        self.admin.resting = True
+        await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
+        chores.result()
+
+    async def _until(self, what: str, why_not: Any) -> None:
+        deadline = self._clock.monotonic_ms() + self.options.heal_ms
+        while why_not():
+            if self._clock.monotonic_ms() >= deadline:
+                words = f"{what}: not within {self.options.heal_ms} ms: {why_not()}"
+                raise Violation(f"liveness: {words}")
+            await self._clock.sleep_ms(HEALING_TICK_MS)
+            self._tick()
+
+    async def _healing(self) -> None:
+        for producer in self.producers:
+            producer.stop()
+        await self._until("outcomes", self._unsettled)
+        await self._until("well", self.cluster.unwell)
+        self.cluster.check_images()
+
+    def _unsettled(self) -> str:
+        pending = self.oracle.pending()
+        return f"{len(pending)} records wait, the first: {pending[0]}" if pending else ""
+
+    # -- judgement ---------------------------------------------------------------------------------
+
+    async def _judgement(self) -> None:
+        samples = {sample.key: sample for sample in self.cluster.sample()}
+        ends: dict[TopicPartition, int] = {}
+        for topic in self.oracle.topics.values():
+            for partition in range(topic.partitions):
+                sample = samples.get(PartitionKey(topic.topic_id, partition))
+                if sample is None:
+                    raise Violation(f"V6: {topic.name}-{partition} ({topic.topic_id}) is gone")
+                ends[TopicPartition(topic.name, partition)] = sample.high_watermark
+        last = ReaderCheck("last", self.oracle)
+        self.checks.append(last)
+        reader = self.world.world_of("reader")
+        reading = self.world.spawn("reader", read_all(reader, last, ends, self._log_start_of))
+        await self._until("reading all", lambda: "" if reading.done() else f"{last.rows} rows read")
+        reading.result()
+        for topic in self.oracle.topics.values():
+            self._judge(topic, last, ends)
+
+    def _judge(self, topic: Topic, last: ReaderCheck, ends: dict[TopicPartition, int]) -> None:
+        logs: dict[int, list[Row]] = {}
+        starts: dict[int, int] = {}
+        now = {sample.key: sample for sample in self.cluster.sample()}
+        for partition in range(topic.partitions):
+            place = TopicPartition(topic.name, partition)
+            line = last.lines.get(place)
+            logs[partition] = list(line.offsets.values()) if line is not None else []
+            first = logs[partition][0].offset if logs[partition] else ends[place]
+            starts[partition] = first if topic.expires else self._start_of(topic, partition, now)
+            seen = logs[partition][-1].offset + 1 if logs[partition] else first
+            if seen < ends[place]:
+                raise Violation(f"V5: {place}: read up to {seen} of {ends[place]}")
+        check_log(self.oracle, topic, logs, starts)
+        for partition, rows in logs.items():
+            log = {row.offset: row for row in rows}
+            for check in self.checks:
+                check.compare(topic, partition, log)
+            self._judge_table(topic, partition, log)
+
+    def _start_of(
+        self, topic: Topic, partition: int, now: dict[PartitionKey, PartitionSample]
+    ) -> int:
+        return now[PartitionKey(topic.topic_id, partition)].log_start
+
+    def _judge_table(self, topic: Topic, partition: int, log: dict[int, Row]) -> None:
+        snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
+        if snapshot is None:
+            return
+        counters = snapshot.partition(partition)
+        rows = list(self._table_rows(topic, partition))
+        self.tiered_rows += len(rows)
+        check_table(f"{topic.name}-{partition}", counters.start, counters.end, rows, log)
+        if counters.rows - counters.removed != len(rows):
+            raise Violation(f"V9: {topic.name}-{partition}: {counters}, but {len(rows)} rows")
+
+    def _table_rows(self, topic: Topic, partition: int) -> Iterator[Row]:
+        snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
+        assert snapshot is not None
+        home = layout.table_path(topic.name, topic.topic_id)
+        for file in snapshot.files_of(partition):
+            raw = self.cluster.store.memory.objects.get(f"{home}/{file.path}")
+            if raw is None:
+                raise Violation(f"V9: {home}/{file.path} is not in the store")
+            table = pq.ParquetFile(io.BytesIO(raw)).read(use_threads=False)  # no threads here
+            for batch in table.to_batches():
+                yield from rows_of(batch)
+
+
+def run(seed: int, options: SimOptions | None = None) -> Report:
+    """Run one seed."""
+    return Run(seed, options).execute()

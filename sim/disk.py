@@ -1,0 +1,471 @@
+"""A simulated Storage that loses data like reality, and a Disk whose lanes run in the loop.
+
+Model (rules D1–D3, L1)
+  WRITTEN  what an operation did is there after `crash` (the process died), up to the very operation
+  it died in:
+           an append may have left any prefix.
+  SYNCED   `power_loss` keeps, of every file, the last synced content plus any subset of the 4 KiB
+  blocks written
+           since (a lost block that lies inside reads as zeroes), and of every directory a prefix of
+           the creates, renames and removes since its last `sync_dir`.
+
+Faults: `capacity` (StorageFull), `fault` (any exception for an operation), `crash_at` (the process
+dies in the n-th mutation).  Everything random comes from the `Random` handed in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TypeVar
+
+from pk import errors
+from pk.clock import Clock
+from pk.log.storage import Buffer, File
+
+T = TypeVar("T")
+
+BLOCK = 4096
+
+
+class Crashed(BaseException):
+    """The simulated process died here; not an `Exception`, nothing may handle it."""
+
+
+class _Inode:
+    """A file's bytes: now, and as of the last sync."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.durable = bytearray()
+        self.dirty: set[int] = set()  # blocks; only ever iterated sorted
+
+    def touch(self, start: int, end: int) -> None:
+        self.dirty.update(range(start // BLOCK, -(-max(end, start + 1) // BLOCK)))
+
+    def sync(self) -> None:
+        self.durable = bytearray(self.data)
+        self.dirty.clear()
+
+    def lose(self, rng: random.Random) -> None:
+        """Power loss: any subset of the blocks written since the last sync survives."""
+        if not self.dirty and len(self.durable) == len(self.data):
+            return
+        kept = bytearray(self.durable)
+        for block in sorted(self.dirty):
+            start = block * BLOCK
+            piece = self.data[start : start + BLOCK]
+            if rng.random() < 0.5 or not piece:
+                continue
+            if len(kept) < start:
+                kept.extend(bytes(start - len(kept)))
+            kept[start : start + len(piece)] = piece
+        if len(self.data) > len(kept) and rng.random() < 0.3:
+            kept.extend(bytes(len(self.data) - len(kept)))  # the size got there, the data did not
+        if len(self.data) < len(self.durable) and rng.random() < 0.5:
+            del kept[len(self.data) :]  # the truncation got there
+        self.data = kept
+        self.durable = bytearray(kept)
+        self.dirty.clear()
+
+
+class _Dir:
+    """Names, and the operations on them since the last sync_dir."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, _Inode | _Dir] = {}
+        self.durable: dict[str, _Inode | _Dir] = {}
+        self.pending: list[list[tuple[str, _Inode | _Dir | None]]] = []
+
+    def change(self, *edits: tuple[str, _Inode | _Dir | None]) -> None:
+        """One atomic operation: several names set, or removed (None)."""
+        self.pending.append(list(edits))
+        _apply(self.entries, edits)
+
+    def sync(self) -> None:
+        self.durable = dict(self.entries)
+        self.pending.clear()
+
+    def lose(self, rng: random.Random) -> None:
+        kept = dict(self.durable)
+        for edits in self.pending[: rng.randint(0, len(self.pending))]:
+            _apply(kept, edits)
+        self.entries = kept
+        self.sync()
+        for name in sorted(kept):
+            kept[name].lose(rng)
+
+
+def _apply(
+    entries: dict[str, _Inode | _Dir], edits: Sequence[tuple[str, _Inode | _Dir | None]]
+) -> None:
+    for name, node in edits:
+        if node is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = node
+
+
+class SimFile:
+    """One open file of a `SimStorage`."""
+
+    def __init__(self, storage: SimStorage, path: str, inode: _Inode, life: int) -> None:
+        self.path = path
+        self._storage = storage
+        self._inode = inode
+        self._life = life
+        self._open = True
+
+    def size(self) -> int:
+        return len(self._inode.data)
+
+    def append(self, buffers: Sequence[Buffer]) -> int:
+        start = len(self._inode.data)
+        raw = b"".join(buffers)
+        self._write("append", start, raw)
+        return start
+
+    def write_at(self, position: int, data: Buffer) -> None:
+        self._write("write_at", position, bytes(data))
+
+    def _write(self, operation: str, position: int, raw: bytes) -> None:
+        inode = self._inode
+
+        def put(data: bytes) -> None:
+            if len(inode.data) < position:
+                inode.touch(len(inode.data), position)
+                inode.data.extend(bytes(position - len(inode.data)))
+            inode.data[position : position + len(data)] = data
+            if data:
+                inode.touch(position, position + len(data))
+
+        self._check()
+        growth = position + len(raw) - len(inode.data)
+        self._storage.mutate(
+            operation,
+            self.path,
+            lambda: put(raw),
+            partly=lambda n: put(raw[:n]),
+            size=len(raw),
+            growth=growth,
+        )
+
+    def read(self, position: int, size: int) -> bytes:
+        if not self._open:
+            raise FileNotFoundError(f"{self.path} was closed")
+        self._check()
+        self._storage.observe("read", self.path)
+        return bytes(self._inode.data[position : position + size])
+
+    def truncate(self, size: int) -> None:
+        self._check()
+
+        def cut() -> None:
+            old = len(self._inode.data)
+            if size < old:
+                del self._inode.data[size:]
+            else:
+                self._inode.data.extend(bytes(size - old))
+            self._inode.touch(min(size, old), max(size, old))
+
+        self._storage.mutate("truncate", self.path, cut)
+
+    def sync(self) -> None:
+        self._check()
+        self._storage.mutate("sync", self.path, self._inode.sync)
+
+    def close(self) -> None:
+        self._open = False
+
+    def _check(self) -> None:
+        if self._life != self._storage.life:
+            raise Crashed(f"{self.path} was opened by a process that died")
+
+
+class SimStorage:
+    """A directory tree in memory.  `crash()` and `power_loss()` start the next process's life."""
+
+    def __init__(
+        self, root: str = "sim", rng: random.Random | None = None, capacity: int | None = None
+    ) -> None:
+        self.root = root
+        self.failed: Exception | None = None
+        self.capacity = capacity
+        self.fault: Callable[[str, str], Exception | None] | None = None
+        self.crash_at: int | None = None  #: die in the n-th mutation from here (0 = the next)
+        self.mutations = 0
+        self.life = 0
+        self._rng = rng or random.Random(0)
+        self._tree = _Dir()
+        self._dead = False
+        self._locked_by = -1
+
+    # -- what the test does to it ------------------------------------------------------------------
+    def crash(self) -> None:
+        """The process died: what is WRITTEN stays; open files and the lock are gone."""
+        self.life += 1
+        self.failed = None
+        self.crash_at = None
+        self._dead = False
+        self._locked_by = -1
+
+    def power_loss(self, rng: random.Random | None = None) -> None:
+        """The machine lost power: only what is SYNCED is sure to stay (rule D3)."""
+        self.crash()
+        self._tree.lose(rng or self._rng)
+
+    def used_bytes(self) -> int:
+        return _bytes_of(self._tree)
+
+    def files(self) -> dict[str, bytes]:
+        """Every file's content by path: to compare two states."""
+        found: dict[str, bytes] = {}
+
+        def walk(prefix: str, node: _Dir) -> None:
+            for name in sorted(node.entries):
+                child = node.entries[name]
+                path = f"{prefix}{name}"
+                if isinstance(child, _Dir):
+                    walk(path + "/", child)
+                else:
+                    found[path] = bytes(child.data)
+
+        walk("", self._tree)
+        return found
+
+    # -- the gate every operation passes -----------------------------------------------------------
+    def mutate(
+        self,
+        operation: str,
+        path: str,
+        apply: Callable[[], None],
+        *,
+        partly: Callable[[int], None] | None = None,
+        size: int = 0,
+        growth: int = 0,
+    ) -> None:
+        if self._dead:
+            raise Crashed("the process is dead")
+        if self.failed is not None:
+            raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
+        at, self.mutations = self.mutations, self.mutations + 1
+        if self.crash_at is not None:
+            if self.crash_at == 0:
+                self._die(apply, partly, size)
+            self.crash_at -= 1
+        self._faulty(operation, path)
+        if growth > 0 and self.capacity is not None and self.used_bytes() + growth > self.capacity:
+            raise errors.StorageFull(
+                f"{self.root}: no space for {path} (operation {at})", directory=self.root
+            )
+        apply()
+
+    def _die(
+        self, apply: Callable[[], None], partly: Callable[[int], None] | None, size: int
+    ) -> None:
+        self._dead = True
+        chance = self._rng.random()
+        if chance < 0.33:
+            apply()
+        elif chance < 0.9 and partly is not None:
+            partly(self._rng.randint(0, size))
+        raise Crashed("the process died in this operation")
+
+    def observe(self, operation: str, path: str) -> None:
+        if self._dead:
+            raise Crashed("the process is dead")
+        self._faulty(operation, path)
+
+    def _faulty(self, operation: str, path: str) -> None:
+        error = self.fault(operation, path) if self.fault is not None else None
+        if error is None:
+            return
+        if isinstance(error, errors.StorageFull) or operation == "read":
+            raise error
+        self.failed = error
+        raise errors.StorageFailed(
+            f"{self.root}: {operation} {path}: {error}", directory=self.root
+        ) from error
+
+    # -- Storage -----------------------------------------------------------------------------------
+    def _find(self, path: str) -> _Inode | _Dir | None:
+        node: _Inode | _Dir | None = self._tree
+        for part in path.split("/") if path else ():
+            node = node.entries.get(part) if isinstance(node, _Dir) else None
+            if node is None:
+                return None
+        return node
+
+    def _parent(self, path: str) -> tuple[_Dir, str]:
+        head, tail = os.path.split(path)
+        node = self._find(head)
+        if not isinstance(node, _Dir):
+            raise FileNotFoundError(f"{head}: no such directory")
+        return node, tail
+
+    def open(self, path: str, *, create: bool = False, write: bool = True) -> File:
+        self.observe("open", path)
+        node = self._find(path)
+        if node is None and create:
+            parent, name = self._parent(path)
+            fresh = _Inode()
+            self.mutate("create", path, lambda: parent.change((name, fresh)))
+            node = fresh
+        if not isinstance(node, _Inode):
+            raise FileNotFoundError(path)
+        return SimFile(self, path, node, self.life)
+
+    def exists(self, path: str) -> bool:
+        self.observe("exists", path)
+        return self._find(path) is not None
+
+    def list(self, path: str) -> list[str]:
+        self.observe("list", path)
+        node = self._find(path)
+        return sorted(node.entries) if isinstance(node, _Dir) else []
+
+    def make_dir(self, path: str) -> None:
+        built = ""
+        for part in path.split("/"):
+            built = f"{built}/{part}" if built else part
+            if self._find(built) is None:
+                parent, name = self._parent(built)
+                fresh = _Dir()
+                self.mutate("make_dir", built, partial(parent.change, (name, fresh)))
+
+    def remove(self, path: str) -> None:
+        if self._find(path) is not None:
+            parent, name = self._parent(path)
+            self.mutate("remove", path, lambda: parent.change((name, None)))
+
+    def remove_tree(self, path: str) -> None:
+        self.remove(path)
+
+    def rename(self, old: str, new: str) -> None:
+        node = self._find(old)
+        if node is None:
+            raise FileNotFoundError(old)
+        source, was = self._parent(old)
+        target, name = self._parent(new)
+
+        def move() -> None:
+            if source is target:
+                source.change((was, None), (name, node))
+            else:
+                source.change((was, None))
+                target.change((name, node))
+
+        self.mutate("rename", f"{old} {new}", move)
+
+    def sync_dir(self, path: str) -> None:
+        node = self._find(path)
+        if not isinstance(node, _Dir):
+            raise FileNotFoundError(path)
+        self.mutate("sync_dir", path, node.sync)
+
+    def read_file(self, path: str) -> bytes:
+        self.observe("read", path)
+        node = self._find(path)
+        if not isinstance(node, _Inode):
+            raise FileNotFoundError(path)
+        return bytes(node.data)
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        temporary = path + ".tmp"
+        file = self.open(temporary, create=True)
+        try:
+            file.truncate(0)
+            file.append([data])
+            file.sync()
+        finally:
+            file.close()
+        self.rename(temporary, path)
+        self.sync_dir(os.path.dirname(path))
+
+    def free_bytes(self) -> int:
+        return 2**50 if self.capacity is None else max(0, self.capacity - self.used_bytes())
+
+    def lock(self) -> None:
+        self.observe("lock", ".lock")
+        if self._locked_by == self.life:
+            raise errors.DirectoryLocked(f"{self.root} is in use", directory=self.root)
+        self._locked_by = self.life
+
+    def unlock(self) -> None:
+        self._locked_by = -1
+
+
+def _bytes_of(node: _Inode | _Dir) -> int:
+    if isinstance(node, _Inode):
+        return len(node.data)
+    return sum(_bytes_of(child) for child in node.entries.values())
+
+
+class SimDisk:
+    """Lanes in the loop: `write` in order, everything after a drawn delay of virtual time."""
+
+    def __init__(
+        self,
+        storage: SimStorage,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        write_ms: tuple[float, float] = (0.05, 2.0),
+        read_ms: tuple[float, float] = (0.05, 1.0),
+    ) -> None:
+        self.storage = storage
+        self._clock = clock
+        self._rng = rng
+        self._write_ms = write_ms
+        self._read_ms = read_ms
+        self._life = storage.life
+        self._order: asyncio.Lock | None = None
+        self._running: dict[asyncio.Task[object], None] = {}
+        self._closing = False
+
+    async def write(self, work: Callable[[], T]) -> T:
+        if self._closing:
+            raise errors.StorageFailed(f"{self.storage.root} is closed")
+        return await self._shielded(self._ordered(work, self._rng.uniform(*self._write_ms)))
+
+    async def read(self, work: Callable[[], T]) -> T:
+        return await self._shielded(self._later(work, self._rng.uniform(*self._read_ms)))
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._shielded(self._later(work, self._rng.uniform(*self._read_ms)))
+
+    async def close(self) -> None:
+        self._closing = True
+        await asyncio.gather(*list(self._running), return_exceptions=True)
+
+    def kill(self) -> None:
+        """The process died: nothing queued happens any more."""
+        self._closing = True
+        for task in list(self._running):
+            task.cancel()
+
+    async def _shielded(self, coroutine: Coroutine[None, None, T]) -> T:
+        """A queued job runs, also if its caller is cancelled (rule F2 of log/files.py)."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._running[task] = None
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._running.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # retrieved: the caller may have been cancelled
+
+    async def _ordered(self, work: Callable[[], T], delay_ms: float) -> T:
+        if self._order is None:
+            self._order = asyncio.Lock()
+        async with self._order:
+            return await self._later(work, delay_ms)
+
+    async def _later(self, work: Callable[[], T], delay_ms: float) -> T:
+        await self._clock.sleep_ms(delay_ms)
+        if self._life != self.storage.life:
+            raise Crashed("this disk belongs to a process that died")
+        return work()

@@ -1,0 +1,432 @@
+"""The simulated network: the streams of `pk.world` with delays, breaks, cuts and slow links,
+seeded.
+
+A stream is two one-way pipes.  A frame arrives after a drawn delay, never before its
+predecessor; a pipe holds a bounded window, beyond which `send` waits.  As with TCP, a frame is
+lost only with its stream.
+
+Rules
+  N5  A cut (one way or both) holds frames back; a stream that was cut for `silence_ms` breaks on
+      both ends (the keepalive of the real network).  Connecting across a cut fails after
+      `connect_ms`.
+  N6  A killed node's streams break at the peers after one delay (a reset, rule R7); its own ends
+      are gone.
+  N7  At a break frames that had arrived may still be received; those on the way are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pk import limits
+from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
+
+if TYPE_CHECKING:
+    from pk.sim.world import SimLoop, SimNode
+
+#: After a listener closed: how long its handlers may take to notice, before they are cancelled.
+HANDLER_GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class Link:
+    """How frames travel from one node to another."""
+
+    delay_us: tuple[int, int] = (50, 500)
+    bytes_per_ms: int = 1_000_000  #: a slow link has less
+    break_chance: float = 0.0  #: that a frame takes its stream with it
+    cut: bool = False
+    cut_since_us: int = 0
+
+
+class SimNetwork:
+    """All links, listeners and streams of one world; `door(node)` is a node's Network."""
+
+    def __init__(self, loop: SimLoop, rng: random.Random, record: Callable[[str], None]) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.record = record
+        self.default = Link()
+        self.window_bytes = limits.MIB
+        self.window_frames = 256
+        self.connect_ms = 3_000
+        self.silence_ms = 10_000
+        self._links: dict[tuple[str, str], Link] = {}
+        self._listeners: dict[str, _SimListener] = {}
+        self._refused: dict[str, None] = {}
+        self._streams: dict[int, tuple[_End, _End]] = {}
+        self._next_stream = 1
+        self._next_port = 40_001
+
+    def door(self, node: SimNode) -> _Door:
+        """The network as `node` sees it."""
+        return _Door(self, node)
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def link(self, source: str, target: str) -> Link:
+        """The link from `source` to `target`, to be changed in place; `default` is its model."""
+        found = self._links.get((source, target))
+        if found is None:
+            d = self.default
+            found = Link(d.delay_us, d.bytes_per_ms, d.break_chance)
+            self._links[source, target] = found
+        return found
+
+    def cut(self, source: str, target: str, *, both: bool = True) -> None:
+        """Stop frames from `source` to `target`, and back unless `both` is false (N5)."""
+        for pair in ((source, target), (target, source))[: 2 if both else 1]:
+            link = self.link(*pair)
+            if not link.cut:
+                link.cut, link.cut_since_us = True, self.loop.now_us
+                self.record(f"cut {pair[0]}>{pair[1]}")
+                due = self.loop.now_us + self.silence_ms * 1000
+                self._at(due, self._silence, pair, self.loop.now_us)
+
+    def heal(self, source: str, target: str, *, both: bool = True) -> None:
+        """Undo `cut`; frames held back arrive."""
+        for pair in ((source, target), (target, source))[: 2 if both else 1]:
+            link = self.link(*pair)
+            if link.cut:
+                link.cut = False
+                self.record(f"heal {pair[0]}>{pair[1]}")
+                for ends in list(self._streams.values()):
+                    for end in ends:
+                        if (end.node.name, end.other.node.name) == pair:
+                            end.release()
+
+    def refuse(self, address: str, refused: bool = True) -> None:
+        """New connections to `address` are refused, or not any more."""
+        if refused:
+            self._refused[address] = None
+        else:
+            self._refused.pop(address, None)
+
+    def break_streams(self, one: str, two: str) -> int:
+        """Break every stream between two nodes; returns how many."""
+        broken = 0
+        for ends in list(self._streams.values()):
+            if {end.node.name for end in ends} == {one, two}:
+                ends[0].broken("the connection was reset")
+                ends[1].broken("the connection was reset")
+                broken += 1
+        return broken
+
+    def lose(self, node: SimNode) -> None:
+        """`node` was killed (N6)."""
+        for address, listener in list(self._listeners.items()):
+            if listener.node is node:
+                del self._listeners[address]
+        for ends in list(self._streams.values()):
+            for end, other in (ends, ends[::-1]):
+                if end.node is node:
+                    end.gone = True
+                    delay = self._delay_us(self.link(node.name, other.node.name))
+                    why = "the connection was reset"
+                    self._at(self.loop.now_us + delay, other.broken, why)
+
+    def _silence(self, pair: tuple[str, str], since_us: int) -> None:
+        link = self.link(*pair)
+        if link.cut and link.cut_since_us == since_us:
+            self.break_streams(*pair)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _delay_us(self, link: Link) -> int:
+        return self.rng.randint(*link.delay_us)
+
+    def _at(self, due_us: int, callback: Callable[..., object], *args: object) -> None:
+        self.loop.call_at_us(due_us, callback, *args, context=contextvars.Context())
+
+    async def connect(self, node: SimNode, address: str, kind: StreamKind) -> Stream:
+        listener = self._listeners.get(address)
+        peer = listener.node.name if listener is not None else address
+        there, back = self.link(node.name, peer), self.link(peer, node.name)
+        await self._sleep_us(self._delay_us(there) + self._delay_us(back))
+        if there.cut or back.cut:
+            await self._sleep_us(self.connect_ms * 1000)
+            raise Disconnected(f"{address}: no answer within {self.connect_ms} ms")
+        listener = self._listeners.get(address)
+        if listener is None or listener.closed or address in self._refused:
+            raise Disconnected(f"{address}: connection refused")
+        number = self._next_stream
+        self._next_stream += 1
+        here = _End(self, number, node, address)
+        far = _End(self, number, listener.node, f"{node.name}#{number}")
+        here.other, far.other = far, here
+        self._streams[number] = (here, far)
+        self.record(f"open {number} {node.name}>{listener.node.name} {kind.value}")
+        listener.accept(kind, far)
+        return here
+
+    async def _sleep_us(self, duration_us: int) -> None:
+        future = self.loop.create_future()
+        timer = self.loop.call_at_us(self.loop.now_us + duration_us, _wake, future)
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    def listen(self, node: SimNode, address: str, handler: StreamHandler) -> Listener:
+        if address.endswith(":0") and not address.startswith("unix:"):
+            address = f"{address[:-1]}{self._next_port}"
+            self._next_port += 1
+        if address in self._listeners:
+            raise OSError(errno.EADDRINUSE, f"cannot listen on {address}: address in use")
+        listener = _SimListener(self, node, address, handler)
+        self._listeners[address] = listener
+        self.record(f"listen {node.name} {address}")
+        return listener
+
+    def unlisten(self, listener: _SimListener) -> None:
+        if self._listeners.get(listener.address) is listener:
+            del self._listeners[listener.address]
+
+    def forget(self, number: int) -> None:
+        self._streams.pop(number, None)
+
+
+class _Door:
+    """`pk.world.Network` of one node."""
+
+    def __init__(self, network: SimNetwork, node: SimNode) -> None:
+        self._network = network
+        self._node = node
+
+    async def connect(self, address: str, kind: StreamKind) -> Stream:
+        return await self._network.connect(self._node, address, kind)
+
+    async def listen(self, address: str, handler: StreamHandler) -> Listener:
+        return self._network.listen(self._node, address, handler)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class _End:
+    """One end of a stream.  Its pipe is what it sent and the other end has not received."""
+
+    other: _End
+
+    def __init__(self, network: SimNetwork, number: int, node: SimNode, peer: str) -> None:
+        self._network = network
+        self._loop = network.loop
+        self.number = number
+        self.node = node
+        self._peer = peer
+        self.gone = False  #: its node was killed
+        self.closed = False
+        self._ended: str | None = None  # the other side's end: "" clean, else why it broke
+        self._inbox: deque[bytes] = deque()
+        self._transit: deque[bytes | None] = deque()  # on the way to the other end; None = the end
+        self._piped_bytes = 0  # of frames that the other end has not received
+        self._piped = 0
+        self._last_due_us = 0
+        self._held = 0  # frames that came due during a cut
+        self._readers: deque[asyncio.Future[None]] = deque()
+        self._writers: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    # -- the Stream protocol ---------------------------------------------------------------------
+
+    async def send(self, frame: bytes) -> None:
+        self._check_open()
+        network = self._network
+        while self._piped_bytes >= network.window_bytes or self._piped >= network.window_frames:
+            await self._wait(self._writers)
+            self._check_open()
+        link = network.link(self.node.name, self.other.node.name)
+        if link.break_chance and network.rng.random() < link.break_chance:
+            network.record(f"break {self.number}")
+            self.other.broken("the connection was reset")
+            self.broken("the connection was reset")
+            raise Disconnected("the connection was reset")
+        self._piped_bytes += len(frame)
+        self._piped += 1
+        self._dispatch(frame)
+
+    async def recv(self) -> bytes | None:
+        while not self._inbox:
+            if self.closed:
+                return None
+            if self._ended is not None:
+                if self._ended:
+                    raise Disconnected(self._ended)
+                return None
+            await self._wait(self._readers)
+        frame = self._inbox.popleft()
+        self.other.taken(len(frame))
+        return frame
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for frame in self._inbox:
+            self.other.taken(len(frame))
+        self._inbox.clear()
+        self._wake_all()
+        if self._ended != "" and self._ended is not None:
+            return
+        self._dispatch(None)
+
+    # -- the pipe ----------------------------------------------------------------------------------
+
+    def _dispatch(self, frame: bytes | None) -> None:
+        network = self._network
+        link = network.link(self.node.name, self.other.node.name)
+        size = len(frame) if frame is not None else 0
+        travel = network._delay_us(link) + size * 1000 // link.bytes_per_ms
+        self._last_due_us = max(self._last_due_us, self._loop.now_us + travel)
+        self._transit.append(frame)
+        network._at(self._last_due_us, self._arrive)
+
+    def _arrive(self) -> None:
+        if not self._transit:  # lost with the stream
+            return
+        network = self._network
+        if self._held or network.link(self.node.name, self.other.node.name).cut:
+            self._held += 1
+            return
+        self._deliver()
+
+    def release(self) -> None:
+        """The cut healed."""
+        while self._held:
+            self._held -= 1
+            if self._transit:
+                self._deliver()
+
+    def _deliver(self) -> None:
+        frame = self._transit.popleft()
+        other = self.other
+        what = "end" if frame is None else f"{len(frame)}B"
+        self._network.record(f"{self.number} {self.node.name}>{other.node.name} {what}")
+        if other.gone:
+            return
+        if frame is None:
+            other.finished()
+        elif other.closed:
+            self.taken(len(frame))
+        elif other._ended is None:
+            other._inbox.append(frame)
+            other._wake_readers()
+
+    def taken(self, size: int) -> None:
+        """The other end received a frame."""
+        self._piped_bytes -= size
+        self._piped -= 1
+        while self._writers:
+            _wake(self._writers.popleft())
+
+    def finished(self) -> None:
+        """The other end closed cleanly; nobody will read what this end still sends."""
+        if self._ended is None:
+            self._ended = ""
+            self._wake_all()
+        if self.closed:
+            self._network.forget(self.number)
+
+    def broken(self, why: str) -> None:
+        """The stream is lost (N7)."""
+        self._transit.clear()
+        self._held = 0
+        if self._ended is None:
+            self._ended = why
+            self._wake_all()
+        self._network.forget(self.number)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Disconnected("the stream was closed")
+        if self._ended is not None:
+            raise Disconnected(self._ended or "the peer finished")
+
+    async def _wait(self, waiters: deque[asyncio.Future[None]]) -> None:
+        future = self._loop.create_future()
+        waiters.append(future)
+        try:
+            await future
+        finally:
+            if future in waiters:
+                waiters.remove(future)
+
+    def _wake_readers(self) -> None:
+        while self._readers:
+            _wake(self._readers.popleft())
+
+    def _wake_all(self) -> None:
+        self._wake_readers()
+        while self._writers:
+            _wake(self._writers.popleft())
+
+
+class _SimListener:
+    """A bound address of a node."""
+
+    def __init__(
+        self, network: SimNetwork, node: SimNode, address: str, handler: StreamHandler
+    ) -> None:
+        self._network = network
+        self._loop = network.loop
+        self.node = node
+        self._address = address
+        self._handler = handler
+        self._context = contextvars.copy_context()  # the node's (V3)
+        self._serving: dict[asyncio.Task[None], _End] = {}
+        self.closed = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def accept(self, kind: StreamKind, end: _End) -> None:
+        context = self._context.copy()
+        task = self._loop.create_task(self._serve(kind, end), context=context)
+        self._serving[task] = end
+        task.add_done_callback(self._served, context=context)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._serving.pop(task, None)
+
+    async def _serve(self, kind: StreamKind, end: _End) -> None:
+        try:
+            await self._handler(kind, end)
+        except Disconnected:
+            pass
+        except Exception as bug:
+            self._network.record(f"bug {self.node.name} {bug!r}")
+            self._loop.call_exception_handler({"message": "handler failed", "exception": bug})
+        finally:
+            end.close()
+
+    async def close(self, grace_ms: int) -> None:
+        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        self.closed = True
+        self._network.unlisten(self)
+        tasks = list(self._serving)
+        if tasks and grace_ms > 0:
+            await asyncio.wait(tasks, timeout=grace_ms / 1000)
+        for task in list(self._serving):
+            end = self._serving[task]
+            end.broken("the server shut down")
+            end.other.broken("the server shut down")
+        if self._serving:  # they learn of it from recv or send
+            await asyncio.wait(list(self._serving), timeout=HANDLER_GRACE_S)
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

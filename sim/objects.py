@@ -1,0 +1,191 @@
+"""A simulated object store and its Delta tables: slow, flaky, away, and deaf to who asked.
+
+An operation is carried out by the *store*: once the request has left, it happens whether or not the
+process that asked still lives, and perhaps long after that process was replaced.  The reply may be
+lost, so that a put or a commit that raised has taken effect (rule T5).
+
+Model
+  B1  request → a drawn delay → the operation, atomically → a drawn delay → the reply
+  B2  while the store is away, calls end in `TierUnavailable` after `deadline_ms`
+  B3  a lost request never happens, a lost reply has happened; the caller cannot tell
+  B4  a table lives as long as its log: removing the objects below it removes the table
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from pk import errors
+from pk.sim.world import SimClock, SimWorld
+from pk.tiering import layout
+from pk.tiering.objects import Buffer, MemoryStore, ObjectInfo
+from pk.tiering.table import Commit, MemoryTables, Snapshot, moved
+from pk.types import TopicId
+
+T = TypeVar("T")
+
+
+class SimObjects:
+    """An object store and the tables in it.  Implements `ObjectStore` and `TableFactory`."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.memory = MemoryStore()
+        self.tables = MemoryTables(self.memory.url)
+        self.away = False
+        self.lost_requests = 0.0  #: chances
+        self.lost_replies = 0.0
+        self.stragglers = 0.0  #: of requests that take ten times as long to get there
+        self.late_commit: Callable[[], float] | None = None  #: told of the next one; delays it
+        self.delay_ms = (0.5, 8.0)
+        self.deadline_ms = 300.0
+        self._world = world
+        self._clock = SimClock(world.loop)
+        self._rng = world.random("store")
+        self._moves = 0
+        self.tables.on_vacuum = self._vacuumed
+
+    # -- the wire --------------------------------------------------------------------------------
+
+    async def call(self, what: str, work: Callable[[], Awaitable[T]], late_ms: float = 0.0) -> T:
+        """One request (B1): carried out in nobody's name."""
+        remote = self._remote(what, work, late_ms)
+        task = self._world.loop.create_task(remote, context=contextvars.Context())
+        task.add_done_callback(_seen, context=contextvars.Context())
+        result: T = await asyncio.shield(task)
+        return result
+
+    async def _remote(self, what: str, work: Callable[[], Awaitable[T]], late_ms: float) -> T:
+        rng, clock = self._rng, self._clock
+        there, back = rng.uniform(*self.delay_ms), rng.uniform(*self.delay_ms)
+        chance = rng.random()
+        if rng.random() < self.stragglers:
+            there *= 10
+        await clock.sleep_ms(there + late_ms)
+        if self.away or chance < self.lost_requests:
+            await clock.sleep_ms(self.deadline_ms)
+            raise errors.TierUnavailable(f"{what}: no answer from the store")
+        result = await work()
+        await clock.sleep_ms(back)
+        if self.away or rng.random() < self.lost_replies:
+            self._world.record(f"store lost the reply to {what}")
+            raise errors.TierUnavailable(f"{what}: the answer was lost")
+        return result
+
+    # -- ObjectStore -----------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self.memory.url
+
+    async def put(self, path: str, data: Buffer) -> None:
+        raw = bytes(data)
+        await self.call(f"put {path}", lambda: self.memory.put(path, raw))
+
+    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+        raw = bytes(data)
+        return await self.call(f"create {path}", lambda: self.memory.put_if_absent(path, raw))
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        return await self.call(f"get {path}", lambda: self.memory.get_range(path, start, size))
+
+    async def head(self, path: str) -> ObjectInfo | None:
+        return await self.call(f"head {path}", lambda: self.memory.head(path))
+
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        return await self.call(f"list {prefix}", lambda: self.memory.list(prefix))
+
+    async def delete(self, path: str) -> None:
+        async def work() -> None:
+            await self.memory.delete(path)
+            home, found, _ = path.partition("/" + layout.commit_file(0))
+            if found:  # B4
+                self.tables.drop(f"{self.url}/{home}")
+
+        await self.call(f"delete {path}", work)
+
+    async def close(self) -> None:
+        return None
+
+    # -- TableFactory ----------------------------------------------------------------------------
+
+    def table(self, topic: str, topic_id: TopicId) -> SimTable:
+        return SimTable(self, topic, topic_id)
+
+    async def probe(self, attempt: str) -> None:
+        await self.call("probe", lambda: self.tables.probe(attempt))
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+    def _vacuumed(self, uri: str, paths: Iterable[str]) -> None:
+        home = uri.removeprefix(self.url + "/")
+        for path in paths:
+            self.memory.objects.pop(f"{home}/{path}", None)
+
+    # -- what others do to the tables --------------------------------------------------------------
+
+    def snapshot(self, topic: str, topic_id: TopicId) -> Snapshot | None:
+        """The newest version, as nobody in particular sees it."""
+        state = self.tables.state(f"{self.url}/{layout.table_path(topic, topic_id)}")
+        return None if state is None else state.versions[-1]
+
+    def optimize(self, topic: str, topic_id: TopicId) -> bool:
+        """Somebody's maintenance: one file's rows move to a file of another name."""
+        newest = self.snapshot(topic, topic_id)
+        if newest is None or not newest.files:
+            return False
+        file = newest.files[self._rng.choice(sorted(newest.files))]
+        self._moves += 1
+        path = f"partition={file.partition}/part-{self._moves:05d}.parquet"
+        home = layout.table_path(topic, topic_id)
+        objects = self.memory.objects
+        if f"{home}/{file.path}" not in objects:
+            return False
+        objects[f"{home}/{path}"] = objects[f"{home}/{file.path}"]
+        uri = f"{self.url}/{home}"
+        self.tables.rewrite(uri, [file.path], [moved(file, path)])
+        self.tables.states[uri].tombstones.append(file.path)
+        return True
+
+
+class SimTable:
+    """One topic's table behind the wire.  Implements `Table`."""
+
+    def __init__(self, store: SimObjects, topic: str, topic_id: TopicId) -> None:
+        self._store = store
+        self._home = layout.table_path(topic, topic_id)
+        self._table = store.tables.table(topic, topic_id)
+
+    @property
+    def uri(self) -> str:
+        return self._table.uri
+
+    async def load(self, partitions: Sequence[int]) -> Snapshot | None:
+        wanted = list(partitions)
+        return await self._store.call(f"load {self._home}", lambda: self._table.load(wanted))
+
+    async def create(self) -> Snapshot:
+        async def work() -> Snapshot:
+            self._store.memory.objects[f"{self._home}/{layout.commit_file(0)}"] = b"{}"
+            return await self._table.create()
+
+        return await self._store.call(f"create {self._home}", work)
+
+    async def commit(self, commit: Commit) -> Snapshot:
+        store = self._store
+        late, store.late_commit = store.late_commit, None
+        late_ms = late() if late is not None else 0.0
+        return await store.call(f"commit {self._home}", lambda: self._table.commit(commit), late_ms)
+
+    async def vacuum(self, retention_ms: int) -> int:
+        return await self._store.call(
+            f"vacuum {self._home}", lambda: self._table.vacuum(retention_ms)
+        )
+
+
+def _seen(task: asyncio.Task[object]) -> None:
+    if not task.cancelled():
+        task.exception()  # whoever asked may be gone

@@ -1,0 +1,418 @@
+"""The client of a simulated run: producers, consumers and an administrator over pk's own engines.
+
+All of them run in the nodes "client" and "admin" and know the cluster by its address only.  What
+they hear goes to the oracle and to the reader checks; an error that the run's faults cannot explain
+is a violation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from pk import errors
+from pk.client.cluster import Cluster
+from pk.client.fetch_engine import FetchEngine
+from pk.client.fetcher_events import Seek
+from pk.client.futures import OnDelivery
+from pk.client.intake import Intake, record_size
+from pk.client.offsets import EARLIEST
+from pk.client.options import consumer_options, producer_options
+from pk.client.produce_engine import ProduceEngine
+from pk.sim.checkers import ReaderCheck, Row, Violation, require
+from pk.sim.cluster import LISTEN
+from pk.sim.options import SimOptions, TopicPlan
+from pk.sim.oracle import Oracle, Sent, digest_of, id_of, value_of
+from pk.types import TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+RETRIES = {
+    "request_timeout_ms": 2_000,
+    "retry_backoff_ms": 20,
+    "retry_backoff_max_ms": 300,
+}
+DELIVERY_MS = (2_500, 30_000)
+OPEN_MS = 500
+DRAIN_MS = 20
+ADMIN_TIMEOUT_MS = 1_500
+
+#: What a consumer may be told while nodes die and topics come and go.
+_EXPLAINED = (
+    errors.RetriableError,
+    errors.TopicRecreated,
+    errors.UnknownTopicId,
+)
+
+OnTrouble = Callable[[str], None]
+
+
+def cluster_of(world: World, name: str) -> Cluster:
+    return Cluster(world, LISTEN, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+
+
+def rows_of(batch: pa.RecordBatch) -> list[Row]:
+    """Offset, name and content of each row."""
+    columns = [batch.column(name).to_pylist() for name in ("offset", "key", "value", "headers")]
+    found = []
+    for offset, key, value, headers in zip(*columns, strict=True):
+        pairs = [(each["key"], each["value"]) for each in headers or ()]
+        found.append(Row(offset, id_of(value), digest_of(key, value, pairs)))
+    return found
+
+
+def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task[None]:
+    """A task whose unexpected end is told."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            trouble(f"{task.get_coro()} ended: {bug!r}")
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(ended)
+    return task
+
+
+class SimProducer:
+    """One producer: bursts of records, outcomes to the oracle."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        oracle: Oracle,
+        options: SimOptions,
+        rng: random.Random,
+        given: dict[str, Any],
+        trouble: OnTrouble,
+    ) -> None:
+        self._trouble = trouble
+        self.name = name
+        self._world = world
+        self._oracle = oracle
+        self._options = options
+        self._rng = rng
+        delivery = {"delivery_timeout_ms": rng.choice(DELIVERY_MS), "linger_ms": 2, **RETRIES}
+        settings, self._ordered = producer_options(
+            {"batch_size": rng.choice([1_000, 20_000]), **delivery, **given}
+        )
+        self.engine = ProduceEngine(
+            world, cluster_of(world, name), settings, idempotent=self._ordered
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.engine.start()
+        self._task = watched(self._run(), self._trouble)
+
+    def stop(self) -> None:
+        """No more records; what was handed over goes on."""
+        if self._task is not None:
+            self._task.cancel()
+        self.engine.begin_flush()
+
+    async def _run(self) -> None:
+        rng, options = self._rng, self._options
+        while True:
+            await self._world.clock.sleep_ms(rng.uniform(*options.pace_ms))
+            topic = rng.choice(options.topics).name
+            if not self._oracle.topics[topic].life:
+                continue
+            try:
+                intake = await self.engine.open(topic, OPEN_MS)
+            except errors.PkError:
+                continue  # deleted, or nobody answers
+            known = self.engine.cluster.metadata.topics.get(topic)
+            for _ in range(rng.randint(*options.burst)):
+                partition = rng.randrange(known.partitions) if known is not None else None
+                self._send(intake, topic, partition if rng.random() < 0.7 else None)
+            self.engine.marked[topic] = intake
+            self.engine.poke()
+            if self.engine.fatal is not None:
+                self._ended(self.engine.fatal)
+                return
+
+    def _ended(self, error: errors.PkError) -> None:
+        """A gap after acknowledged loss is fatal (rule L6); nothing else is."""
+        lossy = any(not topic.flushed for topic in self._oracle.topics.values())
+        if not (isinstance(error, errors.OutOfOrderSequence) and lossy and self._oracle.era):
+            self._trouble(f"V6: {self.name} can send no more: {error!r}")
+
+    def _send(self, intake: Intake, topic: str, partition: int | None) -> None:
+        rng = self._rng
+        name = self._oracle.next_id(self.name)
+        value = value_of(name, rng.randint(*self._options.value_bytes))
+        key = f"k{rng.randrange(20)}".encode() if rng.random() < 0.6 else None
+        headers: list[tuple[str, bytes | None]] = []
+        if rng.random() < 0.2:
+            headers = [("h", b"1"), ("h", None)]
+        digest = digest_of(key, value, headers)
+        sent = self._oracle.send(name, topic, digest, ordered=self._ordered)
+        size = record_size(value, key, headers, topic)
+        told = self._told(sent)
+        try:
+            future = intake.offer(
+                value, key, headers or None, partition, None, told, size, self._world.clock
+            )
+        except errors.PkError as error:  # the producer can send no more
+            self._oracle.failed(sent, repr(error))
+            return
+        if future is None:
+            self._oracle.failed(sent, "buffer_memory is full")
+
+    def _told(self, sent: Sent) -> OnDelivery:
+        def told(metadata: Any, error: errors.PkError | None) -> None:
+            if error is not None:
+                self._oracle.failed(sent, repr(error))
+            else:
+                self._oracle.acknowledged(sent, metadata.partition, metadata.offset)
+
+        return told
+
+
+class SimConsumer:
+    """One consumer of all topics; every row goes through its `ReaderCheck`."""
+
+    def __init__(
+        self,
+        world: World,
+        check: ReaderCheck,
+        oracle: Oracle,
+        topics: Sequence[TopicPlan],
+        log_start_of: Callable[[str, int], int],
+        trouble: OnTrouble,
+        **given: Any,
+    ) -> None:
+        self.check = check
+        self._world = world
+        self._oracle = oracle
+        self._topics = topics
+        self._log_start_of = log_start_of
+        self._trouble = trouble
+        settings = consumer_options(
+            {
+                "auto_offset_reset": "earliest",
+                "fetch_max_wait_ms": 200,
+                "fetch_buffer_bytes": 40_000,
+                "fetch_max_bytes": 20_000,
+                "max_partition_fetch_bytes": 8_000,
+                **RETRIES,
+                **given,
+            }
+        )
+        self.engine = FetchEngine(world, cluster_of(world, check.name), settings)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.engine.subscribe([plan.name for plan in self._topics], None)
+        self._task = watched(self._run(), self._trouble)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.engine.close()
+
+    async def _run(self) -> None:
+        while True:
+            await self._world.clock.sleep_ms(DRAIN_MS)
+            try:
+                self.drain()
+            except errors.PkError as error:
+                self._problem(error)
+            except Violation as violation:
+                self._trouble(str(violation))
+
+    def drain(self) -> int:
+        """Take what is ready; returns how many rows."""
+        taken = 0
+        for place, batch in self.engine.drain():
+            rows = rows_of(batch)
+            start = self._log_start_of(place.topic, place.partition)
+            self.check.took(place.topic, place.partition, rows, start)
+            taken += len(rows)
+        return taken
+
+    def _problem(self, error: errors.PkError) -> None:
+        if isinstance(error, errors.LogTruncated):
+            self._truncated(error)
+        elif isinstance(error, errors.TopicRecreated | errors.UnknownTopicId):
+            for plan in self._topics:
+                if f"topic {plan.name} " in error.message:
+                    self.check.forget(plan.name)
+        elif not isinstance(error, _EXPLAINED):
+            self._trouble(f"V5: {self.check.name} was told {error!r}")
+
+    def _truncated(self, error: errors.LogTruncated) -> None:
+        topic, partition = error.details["topic"], int(error.details["partition"])
+        known = self._oracle.topics[topic]
+        if known.flushed or not self._oracle.era:
+            self._trouble(f"V8: {self.check.name}: {error!r}")
+        self.check.forget(topic, partition)
+        place = TopicPartition(topic, partition)
+        if place in self.engine.fetcher.assignment:  # else the topic was deleted meanwhile
+            self.engine.step(Seek(place, EARLIEST))
+
+
+class SimAdmin:
+    """Creates the topics, then does one chore after the other."""
+
+    def __init__(
+        self,
+        world: World,
+        oracle: Oracle,
+        options: SimOptions,
+        rng: random.Random,
+        bounds_of: Callable[[str, int], tuple[int, int]],
+        trouble: OnTrouble,
+    ) -> None:
+        self._world = world
+        self._oracle = oracle
+        self._options = options
+        self._rng = rng
+        self._bounds_of = bounds_of  #: (log_start, high watermark) as last sampled
+        self._trouble = trouble
+        self._cluster = cluster_of(world, "admin")
+        self.resting = False
+
+    async def run(self) -> None:
+        self._cluster.start()
+        for plan in self._options.topics:
+            await self._create(plan)
+        while not self.resting and self._options.chores:
+            await self._world.clock.sleep_ms(self._rng.uniform(*self._options.chore_every_ms))
+            if not self.resting:
+                plan = self._rng.choice(self._options.topics)
+                await getattr(self, f"_{self._rng.choice(self._options.chores)}")(plan)
+
+    async def close(self) -> None:
+        await self._cluster.close()
+
+    async def _ask(self, request: Any) -> Any:
+        """Until somebody answers; errors inside the reply are the caller's."""
+        while True:
+            try:
+                return await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
+            except errors.RetriableError:
+                await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
+            except errors.PkError as error:
+                self._trouble(f"admin: {request.DESCRIPTOR.name}: {error!r}")
+                await self._world.clock.sleep_ms(1_000)
+
+    async def _until_done(
+        self, make: Callable[[], Any], done: tuple[type[errors.PkError], ...]
+    ) -> bool:
+        """Repeat while the answer's only result is retriable; `done` means somebody did it.
+
+        False: it was refused for good.
+        """
+        while True:
+            reply = await self._ask(make())
+            (result,) = reply.results
+            if not result.HasField("error"):
+                return True
+            error = frames.raise_error(result.error)
+            if isinstance(error, done):
+                return True
+            if not error.retriable:
+                self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
+                return False
+            await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
+
+    # -- chores ------------------------------------------------------------------------------------
+
+    async def _create(self, plan: TopicPlan) -> None:
+        request = wire.CreateTopicsRequest()
+        request.topics.add(
+            name=plan.name, partitions=plan.partitions, replication_factor=1, configs=plan.configs
+        )
+        if await self._until_done(lambda: request, (errors.TopicAlreadyExists,)):
+            info = await self._info(plan.name)
+            self._oracle.created(plan.name, info.topic_id, plan.partitions)
+
+    async def _info(self, name: str) -> wire.TopicInfo:
+        while True:
+            reply = await self._ask(wire.MetadataRequest(topics=[name]))
+            info: wire.TopicInfo = reply.topics[0]
+            if not info.HasField("error"):
+                return info
+            await self._world.clock.sleep_ms(50)
+
+    async def _recreate(self, plan: TopicPlan) -> None:
+        self._oracle.deleting(plan.name)
+        topic_id = self._oracle.topics[plan.name].topic_id  # a late retry must not hit the next one
+        purge = self._rng.random() < 0.5
+        request = wire.DeleteTopicsRequest(topic_ids=[topic_id], purge_tier=purge)
+        gone = (errors.UnknownTopicOrPartition, errors.UnknownTopicId)
+        if await self._until_done(lambda: request, gone):
+            await self._world.clock.sleep_ms(self._rng.uniform(0, 300))
+            await self._create(plan)
+
+    async def _grow(self, plan: TopicPlan) -> None:
+        topic = self._oracle.topics[plan.name]
+        total = topic.partitions + 1
+        if total > 4:
+            return
+        request = wire.CreatePartitionsRequest()
+        request.topics.add(name=plan.name, total_count=total)
+        if await self._until_done(lambda: request, (errors.InvalidPartitions,)):
+            info = await self._info(plan.name)
+            require(len(info.partitions) == total, "admin", f"{total} partitions wanted: {info}")
+            self._oracle.grown(plan.name, total)
+
+    async def _delete_records(self, plan: TopicPlan) -> None:
+        topic = self._oracle.topics[plan.name]
+        partition = self._rng.randrange(topic.partitions)
+        start, end = self._bounds_of(topic.topic_id, partition)
+        if end <= start:
+            return
+        before = self._rng.randint(start, end)
+        self._oracle.deleting_records(plan.name, partition, before)
+        request = wire.DeleteRecordsRequest()
+        request.items.add(topic_id=topic.topic_id, partition=partition, before_offset=before)
+        out = (errors.OffsetOutOfRange,)  # power was lost meanwhile, or retention was faster
+        if await self._until_done(lambda: request, out):
+            return
+
+    async def _configure(self, plan: TopicPlan) -> None:
+        rng = self._rng
+        changes = {"segment_bytes": str(rng.choice([14_336, 30_000]))}
+        if plan.tiered:
+            changes["tier_max_lag_ms"] = str(rng.choice([50, 500]))
+            changes["local_retention_bytes"] = str(rng.choice([0, 15_000, 40_000]))
+        request = wire.AlterConfigsRequest()
+        change = request.changes.add(set=changes)
+        change.resource.type, change.resource.name = "topic", plan.name
+        await self._until_done(lambda: request, ())
+
+
+async def read_all(
+    world: World,
+    check: ReaderCheck,
+    ends: dict[TopicPartition, int],
+    log_start_of: Callable[[str, int], int],
+) -> None:
+    """Read every partition from its beginning to `ends`, through `check`."""
+    settings = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
+    engine = FetchEngine(world, cluster_of(world, check.name), settings)
+    engine.assign(ends)
+    try:
+        while any((engine.fetcher.frontier(place) or 0) < end for place, end in ends.items()):
+            await world.clock.sleep_ms(DRAIN_MS)
+            try:
+                taken = engine.drain()
+            except errors.RetriableError:
+                continue
+            for place, batch in taken:
+                start = log_start_of(place.topic, place.partition)
+                check.took(place.topic, place.partition, rows_of(batch), start)
+        for place, batch in engine.drain():
+            start = log_start_of(place.topic, place.partition)
+            check.took(place.topic, place.partition, rows_of(batch), start)
+    finally:
+        await engine.close()

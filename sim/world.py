@@ -1,0 +1,407 @@
+"""Virtual time: an asyncio event loop that never waits, and worlds of nodes drawn from one seed.
+
+World-generic code runs here unmodified.  The loop has a ready queue and a heap of timers; when
+nothing is ready, time jumps to the next timer.  Everything that happens is a function of the
+seed.
+
+Rules
+  V1  Timers of one instant fire in the order they were set; nothing else orders events.
+  V2  There are no threads, no sockets, no signals: asking for one raises.
+  V3  A node is a context variable that its tasks inherit.  `kill` is kill -9: from then on no
+      callback of the node runs, not even a `finally`; its streams break, its disk drops what it
+      must (on_kill).
+  V4  Each node draws from a generator of its own, so that one node's appetite never shifts
+      another's.
+
+Beware, in code that runs here: iterating a `set` of objects (also what `asyncio.wait` returns,
+and what `asyncio.TaskGroup` cancels by) follows memory addresses, not the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import heapq
+import random
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+
+from pk.world import World
+
+if TYPE_CHECKING:
+    from pk.sim.network import SimNetwork
+
+    _Base = asyncio.BaseEventLoop
+else:
+    _Base = asyncio.AbstractEventLoop  # whatever is not defined below raises (V2)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+EVENTS_MAX = 1_000_000
+#: Where virtual wall clocks start: 2025-01-01T00:00:00Z.
+EPOCH_MS = 1_735_689_600_000
+_US_PER_MS = 1_000
+TRACE_TAIL = 40
+UNWIND_MAX = 100
+
+
+class Stuck(AssertionError):
+    """The simulation did not reach its goal: no event is left, or it took too many."""
+
+
+@dataclass(eq=False)
+class SimNode:
+    """One incarnation of a node (V3)."""
+
+    name: str
+    incarnation: int
+    alive: bool = True
+    on_kill: list[Callable[[], None]] = field(default_factory=list)
+
+
+_NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
+
+
+def current_node() -> SimNode | None:
+    """The node whose code is running."""
+    return _NODE.get()
+
+
+class _Timer(asyncio.TimerHandle):
+    """Ordered by due time, then by when it was set (V1)."""
+
+    __slots__ = ("due_us", "number")
+
+    due_us: int
+    number: int
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _Timer)
+        return (self.due_us, self.number) < (other.due_us, other.number)
+
+
+class SimLoop(_Base):
+    """The event loop of virtual time, in whole microseconds."""
+
+    def __init__(self) -> None:
+        self.now_us = 0
+        self.events = 0
+        self.failures: list[dict[str, Any]] = []  #: what reached the exception handler
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[_Timer] = []
+        self._timer_number = 0
+        self._closed = False
+        self._running = False
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks_max = 64
+
+    # -- scheduling ----------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now_us / 1_000_000
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        if not self._closed:
+            self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at_us(
+            self.now_us + round(delay * 1_000_000), callback, *args, context=context
+        )
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at_us(round(when * 1_000_000), callback, *args, context=context)
+
+    def call_at_us(
+        self,
+        due_us: int,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Like `call_at`, in whole microseconds."""
+        timer = _Timer(due_us / 1_000_000, callback, args, self, context)
+        timer.due_us = max(due_us, self.now_us)
+        timer.number = self._timer_number
+        self._timer_number += 1
+        if not self._closed:
+            heapq.heappush(self._timers, timer)
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers are skipped when they come due."""
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Any,
+        *,
+        name: object = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=str(name) if name else None, context=context)
+        self._tasks.append(task)  # V3: the collector must not end what a killed node left behind
+        if len(self._tasks) > self._tasks_max:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks_max = 2 * len(self._tasks) + 64
+        return task
+
+    # -- running -------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run the next event; False if there is none."""
+        while not self._ready:
+            while self._timers and self._timers[0].cancelled():
+                heapq.heappop(self._timers)
+            if not self._timers:
+                return False
+            self.now_us = max(self.now_us, self._timers[0].due_us)
+            while self._timers and self._timers[0].due_us <= self.now_us:
+                timer = heapq.heappop(self._timers)
+                if not timer.cancelled():
+                    self._ready.append(timer)
+        handle = self._ready.popleft()
+        if not handle.cancelled():
+            node = handle._context.get(_NODE)  # type: ignore[attr-defined]
+            if node is None or node.alive:
+                self.events += 1
+                handle._run()
+        return True
+
+    def run_until(self, predicate: Callable[[], bool], events_max: int = EVENTS_MAX) -> None:
+        """Run events until `predicate` holds.  Raises `Stuck`."""
+        assert not self._running, "the loop runs already"
+        self._running = True
+        asyncio._set_running_loop(self)
+        limit = self.events + events_max
+        try:
+            while not predicate():
+                if self.events >= limit:
+                    raise Stuck(f"not reached after {events_max} events, at {self.time():.6f} s")
+                if not self.step():
+                    raise Stuck(f"nothing left to happen at {self.time():.6f} s")
+        finally:
+            asyncio._set_running_loop(None)
+            self._running = False
+
+    def run_until_complete(self, future: Any) -> Any:
+        task = future if isinstance(future, asyncio.Future) else self.create_task(future)
+        self.run_until(task.done)
+        return task.result()
+
+    def run_for_ms(self, duration_ms: float, events_max: int = EVENTS_MAX) -> None:
+        """Run what happens within `duration_ms` of virtual time."""
+        done: list[None] = []
+        context = contextvars.Context()
+        self.call_later(duration_ms / 1000, done.append, None, context=context)
+        self.run_until(lambda: bool(done), events_max)
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """End time.  What still waits is unwound outside of it; nothing it does has an effect."""
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+        asyncio._set_running_loop(self)
+        try:
+            while self._tasks:  # a `finally` may start more: they never run
+                task = self._tasks.pop()
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    _unwind(task.get_coro())
+        finally:
+            asyncio._set_running_loop(None)
+
+    # -- the rest of an event loop ---------------------------------------------------------------
+
+    def get_debug(self) -> bool:
+        return False
+
+    def set_debug(self, enabled: bool) -> None:
+        """There is no debug mode."""
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.failures.append(context)
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.failures.append(context)
+
+    async def shutdown_asyncgens(self) -> None:
+        """Generators end with their tasks."""
+
+
+def _unwind(coro: Any) -> None:
+    for _ in range(UNWIND_MAX):  # a `finally` that awaits asks for another turn
+        try:
+            coro.close()
+        except BaseException:
+            continue
+        return
+
+
+class SimClock:
+    """One node's clocks: virtual time plus the node's own error.  Implements `pk.clock.Clock`."""
+
+    def __init__(self, loop: SimLoop, skew_ms: int = 0) -> None:
+        self._loop = loop
+        self.skew_ms = skew_ms
+
+    def wall_ms(self) -> int:
+        return EPOCH_MS + self._loop.now_us // _US_PER_MS + self.skew_ms
+
+    def monotonic_ms(self) -> int:
+        return self._loop.now_us // _US_PER_MS
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        future = self._loop.create_future()
+        timer = self._loop.call_later(max(0.0, duration_ms) / 1000, _resolve, future)
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    def step(self, by_ms: int) -> None:
+        """The wall clock jumps (rule L10); the monotonic one does not."""
+        self.skew_ms += by_ms
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class SimWorld:
+    """One simulated universe: a loop, a network, nodes, a trace."""
+
+    def __init__(self, seed: int) -> None:
+        from pk.sim.network import SimNetwork
+
+        self.seed = seed
+        self.loop = SimLoop()
+        self.trace: list[str] = []
+        self.nodes: dict[str, SimNode] = {}
+        self.clocks: dict[str, SimClock] = {}
+        self.network: SimNetwork = SimNetwork(self.loop, self.random("network"), self.record)
+        self._digest = hashlib.sha256()
+
+    def random(self, name: str) -> random.Random:
+        """The generator of `name` (V4)."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def record(self, line: str) -> None:
+        """Add an event to the trace."""
+        line = f"{self.loop.now_us:>12} {line}"
+        self.trace.append(line)
+        self._digest.update(line.encode() + b"\n")
+
+    @property
+    def digest(self) -> str:
+        """A hash of the whole trace: equal digests, equal histories."""
+        return self._digest.hexdigest()
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def start(self, name: str, main: Callable[[World], Awaitable[Any]]) -> asyncio.Task[Any]:
+        """Start the node `name` (anew): its code is `main(world)` and what that spawns."""
+        old = self.nodes.get(name)
+        if old is not None and old.alive:
+            raise AssertionError(f"{name} is running")
+        node = SimNode(name, old.incarnation + 1 if old else 1)
+        self.nodes[name] = node
+        self.record(f"start {name} {node.incarnation}")
+        return self.spawn(name, main(self.world_of(name)))
+
+    def world_of(self, name: str) -> World:
+        """The World of the running node `name` (made on demand for test drivers)."""
+        node = self.nodes.setdefault(name, SimNode(name, 1))
+        clock = self.clocks.setdefault(name, SimClock(self.loop))
+        ids = self.random(f"{name}/{node.incarnation}/ids")
+        return World(
+            clock=clock,
+            network=self.network.door(node),
+            rng=self.random(f"{name}/{node.incarnation}"),
+            new_id=lambda: str(uuid.UUID(int=ids.getrandbits(128), version=4)),
+        )
+
+    def spawn(self, name: str, coro: Awaitable[T]) -> asyncio.Task[T]:
+        """Run a coroutine as part of the node `name`."""
+        node = self.nodes[name]
+        context = contextvars.Context()
+        context.run(_NODE.set, node)
+        work = coro if asyncio.iscoroutine(coro) else _awaited(coro)
+        task: asyncio.Task[T] = self.loop.create_task(work, context=context)
+        return task
+
+    def kill(self, name: str) -> None:
+        """kill -9 (V3)."""
+        node = self.nodes[name]
+        if not node.alive:
+            return
+        self.record(f"kill {name} {node.incarnation}")
+        node.alive = False
+        for told in node.on_kill:
+            told()
+        self.network.lose(node)
+
+    # -- driving ---------------------------------------------------------------------------------
+
+    def run(self, coro: Coroutine[Any, Any, T], events_max: int = EVENTS_MAX) -> T:
+        """Run a test driver's coroutine (a part of no node) to its end."""
+        task: asyncio.Task[T] = self.loop.create_task(coro, context=contextvars.Context())
+        self.run_until(task.done, events_max)
+        return task.result()
+
+    def run_until(self, predicate: Callable[[], bool], events_max: int = EVENTS_MAX) -> None:
+        """Run until `predicate` holds; `Stuck` names the seed and the last events."""
+        try:
+            self.loop.run_until(predicate, events_max)
+        except Stuck as stuck:
+            tail = "\n".join(self.trace[-TRACE_TAIL:])
+            raise Stuck(f"SEED={self.seed}: {stuck}\n{tail}") from None
+
+    def close(self) -> None:
+        """End the world."""
+        for node in self.nodes.values():
+            node.alive = False
+        self.loop.close()
+
+    def __enter__(self) -> SimWorld:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work

@@ -1,0 +1,25 @@
+"""Spark's `format("pk")`, batch and stream, source and sink.
+
+Imported by executors: nothing heavy is loaded until it is used.
+
+    from pk.sparkconnector import session
+    spark = session(master="local[2]")
+    spark.read.format("pk").option("pk.bootstrap.servers", "127.0.0.1:9292").option("subscribe",
+    "flights").load()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pk.sparkconnector.sessions import read_topic, register, session
+
+__all__ = ["read_topic", "register", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'pk.sparkconnector' has no attribute {name!r}")
+    return getattr(import_module("pk.sparkconnector.sessions"), name)

@@ -1,0 +1,143 @@
+"""A batch read: the offsets are frozen when Spark plans, then read by as many tasks as there are
+ranges.
+
+Spark plans a DataFrame once and keeps the plan: "latest" is what was there then, for every action
+on it.
+
+With `spark.sql.python.filterPushdown.enabled=true` Spark offers filters; those on topic, partition,
+offset and timestamp narrow the ranges.  Spark applies every filter again, so narrowing needs only
+be safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from pk import errors
+from pk.sparkconnector.offsets import Bounds, Progress, Range
+from pk.sparkconnector.options import Source
+from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.source import PkPartition
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import Filter
+
+OFFSET_MAX = 2**63 - 1
+
+
+class Narrowed:
+    """What pushed filters leave of a read: topics and partitions, offset bounds, a least time."""
+
+    def __init__(self) -> None:
+        self.allowed: dict[str, set[Any]] = {}  #: topic, partition → the only values
+        self.start = 0
+        self.end = OFFSET_MAX
+        self.since_ms: int | None = None  #: only records at or after it
+
+    def add(self, one: Filter) -> None:
+        """Take `one` into account if it says where records are; else leave it be."""
+        column = getattr(one, "attribute", None)
+        if not isinstance(column, tuple) or len(column) != 1:
+            return
+        name, kind = column[0].lower(), type(one).__name__
+        value = getattr(one, "value", None)
+        if name in ("topic", "partition") and kind in ("EqualTo", "In"):
+            values = set(value) if isinstance(value, (tuple, list)) else {value}
+            self.allowed[name] = self.allowed.get(name, values) & values
+        elif name == "offset" and isinstance(value, int):
+            self._offset(kind, value)
+        elif name == "timestamp" and kind in ("EqualTo", "GreaterThan", "GreaterThanOrEqual"):
+            self._since(value)
+
+    def _since(self, value: Any) -> None:
+        if isinstance(value, datetime) and value.tzinfo is not None:
+            since_ms = int(value.timestamp() * 1000)
+            self.since_ms = max(self.since_ms or since_ms, since_ms)
+
+    def _offset(self, kind: str, value: int) -> None:
+        least = {"EqualTo": value, "GreaterThanOrEqual": value, "GreaterThan": value + 1}.get(kind)
+        end = {"EqualTo": value + 1, "LessThanOrEqual": value + 1, "LessThan": value}.get(kind)
+        if least is not None:
+            self.start = max(self.start, least)
+        if end is not None:
+            self.end = min(self.end, end)
+
+    def admits(self, one: Bounds) -> bool:
+        """Whether the partition may hold a row that is wanted."""
+        return one.topic in self.allowed.get(
+            "topic", {one.topic}
+        ) and one.partition in self.allowed.get("partition", {one.partition})
+
+
+class _PushFilters:
+    """Stands in for `pushFilters`: off by default, Spark refuses a reader that overrides the
+    method.
+
+    It compares `reader.pushFilters.__func__` with the base class's; this object has that attribute
+    and is called only when push-down is on.  Should the comparison change, Spark's own error tells
+    what to do.
+    """
+
+    def __init__(self, reader: PkReader) -> None:
+        self._reader = reader
+        self.__func__ = DataSourceReader.pushFilters  # of the instance, lest it becomes a method
+
+    def __call__(self, filters: Iterable[Filter]) -> Iterable[Filter]:
+        for one in filters:
+            self._reader.narrowed.add(one)
+            yield one  # Spark filters again
+
+
+class PkReader(DataSourceReader):
+    """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
+
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        self._source = source
+        self._names = tuple(names)
+        self.narrowed = Narrowed()
+
+    @property
+    def pushFilters(self) -> _PushFilters:
+        return _PushFilters(self)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        planner = Planner(self._source)
+        bounds = planner.bounds()
+        start = planner.at(self._source.starting, bounds, "startingOffsets")
+        end = planner.at(self._source.ending, bounds, "endingOffsets")
+        wanted = self._ranges(planner, bounds, start, end)
+        return [PkPartition(task) for task in planner.tasks(wanted, streaming=False)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(partition, PkPartition):
+            return iter(())  # Spark's own partition, when there was none to plan
+        return read(partition.task, self._source, self._names)
+
+    def _ranges(
+        self, planner: Planner, bounds: Sequence[Bounds], start: Progress, end: Progress
+    ) -> list[Range]:
+        narrowed = self.narrowed
+        kept = [one for one in bounds if narrowed.admits(one)]
+        since: dict[tuple[str, int], int | None] = {}
+        if narrowed.since_ms is not None:
+            asked = {(one.topic_id, one.partition): narrowed.since_ms for one in kept}
+            since = planner.cluster.first_at(asked) if asked else {}
+        found = []
+        for one in kept:
+            first = start[one.topic].offsets[one.partition]
+            last = end[one.topic].offsets[one.partition]
+            if last < first and self._source.starting.kind == self._source.ending.kind == "offsets":
+                raise errors.InvalidOption(
+                    f"startingOffsets {first} is behind endingOffsets {last}: "
+                    f"{one.topic}-{one.partition}"
+                )
+            first, last = max(first, narrowed.start), min(last, narrowed.end)
+            begins = since.get((one.topic_id, one.partition), first)
+            first = last if begins is None else max(first, begins)
+            found.append(Range(one.topic, one.topic_id, one.partition, first, last))
+        return found

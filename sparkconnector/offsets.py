@@ -1,0 +1,296 @@
+"""Where a query stands: the offsets Spark keeps in checkpoints, and what two of them mean together.
+
+A `Progress` maps topic name → topic id and partition → next offset.  Spark stores the JSON
+
+    {"v": 1, "topics": {"flights": {"id": "<uuid>", "offsets": {"0": 123, "1": 456}}}}
+
+and compares two of them as *text*, so there is one spelling: topics by name, partitions by number.
+
+`between` turns (start, end) into ranges, and says what was lost on the way.  A loss is not an error
+here: the caller raises it, or goes on with what is left, as `failOnDataLoss` says.
+
+Invariants
+  O1  equal positions have equal JSON; reading back what was written gives the same positions.
+  O2  ranges of `between` start at the progress's start, except where that is named as a loss (or
+      the partition is new: then at its earliest offset).
+  O3  a topic that was deleted and created again is another log: its offsets are never compared with
+      the old one's (rule L8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pk import errors
+from pk.sparkconnector.options import EARLIEST, LATEST, Position
+
+VERSION = 1
+
+
+class Bounds(NamedTuple):
+    """What the broker says of one partition: readable are `[earliest, latest)`."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    earliest: int
+    latest: int  #: the LSO for read_committed, else the high watermark
+
+
+@dataclass(slots=True, frozen=True)
+class TopicProgress:
+    """Next offsets of one topic's partitions."""
+
+    topic_id: str
+    offsets: dict[int, int] = field(default_factory=dict)
+
+
+Progress = dict[str, TopicProgress]
+
+
+class Range(NamedTuple):
+    """Offsets `[start, end)` of one partition."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.end - self.start)
+
+
+class Loss(NamedTuple):
+    """Something the query expected is not there (any more)."""
+
+    recreated: bool
+    words: str
+
+
+def to_json(progress: Progress) -> dict[str, Any]:
+    """The one spelling (O1)."""
+    return {
+        "v": VERSION,
+        "topics": {
+            topic: {
+                "id": progress[topic].topic_id,
+                "offsets": {str(p): int(o) for p, o in sorted(progress[topic].offsets.items())},
+            }
+            for topic in sorted(progress)
+        },
+    }
+
+
+def from_json(stored: Mapping[str, Any]) -> Progress:
+    """Raises `InvalidOption` for what pk did not write, `UnsupportedFeature` for a newer pk's."""
+    version = stored.get("v")
+    if isinstance(version, int) and version > VERSION:
+        raise errors.UnsupportedFeature(
+            f"the checkpoint has offsets of format {version}; this pk reads up to {VERSION}"
+        )
+    try:
+        if version != VERSION:
+            raise ValueError(version)
+        return {
+            str(topic): TopicProgress(
+                str(entry["id"]),
+                {
+                    int(p): int(o)
+                    for p, o in sorted(entry["offsets"].items(), key=lambda i: int(i[0]))
+                },
+            )
+            for topic, entry in sorted(stored["topics"].items())
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+        raise errors.InvalidOption(
+            f"the checkpoint's offsets are not pk's: {dict(stored)!r}; a query that read from "
+            "another source needs a new checkpointLocation"
+        ) from cause
+
+
+def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> Progress:
+    """Progress with `chosen` offsets for the partitions of `bounds`."""
+    progress: Progress = {}
+    for one in sorted(bounds):
+        entry = progress.setdefault(one.topic, TopicProgress(one.topic_id))
+        entry.offsets[one.partition] = chosen[one.topic, one.partition]
+    return progress
+
+
+def latest(bounds: Iterable[Bounds]) -> Progress:
+    """Progress at the end of everything."""
+    listed = list(bounds)
+    return of(listed, {(one.topic, one.partition): one.latest for one in listed})
+
+
+# -- where a query begins and ends ----------------------------------------------------------------
+
+
+def at_position(
+    position: Position,
+    bounds: Iterable[Bounds],
+    found: Mapping[tuple[str, int], int | None],
+    name: str,
+    when_no_such_time: str = "latest",
+) -> tuple[Progress, list[Loss]]:
+    """The progress that `position` names.  `found`: offsets for its times, None = no record that
+    late.
+
+    Explicit offsets outside the log are losses and clamped.  Raises `InvalidOption` when JSON
+    options do not name exactly the partitions read, or a time has no record and that is to be an
+    error.
+    """
+    listed = sorted(bounds)
+    losses: list[Loss] = []
+    if position.kind in ("offsets", "times"):
+        given = position.offsets if position.kind == "offsets" else position.times
+        _check_exact(given, listed, name)
+    chosen: dict[tuple[str, int], int] = {}
+    for one in listed:
+        key = (one.topic, one.partition)
+        if position.kind == "earliest":
+            chosen[key] = one.earliest
+        elif position.kind == "latest":
+            chosen[key] = one.latest
+        elif position.kind == "offsets":
+            chosen[key], loss = _explicit(position.offsets[one.topic][one.partition], one, name)
+            losses += loss
+        else:
+            offset = found[key]
+            if offset is None and when_no_such_time == "error":
+                raise errors.InvalidOption(
+                    f"{name}: {one.topic}-{one.partition} has no record at or after that time; "
+                    "startingOffsetsByTimestampStrategy=latest would begin at its end"
+                )
+            chosen[key] = (
+                one.latest if offset is None else min(max(offset, one.earliest), one.latest)
+            )
+    return of(listed, chosen), losses
+
+
+def times_of(position: Position, bounds: Iterable[Bounds]) -> dict[tuple[str, int], int]:
+    """The times to look up for `position`, by partition; {} if it names none."""
+    if position.kind == "time":
+        return {(one.topic, one.partition): position.time_ms for one in bounds}
+    if position.kind == "times":
+        return {
+            (one.topic, one.partition): position.times[one.topic][one.partition]
+            for one in bounds
+            if one.partition in position.times.get(one.topic, {})
+        }
+    return {}
+
+
+def _check_exact(
+    given: Mapping[str, Mapping[int, int]], bounds: Iterable[Bounds], name: str
+) -> None:
+    named = {(topic, partition) for topic, listed in given.items() for partition in listed}
+    there = {(one.topic, one.partition) for one in bounds}
+    lacking = ", ".join(f"{topic}-{partition}" for topic, partition in sorted(there - named))
+    unknown = ", ".join(f"{topic}-{partition}" for topic, partition in sorted(named - there))
+    if lacking:
+        raise errors.InvalidOption(
+            f"{name} must name every partition that is read (-2 earliest, -1 latest); "
+            f"lacking: {lacking}"
+        )
+    if unknown:
+        raise errors.InvalidOption(f"{name} names partitions that are not read: {unknown}")
+
+
+def _explicit(offset: int, one: Bounds, name: str) -> tuple[int, list[Loss]]:
+    if offset == EARLIEST:
+        return one.earliest, []
+    if offset == LATEST:
+        return one.latest, []
+    if one.earliest <= offset <= one.latest:
+        return offset, []
+    clamped = one.earliest if offset < one.earliest else one.latest
+    return clamped, [
+        Loss(
+            False,
+            f"{name} asks for {offset} of {one.topic}-{one.partition}, which has "
+            f"[{one.earliest}, {one.latest})",
+        )
+    ]
+
+
+# -- from start to end ----------------------------------------------------------------------------
+
+
+def between(
+    start: Progress, end: Progress, bounds: Iterable[Bounds]
+) -> tuple[list[Range], list[Loss]]:
+    """The ranges from `start` to `end` that are there now, and what is lost (O2, O3)."""
+    now = {(one.topic, one.partition): one for one in bounds}
+    losses = _vanished(start, end)
+    ranges: list[Range] = []
+    for topic in sorted(end):
+        before = start.get(topic)
+        if before is not None and before.topic_id != end[topic].topic_id:
+            losses.append(_recreated(topic))
+            before = None
+        for partition, stop in sorted(end[topic].offsets.items()):
+            one = now.get((topic, partition))
+            begin = None if before is None else before.offsets.get(partition)
+            if one is None or one.topic_id != end[topic].topic_id:
+                if stop != begin:
+                    losses.append(_recreated(topic) if one else _gone(topic, partition))
+                continue
+            new = begin is None and topic in start and before is not None
+            found, lost = _one_range(one, begin, stop, new)
+            losses += lost
+            if found.size:
+                ranges.append(found)
+    return ranges, list(dict.fromkeys(losses))
+
+
+def _one_range(one: Bounds, begin: int | None, stop: int, new: bool) -> tuple[Range, list[Loss]]:
+    name = f"{one.topic}-{one.partition}"
+    losses: list[Loss] = []
+    if begin is None:
+        begin = one.earliest
+        if new and begin > 0:
+            losses.append(Loss(False, f"the new partition {name} begins at {begin}, not at 0"))
+    if stop < begin or stop > one.latest:
+        short = min(stop, one.latest)
+        losses.append(Loss(False, f"{name} ended at {max(begin, stop)} and now ends at {short}"))
+        stop = short
+    elif begin < one.earliest and begin < stop:
+        missing = f"[{begin}, {min(one.earliest, stop)})"
+        losses.append(Loss(False, f"offsets {missing} of {name} were deleted or aged out"))
+        begin = min(one.earliest, stop)
+    return Range(one.topic, one.topic_id, one.partition, min(begin, stop), stop), losses
+
+
+def _vanished(start: Progress, end: Progress) -> list[Loss]:
+    losses = []
+    for topic in sorted(start):
+        left = end[topic].offsets if topic in end else {}
+        same = topic not in end or end[topic].topic_id == start[topic].topic_id
+        losses += [_gone(topic, p) for p in sorted(start[topic].offsets) if same and p not in left]
+    return losses
+
+
+def _gone(topic: str, partition: int) -> Loss:
+    return Loss(False, f"{topic}-{partition} is no more")
+
+
+def _recreated(topic: str) -> Loss:
+    return Loss(
+        True, f"topic re-created: {topic} was deleted and created again under the same name"
+    )
+
+
+def error_of(losses: Iterable[Loss]) -> errors.PkError:
+    """What a query with failOnDataLoss raises."""
+    listed = list(losses)
+    kind = errors.TopicRecreated if any(loss.recreated for loss in listed) else errors.DataLoss
+    words = "; ".join(loss.words for loss in listed)
+    return kind(
+        f"{words}. Records that this query has not read may be lost. To go on with what is there, "
+        "set failOnDataLoss to false."
+    )

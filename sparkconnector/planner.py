@@ -1,0 +1,252 @@
+"""The driver's side of a read: which topics, which offsets, which tasks.
+
+Holds options only, so that it may be pickled; the connection is looked up when it is needed.
+Everything that can be decided without a broker is decided in options, offsets and ranges.
+
+A range is cut at the table's end: below it the executors read the table's files, from it on the
+broker. A stream that keeps up reads from the broker only: for a few freshly tiered records a footer
+and a table version would cost more than the fetch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.sparkconnector import offsets, ranges
+from pk.sparkconnector.offsets import Bounds, Loss, Progress, Range
+from pk.sparkconnector.options import Position, Source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pk.sparkconnector.connection import Cluster, Topic
+    from pk.sparkconnector.ranges import Curve, TierFile
+    from pk.sparkconnector.tier_scan import ColdRange
+
+#: A stream reads fewer tiered records than this from the broker, if it still has them.
+STREAM_COLD_RECORDS_LEAST = 20_000
+#: Samples of a partition's byte curve.
+CURVE_SAMPLES = 256
+#: How often a topic that is deleted while we look is looked for again.
+_RESTARTS_MAX = 5
+
+
+class PkWarning(UserWarning):
+    """Something about a read or write that the user should know."""
+
+
+@dataclass(slots=True, frozen=True)
+class Task:
+    """What one task reads: offsets of one partition, from the table if `cold` is given."""
+
+    range: Range
+    read_committed: bool
+    cold: ColdRange | None = None
+
+
+def warn(words: str) -> None:
+    """Into the driver's or executor's log: Spark passes a worker's stderr on."""
+    warnings.warn(words, PkWarning, stacklevel=3)
+    sys.stderr.flush()
+
+
+class Planner:
+    """One source's decisions."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @property
+    def cluster(self) -> Cluster:
+        from pk.sparkconnector.connection import cluster
+
+        return cluster(self.source.bootstrap, self.source.client)
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def bounds(self) -> list[Bounds]:
+        """Every partition of the subscription with its readable offsets."""
+        restarts = 0
+        while True:
+            topics = self._topics()
+            try:
+                return self.cluster.bounds(topics, read_committed=self.source.read_committed)
+            except errors.UnknownTopicId:  # deleted between the two calls
+                restarts += 1
+                if restarts > _RESTARTS_MAX:
+                    raise
+
+    def _topics(self) -> list[Topic]:
+        source = self.source
+        if source.pattern is not None:
+            matcher = re.compile(source.pattern)
+            return [topic for topic in self.cluster.topics() if matcher.fullmatch(topic.name)]
+        if source.assigned is None:
+            return self.cluster.topics(source.topics)
+        found = []
+        for topic in self.cluster.topics(sorted(source.assigned)):
+            wanted = source.assigned[topic.name]
+            lacking = [p for p in wanted if p not in topic.leaders]
+            if lacking:
+                raise errors.UnknownTopicOrPartition(
+                    f"assign names {topic.name}-{lacking[0]}; there are {len(topic.leaders)}"
+                )
+            found.append(topic._replace(leaders={p: topic.leaders[p] for p in wanted}))
+        return found
+
+    def at(self, position: Position, bounds: Sequence[Bounds], name: str) -> Progress:
+        """The progress a position option names; losses are raised or warned about."""
+        times = offsets.times_of(position, bounds)
+        found: dict[tuple[str, int], int | None] = {}
+        if times:
+            ids = {(one.topic, one.partition): one.topic_id for one in bounds}
+            by_id = {(ids[key], key[1]): at_ms for key, at_ms in times.items()}
+            answered = self.cluster.first_at(by_id)
+            found = {key: answered[ids[key], key[1]] for key in times}
+        strategy = self.source.when_no_such_time if name.startswith("starting") else "latest"
+        progress, losses = offsets.at_position(position, bounds, found, name, strategy)
+        self.settle(losses)
+        return progress
+
+    def settle(self, losses: Sequence[Loss]) -> None:
+        """failOnDataLoss: raise; otherwise say what is lost and go on."""
+        if not losses:
+            return
+        error = offsets.error_of(losses)
+        if self.source.fail_on_data_loss:
+            raise error
+        warn("; ".join(loss.words for loss in losses) + " (failOnDataLoss is false: going on)")
+
+    # -- limits ------------------------------------------------------------------------------------
+
+    def curves(self, wanted: Sequence[Range]) -> dict[tuple[str, int], Curve]:
+        """How bytes are spread over the ranges."""
+        asked = [one for one in wanted if one.size]
+        answers = self.cluster.curves(asked, CURVE_SAMPLES) if asked else []
+        found = {}
+        for one, (xs, ys) in zip(asked, answers, strict=True):
+            if len(xs) > 1:
+                found[one.topic, one.partition] = ranges.curve(xs, ys, one)
+        return found
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def tasks(self, wanted: Sequence[Range], *, streaming: bool) -> list[Task]:
+        """Ranges split as the options say, then cut into cold and hot."""
+        source = self.source
+        whole = [one for one in wanted if one.size]
+        curves = self.curves(whole) if source.max_bytes_per_partition else {}
+        pieces = ranges.split(
+            whole,
+            min_partitions=source.min_partitions,
+            max_records=source.max_records_per_partition,
+            max_bytes=source.max_bytes_per_partition,
+            curves=curves,
+        )
+        ends = self._cold_ends(whole, streaming)
+        tables = self._tables(whole, ends)
+        tasks: list[Task] = []
+        for one in pieces:
+            key = (one.topic, one.partition)
+            cold, hot = ranges.cut_at(one, ends.get(key, 0) if key in tables else 0)
+            if cold is not None:
+                tasks += self._cold(cold, *tables[key])
+            if hot is not None:
+                tasks.append(Task(hot, source.read_committed))
+        return tasks
+
+    def _cold(self, one: Range, place: ColdRange, files: Sequence[TierFile]) -> Iterator[Task]:
+        from dataclasses import replace
+
+        most = self.source.max_records_per_partition
+        for part, here in ranges.cold_tasks(one, files, max_records=most):
+            yield Task(part, self.source.read_committed, replace(place, files=tuple(here)))
+
+    def _cold_ends(self, wanted: Sequence[Range], streaming: bool) -> dict[tuple[str, int], int]:
+        """Where the cold part of each range ends; only ranges that have one worth reading there."""
+        if not wanted:
+            return {}
+        found = {}
+        for one, (local_start, tiered_end) in self.cluster.tier_bounds(wanted).items():
+            cold = min(one.end, tiered_end) - one.start
+            needed = one.start < local_start
+            if cold > 0 and (needed or not streaming or cold >= STREAM_COLD_RECORDS_LEAST):
+                found[one.topic, one.partition] = tiered_end
+        return found
+
+    def _tables(
+        self, wanted: Sequence[Range], ends: Mapping[tuple[str, int], int]
+    ) -> dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]]:
+        """The table's files by partition; none where the table cannot be reached from here.
+
+        The broker serves cold reads too, so a store that only it can reach is no reason to fail.
+        """
+        from pk.sparkconnector import tier_scan
+
+        found: dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]] = {}
+        for topic in sorted({topic for topic, _ in ends}):
+            tier = self.cluster.tier(topic)
+            mine = [partition for name, partition in sorted(ends) if name == topic]
+            if not tier.uri:
+                continue
+            try:
+                files = tier_scan.list_files(tier.uri, tier.storage_options, mine)
+            except errors.TierUnavailable as cause:
+                warn(f"the tier of {topic} is read through the broker: {cause.message}")
+                continue
+            place = tier_scan.ColdRange(tier.uri, tier.storage_options)
+            for partition in mine:
+                found[topic, partition] = (place, files[partition])
+        return found
+
+
+# -- the executor's side
+# ----------------------------------------------------------------------------
+
+
+def read(task: Task, source: Source, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a task, in offset order, in the columns `names`."""
+    from pk.sparkconnector import rows
+
+    shape = rows.Shape(names, task.range.topic, task.range.partition)
+    found = _cold(task, shape) if task.cold is not None else _hot(task, source, shape)
+    return rows.right_sized(found)
+
+
+def _cold(task: Task, shape: Any) -> Iterator[pa.RecordBatch]:
+    from pk.sparkconnector import tier_scan
+
+    assert task.cold is not None
+    return tier_scan.scan(task.range, task.cold, shape)
+
+
+def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
+    from pk.sparkconnector import rows
+    from pk.sparkconnector.connection import cluster
+
+    line = cluster(source.bootstrap, source.client)
+    try:
+        for fetched in line.scan(task.range, read_committed=task.read_committed):
+            yield from rows.from_log(
+                fetched.payload, fetched.aborted, task.range, shape, line.decoded_bytes_max
+            )
+    except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
+        if source.fail_on_data_loss:
+            raise offsets.error_of([_loss(task.range, cause)]) from cause
+        warn(f"{_loss(task.range, cause).words} (failOnDataLoss is false: going on)")
+
+
+def _loss(one: Range, cause: errors.PkError) -> Loss:
+    gone = isinstance(cause, errors.UnknownTopicId)
+    words = (
+        f"topic re-created or deleted: {one.topic}"
+        if gone
+        else (f"{one.topic}-{one.partition} [{one.start}, {one.end}) is gone: {cause.message}")
+    )
+    return Loss(gone, words)

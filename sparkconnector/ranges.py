@@ -1,0 +1,229 @@
+"""How much one trigger reads, and which task reads what.
+
+Pure arithmetic over `Range`s.  A *curve* is the broker's sampled sum of bytes over offsets (offsets
+and cumulative bytes, both growing); between samples bytes are taken to be spread evenly.
+
+Invariants
+  G1  splitting keeps the union: the pieces of a range are adjacent, not empty, and cover exactly
+      it.
+  G2  a limit of n records lets at most n offsets through, and never none while something is there.
+  G3  no starvation: with `turn` counting up, a partition with a backlog gets something at least
+      once in as many triggers as there are partitions with one.
+  G4  a byte limit is passed by at most one record (progress past a record larger than the limit).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from pk.sparkconnector.offsets import Range
+
+#: Compressed bytes of tier files one task reads, unless told otherwise.
+COLD_TASK_BYTES = 128 * 1024 * 1024
+
+
+class Curve(NamedTuple):
+    """Cumulative bytes of a partition at growing offsets; the first is a range's start, 0 bytes."""
+
+    offsets: Sequence[int]
+    cumulative: Sequence[int]
+
+    def bytes_at(self, offset: int) -> int:
+        """Bytes below `offset`."""
+        return _interpolate(self.offsets, self.cumulative, offset)
+
+    def offset_at(self, size: int) -> int:
+        """The largest offset with at most `size` bytes below it, as far as the samples tell."""
+        return _interpolate(self.cumulative, self.offsets, size)
+
+
+class TierFile(NamedTuple):
+    """A data file of the topic's table; offsets inclusive, as in Delta's statistics."""
+
+    path: str
+    min_offset: int
+    max_offset: int
+    size: int
+    rows: int
+
+
+def _interpolate(xs: Sequence[int], ys: Sequence[int], x: int) -> int:
+    if not xs:
+        return 0
+    at = bisect.bisect_right(xs, x) - 1
+    if at < 0:
+        return ys[0]
+    if at == len(xs) - 1:
+        return ys[-1]
+    span = xs[at + 1] - xs[at]
+    return ys[at] + (ys[at + 1] - ys[at]) * (x - xs[at]) // span
+
+
+def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> Curve:
+    """A broker's samples as a curve over `wanted`: anchored at its start, strictly growing."""
+    samples = zip(offsets, cumulative, strict=False)
+    points = {offset: size for offset, size in samples if wanted.start < offset <= wanted.end}
+    points[wanted.start] = 0
+    xs: list[int] = []
+    ys: list[int] = []
+    for x in sorted(points):
+        if not ys or points[x] > ys[-1]:
+            xs.append(x)
+            ys.append(points[x])
+    if xs[-1] < wanted.end and len(xs) > 1:  # the samples end early: the last slope goes on
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+        ys.append(ys[-1] + max(1, int(slope * (wanted.end - xs[-1]))))
+        xs.append(wanted.end)
+    return Curve(xs, ys)
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:
+    """At most `most` offsets, shared in proportion to what each range has (G2, G3)."""
+    total = sum(one.size for one in ranges)
+    if total <= most:
+        return list(ranges)
+    shares = [most * one.size // total for one in ranges]
+    rest = most - sum(shares)
+    count = len(ranges)
+    for step in range(count):
+        at = (turn + step) % count
+        if rest and shares[at] < ranges[at].size:
+            shares[at] += 1
+            rest -= 1
+    return [one._replace(end=one.start + share) for one, share in zip(ranges, shares, strict=True)]
+
+
+def limit_bytes(
+    ranges: Sequence[Range], curves: Mapping[tuple[str, int], Curve], most: int, turn: int
+) -> list[Range]:
+    """About `most` bytes, shared in proportion to the bytes each range has (G3, G4)."""
+    sizes = [_bytes(one, curves.get((one.topic, one.partition))) for one in ranges]
+    total = sum(sizes)
+    if total <= most:
+        return list(ranges)
+    limited = []
+    for one, size in zip(ranges, sizes, strict=True):
+        known = curves.get((one.topic, one.partition))
+        share = most * size // total
+        if known is None:
+            limited.append(one._replace(end=one.start + min(share, one.size)))
+            continue
+        end = known.offset_at(known.bytes_at(one.start) + share)
+        limited.append(one._replace(end=min(max(end, one.start), one.end)))
+    with_backlog = [at for at, one in enumerate(ranges) if one.size]
+    at = with_backlog[turn % len(with_backlog)]
+    if not limited[at].size:
+        limited[at] = limited[at]._replace(end=ranges[at].start + 1)
+    return limited
+
+
+def _bytes(one: Range, known: Curve | None) -> int:
+    if known is None:
+        return one.size  # nothing is known: as if a byte each
+    return known.bytes_at(one.end) - known.bytes_at(one.start)
+
+
+# -- tasks ----------------------------------------------------------------------------------------
+
+
+def split(
+    ranges: Sequence[Range],
+    *,
+    min_partitions: int = 0,
+    max_records: int = 0,
+    max_bytes: int = 0,
+    curves: Mapping[tuple[str, int], Curve] | None = None,
+) -> list[Range]:
+    """Ranges for tasks (G1): none above `max_records` offsets or (about) `max_bytes`, and at least
+    `min_partitions` of them if there are that many offsets, large ranges split before small
+    ones.
+    """
+    pieces: list[Range] = []
+    for one in ranges:
+        known = (curves or {}).get((one.topic, one.partition))
+        if max_bytes and known is not None:
+            pieces += _by_bytes(one, known, max_bytes)
+        elif one.size:
+            pieces.append(one)
+    if max_records:
+        pieces = [part for one in pieces for part in _equal(one, -(-one.size // max_records))]
+    total = sum(one.size for one in pieces)
+    if min_partitions > len(pieces) and total:
+        shares = _shares([one.size for one in pieces], min_partitions)
+        pieces = [p for one, n in zip(pieces, shares, strict=True) for p in _equal(one, n)]
+    return pieces
+
+
+def _shares(sizes: Sequence[int], wanted: int) -> list[int]:
+    """Parts of each size: at least 1, at most its size, together `wanted` if possible."""
+    total = sum(sizes)
+    shares = [min(size, max(1, wanted * size // total)) for size in sizes]
+    while sum(shares) < wanted:
+        largest = max(range(len(sizes)), key=lambda at: (sizes[at] / shares[at], -at))
+        if shares[largest] >= sizes[largest]:
+            break
+        shares[largest] += 1
+    return shares
+
+
+def _equal(one: Range, parts: int) -> list[Range]:
+    parts = max(1, min(parts, one.size))
+    cuts = [one.start + one.size * part // parts for part in range(parts + 1)]
+    return [one._replace(start=a, end=b) for a, b in pairwise(cuts)]
+
+
+def _by_bytes(one: Range, known: Curve, max_bytes: int) -> list[Range]:
+    pieces = []
+    start = one.start
+    while start < one.end:
+        end = known.offset_at(known.bytes_at(start) + max_bytes)
+        end = min(max(end, start + 1), one.end)
+        pieces.append(one._replace(start=start, end=end))
+        start = end
+    return pieces
+
+
+# -- cold and hot ---------------------------------------------------------------------------------
+
+
+def cut_at(one: Range, tiered_end: int) -> tuple[Range | None, Range | None]:
+    """The cold part below `tiered_end` and the hot part from it on."""
+    middle = min(max(tiered_end, one.start), one.end)
+    cold = one._replace(end=middle) if middle > one.start else None
+    hot = one._replace(start=middle) if middle < one.end else None
+    return cold, hot
+
+
+def cold_tasks(
+    cold: Range, files: Sequence[TierFile], task_bytes: int = COLD_TASK_BYTES, max_records: int = 0
+) -> list[tuple[Range, list[TierFile]]]:
+    """Pieces of `cold` cut where files begin, each with every file that may hold some of it (G1).
+
+    Files in offset order without overlap give tasks of whole files; scattered ones (after an
+    outside Z-order) are named by every task whose offsets they may hold.
+    """
+    covering = sorted(
+        (f for f in files if f.min_offset < cold.end and f.max_offset >= cold.start),
+        key=lambda file: (file.min_offset, file.max_offset, file.path),
+    )
+    cuts = [cold.start]
+    size = records = 0
+    for file in covering:
+        full = size + file.size > task_bytes or (max_records and records + file.rows > max_records)
+        if full and size and file.min_offset > cuts[-1]:
+            cuts.append(file.min_offset)
+            size = records = 0
+        size += file.size
+        records += file.rows
+    cuts.append(cold.end)
+    tasks = []
+    for start, end in pairwise(cuts):
+        here = [f for f in covering if f.min_offset < end and f.max_offset >= start]
+        tasks.append((cold._replace(start=start, end=end), here))
+    return tasks

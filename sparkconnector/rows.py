@@ -1,0 +1,211 @@
+"""Record batches of the log and of the tier in exactly the columns Spark asked for.
+
+Spark compares the first batch's schema with its own, strictly, and then copies every batch through
+a socket and row by row into its own format.  So: exact types from the start, only the columns asked
+for, constant columns cut from one cached array, batches neither tiny nor huge.  No row is touched
+in Python.
+
+Invariants
+  A1  a row comes out iff its offset lies in the range, its batch is neither a control batch nor
+      (for read_committed) of an aborted transaction, whose first and last offset the broker named.
+  A2  every batch has exactly the schema of the `Shape`.
+  A3  batches from the network are hostile until checksum and body were checked (rule L13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import columns
+from pk.sparkconnector.offsets import Range
+from pk.sparkconnector.options import COLUMNS
+
+HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+#: Arrow types of the columns, lower-cased: what Spark's schema of `COLUMNS` becomes.
+TYPES: dict[str, pa.DataType] = {
+    "key": pa.binary(),
+    "value": pa.binary(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "offset": pa.int64(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamptype": pa.int32(),
+    "headers": HEADERS,
+}
+CREATE_TIME, LOG_APPEND_TIME = 0, 1
+#: Batches handed to Spark: merged below (a copy, worth it for tiny ones only), cut above.
+BATCH_BYTES_LEAST = 256 << 10
+BATCH_BYTES_MOST = 16 << 20
+BATCH_ROWS_LEAST = 2_000
+BATCH_ROWS_MOST = 50_000
+
+
+class Shape:
+    """The columns of one read of one partition, and its cached constants."""
+
+    def __init__(self, names: Sequence[str], topic: str, partition: int) -> None:
+        assert all(name.lower() in TYPES for name in names), names
+        self.names = tuple(name.lower() for name in names)
+        self.schema = pa.schema([pa.field(name, TYPES[name.lower()]) for name in names])
+        self._values: dict[str, Any] = {"topic": topic, "partition": partition}
+        self._constants: dict[tuple[str, Any], pa.Array] = {}
+
+    def constant(self, name: str, value: Any, rows: int) -> pa.Array:
+        """`value` so many times, cut from one cached array."""
+        found = self._constants.get((name, value))
+        if found is None or len(found) < rows:
+            found = pa.repeat(pa.scalar(value, TYPES[name]), max(BATCH_ROWS_LEAST, 2 * rows))
+            self._constants[name, value] = found
+        return found.slice(0, rows)
+
+    def assemble(self, rows: int, found: dict[str, Any], timestamp_type: Any) -> pa.RecordBatch:
+        """A batch of this shape (A2).  `timestamp_type`: one number, or a column of them."""
+        arrays = []
+        for name in self.names:
+            if name in self._values:
+                arrays.append(self.constant(name, self._values[name], rows))
+            elif name == "timestamptype":
+                one = isinstance(timestamp_type, int)
+                arrays.append(self.constant(name, timestamp_type, rows) if one else timestamp_type)
+            elif name == "headers":
+                arrays.append(null_where_empty(found[name]))
+            else:
+                arrays.append(found[name])
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def null_where_empty(headers: pa.Array) -> pa.Array:
+    """Kafka's connector shows records without headers as null, not as an empty list."""
+    rows = len(headers)
+    some = pc.greater(pc.fill_null(pc.list_value_length(headers), 0), 0)
+    count = pc.sum(some).as_py() or 0
+    if count == 0:
+        return pa.nulls(rows, HEADERS)
+    if headers.offset:
+        headers = headers.take(pa.array(np.arange(rows)))  # buffers from the first row on
+    bits = None
+    if count < rows:
+        packed = np.packbits(some.to_numpy(zero_copy_only=False), bitorder="little")
+        bits = pa.py_buffer(packed)
+    pairs = [headers.values.field("key"), headers.values.field("value")]
+    items = pa.StructArray.from_arrays(pairs, fields=list(HEADERS.value_type))
+    return pa.Array.from_buffers(HEADERS, rows, [bits, headers.buffers()[1]], children=[items])
+
+
+# -- the log --------------------------------------------------------------------------------------
+
+
+def from_log(
+    payload: memoryview,
+    aborted: Sequence[tuple[int, int, int]],
+    one: Range,
+    shape: Shape,
+    decoded_bytes_max: int,
+) -> Iterator[pa.RecordBatch]:
+    """The rows of log batches that lie in `one` (A1).  Raises `CorruptBatch`, `InvalidRecord`."""
+    for header, raw in batches.iter_batches(payload):
+        if header.next_offset <= one.start or header.base_offset >= one.end:
+            continue
+        if header.control or not header.record_count or is_aborted(header, aborted):
+            continue
+        batches.check(raw)
+        decoded = columns.decode(
+            raw, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
+        )
+        decoded = clip(decoded, one, header.base_offset if not header.sparse else None)
+        if decoded.num_rows:
+            kind = LOG_APPEND_TIME if header.log_append_time else CREATE_TIME
+            yield shape.assemble(decoded.num_rows, _by_name(decoded), kind)
+
+
+def is_aborted(header: batches.Header, aborted: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether the batch belongs to one of the aborted transactions."""
+    return header.transactional and any(
+        producer == header.producer_id and first <= header.base_offset <= last
+        for producer, first, last in aborted
+    )
+
+
+def clip(decoded: pa.RecordBatch, one: Range, dense_from: int | None) -> pa.RecordBatch:
+    """The rows whose offset lies in `one`; offsets grow.  `dense_from`: they have no gaps."""
+    if dense_from is not None:
+        first = max(0, one.start - dense_from)
+        last = min(decoded.num_rows, one.end - dense_from)
+    else:
+        offsets = decoded.column("offset").to_numpy()
+        first = int(np.searchsorted(offsets, one.start))
+        last = int(np.searchsorted(offsets, one.end))
+    if first == 0 and last == decoded.num_rows:
+        return decoded
+    return decoded.slice(first, max(0, last - first))
+
+
+def _by_name(decoded: pa.RecordBatch) -> dict[str, Any]:
+    return dict(zip(decoded.schema.names, decoded.columns, strict=True))
+
+
+# -- the tier -------------------------------------------------------------------------------------
+
+
+def from_tier(rows: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
+    """Rows of a tier file, already in range and order, in the shape."""
+    found = _by_name(rows)
+    return shape.assemble(rows.num_rows, found, found.get("timestamp_type", CREATE_TIME))
+
+
+def tier_columns(shape: Shape) -> list[str]:
+    """The file columns a shape needs; the offset always, to filter and order by."""
+    wanted = {"timestamptype": "timestamp_type"}
+    names = {wanted.get(name, name) for name in shape.names if name not in ("topic", "partition")}
+    return sorted(names | {"offset"})
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def right_sized(found: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of 2–50 thousand rows or 0.25–16 MB."""
+    waiting: list[pa.RecordBatch] = []
+    rows = size = 0
+    for one in found:
+        waiting.append(one)
+        rows += one.num_rows
+        size += one.nbytes
+        if rows >= BATCH_ROWS_LEAST or size >= BATCH_BYTES_LEAST:
+            yield from _cut(_merged(waiting), size)
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield from _cut(_merged(waiting), size)
+
+
+def _merged(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+
+
+def _cut(one: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
+    pieces = max(-(-one.num_rows // BATCH_ROWS_MOST), -(-size // BATCH_BYTES_MOST))
+    pieces = max(1, min(pieces, one.num_rows))
+    cuts = [one.num_rows * at // pieces for at in range(pieces + 1)]
+    if pieces == 1:
+        yield one
+        return
+    for start, end in pairwise(cuts):
+        yield one.slice(start, end - start)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `InvalidOption` for a column the source does not have."""
+    known = {name.lower() for name in COLUMNS}
+    for name in names:
+        if name.lower() not in known:
+            raise errors.InvalidOption(
+                f"the source has no column {name}; there are {', '.join(COLUMNS)}", option="columns"
+            )

@@ -1,0 +1,119 @@
+"""`format("pk")` for Spark: the data source and what it hands to Spark.
+
+Registered by the package `pyspark_pk`, or by `pk.sparkconnector.register(spark)`.  Options arrive
+lower-cased and are judged when a reader or writer is asked for, because only then it is known which
+side they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource, InputPartition
+
+from pk import errors
+from pk.sparkconnector import options
+from pk.sparkconnector.planner import Task, warn
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import (
+        DataSourceReader,
+        DataSourceStreamReader,
+        DataSourceStreamWriter,
+        DataSourceWriter,
+    )
+    from pyspark.sql.types import StructType
+
+
+class PkPartition(InputPartition):
+    """A task, as Spark carries it to an executor."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __repr__(self) -> str:
+        one = self.task.range
+        where = "tier" if self.task.cold is not None else "log"
+        return f"{one.topic}-{one.partition} [{one.start}, {one.end}) of the {where}"
+
+
+class PkDataSource(DataSource):
+    """Batch and streaming, source and sink."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "pk"
+
+    def schema(self) -> str:
+        given = dict(self.options)
+        read = options.source(_any_side(given), streaming=True)
+        return options.ddl(options.column_names(read))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        from pk.sparkconnector.batch_reader import PkReader
+
+        read = options.source(dict(self.options), streaming=False)
+        _warn(read.warnings)
+        return PkReader(read, _columns(read, schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from pk.sparkconnector.stream_reader import PkStreamReader
+
+        read = options.source(dict(self.options), streaming=True)
+        _warn(read.warnings)
+        return PkStreamReader(read, _columns(read, schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from pk.sparkconnector.batch_writer import PkWriter
+
+        sink = options.sink(dict(self.options))
+        _warn(sink.warnings)
+        return PkWriter(sink, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        from pk.sparkconnector.stream_writer import PkStreamWriter
+
+        sink = options.sink(dict(self.options))
+        _warn(sink.warnings)
+        return PkStreamWriter(sink, schema, overwrite)
+
+
+def _any_side(given: Mapping[str, str]) -> dict[str, str]:
+    """Without what only a batch may have: the schema does not depend on it."""
+    ends = ("endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp")
+    return {name: value for name, value in given.items() if name.lower() not in ends}
+
+
+def _warn(words: tuple[str, ...]) -> None:
+    for line in words:
+        warn(line)
+
+
+def _columns(read: options.Source, schema: StructType) -> tuple[str, ...]:
+    """The columns a reader delivers: a user's own schema may name any of them, in any order."""
+    types = {name.lower(): kind for name, kind in options.COLUMNS.items()}
+    names = tuple(field.name for field in schema.fields)
+    for field in schema.fields:
+        wanted = types.get(field.name.lower())
+        found = field.dataType.simpleString()
+        if wanted is None:
+            raise errors.InvalidOption(
+                f"the source has no column {field.name}; there are {', '.join(options.COLUMNS)}"
+            )
+        if found != wanted:
+            raise errors.InvalidOption(
+                f"column {field.name} is {wanted}, not {found}; cast it after load()"
+            )
+        if not field.nullable:
+            raise errors.InvalidOption(
+                f"column {field.name} may be null: drop NOT NULL from the schema"
+            )
+    if len({name.lower() for name in names}) < len(names):
+        raise errors.InvalidOption("the schema names a column twice")
+    chosen = {name.lower() for name in read.columns}
+    if chosen and chosen != {name.lower() for name in names}:
+        raise errors.InvalidOption(
+            "the option columns and the schema name different columns; give one of them"
+        )
+    return names

@@ -1,0 +1,159 @@
+"""A streaming read: offsets in Spark's checkpoint, one range per partition and trigger.
+
+Spark keeps one such reader per query in a Python process of the driver and asks it, trigger by
+trigger: latestOffset(start, limit) → partitions(start, end) → commit(end).  After a restart it asks
+again from the checkpoint; a batch that was planned but not committed is read again with the same
+start and end.  An exception ends the query, so transient errors are retried below (connection.py
+K1).
+
+Rules
+  V1  nothing new → `start` comes back unchanged: Spark compares text, and another spelling is a
+      batch.
+  V2  several limits: the tighter one wins, computed here; Spark merely hands our own limit back.
+      `Trigger.Once` asks for everything, and gets it.
+  V3  AvailableNow fixes its target once, with the partitions there are then; limits apply below it,
+      and the least number of offsets does not (it could wait for ever).
+  V4  fewer than minOffsetsPerTrigger new offsets are left alone until maxTriggerDelay has passed
+      since the last batch; the first batch of a run does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+
+from pk import clock
+from pk.sparkconnector import offsets, ranges
+from pk.sparkconnector.offsets import Bounds, Progress, Range, TopicProgress
+from pk.sparkconnector.options import Source
+from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.source import PkPartition
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
+
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        self._source = source
+        self._names = tuple(names)
+        self._planner = Planner(source)
+        self._newest: Progress | None = None  # what latestOffset last saw, for the progress report
+        self._target: Progress | None = None  # AvailableNow's (V3)
+        self._turn = 0
+        self._last_batch_s: float | None = None  # V4
+
+    # -- offsets -----------------------------------------------------------------------------------
+
+    def initialOffset(self) -> dict[str, Any]:
+        bounds = self._planner.bounds()
+        return offsets.to_json(self._planner.at(self._source.starting, bounds, "startingOffsets"))
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        begin = offsets.from_json(start)
+        bounds = self._planner.bounds()
+        self._newest = offsets.latest(bounds)
+        end = self._newest if self._target is None else self._target
+        wanted, losses = offsets.between(begin, end, bounds)
+        self._planner.settle(losses)
+        unlimited = isinstance(limit, ReadAllAvailable)
+        if not unlimited and self._target is None and self._waits_for_more(wanted):
+            return start
+        limited = wanted if unlimited else self._limited(wanted)
+        reached = _advanced(begin, end, bounds, limited)
+        if offsets.to_json(reached) == offsets.to_json(begin):
+            return start  # V1
+        self._turn += 1
+        self._last_batch_s = clock.monotonic_s()
+        return offsets.to_json(reached)
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        source = self._source
+        if source.max_offsets:
+            return ReadMaxRows(source.max_offsets)
+        if source.max_bytes:
+            return ReadMaxBytes(source.max_bytes)
+        if source.min_offsets:
+            return ReadMinRows(source.min_offsets)
+        return ReadAllAvailable()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """What the query could have read: in Spark's progress, the lag is the difference."""
+        return None if self._newest is None else offsets.to_json(self._newest)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = offsets.latest(self._planner.bounds())
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        begin, stop = offsets.from_json(start), offsets.from_json(end)
+        if begin == stop:
+            return []
+        wanted, losses = offsets.between(begin, stop, self._planner.bounds())
+        self._planner.settle(losses)
+        return [PkPartition(task) for task in self._planner.tasks(wanted, streaming=True)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(partition, PkPartition):
+            return iter(())
+        return read(partition.task, self._source, self._names)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Spark's checkpoint is the truth; nothing is kept on the broker yet."""
+
+    def stop(self) -> None:
+        """Spark kills the process instead; connections end with it."""
+
+    # -- limits ------------------------------------------------------------------------------------
+
+    def _waits_for_more(self, wanted: Sequence[Range]) -> bool:
+        """V4."""
+        least = self._source.min_offsets
+        there = sum(one.size for one in wanted)
+        if not least or there >= least or self._last_batch_s is None:
+            return False
+        waited_ms = (clock.monotonic_s() - self._last_batch_s) * 1000
+        return waited_ms < self._source.max_trigger_delay_ms
+
+    def _limited(self, wanted: list[Range]) -> list[Range]:
+        """V2: records first, then bytes of what is left: both hold, and something goes through."""
+        source = self._source
+        if source.max_offsets:
+            wanted = ranges.limit_records(wanted, source.max_offsets, self._turn)
+        if source.max_bytes and any(one.size for one in wanted):
+            curves = self._planner.curves(wanted)
+            wanted = ranges.limit_bytes(wanted, curves, source.max_bytes, self._turn)
+        return wanted
+
+
+def _advanced(
+    begin: Progress, end: Progress, bounds: Sequence[Bounds], limited: Sequence[Range]
+) -> Progress:
+    """Where the query stands after `limited`; partitions with nothing to read stay."""
+    reached = {(one.topic, one.partition): one.end for one in limited}
+    earliest = {(one.topic, one.partition): one.earliest for one in bounds}
+    progress: Progress = {}
+    for topic in sorted(end):
+        before = begin.get(topic)
+        same = before is not None and before.topic_id == end[topic].topic_id
+        entry = TopicProgress(end[topic].topic_id)
+        for partition, stop in sorted(end[topic].offsets.items()):
+            stands = before.offsets.get(partition) if before is not None and same else None
+            if stands is None:
+                stands = min(earliest.get((topic, partition), 0), stop)
+            entry.offsets[partition] = reached.get((topic, partition), min(stands, stop))
+        progress[topic] = entry
+    return progress

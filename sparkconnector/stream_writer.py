@@ -1,0 +1,42 @@
+"""A streaming write: the batch write, once per trigger.
+
+Spark gives `write` no batch id and re-creates the writer for every commit, so nothing is kept
+between triggers.  Output mode complete sends the whole result every time, as Kafka's sink does: a
+log is not overwritten by a stream.  At least once: a batch that is replayed after a crash is sent
+again; `abort` may come after a commit that was done, so it undoes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+
+from pk.sparkconnector.batch_writer import Columns, PkCommit, check_messages, write_all
+from pk.sparkconnector.options import Sink
+from pk.sparkconnector.planner import warn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+
+class PkStreamWriter(DataSourceStreamArrowWriter):
+    """Pickled to the tasks and to the process that commits."""
+
+    def __init__(self, sink: Sink, schema: StructType, overwrite: bool) -> None:
+        self._sink = sink
+        self._columns = Columns(schema, sink)
+        self.complete = overwrite
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return write_all(self._sink, self._columns, iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        check_messages(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        stored = sum(message.rows for message in messages if isinstance(message, PkCommit))
+        if stored:
+            warn(f"batch {batchId} failed; {stored} rows of it stay and will come again")

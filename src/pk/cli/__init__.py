@@ -1,0 +1,12 @@
+"""The `pk` command line; every module here is one command (see app.py)."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of the `pk` script."""
+    import sys
+
+    from pk.cli.app import run
+
+    sys.exit(run(sys.argv[1:]))

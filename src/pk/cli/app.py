@@ -1,0 +1,127 @@
+"""The `pk` command: a table of names, each a module that is imported when it is called.
+
+A module `pk.cli.<name>` offers `app`, a `typer.Typer`; the table lists it once the module exists,
+so a command that is not built yet is not there.  One place turns what goes wrong into what a person
+or a script sees:
+
+    PkError            one line `error: <message> (<who must act>)`, exit 1; with `--json` an object
+                       {"error": {code, name, message, acts, retriable, details}} on stdout
+    wrong usage        typer's own lines, exit 2
+    Ctrl-C             exit 130
+    a closed pipe      silence, exit 141 (as in `pk consume … | head`)
+    anything else      a traceback: a bug
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import pk
+from pk import errors
+
+#: name → what it is for.  The order is the order of `pk --help`.
+COMMANDS: Mapping[str, str] = {
+    "server": "start a node: controller, broker and tier under one supervisor",
+    "topics": "create, list, describe, alter and delete topics",
+    "produce": "send lines to a topic",
+    "consume": "print the records of a topic",
+    "perf": "measure produce and consume against a running server",
+    "log": "print segments, indexes, snapshots and checkpoints for people",
+    "tier": "describe the Delta table behind a topic",
+    "doctor": "find out why an environment does not work",
+    "demo": "the main job end to end on real data: log, tier, Spark, counts that agree",
+}
+
+WHO_ACTS = {
+    "client": "try again; pk's clients do so by themselves",
+    "user": "change the request",
+    "operator": "whoever runs the server must act",
+    "pk": "a bug in pk: please report it",
+}
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def available() -> dict[str, str]:
+    """The commands of this build."""
+    return {name: text for name, text in COMMANDS.items() if find_spec(f"pk.cli.{name}")}
+
+
+def help_text() -> str:
+    width = max(len(name) for name in COMMANDS) + 2
+    lines = [f"  {name:<{width}}{text}" for name, text in available().items()]
+    return "\n".join(
+        [
+            "Usage: pk COMMAND [ARGS]...",
+            "",
+            "A Spark-native streaming log whose cold part is a Delta table.",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "Options:",
+            "  --version  print the version",
+            "  --help     this text; `pk COMMAND --help` for a command's",
+        ]
+    )
+
+
+def error_line(error: errors.PkError) -> str:
+    """What a person reads: always one line."""
+    message = " ".join(error.message.split())
+    return f"error: {message} ({WHO_ACTS[error.acts]})"
+
+
+def error_object(error: errors.PkError) -> dict[str, object]:
+    """What a script reads."""
+    return {
+        "error": {
+            "code": error.code,
+            "name": type(error).__name__,
+            "message": error.message,
+            "acts": error.acts,
+            "retriable": error.retriable,
+            "details": dict(error.details),
+        }
+    }
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    if not argv or argv[0] in {"--help", "-h", "help"}:
+        print(help_text())
+        return 0
+    if argv[0] == "--version":
+        print(f"pk {pk.__version__}")
+        return 0
+    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")  # a bug is for reading, not decoration
+    name, arguments = argv[0], list(argv[1:])
+    if name not in available():
+        near = difflib.get_close_matches(name, available(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: pk has no command {name!r}{hint} (see pk --help)", file=sys.stderr)
+        return 2
+    try:
+        import_module(f"pk.cli.{name}").app(args=arguments, prog_name=f"pk {name}")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except errors.PkError as error:
+        if "--json" in arguments:
+            print(json.dumps(error_object(error)))
+        else:
+            print(error_line(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more on exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return 0

@@ -1,0 +1,105 @@
+"""What the client commands share: options, tables, numbers for people, quiet ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from pk import errors
+
+DEFAULT_BOOTSTRAP = "127.0.0.1:9292"
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+Bootstrap = Annotated[
+    str, typer.Option("--bootstrap", envvar="PK_BOOTSTRAP", help="HOST:PORT of any broker")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
+Configs = Annotated[
+    list[str] | None,
+    typer.Option("--config", help="setting=value, Kafka's dotted names too; repeatable"),
+]
+TimeoutMs = Annotated[int, typer.Option("--timeout-ms", min=1, help="how long the call may take")]
+
+
+def pairs(items: Iterable[str] | None, option: str) -> dict[str, str]:
+    """`name=value` arguments as a mapping.  Raises `InvalidOption`."""
+    found: dict[str, str] = {}
+    for item in items or ():
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise errors.InvalidOption(f"{option} takes name=value, not {item!r}", option=option)
+        if name in found:
+            raise errors.InvalidOption(f"{option} {name} is given twice", option=option)
+        found[name] = value
+    return found
+
+
+def say(value: Any) -> None:
+    """One JSON document on one line."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
+    """A table: framed on a terminal, aligned text elsewhere; numbers to the right."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    right = [
+        all(row[i].lstrip("-").replace(",", "").isdigit() for row in cells) and bool(cells)
+        for i in range(len(columns))
+    ]
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+        for name, number in zip(columns, right, strict=True):
+            shown.add_column(name, justify="right" if number else "left", overflow="fold")
+        for row in cells:
+            shown.add_row(*row)
+        Console().print(shown)
+        return
+    if title:
+        typer.echo(title)
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+    for line in [list(columns), *cells]:
+        fitted = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
+        ]
+        typer.echo("  ".join(fitted).rstrip())
+
+
+def size_text(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+@contextlib.contextmanager
+def quiet_end() -> Iterator[None]:
+    """Ctrl-C and a closed pipe end a command without a word, with the exit codes shells expect."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(BROKEN_PIPE) from None
+
+
+def error_json(error: errors.PkError | None) -> Mapping[str, Any] | None:
+    """An error inside a larger answer."""
+    if error is None:
+        return None
+    return {"code": error.code, "name": type(error).__name__, "message": error.message}

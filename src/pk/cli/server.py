@@ -1,0 +1,106 @@
+"""`pk server start`: one node in the foreground, under its supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pk import errors
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+
+@app.callback()
+def _server() -> None:
+    """Start a node: controller, broker and tier under one supervisor."""
+
+
+@app.command()
+def start(
+    dir: Annotated[
+        list[str] | None, typer.Option("--dir", help="data directory; repeat for several disks")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT to bind (default 127.0.0.1:9292)")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="HOST:PORT that clients are told; default: listen")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file: server settings and topic defaults")
+    ] = None,
+    tier_url: Annotated[
+        str | None, typer.Option(help="object store of the tier: file:///… or s3://bucket/…")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the Prometheus and health endpoint")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value of any setting; repeatable")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the ready line as JSON")] = False,
+) -> None:
+    """Start a node and serve until Ctrl-C, which drains; a second Ctrl-C kills.
+
+    Settings come from --config, then from PK_<NAME> in the environment, then from flags.
+    """
+    from pk.server.settings import resolve
+    from pk.server.supervisor import serve
+
+    flags = _assignments(settings or [])
+    for name, value in (
+        ("listen", listen),
+        ("advertise", advertise),
+        ("tier_url", tier_url),
+        ("metrics", metrics),
+    ):
+        if value is not None:
+            if name in flags:
+                raise errors.InvalidConfig(f"{name} is given twice", option=name)
+            flags[name] = value
+    resolved = resolve(_file(config), os.environ, flags)
+    raise SystemExit(serve(dir or (), resolved, _json_line if as_json else _human_line))
+
+
+def _assignments(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise errors.InvalidConfig(f"--set takes name=value, not {pair!r}", option=name)
+        if name in found:
+            raise errors.InvalidConfig(f"{name} is set twice", option=name)
+        found[name] = value
+    return found
+
+
+def _file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as cause:
+        raise errors.InvalidConfig(f"cannot read {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise errors.InvalidConfig(f"{path} is not TOML: {cause}") from cause
+
+
+def _json_line(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def _human_line(facts: dict[str, Any]) -> None:
+    parts = [f"cluster {facts['cluster_id']}", f"data {', '.join(facts['dirs'])}"]
+    if facts["tier_url"]:
+        parts.append(f"tier {facts['tier_url']}")
+    if facts["metrics"]:
+        parts.append(f"metrics http://{facts['metrics']}/metrics")
+    parts.append(" ".join(f"{role} {pid}" for role, pid in facts["pids"].items()))
+    print(f"pk serves on {facts['address']} ({'; '.join(parts)})", flush=True)
+    print("Ctrl-C drains and stops", file=sys.stderr)

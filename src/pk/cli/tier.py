@@ -1,0 +1,100 @@
+"""`pk tier`: the Delta table behind a topic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pk.cli.common import (
+    DEFAULT_BOOTSTRAP,
+    AsJson,
+    Bootstrap,
+    TimeoutMs,
+    error_json,
+    quiet_end,
+    say,
+    size_text,
+    table,
+)
+
+if TYPE_CHECKING:
+    from pk.client.admin import TierDescription
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `describe` a command of its own while it is the only one."""
+
+
+@app.command()
+def describe(
+    topic: Annotated[str, typer.Argument(help="topic name")],
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Show a topic's table: where it is, what it covers, how to open it without pk."""
+    from pk.client.admin import AdminClient
+
+    with quiet_end(), AdminClient(bootstrap) as admin:
+        found = admin.describe_tier(topic, timeout_s=timeout_ms / 1000)
+    if as_json:
+        say(as_object(found))
+        return
+    with quiet_end():
+        show(found)
+
+
+def as_object(found: TierDescription) -> dict[str, Any]:
+    """What a script reads."""
+    return {
+        "topic": found.topic,
+        "topic_id": found.topic_id,
+        "uri": found.uri,
+        "version": found.version,
+        "status": found.status,
+        "problem": error_json(found.problem),
+        "partitions": [asdict(each) for each in found.partitions],
+        "storage_options": dict(found.storage_options),
+        "open_with": open_with(found.uri, found.storage_options) if found.uri else {},
+    }
+
+
+def show(found: TierDescription) -> None:
+    """What a person reads."""
+    typer.echo(f"{found.topic}  {found.topic_id}  status: {found.status}")
+    if found.problem is not None:
+        typer.echo(f"problem: {found.problem.message}")
+    if found.uri:
+        version = f"version {found.version}" if found.version >= 0 else "no version yet"
+        typer.echo(f"{found.uri}  {version}")
+    if found.partitions:
+        table(
+            ["partition", "start", "end", "lag", "rows", "removed", "files", "bytes"],
+            [
+                [p.partition, p.start, p.end, p.lag, p.rows, p.removed, p.files, size_text(p.bytes)]
+                for p in found.partitions
+            ],
+        )
+    for name, value in sorted(found.storage_options.items()):
+        typer.echo(f"{name}={value}")
+    if found.uri and found.version >= 0:
+        typer.echo("open it without pk:")
+        for name, text in open_with(found.uri, found.storage_options).items():
+            typer.echo(f"  {name:<7} {text}")
+
+
+def open_with(uri: str, options: Any) -> dict[str, str]:
+    """One line each for Spark, DuckDB and pandas; credentials are the reader's own."""
+    given = f", storage_options={dict(options)!r}" if options else ""
+    files = f"DeltaTable({uri!r}{given}).file_uris()"
+    spark = f"s3a{uri[2:]}" if uri.startswith("s3://") else uri
+    return {
+        "spark": f'spark.read.format("delta").load({spark!r})',
+        "duckdb": f"duckdb.read_parquet({files}, hive_partitioning=True)",
+        "pandas": f"deltalake.DeltaTable({uri!r}{given}).to_pandas()",
+    }

@@ -1,0 +1,56 @@
+"""Time as an interface: the only module that imports `time`.
+
+Two clocks in one: `wall_ms` is what records and retention carry and may step; `monotonic_ms` never
+goes back and is what timeouts use (docs/PROTOCOL.md L10 compares the two).  The simulator's clock
+implements the same protocol on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What shells and world-generic code know of time."""
+
+    def wall_ms(self) -> int:
+        """Milliseconds since the Unix epoch; may step."""
+        ...
+
+    def monotonic_ms(self) -> int:
+        """Milliseconds since an arbitrary start; never goes back."""
+        ...
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        """Suspend the calling task."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic_ms(self) -> int:
+        return time.monotonic_ns() // 1_000_000
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        await asyncio.sleep(duration_ms / 1000)
+
+
+def monotonic_s() -> float:
+    """Seconds of the monotonic clock, for synchronous façades and progress displays."""
+    return time.monotonic()
+
+
+def wall_ms() -> int:
+    """Milliseconds since the Unix epoch, for synchronous façades."""
+    return time.time_ns() // 1_000_000
+
+
+def block_s(duration_s: float) -> None:
+    """Block the calling thread; for shells that own their thread (supervisor, CLI)."""
+    time.sleep(duration_s)

@@ -1,0 +1,456 @@
+"""Every error pk raises or sends, and who must act on it.
+
+    PkError
+    ├── RetriableError            try again: pk's client does, within its timeouts
+    │   ├── NotLeaderOrFollower · UnknownLeaderEpoch · FencedLeaderEpoch · OffsetNotAvailable
+    │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
+    │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
+    │   └── TierUnavailable · UnknownTierRange · InvalidUpdateVersion · IneligibleReplica
+    ├── UserError                 the caller's request, option or data is wrong
+    │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
+    │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
+    │   ├── OffsetOutOfRange · LogTruncated · NoOffsetForPartition · TopicRecreated · DataLoss
+    │   ├── CorruptBatch · RecordTooLarge · InvalidRecord · SerializationError · RegistryError
+    │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
+    │   ├── OutOfOrderSequence · InvalidProducerEpoch · UnknownProducerId (the producer repairs
+    │   │   itself, rule L6)
+    │   └── UnsupportedFeature · ClosedError
+    ├── OperatorError             the person who runs pk must act
+    │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
+    │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
+    │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch
+    │   └── JavaMissing · JarsMissing
+    └── InternalError             ours: a bug; report it
+
+`code` travels on the wire (Kafka's number where Kafka has one, ours from 1000); `retriable` says
+whether the same request may succeed later; `acts` says who must act.  An error from a peer arrives
+as the same class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PkError(Exception):
+    """Base of all errors of pk; `details` holds machine-readable facts (strings)."""
+
+    code: ClassVar[int] = -1
+    retriable: ClassVar[bool] = False
+    acts: ClassVar[str] = "user"
+
+    def __init__(self, message: str = "", **details: str) -> None:
+        super().__init__(message or (type(self).__doc__ or "").splitlines()[0])
+        self.details = details
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class RetriableError(PkError):
+    """The same request may succeed later."""
+
+    retriable = True
+    acts = "client"
+
+
+class UserError(PkError):
+    """The caller's request, option or data is wrong."""
+
+
+class OperatorError(PkError):
+    """The person who runs pk must act."""
+
+    acts = "operator"
+
+
+class InternalError(PkError):
+    """A bug in pk; please report it."""
+
+    code = -1
+    acts = "pk"
+
+
+# -- retriable -------------------------------------------------------------------------------------
+
+
+class NotLeaderOrFollower(RetriableError):
+    """This broker does not lead the partition (any more): refresh metadata."""
+
+    code = 6
+
+
+class UnknownTopicOrPartition(RetriableError):
+    """No such topic or partition is known here (yet)."""
+
+    code = 3
+
+
+class RequestTimedOut(RetriableError):
+    """The request was not answered in time; what it did is unknown."""
+
+    code = 7
+
+
+class BrokerUnavailable(RetriableError):
+    """No connection to the broker could be made, or it broke."""
+
+    code = 8
+
+
+class NotEnoughReplicas(RetriableError):
+    """Fewer in-sync replicas than min_insync_replicas: nothing was acknowledged."""
+
+    code = 19
+
+
+class FencedLeaderEpoch(RetriableError):
+    """The request carries an older leader epoch than this broker's (KIP-320): refresh metadata."""
+
+    code = 74
+
+
+class UnknownLeaderEpoch(RetriableError):
+    """The request carries a newer leader epoch than this broker's (KIP-320): wait."""
+
+    code = 75
+
+
+class OffsetNotAvailable(RetriableError):
+    """A new leader's high watermark has not caught up yet (KIP-207): wait, do not reset."""
+
+    code = 78
+
+
+class ThrottledError(RetriableError):
+    """A bounded queue of the broker is full: slow down."""
+
+    code = 89
+
+
+class StorageFull(RetriableError):
+    """The log directory has no space left; nothing of this batch was stored: free some."""
+
+    code = 1001
+    acts = "operator"
+
+
+class TierUnavailable(RetriableError):
+    """The object store cannot be reached or answers too slowly; the hot log goes on."""
+
+    code = 1002
+    acts = "operator"
+
+
+class UnknownTierRange(RetriableError):
+    """The tier does not (yet) list the range asked for; re-plan on the newest version."""
+
+    code = 1003
+
+
+class ControllerUnavailable(RetriableError):
+    """The controller cannot be reached: reads and acks=all go on, administration waits."""
+
+    code = 41
+
+
+class InvalidUpdateVersion(RetriableError):
+    """An ISR change carries a partition epoch that is not the current one (KIP-497)."""
+
+    code = 95
+
+
+class IneligibleReplica(RetriableError):
+    """A fenced, draining or re-registered broker may not join the ISR now (KIP-903)."""
+
+    code = 107
+
+
+# -- the caller ------------------------------------------------------------------------------------
+
+
+class OffsetOutOfRange(UserError):
+    """The offset is below log_start or above log_end."""
+
+    code = 1
+
+
+class CorruptBatch(UserError):
+    """The batch's CRC, magic, length or header fields are wrong: its bytes were damaged."""
+
+    code = 2
+
+
+class RecordTooLarge(UserError):
+    """The batch is larger than max_message_bytes, or decodes to more than decoded_bytes_max."""
+
+    code = 10
+
+
+class InvalidTopic(UserError):
+    """The topic name is not 1–249 of [a-zA-Z0-9._-], is '.' or '..', or starts with '__'."""
+
+    code = 17
+
+
+class TopicAlreadyExists(UserError):
+    """A topic of that name exists."""
+
+    code = 36
+
+
+class InvalidPartitions(UserError):
+    """The partition count is not positive, or less than today's (none is ever removed)."""
+
+    code = 37
+
+
+class InvalidReplicationFactor(UserError):
+    """The replication factor is not positive or larger than the number of brokers."""
+
+    code = 38
+
+
+class InvalidConfig(UserError):
+    """A setting is unknown, out of its bounds, or contradicts another."""
+
+    code = 40
+
+
+class InvalidRequest(UserError):
+    """The request is malformed or contradicts itself."""
+
+    code = 42
+
+
+class OutOfOrderSequence(UserError):
+    """A gap in the producer's sequence numbers (rule L6)."""
+
+    code = 45
+    acts = "client"
+
+
+class InvalidProducerEpoch(UserError):
+    """The producer's epoch is older than the partition's: another instance took over."""
+
+    code = 47
+    acts = "client"
+
+
+class UnknownProducerId(UserError):
+    """The partition has no state of this producer (any more); the producer bumps its epoch."""
+
+    code = 59
+    acts = "client"
+
+
+class InvalidRecord(UserError):
+    """The batch's body does not decode, or holds what the topic refuses (null keys)."""
+
+    code = 87
+
+
+class UnknownTopicId(UserError):
+    """No topic has this id (any more): it was deleted, perhaps re-created under the same name."""
+
+    code = 100
+
+
+class InvalidOption(UserError):
+    """An option is unknown, out of its bounds, or contradicts another."""
+
+    code = 1010
+
+
+class UnsupportedFeature(UserError):
+    """This build of pk does not have that feature yet."""
+
+    code = 1011
+
+
+class BufferExhausted(UserError):
+    """The producer's buffer_memory stayed full for max_block_ms."""
+
+    code = 1012
+
+
+class DeliveryTimedOut(UserError):
+    """Not acknowledged within delivery_timeout_ms; whether the record was stored is unknown."""
+
+    code = 1013
+
+
+class OutcomeUnknown(UserError):
+    """The stream broke before the acknowledgement; no retry without idempotence (rule L7)."""
+
+    code = 1014
+
+
+class PartlyStored(UserError):
+    """Some parts of a send_batch were stored, some were not."""
+
+    code = 1015
+
+    def __init__(
+        self, message: str = "", stored: Any = (), failed: Any = (), **details: str
+    ) -> None:
+        super().__init__(message, **details)
+        self.stored = stored  #: list[BatchMetadata]
+        self.failed = failed  #: list[tuple[TopicPartition, PkError]]
+
+
+class SerializationError(UserError):
+    """A key or value could not be turned into bytes, or back."""
+
+    code = 1016
+
+
+class LogTruncated(UserError):
+    """The log was cut below the consumer's position after an unclean election (KIP-320)."""
+
+    code = 1017
+
+
+class NoOffsetForPartition(UserError):
+    """The position is out of range and auto_offset_reset is none."""
+
+    code = 1018
+
+
+class TopicRecreated(UserError):
+    """The topic was deleted and created again: its offsets are another log's (rule L8)."""
+
+    code = 1019
+
+
+class DataLoss(UserError):
+    """Records the reader has not seen are gone: aged out, deleted, or their topic is."""
+
+    code = 1022
+
+
+class ProducerFenced(UserError):
+    """A newer instance of this producer took over."""
+
+    code = 90
+
+
+class ClosedError(UserError):
+    """The client was closed."""
+
+    code = 1020
+
+
+class RegistryError(UserError):
+    """The schema registry refused the request or could not be reached."""
+
+    code = 1021
+
+
+# -- the operator ----------------------------------------------------------------------------------
+
+
+class DirectoryLocked(OperatorError):
+    """Another process holds the lock of this data directory."""
+
+    code = 1030
+
+
+class DirectoryOfAnotherCluster(OperatorError):
+    """The data directory belongs to another cluster or another node."""
+
+    code = 1031
+
+
+class DirectoryOfAnotherBuild(OperatorError):
+    """The data directory has format 0 of another build: formats are not kept before format 1."""
+
+    code = 1032
+
+
+class NewerFormat(OperatorError):
+    """The data directory was written by a newer pk: use that one."""
+
+    code = 1033
+
+
+class StorageFailed(OperatorError):
+    """A disk operation failed: the directory is offline until the broker restarts."""
+
+    code = 56
+
+
+class CorruptLog(OperatorError):
+    """Sealed data of a log does not match its checksum (rule L9)."""
+
+    code = 1034
+
+
+class AddressInUse(OperatorError):
+    """The listen address cannot be had."""
+
+    code = 1035
+
+
+class StoreRefused(OperatorError):
+    """The object store is read-only, lacks put-if-absent, or the scheme is not supported."""
+
+    code = 1036
+
+
+class TierTableChanged(OperatorError):
+    """The topic's Delta table was deleted, re-created, altered or rolled back (rule T8)."""
+
+    code = 1037
+
+
+class JavaMissing(OperatorError):
+    """There is no Java 17 or newer, which Spark needs."""
+
+    code = 1040
+
+
+class JarsMissing(OperatorError):
+    """Jars that Spark needs are not there and could not be fetched."""
+
+    code = 1041
+
+
+class ClusterIdMismatch(OperatorError):
+    """The peer belongs to another cluster."""
+
+    code = 104
+
+
+class DuplicateBroker(OperatorError):
+    """A live broker has registered under this id."""
+
+    code = 101
+
+
+class StaleBrokerEpoch(OperatorError):
+    """The broker was re-registered meanwhile; it must restart."""
+
+    code = 77
+
+
+def _tree(base: type[PkError]) -> dict[int, type[PkError]]:
+    found: dict[int, type[PkError]] = {}
+    for child in base.__subclasses__():
+        if "code" in child.__dict__ and child.code >= 0:
+            assert child.code not in found, (child, found[child.code])
+            found[child.code] = child
+        found.update(_tree(child))
+    return found
+
+
+BY_CODE: dict[int, type[PkError]] = _tree(PkError)
+
+
+def from_wire(code: int, message: str, details: dict[str, str] | None = None) -> PkError:
+    """The error a peer sent; an unknown code becomes an `InternalError` that names it."""
+    kind = BY_CODE.get(code)
+    if kind is None:
+        return InternalError(f"error {code}: {message}", **(details or {}))
+    return kind(message, **(details or {}))

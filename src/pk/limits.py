@@ -1,0 +1,50 @@
+"""Every bound of pk that is not a user's setting, and how bounds relate.
+
+Everything has a limit.
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+
+#: Bytes of a batch's fixed header.
+HEADER_BYTES = 64
+#: A frame aims at this many payload bytes; one larger batch travels alone (rule P4).
+FRAME_BYTES = 4 * MIB
+#: Head of a frame (protobuf).
+FRAME_HEAD_BYTES_MAX = 8 * MIB
+#: The largest `max_message_bytes` that may be configured.
+MESSAGE_BYTES_MAX = 256 * MIB
+#: grpc message limit: the largest batch, its frame head and some slack.
+GRPC_MESSAGE_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
+#: Records of one batch: deltas are u32, Spark wants batches of at most some 10 k rows, memory is
+#: bounded.
+BATCH_RECORDS_MAX = 1_000_000
+#: Produce frames that wait between the socket and the log, per stream, then the socket is not read.
+PRODUCE_FRAMES_QUEUED_MAX = 4
+#: Bytes that may wait for a log directory's writer thread, then produce streams are not read.
+WRITE_QUEUE_BYTES_MAX = 64 * MIB
+#: Replies parked in purgatory per broker, then THROTTLED.
+PURGATORY_MAX = 100_000
+#: Credits a consumer grants one broker at the start.
+FETCH_CREDIT_BYTES = 16 * MIB
+#: Concurrent streams of one kind per client address that the broker accepts.
+STREAMS_PER_PEER_MAX = 1024
+#: Batches of one producer the broker remembers per partition (KIP-98: five).
+PRODUCER_BATCHES_REMEMBERED = 5
+#: Requests in flight per (producer, partition) that idempotence can order.
+IN_FLIGHT_MAX = 5
+#: Producer ids the controller hands a broker at a time.
+PRODUCER_ID_BLOCK = 1000
+#: Partitions one topic may have.
+PARTITIONS_PER_TOPIC_MAX = 10_000
+#: Length of a topic name (Kafka's).
+TOPIC_NAME_MAX = 249
+#: Records of the metadata log in one transaction-like append.
+METADATA_RECORDS_PER_APPEND_MAX = 10_000
+
+assert PRODUCER_BATCHES_REMEMBERED >= IN_FLIGHT_MAX, (
+    "a retry of any batch in flight must be recognised"
+)
+assert FRAME_BYTES + FRAME_HEAD_BYTES_MAX <= GRPC_MESSAGE_BYTES_MAX

@@ -1,0 +1,331 @@
+"""Typed options: name, type, unit, default, bounds, meaning.
+
+One table per scope; docs/settings.md is made from it.
+
+Kafka's dotted names (`retention.ms`) and pk's own (`retention_ms`) are the same name.  Unknown
+names are refused with the nearest right one, contradictions with the relation that is broken.
+Where docs/SEMANTICS.md §13 does not say otherwise, defaults are Kafka's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pk import errors, limits
+
+MIB = limits.MIB
+
+
+@dataclass(slots=True, frozen=True)
+class Option:
+    """One setting.  `kind` is int, bool, str or float; `unit` is for people; None = no bound."""
+
+    name: str
+    kind: type
+    default: Any
+    doc: str
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def parse(self, value: Any) -> Any:
+        """`value` (text or already typed) as this option's type.  Raises `InvalidConfig`."""
+        try:
+            parsed = _parse(self.kind, value)
+        except (ValueError, TypeError):
+            unit = f" ({self.unit})" if self.unit else ""
+            raise self._refusal(f"takes {_WORDS[self.kind]}{unit}, not {value!r}") from None
+        if self.least is not None and parsed < self.least:
+            raise self._refusal(f"must be at least {self.least:g}, not {parsed}")
+        if self.most is not None and parsed > self.most:
+            raise self._refusal(f"must be at most {self.most:g}, not {parsed}")
+        if self.choices and parsed not in self.choices:
+            raise self._refusal(f"is one of {', '.join(self.choices)}, not {parsed!r}")
+        return parsed
+
+    def _refusal(self, words: str) -> errors.InvalidConfig:
+        return errors.InvalidConfig(f"{self.name} {words}", option=self.name)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _parse(kind: type, value: Any) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        text = str(value).strip().lower()
+        if text in ("true", "1", "yes", "on"):
+            return True
+        if text in ("false", "0", "no", "off"):
+            return False
+        raise ValueError(value)
+    if kind is int:
+        if isinstance(value, bool):
+            raise ValueError(value)
+        return int(str(value).strip()) if not isinstance(value, int) else value
+    if kind is float:
+        return float(value)
+    return str(value)
+
+
+#: What must hold, in words, and its test.
+Relation = tuple[str, Callable[[Mapping[str, Any]], bool]]
+
+
+class Options:
+    """A scope's options.  `resolve` turns user input into a complete, checked mapping."""
+
+    def __init__(
+        self, scope: str, options: Iterable[Option], relations: Iterable[Relation] = ()
+    ) -> None:
+        self.scope = scope
+        self.by_name: dict[str, Option] = {}
+        for option in options:
+            assert option.name not in self.by_name, option.name
+            self.by_name[option.name] = option
+        self.relations = tuple(relations)
+
+    def canonical(self, name: str) -> str:
+        """pk's spelling of `name`.  Raises `InvalidConfig` with the nearest right name."""
+        key = name.strip().lower().replace(".", "_").replace("-", "_")
+        if key in self.by_name:
+            return key
+        near = difflib.get_close_matches(key, self.by_name, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise errors.InvalidConfig(f"unknown {self.scope} setting {name!r}{hint}", option=name)
+
+    def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Only what was given, canonical and typed; the same option twice is refused."""
+        parsed: dict[str, Any] = {}
+        for name, value in given.items():
+            key = self.canonical(name)
+            if key in parsed:
+                raise errors.InvalidConfig(f"{self.scope} setting {key} is given twice", option=key)
+            parsed[key] = self.by_name[key].parse(value)
+        return parsed
+
+    def resolve(
+        self, given: Mapping[str, Any], base: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Every option: `given` over `base` over the defaults; relations checked."""
+        full = {name: option.default for name, option in self.by_name.items()}
+        full.update(base or {})
+        full.update(self.parse(given))
+        for words, holds in self.relations:
+            if not holds(full):
+                raise errors.InvalidConfig(f"contradictory {self.scope} settings: {words}")
+        return full
+
+
+def _at_most(low: str, high: str, *, unlimited_below: int | None = None) -> Relation:
+    """`low` may not exceed `high`; a value under `unlimited_below` means "no limit"."""
+
+    def holds(o: Mapping[str, Any]) -> bool:
+        values = (o[low], o[high])
+        if unlimited_below is not None and min(values) < unlimited_below:
+            return True
+        return bool(values[0] <= values[1])
+
+    return f"{low} may not exceed {high}", holds
+
+
+DAY_MS = 86_400_000
+
+# The tables keep one or two lines an option, so that they read as tables.
+# fmt: off
+TOPIC = Options(
+    "topic",
+    [
+        Option("cleanup_policy", str, "delete",
+               "what retention does to old data", choices=("delete", "compact", "compact,delete")),
+        Option("retention_ms", int, 7 * DAY_MS,
+               "records older than this may be deleted; -1 = never", "ms", -1),
+        Option("retention_bytes", int, -1,
+               "a partition larger than this (tier included) loses its oldest data; -1 = no limit",
+               "bytes", -1),
+        Option("local_retention_ms", int, -2,
+               "how long tiered data also stays on local disk; -2 = retention_ms", "ms", -2),
+        Option("local_retention_bytes", int, -2,
+               "how much tiered data also stays on local disk; -2 = retention_bytes", "bytes", -2),
+        Option("segment_bytes", int, 1024 * MIB,
+               "a segment is closed at this size", "bytes", 1024 * 14, 2**31 - 1),
+        Option("segment_ms", int, 7 * DAY_MS, "a segment is closed at this age", "ms", 1),
+        Option("index_interval_bytes", int, 64 * 1024,
+               "one index entry per so many log bytes", "bytes", 0),
+        Option("max_message_bytes", int, 8 * MIB,
+               "largest batch accepted", "bytes", 1024, limits.MESSAGE_BYTES_MAX),
+        Option("decoded_bytes_max", int, 64 * MIB,
+               "largest size a batch may have once decompressed", "bytes", 1024),
+        Option("message_timestamp_type", str, "CreateTime",
+               "whose clock stamps records", choices=("CreateTime", "LogAppendTime")),
+        Option("message_timestamp_after_max_ms", int, 3_600_000,
+               "records further in the future are refused (KIP-937)", "ms", 0),
+        Option("message_timestamp_before_max_ms", int, 2**63 - 1,
+               "records further in the past are refused", "ms", 0),
+        Option("min_insync_replicas", int, 1, "acks=all needs so many in-sync replicas", "", 1),
+        Option("unclean_leader_election_enable", bool, False,
+               "prefer availability to acknowledged data"),
+        Option("flush_messages", int, 2**63 - 1, "fsync after so many records", "", 1),
+        Option("flush_ms", int, 2**63 - 1, "fsync at least this often", "ms", 1),
+        Option("flush_on_ack", bool, False, "acknowledge only what is fsynced"),
+        Option("file_delete_delay_ms", int, 60_000,
+               "deleted segments stay on disk this long", "ms", 0),
+        Option("delete_retention_ms", int, DAY_MS,
+               "how long tombstones stay after they were first cleaned", "ms", 0),
+        Option("min_cleanable_dirty_ratio", float, 0.5,
+               "dirty share from which a compacted log is cleaned", "", 0, 1),
+        Option("min_compaction_lag_ms", int, 0,
+               "records stay uncompacted at least this long", "ms", 0),
+        Option("max_compaction_lag_ms", int, 2**63 - 1,
+               "records are compacted at the latest after this", "ms", 1),
+        Option("tier_enable", bool, True,
+               "tier this topic (has an effect once the server has a tier_url)"),
+        Option("tier_max_lag_ms", int, 60_000,
+               "stable data is tiered at the latest after this", "ms", 0),
+        Option("tier_file_bytes", int, 64 * MIB,
+               "log bytes that make one tier file", "bytes", 1024),
+        Option("local_drop_delay_ms", int, 60_000,
+               "local data stays this long after the tier commit that covers it", "ms", 0),
+    ],
+    [
+        _at_most("local_retention_ms", "retention_ms", unlimited_below=0),
+        _at_most("local_retention_bytes", "retention_bytes", unlimited_below=0),
+        _at_most("min_compaction_lag_ms", "max_compaction_lag_ms"),
+        _at_most("max_message_bytes", "decoded_bytes_max"),
+    ],
+)
+
+SERVER = Options(
+    "server",
+    [
+        Option("node_id", int, 1, "this node's id, unique in the cluster", "", 0, 2**31 - 1),
+        Option("listen", str, "127.0.0.1:9292", "address the broker binds"),
+        Option("advertise", str, "", "address clients are told; empty = listen"),
+        Option("metrics", str, "", "HOST:PORT of the Prometheus and health endpoint; empty = none"),
+        Option("rack", str, "", "failure domain of this node"),
+        Option("tier_url", str, "", "object store of the tier (file://…, s3://…); empty = no tier"),
+        Option("tier_endpoint_url", str, "", "S3 endpoint if not AWS"),
+        Option("tier_access_key_id", str, "", "store credentials; empty = the environment's"),
+        Option("tier_secret_access_key", str, "", "store credentials; empty = the environment's"),
+        Option("tier_region", str, "us-east-1", "store region"),
+        Option("tier_timeout_ms", int, 10_000, "deadline of one store call", "ms", 100),
+        Option("tier_retry_backoff_ms", int, 500,
+               "first wait after a failed store call; doubles up to 30 s", "ms", 1),
+        Option("tier_vacuum_interval_ms", int, DAY_MS,
+               "how often files that left a tier table are deleted; 0 = never", "ms", 0),
+        Option("tier_vacuum_retention_ms", int, 7 * DAY_MS,
+               "how long such files stay readable, in whole hours; under one hour = not at all",
+               "ms", 0),
+        Option("default_num_partitions", int, 1,
+               "partitions of a topic created without a count", "", 1),
+        Option("default_replication_factor", int, 1,
+               "replicas of a topic created without a factor", "", 1),
+        Option("auto_create_topics_enable", bool, False, "create unknown topics on first use"),
+        Option("broker_session_timeout_ms", int, 6_000,
+               "a silent broker is fenced after this", "ms", 100),
+        Option("broker_heartbeat_interval_ms", int, 1_000, "how often a broker reports", "ms", 10),
+        Option("unclean_recovery_wait_ms", int, 30_000,
+               "how long a recovery election waits for missing members", "ms", 0),
+        Option("replica_lag_time_max_ms", int, 30_000,
+               "a follower behind for longer leaves the ISR", "ms", 1),
+        Option("log_retention_check_interval_ms", int, 300_000,
+               "how often retention runs", "ms", 10),
+        Option("log_flush_offset_checkpoint_interval_ms", int, 60_000,
+               "how often recovery points are written", "ms", 10),
+        Option("clock_step_max_ms", int, 60_000,
+               "a larger step of the wall clock stops retention", "ms", 0),
+        Option("remote_fetch_max_wait_ms", int, 5_000,
+               "how long a fetch waits for the tier", "ms", 0),
+        Option("producer_id_expiration_ms", int, DAY_MS,
+               "idempotence state of a silent producer is forgotten after this", "ms", 1),
+        Option("disk_reserve_bytes", int, 0,
+               "a directory with less free space than this refuses produce", "bytes", 0),
+        Option("shutdown_timeout_ms", int, 10_000,
+               "a draining process is stopped after this", "ms", 0),
+        Option("cold_cache_bytes", int, 256 * MIB, "memory of the tier's read cache", "bytes", 0),
+        Option("cold_read_threads", int, 2, "concurrent reads from the tier", "", 1, 64),
+    ],
+    [
+        (
+            "broker_heartbeat_interval_ms must be less than half of broker_session_timeout_ms",
+            lambda o: o["broker_heartbeat_interval_ms"] * 2 < o["broker_session_timeout_ms"],
+        ),
+    ],
+)
+
+#: Topic settings may also stand in the server's configuration, as the cluster's defaults.
+
+PRODUCER = Options(
+    "producer",
+    [
+        Option("acks", str, "all",
+               "who must have a record before it counts as sent", choices=("0", "1", "all", "-1")),
+        Option("linger_ms", float, 5.0, "how long a batch may wait for more records", "ms", 0),
+        Option("batch_size", int, 1 * MIB, "bytes of a full batch", "bytes", 1),
+        Option("buffer_memory", int, 64 * MIB,
+               "bytes of records not yet acknowledged; then send blocks", "bytes", 1024),
+        Option("max_block_ms", int, 60_000, "how long send may block", "ms", 0),
+        Option("compression", str, "none", "codec of batches", choices=("none", "lz4", "zstd")),
+        Option("compression_level", int, 3, "zstd level", "", 1, 19),
+        Option("max_in_flight", int, 5, "frames in flight per broker", "", 1, 64),
+        Option("delivery_timeout_ms", int, 120_000,
+               "a record not acknowledged after this has failed", "ms", 1),
+        Option("request_timeout_ms", int, 30_000,
+               "a request not answered after this is retried", "ms", 1),
+        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0),
+        Option("retry_backoff_max_ms", int, 1_000, "longest wait before a retry", "ms", 0),
+        Option("enable_idempotence", bool, True, "no duplicates and send order, also with retries"),
+        Option("max_request_size", int, 8 * MIB,
+               "largest batch this producer builds", "bytes", 1024),
+        Option("client_id", str, "", "name in logs and metrics"),
+        Option("transactional_id", str, "", "exactly-once across restarts (not in this build)"),
+    ],
+    [
+        (
+            "linger_ms + request_timeout_ms may not exceed delivery_timeout_ms",
+            lambda o: o["linger_ms"] + o["request_timeout_ms"] <= o["delivery_timeout_ms"],
+        ),
+        (
+            "enable_idempotence needs max_in_flight of at most 5",
+            lambda o: not o["enable_idempotence"] or o["max_in_flight"] <= limits.IN_FLIGHT_MAX,
+        ),
+        _at_most("batch_size", "buffer_memory"),
+        _at_most("batch_size", "max_request_size"),
+    ],
+)
+
+CONSUMER = Options(
+    "consumer",
+    [
+        Option("group_id", str, "", "consumer group (not in this build)"),
+        Option("auto_offset_reset", str, "latest",
+               "where to start without a position", choices=("earliest", "latest", "none")),
+        Option("isolation_level", str, "read_committed",
+               "whether open and aborted transactions are seen", choices=("read_committed",
+               "read_uncommitted")),
+        Option("fetch_min_bytes", int, 1, "the broker waits for this much", "bytes", 0),
+        Option("fetch_max_wait_ms", int, 500, "the broker waits at most this long", "ms", 0),
+        Option("fetch_max_bytes", int, 4 * MIB, "bytes of one frame", "bytes", 1),
+        Option("max_partition_fetch_bytes", int, 4 * MIB,
+               "bytes of one partition in a frame", "bytes", 1),
+        Option("fetch_buffer_bytes", int, 16 * MIB,
+               "fetched, not yet polled, per broker", "bytes", 1),
+        Option("max_poll_records", int, 10_000, "records one poll returns at most", "", 1),
+        Option("check_crcs", bool, True, "verify every batch's checksum"),
+        Option("decoded_bytes_max", int, 64 * MIB,
+               "largest size a batch may have once decompressed", "bytes", 1024),
+        Option("request_timeout_ms", int, 30_000,
+               "a request not answered after this is retried", "ms", 1),
+        Option("default_api_timeout_ms", int, 60_000, "how long blocking calls try", "ms", 1),
+        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0),
+        Option("retry_backoff_max_ms", int, 1_000, "longest wait before a retry", "ms", 0),
+        Option("metadata_max_age_ms", int, 300_000,
+               "metadata is refreshed at least this often", "ms", 1),
+        Option("client_id", str, "", "name in logs and metrics"),
+    ],
+)

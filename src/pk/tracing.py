@@ -1,0 +1,160 @@
+"""What a process says of itself: one structured line per event, metrics, health, the lag of its
+loop.
+
+A line is `time level role event key=value …`, on stderr, one write call, so that the lines of
+several processes do not mix.  Metrics are prometheus_client's, in a registry of the process's
+own; the endpoint is a minimal HTTP/1.1 server on the process's event loop (`/metrics`,
+`/healthz`, `/readyz`)."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import IO, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from pk import errors
+from pk.clock import Clock
+
+#: Upper bounds of latency histograms, in milliseconds.
+LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
+LAG_TICK_MS = 50
+REQUEST_BYTES_MAX = 8192
+REQUEST_TIMEOUT_S = 5.0
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    if not text or any(mark in text for mark in ' "=\n'):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+class Log:
+    """Structured lines of one role; `bug` is for exceptions that only an error of ours explains."""
+
+    def __init__(self, role: str, wall_ms: Callable[[], int], out: IO[str] | None = None) -> None:
+        self._role = role
+        self._wall_ms = wall_ms
+        self._out = out
+
+    def _line(self, level: str, event: str, facts: dict[str, object]) -> None:
+        now = datetime.datetime.fromtimestamp(self._wall_ms() / 1000, datetime.UTC)
+        stamp = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        pairs = "".join(f" {name}={_text(value)}" for name, value in facts.items())
+        out = self._out or sys.stderr
+        out.write(f"{stamp} {level} {self._role} {event}{pairs}\n")
+        out.flush()
+
+    def info(self, event: str, **facts: object) -> None:
+        self._line("INFO", event, facts)
+
+    def warning(self, event: str, **facts: object) -> None:
+        self._line("WARNING", event, facts)
+
+    def error(self, event: str, **facts: object) -> None:
+        self._line("ERROR", event, facts)
+
+    def bug(self, where: str, error: BaseException) -> None:
+        """An unexpected exception with its trace; the form `on_error` callbacks ask for."""
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        self._line("BUG", where, {"error": repr(error), "trace": trace})
+
+
+class Metrics:
+    """The process's metrics.  Asking twice for a name returns the same metric."""
+
+    def __init__(self, prefix: str = "pk") -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._known: dict[str, Any] = {}
+
+    def _get(self, kind: Any, name: str, doc: str, labels: Iterable[str], **more: Any) -> Any:
+        metric = self._known.get(name)
+        if metric is None:
+            full = f"{self._prefix}_{name}"
+            metric = kind(full, doc, tuple(labels), registry=self.registry, **more)
+            self._known[name] = metric
+        return metric
+
+    def counter(self, name: str, doc: str, labels: Iterable[str] = ()) -> Counter:
+        metric: Counter = self._get(Counter, name, doc, labels)
+        return metric
+
+    def gauge(self, name: str, doc: str, labels: Iterable[str] = ()) -> Gauge:
+        metric: Gauge = self._get(Gauge, name, doc, labels)
+        return metric
+
+    def histogram(
+        self,
+        name: str,
+        doc: str,
+        labels: Iterable[str] = (),
+        buckets: tuple[float, ...] = LATENCY_MS,
+    ) -> Histogram:
+        metric: Histogram = self._get(Histogram, name, doc, labels, buckets=buckets)
+        return metric
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        raw: bytes = generate_latest(self.registry)
+        return raw
+
+
+async def watch_loop_lag(metrics: Metrics, clock: Clock) -> None:
+    """`loop_lag_ms` (rule P2): how late the loop runs what is due.  Runs until cancelled."""
+    lag = metrics.histogram("loop_lag_ms", "how late the event loop runs what is due")
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_TICK_MS / 1000
+        await clock.sleep_ms(LAG_TICK_MS)
+        lag.observe(max(0.0, (loop.time() - due) * 1000))
+
+
+class Health:
+    """`alive` while the loop answers; `ready` says why the process is not serving, or None."""
+
+    def __init__(self) -> None:
+        self.not_ready: str | None = "starting"
+
+
+async def serve_http(address: str, metrics: Metrics, health: Health) -> asyncio.Server:
+    """Serve /metrics, /healthz and /readyz on HOST:PORT.  Raises `AddressInUse`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                raw = await reader.readuntil(b"\r\n\r\n")
+                path = raw.split(b" ", 2)[1].split(b"?")[0] if raw.count(b" ") >= 2 else b""
+                writer.write(_answer(path, metrics, health))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass
+        finally:
+            writer.close()
+
+    host, _, port = address.rpartition(":")
+    try:
+        return await asyncio.start_server(
+            serve, host.strip("[]"), int(port), limit=REQUEST_BYTES_MAX
+        )
+    except OSError as cause:
+        raise errors.AddressInUse(f"metrics cannot listen on {address}: {cause}") from cause
+
+
+def _answer(path: bytes, metrics: Metrics, health: Health) -> bytes:
+    status, kind, body = "200 OK", "text/plain; charset=utf-8", b"ok\n"
+    if path == b"/metrics":
+        kind, body = CONTENT_TYPE_LATEST, metrics.text()
+    elif path == b"/readyz" and health.not_ready is not None:
+        status, body = "503 Service Unavailable", f"{health.not_ready}\n".encode()
+    elif path not in (b"/healthz", b"/readyz"):
+        status, body = "404 Not Found", b"try /metrics, /healthz or /readyz\n"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body

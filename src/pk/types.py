@@ -1,0 +1,101 @@
+"""The nouns every layer shares: topics, partitions, offsets, epochs.
+
+Ranges are half-open, `[start, end)`.  Times are integers of milliseconds since the Unix epoch
+unless a name says otherwise; a topic id is the canonical 36-character text of a uuid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Offset = int
+Epoch = int
+ProducerId = int
+TopicId = str
+NodeId = int
+
+#: "no value" where Kafka's formats use -1: no producer id, no sequence, no leader, no epoch yet.
+NONE = -1
+
+METADATA_TOPIC = "__cluster_metadata"
+
+
+class TopicPartition(NamedTuple):
+    """A partition by topic *name*: what a user types."""
+
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.partition}"
+
+
+class PartitionKey(NamedTuple):
+    """A partition by topic *id*, as the protocol names it.
+
+    A topic that is created again under its old name is another topic (rule L8).
+    """
+
+    topic_id: TopicId
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic_id}:{self.partition}"
+
+
+class OffsetRange(NamedTuple):
+    """Offsets `[start, end)`."""
+
+    start: Offset
+    end: Offset
+
+    @property
+    def empty(self) -> bool:
+        return self.end <= self.start
+
+
+class EpochStart(NamedTuple):
+    """`epoch` began at `start_offset` (KIP-101): one entry of the leader-epoch cache."""
+
+    epoch: Epoch
+    start_offset: Offset
+
+
+class AbortedTransaction(NamedTuple):
+    """Records of `producer_id` in `[first_offset, last_offset]` were aborted (KIP-98)."""
+
+    producer_id: ProducerId
+    first_offset: Offset
+    last_offset: Offset
+
+
+class RecordMetadata(NamedTuple):
+    """Where a record was stored."""
+
+    topic: str
+    partition: int
+    offset: Offset
+    timestamp_ms: int
+
+
+class BatchMetadata(NamedTuple):
+    """Where a part of a `send_batch` was stored: `record_count` records from `base_offset` on."""
+
+    topic: str
+    partition: int
+    base_offset: Offset
+    record_count: int
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """One record as a consumer sees it; `headers` keep their order and may repeat a key."""
+
+    topic: str
+    partition: int
+    offset: Offset
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = field(default=())

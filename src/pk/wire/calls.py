@@ -1,0 +1,292 @@
+"""Requests and replies over a CONTROL stream, for both ends.
+
+`Caller` multiplexes calls by correlation id over one lazily opened stream and re-opens it after a
+break; a call in flight when the stream breaks fails with `BrokerUnavailable` (whether it took
+effect is unknown: the caller of `call` decides if it may be repeated).  `serve_control` dispatches
+the other end.
+
+Invariants
+  C1  a correlation id is answered at most once; late or unknown replies are dropped.
+  C2  requests in flight per stream are bounded on the serving side (`calls_max`); more are not
+      read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.clock import Clock
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.world import Disconnected, Network, Stream, StreamKind
+
+PROTOCOL = 1
+CALLS_MAX = 256
+
+#: A handler gets the request message and its frame, and returns the reply, with or without payload.
+Reply = Message | tuple[Message, Iterable[frames.Buffer]]
+Handler = Callable[[Any, frames.Frame], Awaitable[Reply]]
+
+_FIELD_BY_TYPE: dict[str, str] = {
+    field.message_type.name: field.name
+    for field in wire.Head.DESCRIPTOR.oneofs_by_name["body"].fields
+    if field.message_type is not None
+}
+
+
+def head_of(body: Message, **fields: Any) -> wire.Head:
+    """A head with `body` in its oneof."""
+    head = wire.Head(**fields)
+    getattr(head, _FIELD_BY_TYPE[body.DESCRIPTOR.name]).CopyFrom(body)
+    return head
+
+
+def error_head(correlation_id: int, error: errors.PkError) -> wire.Head:
+    """A reply that carries only an error."""
+    return wire.Head(correlation_id=correlation_id, error=frames.error_of(error))
+
+
+async def open_stream(
+    network: Network, address: str, kind: StreamKind, hello: wire.Hello
+) -> tuple[Stream, wire.HelloReply]:
+    """Connect and exchange hellos.  Raises `BrokerUnavailable` or the error the peer answered."""
+    try:
+        stream = await network.connect(address, kind)
+    except (Disconnected, OSError) as cause:
+        raise errors.BrokerUnavailable(f"{address}: {cause}") from cause
+    try:
+        await stream.send(frames.encode(head_of(hello)))
+        raw = await stream.recv()
+        if raw is None:
+            raise Disconnected("closed before the hello")
+        head = frames.decode(raw).head
+    except Disconnected as cause:
+        stream.close()
+        raise errors.BrokerUnavailable(f"{address}: {cause}") from cause
+    if head.HasField("error"):
+        stream.close()
+        raise frames.raise_error(head.error)
+    return stream, head.hello_reply
+
+
+async def accept_stream(stream: Stream, reply: wire.HelloReply) -> wire.Hello | None:
+    """The serving half of the hello: checks protocol and cluster, and answers.
+
+    Returns what the peer said; None if it is gone or was refused.
+    """
+    try:
+        raw = await stream.recv()
+        if raw is None:
+            return None
+        head = frames.decode(raw).head
+        refusal: errors.PkError | None = None
+        if head.WhichOneof("body") != "hello":
+            refusal = errors.InvalidRequest("the first frame of a stream must be a hello")
+        elif head.hello.protocol != PROTOCOL:
+            refusal = errors.UnsupportedFeature(
+                f"protocol {head.hello.protocol}; this server speaks {PROTOCOL}"
+            )
+        elif (
+            head.hello.cluster_id and reply.cluster_id and head.hello.cluster_id != reply.cluster_id
+        ):
+            refusal = errors.ClusterIdMismatch(
+                f"you ask for cluster {head.hello.cluster_id}, this is {reply.cluster_id}"
+            )
+        if refusal is not None:
+            await stream.send(frames.encode(error_head(0, refusal)))
+            stream.close()
+            return None
+        await stream.send(frames.encode(head_of(reply)))
+    except errors.CorruptBatch as cause:
+        await stream.send(frames.encode(error_head(0, cause)))
+        stream.close()
+        return None
+    return head.hello
+
+
+class Caller:
+    """Calls one peer.
+
+    `on_push` gets pushed frames (correlation id 0); `on_break` is told when the stream is lost.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        address: str | Callable[[], str],
+        hello: wire.Hello,
+        *,
+        on_push: Callable[[frames.Frame], None] | None = None,
+        on_break: Callable[[], None] | None = None,
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._address = address if callable(address) else (lambda: address)
+        self._hello = hello
+        self._on_push = on_push
+        self._on_break = on_break
+        self._stream: Stream | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._opening: asyncio.Lock | None = None
+        self._pending: dict[int, asyncio.Future[frames.Frame]] = {}
+        self._next_id = 1
+        self._closed = False
+        self.peer: wire.HelloReply | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._stream is not None
+
+    async def connect(self) -> wire.HelloReply:
+        """Open the stream now if it is not open; returns what the peer said of itself."""
+        if self._closed:
+            raise errors.ClosedError("the connection was closed")
+        if self._opening is None:
+            self._opening = asyncio.Lock()
+        async with self._opening:
+            if self._stream is None:
+                stream, self.peer = await open_stream(
+                    self._network, self._address(), StreamKind.CONTROL, self._hello
+                )
+                self._stream = stream
+                self._reader = asyncio.get_running_loop().create_task(self._read(stream))
+        assert self.peer is not None
+        return self.peer
+
+    async def call(
+        self, request: Message, *, timeout_ms: int, payload: Iterable[frames.Buffer] = ()
+    ) -> frames.Frame:
+        """Send `request`, return the reply's frame.
+
+        Raises the reply's typed error, `RequestTimedOut` or `BrokerUnavailable`.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[frames.Frame] = loop.create_future()
+        correlation_id = 0
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await self.connect()
+                stream = self._stream
+                if stream is None:
+                    raise errors.BrokerUnavailable(f"{self._address()}: the connection broke")
+                correlation_id = self._next_id
+                self._next_id += 1
+                self._pending[correlation_id] = future
+                head = head_of(request, correlation_id=correlation_id, timeout_ms=timeout_ms)
+                await stream.send(frames.encode(head, payload))
+                frame = await future
+        except TimeoutError:
+            raise errors.RequestTimedOut(
+                f"{self._address()}: no reply to {request.DESCRIPTOR.name} within {timeout_ms} ms"
+            ) from None
+        except Disconnected as cause:
+            raise errors.BrokerUnavailable(f"{self._address()}: {cause}") from cause
+        finally:
+            self._pending.pop(correlation_id, None)
+        if frame.head.HasField("error"):
+            raise frames.raise_error(frame.head.error)
+        return frame
+
+    async def _read(self, stream: Stream) -> None:
+        reason = "the peer closed the connection"
+        try:
+            while (raw := await stream.recv()) is not None:
+                frame = frames.decode(raw)
+                if frame.head.correlation_id == 0:
+                    if self._on_push is not None:
+                        self._on_push(frame)
+                    continue
+                future = self._pending.pop(frame.head.correlation_id, None)
+                if future is not None and not future.done():
+                    future.set_result(frame)
+        except (Disconnected, errors.CorruptBatch) as cause:
+            reason = str(cause)
+        finally:
+            self._broke(stream, reason)
+
+    def _broke(self, stream: Stream, reason: str) -> None:
+        stream.close()
+        if self._stream is not stream:
+            return
+        self._stream = None
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(errors.BrokerUnavailable(f"{self._address()}: {reason}"))
+        if self._on_break is not None and not self._closed:
+            self._on_break()
+
+    async def close(self) -> None:
+        """Close the stream; calls in flight fail."""
+        self._closed = True
+        stream, reader = self._stream, self._reader
+        if stream is not None:
+            self._broke(stream, "closed")
+        if reader is not None and reader is not asyncio.current_task():
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+
+async def serve_control(
+    stream: Stream,
+    handlers: Mapping[str, Handler],
+    *,
+    on_error: Callable[[str, BaseException], None] | None = None,
+    calls_max: int = CALLS_MAX,
+) -> None:
+    """Answer requests of an accepted stream until it ends; at most `calls_max` run at once."""
+    gate = asyncio.Semaphore(calls_max)
+    running: dict[asyncio.Task[None], None] = {}
+    loop = asyncio.get_running_loop()
+    try:
+        while (raw := await stream.recv()) is not None:
+            frame = frames.decode(raw)
+            await gate.acquire()
+            task = loop.create_task(_answer(stream, handlers, frame, gate, on_error))
+            running[task] = None
+            task.add_done_callback(lambda done: running.pop(done, None))
+    except (Disconnected, errors.CorruptBatch):
+        pass
+    finally:
+        for task in list(running):
+            task.cancel()
+        await asyncio.gather(*list(running), return_exceptions=True)
+        stream.close()
+
+
+async def _answer(
+    stream: Stream,
+    handlers: Mapping[str, Handler],
+    frame: frames.Frame,
+    gate: asyncio.Semaphore,
+    on_error: Callable[[str, BaseException], None] | None,
+) -> None:
+    head = frame.head
+    name = head.WhichOneof("body")
+    try:
+        handler = handlers.get(name or "")
+        if handler is None:
+            raise errors.UnsupportedFeature(f"this server does not answer {name!r}")
+        reply = await handler(getattr(head, name or ""), frame)
+        message, payload = reply if isinstance(reply, tuple) else (reply, ())
+        raw = frames.encode(head_of(message, correlation_id=head.correlation_id), payload)
+    except errors.PkError as error:
+        raw = frames.encode(error_head(head.correlation_id, error))
+    except Exception as bug:
+        if on_error is not None:
+            on_error(f"handling {name}", bug)
+        raw = frames.encode(
+            error_head(head.correlation_id, errors.InternalError(f"{name}: {bug!r}"))
+        )
+    finally:
+        gate.release()
+    try:
+        await stream.send(raw)
+    except Disconnected:
+        pass

@@ -1,0 +1,550 @@
+"""The real network: streams of frames over grpc.aio, raw bytes end to end (rules P3, W1).
+
+One generic service, `/pk.Stream/{control,produce,fetch}`; a message is one frame, or several small
+ones that were queued together.  No serializer touches a payload.  Each stream has two pumps, tasks
+that live as long as the stream: a reader that stays at most a window ahead of `recv`, and a writer
+behind a bounded queue.  So `send` and `recv` may be cancelled (a deadline around a call never harms
+the stream it shares), any number of tasks may send, and a broken connection is noticed at once even
+while nobody reads (rule R7).
+
+Rules
+  N1  A message is a frame as it is; a frame that is empty or starts with the pack mark, and small
+      frames that queue up behind a write, travel packed: `mark | (u32le length | frame)*`.
+  N2  The end of a stream is said explicitly: an empty message from the client, status OK from the
+      server.  Anything else that ends a stream is a break; the other side gets `Disconnected`.
+  N3  Read-ahead and the send queue are bounded in bytes and in frames; beyond them `send` waits.
+  N4  A channel lives while it has streams; one that failed is dropped, so that the next `connect`
+      tries anew instead of waiting for grpc's own back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # breaks are reported as `Disconnected`, once
+# grpc's fork handlers kill about one child in four that is forked with a `preexec_fn` while a
+# channel is open, before it can exec: a Spark session started beside a pk client does just that.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
+import grpc
+import grpc.aio
+
+from pk import limits
+from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
+
+Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception goes
+
+SERVICE = "pk.Stream"
+CONNECT_TIMEOUT_MS = 3_000
+CLOSE_TIMEOUT_MS = 2_000
+KEEPALIVE_MS = 5_000
+#: After a listener closed: how long its handlers may take to notice, before they are cancelled.
+HANDLER_GRACE_S = 1.0
+
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]
+_MARK = b"\xff\xff\xff\xff"
+_LENGTH = struct.Struct("<I")
+#: Frames up to this size are packed together when they queue up (N1).
+PACK_FRAME_BYTES = 16 * limits.KIB
+PACK_BYTES = 64 * limits.KIB
+#: N3: `send` waits while more than this is queued; the reader stays this much ahead.
+WINDOW_BYTES = limits.MIB
+WINDOW_FRAMES = 256
+
+_COMMON: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.lookahead_bytes", 8 * limits.MIB),
+    ("grpc.http2.max_frame_size", 4 * limits.MIB),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+CLIENT_OPTIONS = (*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+SERVER_OPTIONS = (
+    *_COMMON,
+    ("grpc.so_reuseport", 0),  # the default 1 lets two brokers bind one port
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 5),
+    ("grpc.max_concurrent_streams", limits.STREAMS_PER_PEER_MAX),
+)
+
+
+def _pack(frames: list[bytes]) -> bytes:
+    pieces = [_MARK]
+    for frame in frames:
+        pieces.append(_LENGTH.pack(len(frame)))
+        pieces.append(frame)
+    return b"".join(pieces)
+
+
+def _unpack(message: bytes) -> list[bytes]:
+    """Raises `Disconnected`: a peer that packs wrongly is not spoken to."""
+    frames: list[bytes] = []
+    at, size = len(_MARK), len(message)
+    while at < size:
+        if size - at < _LENGTH.size:
+            raise Disconnected("the peer sent a malformed message")
+        (length,) = _LENGTH.unpack_from(message, at)
+        at += _LENGTH.size
+        if length > size - at:
+            raise Disconnected("the peer sent a malformed message")
+        frames.append(message[at : at + length])
+        at += length
+    return frames
+
+
+class _GrpcStream:
+    """What both ends share: two queues, two pumps, the state `open → finished | broken`."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[bytes] = deque()
+        self._inbox_bytes = 0
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._end: str | None = None  # the other side's end: "" clean, text = why it broke
+        self._closed = False  # this side called close()
+        self._readable: deque[asyncio.Future[None]] = deque()  # tasks in recv
+        self._drained: asyncio.Future[None] | None = None  # the read pump, ahead by a window
+        self._to_write: asyncio.Future[None] | None = None  # the write pump, idle
+        self._writable: deque[asyncio.Future[None]] = deque()  # tasks in send
+        self._pumps: list[asyncio.Task[None]] = []
+
+    # -- the transport: what the two ends do differently -------------------------------------------
+
+    async def _read_message(self) -> bytes:
+        """The next message; raises `Disconnected` on a break, `EOFError` at the clean end."""
+        raise NotImplementedError
+
+    async def _write_message(self, message: bytes) -> None:
+        raise NotImplementedError
+
+    # -- the Stream protocol -----------------------------------------------------------------------
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame; waits while the window is full.  Raises `Disconnected`."""
+        while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_FRAMES:
+            self._check_open()
+            await self._wait(self._writable)
+        self._check_open()
+        self._outbox.append(frame)
+        self._outbox_bytes += len(frame)
+        _wake(self._to_write)
+
+    async def recv(self) -> bytes | None:
+        """The next frame, None at the clean end.  Raises `Disconnected`."""
+        while not self._inbox:
+            if self._closed:
+                return None
+            if self._end is not None:
+                if self._end:
+                    raise Disconnected(self._end)
+                return None
+            await self._wait(self._readable)
+        frame = self._inbox.popleft()
+        self._inbox_bytes -= len(frame)
+        _wake(self._drained)
+        return frame
+
+    def close(self) -> None:
+        """Finish both directions: what was sent is delivered, what was not received is dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.clear()
+        self._inbox_bytes = 0
+        self._wake_all()
+        self._loop.call_later(CLOSE_TIMEOUT_MS / 1000, self._abandon)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Disconnected("the stream was closed")
+        if self._end is not None:
+            raise Disconnected(self._end or "the peer finished")
+
+    async def _wait(self, waiters: deque[asyncio.Future[None]]) -> None:
+        future = self._loop.create_future()
+        waiters.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and waiters:
+                _wake(waiters.popleft())  # pass the wake-up on
+            raise
+        finally:
+            if not future.done() or future.cancelled():
+                _discard(waiters, future)
+
+    def _wake_all(self) -> None:
+        _wake(self._drained)
+        _wake(self._to_write)
+        for waiters in (self._readable, self._writable):
+            while waiters:
+                _wake(waiters.popleft())
+
+    def _ended(self, why: str) -> None:
+        """The other side is gone (`why`), or has finished ('')."""
+        if self._end is None:
+            self._end = why
+            if why:
+                self._outbox.clear()
+                self._outbox_bytes = 0
+            self._wake_all()
+
+    def _start_pumps(self) -> None:
+        self._pumps = [
+            self._loop.create_task(self._pump_in()),
+            self._loop.create_task(self._pump_out()),
+        ]
+
+    def _abandon(self) -> None:
+        """Give up a closed stream whose peer does not take the rest, or does not say its end."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _pump_in(self) -> None:
+        try:
+            while True:
+                while self._inbox_bytes >= WINDOW_BYTES or len(self._inbox) >= WINDOW_FRAMES:
+                    self._drained = self._loop.create_future()
+                    await self._drained
+                message = await self._read_message()
+                if self._closed:
+                    continue  # read on: the end must be seen
+                if message.startswith(_MARK):
+                    self._inbox.extend(frames := _unpack(message))
+                    self._inbox_bytes += sum(map(len, frames))
+                else:
+                    self._inbox.append(message)
+                    self._inbox_bytes += len(message)
+                while self._readable:
+                    _wake(self._readable.popleft())
+        except EOFError:
+            self._ended("")
+        except Disconnected as cause:
+            self._ended(str(cause) or "the connection broke")
+        except Exception as cause:  # grpc's usage errors after the end of a call
+            self._ended(f"the connection broke: {cause!r}")
+
+    async def _pump_out(self) -> None:
+        try:
+            while True:
+                while not self._outbox:
+                    if self._closed or self._end:
+                        return
+                    self._to_write = self._loop.create_future()
+                    await self._to_write
+                message = self._next_message()
+                while self._writable and self._outbox_bytes < WINDOW_BYTES:
+                    _wake(self._writable.popleft())
+                await self._write_message(message)
+        except Disconnected as cause:
+            self._ended(str(cause) or "the connection broke")
+        except Exception as cause:
+            self._ended(f"the connection broke: {cause!r}")
+
+    def _next_message(self) -> bytes:
+        frame = self._outbox.popleft()
+        self._outbox_bytes -= len(frame)
+        small = len(frame) <= PACK_FRAME_BYTES
+        if not (small and self._outbox) and frame and not frame.startswith(_MARK):
+            return frame
+        together, total = [frame], len(frame)
+        while (
+            small
+            and self._outbox
+            and len(self._outbox[0]) <= PACK_FRAME_BYTES
+            and total < PACK_BYTES
+        ):
+            frame = self._outbox.popleft()
+            self._outbox_bytes -= len(frame)
+            together.append(frame)
+            total += len(frame)
+        return _pack(together)
+
+
+def _wake(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
+
+
+def _discard(waiters: deque[asyncio.Future[None]], future: asyncio.Future[None]) -> None:
+    try:
+        waiters.remove(future)
+    except ValueError:
+        pass
+
+
+# -- the client's end --------------------------------------------------------------------------
+
+
+class _Channel:
+    """One grpc channel and how many streams use it (N4)."""
+
+    def __init__(self, target: str) -> None:
+        self.grpc = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self.streams = 0
+
+
+def _why(error: grpc.RpcError) -> str:
+    code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+    text = (error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)) or ""
+    name = code.name.lower().replace("_", " ") if code is not None else "broken"
+    return f"{name}: {text}"[:300]
+
+
+class _ClientStream(_GrpcStream):
+    def __init__(self, peer: str, call: Any, released: Callable[[bool], None]) -> None:
+        super().__init__(peer)
+        self._call = call
+        self._released = released
+        self._closer: asyncio.Task[None] | None = None
+
+    async def _read_message(self) -> bytes:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as cause:
+            raise Disconnected(_why(cause)) from cause
+        if message is _EOF:
+            code = await self._call.code()
+            if code == grpc.StatusCode.OK:
+                raise EOFError
+            raise Disconnected(f"{code.name.lower()}: {await self._call.details()}")
+        raw: bytes = message
+        return raw
+
+    async def _write_message(self, message: bytes) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError) as cause:
+            why = _why(cause) if isinstance(cause, grpc.RpcError) else "the peer finished"
+            raise Disconnected(why) from cause
+
+    async def _finish(self) -> None:
+        await self._write_message(b"")
+        await self._call.done_writing()
+
+    def start(self) -> None:
+        self._start_pumps()
+        self._closer = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        """After `close`: flush, say the end, wait for the peer's.  At last, or at a break: free."""
+        reader, writer = self._pumps
+        try:
+            await asyncio.wait((writer,))  # closed and flushed, or broken, or abandoned
+            if self._end is None and not writer.cancelled():
+                await self._finish()
+                await asyncio.wait((reader,))
+        except (Disconnected, asyncio.InvalidStateError):
+            pass
+        finally:
+            broken = bool(self._end) or reader.cancelled() or writer.cancelled()
+            self._ended("the stream was closed")
+            self._call.cancel()
+            self._abandon()
+            self._released(broken)
+
+
+class GrpcNetwork:
+    """`pk.world.Network` over grpc.  Belongs to the event loop it is first used on."""
+
+    def __init__(
+        self, on_error: Report | None = None, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+    ) -> None:
+        self._on_error = on_error
+        self._connect_timeout_ms = connect_timeout_ms
+        self._channels: dict[tuple[str, bool], _Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def connect(self, address: str, kind: StreamKind) -> Stream:
+        """Open a stream; two channels per peer, control and data (P3).
+
+        Raises `Disconnected`, at once if nobody listens.
+        """
+        key = (address, kind is StreamKind.CONTROL)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = _Channel(address)
+        channel.streams += 1
+        method: Any = channel.grpc.stream_stream(f"/{SERVICE}/{kind.value}", None, None)
+        call = method()
+        try:
+            async with asyncio.timeout(self._connect_timeout_ms / 1000):
+                await call.wait_for_connection()
+        except asyncio.CancelledError:
+            call.cancel()
+            self._release(key, channel, broken=True)
+            raise
+        except (grpc.RpcError, TimeoutError) as cause:
+            call.cancel()
+            self._release(key, channel, broken=True)
+            silent = f"no answer within {self._connect_timeout_ms} ms"
+            why = _why(cause) if isinstance(cause, grpc.RpcError) else silent
+            raise Disconnected(why) from cause
+        stream = _ClientStream(address, call, lambda broken: self._release(key, channel, broken))
+        stream.start()
+        return stream
+
+    def _release(self, key: tuple[str, bool], channel: _Channel, broken: bool) -> None:
+        channel.streams -= 1
+        if broken and self._channels.get(key) is channel:
+            del self._channels[key]
+        if channel.streams == 0:
+            if self._channels.get(key) is channel:
+                del self._channels[key]
+            task = asyncio.get_running_loop().create_task(channel.grpc.close(None))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def listen(self, address: str, handler: StreamHandler) -> Listener:
+        """Serve streams.  Raises `OSError` with the cause if the address cannot be had."""
+        listener = _GrpcListener(handler, self._on_error)
+        await listener.start(address)
+        return listener
+
+    async def close(self) -> None:
+        """Drop every channel; open streams break."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.grpc.close(None)
+        if self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+# -- the server's end --------------------------------------------------------------------------
+
+
+class _ServerStream(_GrpcStream):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context.peer())
+        self._context = context
+        #: May outlive the call: it learns of a break from recv or send and may wait elsewhere.
+        self.handler: asyncio.Task[None] | None = None
+
+    async def _read_message(self) -> bytes:
+        message = await self._context.read()
+        if message is _EOF:
+            raise Disconnected("the peer broke the connection")
+        if not message:
+            raise EOFError
+        raw: bytes = message
+        return raw
+
+    async def _write_message(self, message: bytes) -> None:
+        await self._context.write(message)
+
+    async def run(self, handler: Coroutine[Any, Any, None]) -> None:
+        """Drive the stream until the handler ends, flush what it sent; status OK follows (N2)."""
+        self._start_pumps()
+        task = self.handler = self._loop.create_task(handler)
+        _, writer = self._pumps
+        try:
+            await asyncio.wait((task, writer), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                self.close()
+                await asyncio.wait((writer,))
+        finally:  # also when grpc cancels this coroutine because the connection broke
+            self._ended("the connection broke")
+            self._abandon()
+
+
+class _GrpcListener:
+    def __init__(self, handler: StreamHandler, on_error: Report | None) -> None:
+        self._handler = handler
+        self._on_error = on_error
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._left: dict[asyncio.Task[None], None] = {}
+        self._address = ""
+        methods = {
+            kind.value: grpc.stream_stream_rpc_method_handler(self._serve(kind))
+            for kind in StreamKind
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, methods),)
+        )
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def start(self, address: str) -> None:
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as cause:
+            raise _bind_error(address) from cause
+        self._address = (
+            address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        )
+        await self._server.start()
+
+    def _serve(self, kind: StreamKind) -> Callable[[Any, Any], Awaitable[None]]:
+        async def serve(_requests: Any, context: Any) -> None:
+            await context.send_initial_metadata(())
+            stream = _ServerStream(context)
+            try:
+                await stream.run(self._guard(kind, stream))
+            finally:
+                left = stream.handler
+                if left is not None and not left.done():
+                    self._left[left] = None
+                    left.add_done_callback(lambda done: self._left.pop(done, None))
+
+        return serve
+
+    async def _guard(self, kind: StreamKind, stream: Stream) -> None:
+        try:
+            await self._handler(kind, stream)
+        except Disconnected:
+            pass
+        except Exception as bug:
+            if self._on_error is not None:
+                self._on_error(f"serving a {kind.value} stream of {stream.peer}", bug)
+
+    async def close(self, grace_ms: int) -> None:
+        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        await self._server.stop(grace_ms / 1000)
+        left = list(self._left)
+        if left:  # they learn of it from recv or send
+            await asyncio.wait(left, timeout=HANDLER_GRACE_S)
+        for handler in left:
+            handler.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def _bind_error(address: str) -> OSError:
+    """What the operating system says about binding `address`; grpc only says that it failed."""
+    try:
+        if address.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.bind(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(info[0], info[1]) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(info[4])
+    except OSError as cause:
+        why = cause.strerror or str(cause)
+        return OSError(cause.errno or errno.EADDRINUSE, f"cannot listen on {address}: {why}")
+    except ValueError:
+        return OSError(errno.EINVAL, f"cannot listen on {address}: not HOST:PORT")
+    return OSError(errno.EADDRINUSE, f"cannot listen on {address}")

@@ -1,0 +1,26 @@
+"""What every suite shares: hypothesis profiles, and nothing that touches the world."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+# A deadline measures the machine, not the code; a failure prints what reproduces it.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=150, **_COMMON)
+settings.register_profile("long", max_examples=3000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# Helpers shared across suites: imported by their plain names; the repository's root is not on
+# sys.path.
+sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
+s3_server = importlib.import_module("versitygw").s3_server

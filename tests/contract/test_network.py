@@ -1,0 +1,410 @@
+"""One suite for both networks (docs/ARCHITECTURE.md): the real one over grpc, and the simulator's.
+
+Each test is a coroutine in the network's own kind of event loop; `nets` are the doors of two nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pk import limits
+from pk.clock import Clock, SystemClock
+from pk.sim.world import SimWorld
+from pk.wire import grpc_network
+from pk.wire.grpc_network import GrpcNetwork
+from pk.world import Disconnected, Network, Stream, StreamKind
+
+PATIENCE_S = 20
+
+
+@dataclass
+class Nets:
+    server: Network
+    client: Network
+    address: str
+    clock: Clock
+
+
+Test = Callable[[Nets], Coroutine[Any, Any, None]]
+Run = Callable[[Test], None]
+
+
+def run_sim(test: Test, seed: int = 7) -> None:
+    world = SimWorld(seed)
+    nets = Nets(
+        world.world_of("server").network,
+        world.world_of("client").network,
+        "server:0",
+        world.world_of("client").clock,
+    )
+    world.run(test(nets))
+    assert not world.loop.failures
+    world.close()
+
+
+def _run_grpc(test: Test, address: str) -> None:
+    async def main() -> None:
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
+        server, client = GrpcNetwork(), GrpcNetwork()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await test(Nets(server, client, address, SystemClock()))
+        finally:
+            await client.close()
+            await server.close()
+        assert not failures
+
+    asyncio.run(main())
+
+
+@pytest.fixture(params=["sim", "grpc-tcp", "grpc-unix"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    if request.param == "sim":
+        return run_sim
+    address = "127.0.0.1:0"
+    if request.param == "grpc-unix":
+        address = f"unix:{tmp_path_factory.mktemp('s')}/n.sock"
+    return lambda test: _run_grpc(test, address)
+
+
+async def echo(_kind: StreamKind, stream: Stream) -> None:
+    while (frame := await stream.recv()) is not None:
+        await stream.send(frame)
+
+
+def test_frames_arrive_whole_and_in_order(run: Run) -> None:
+    """W1, N1: any bytes are a frame, also none at all and what looks like a pack."""
+    odd = [b"", b"\xff\xff\xff\xff", b"\xff\xff\xff\xff\x01", b"\xff" * 9, b"a", bytes(100_000)]
+    frames = [odd[n % len(odd)] + str(n).encode() * (n % 3) for n in range(300)]
+
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        sender = asyncio.get_running_loop().create_task(_send_all(stream, frames))
+        assert [await stream.recv() for _ in frames] == frames
+        await sender
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+async def _send_all(stream: Stream, frames: list[bytes]) -> None:
+    for frame in frames:
+        await stream.send(frame)
+
+
+def test_a_large_frame_travels(run: Run) -> None:
+    frame = bytes(range(256)) * (12 * limits.MIB // 256)
+
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        stream = await nets.client.connect(listener.address, StreamKind.PRODUCE)
+        await stream.send(frame)
+        assert await stream.recv() == frame
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_kinds_reach_the_handler(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        async def name_it(kind: StreamKind, stream: Stream) -> None:
+            await stream.send(kind.value.encode())
+
+        listener = await nets.server.listen(nets.address, name_it)
+        for kind in StreamKind:
+            stream = await nets.client.connect(listener.address, kind)
+            assert await stream.recv() == kind.value.encode()
+            assert await stream.recv() is None
+            stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_concurrent_senders_lose_nothing(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        loop = asyncio.get_running_loop()
+        mine = [[f"{who}/{n}".encode() for n in range(50)] for who in range(8)]
+        senders = [loop.create_task(_send_all(stream, frames)) for frames in mine]
+        received = [await stream.recv() for _ in range(8 * 50)]
+        for frames in mine:
+            assert [frame for frame in received if frame in frames] == frames
+        await asyncio.gather(*senders)
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_back_pressure_stops_the_sender(run: Run) -> None:
+    """A reader that does not read stops `send` after a bounded number of bytes."""
+    frame = bytes(limits.MIB)
+    total = 120
+
+    async def test(nets: Nets) -> None:
+        go = asyncio.Event()
+        got = 0
+
+        async def reader(_kind: StreamKind, stream: Stream) -> None:
+            nonlocal got
+            await go.wait()
+            while await stream.recv() is not None:
+                got += 1
+
+        listener = await nets.server.listen(nets.address, reader)
+        stream = await nets.client.connect(listener.address, StreamKind.PRODUCE)
+        sent = 0
+
+        async def sender() -> None:
+            nonlocal sent
+            for _ in range(total):
+                await stream.send(frame)
+                sent += 1
+            stream.close()
+
+        task = asyncio.get_running_loop().create_task(sender())
+        before = -1
+        while sent != before:  # until it moves no more
+            before = sent
+            await nets.clock.sleep_ms(300)
+        assert 0 < sent < 64
+        go.set()
+        await task
+        while got < total:
+            await nets.clock.sleep_ms(20)
+        await listener.close(0)
+
+    run(test)
+
+
+def test_the_client_ends_cleanly(run: Run) -> None:
+    """N2: after close everything sent is delivered, then None, on the other side."""
+
+    async def test(nets: Nets) -> None:
+        seen: list[bytes | None] = []
+        done = asyncio.Event()
+
+        async def reader(_kind: StreamKind, stream: Stream) -> None:
+            while True:
+                seen.append(await stream.recv())
+                if seen[-1] is None:
+                    break
+            assert await stream.recv() is None
+            done.set()
+
+        listener = await nets.server.listen(nets.address, reader)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        frames = [str(n).encode() for n in range(100)]
+        await _send_all(stream, frames)
+        stream.close()
+        stream.close()
+        assert await stream.recv() is None
+        with pytest.raises(Disconnected):
+            await stream.send(b"late")
+        await done.wait()
+        assert seen == [*frames, None]
+        await listener.close(0)
+
+    run(test)
+
+
+def test_the_server_ends_cleanly(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        async def bye(_kind: StreamKind, stream: Stream) -> None:
+            await stream.send(b"1")
+            await stream.send(b"2")
+            stream.close()
+
+        listener = await nets.server.listen(nets.address, bye)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        assert [await stream.recv() for _ in range(4)] == [b"1", b"2", None, None]
+        with pytest.raises(Disconnected):
+            await stream.send(b"nobody reads this")
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_nobody_listens(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        address = listener.address
+        await listener.close(0)
+        for _ in range(2):
+            with pytest.raises(Disconnected):
+                await nets.client.connect(address, StreamKind.CONTROL)
+        # N4: and once somebody listens again, the next attempt succeeds
+        listener = await nets.server.listen(address, echo)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        await stream.send(b"x")
+        assert await stream.recv() == b"x"
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_a_taken_address_is_refused(tmp_path: Any) -> None:
+    """P3: so_reuseport=0.  (Over unix sockets the directory's lock decides instead.)"""
+
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        with pytest.raises(OSError) as caught:
+            await nets.client.listen(listener.address, echo)
+        assert caught.value.errno == errno.EADDRINUSE
+        await listener.close(0)
+
+    run_sim(test)
+    _run_grpc(test, "127.0.0.1:0")
+
+
+def test_a_shut_down_server_breaks_the_stream_at_once(run: Run) -> None:
+    """R7: also a client that only waits is told; nobody has to send to find out."""
+
+    async def test(nets: Nets) -> None:
+        told = asyncio.Event()
+
+        async def stuck(_kind: StreamKind, stream: Stream) -> None:
+            await stream.send(b"hello")
+            try:
+                await stream.recv()
+            except Disconnected:
+                told.set()
+
+        listener = await nets.server.listen(nets.address, stuck)
+        stream = await nets.client.connect(listener.address, StreamKind.FETCH)
+        assert await stream.recv() == b"hello"
+        closing = asyncio.get_running_loop().create_task(listener.close(50))
+        with pytest.raises(Disconnected):
+            await stream.recv()
+        with pytest.raises(Disconnected):
+            await stream.send(b"x")
+        await closing
+        await told.wait()
+        stream.close()
+
+    run(test)
+
+
+def test_a_cancelled_recv_and_a_cancelled_send_harm_nothing(run: Run) -> None:
+    """Deadlines are set around calls that share a stream; frames are neither lost nor doubled."""
+
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        stream = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        for n in range(20):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.002):
+                    await stream.recv()
+            await stream.send(str(n).encode())
+            assert await stream.recv() == str(n).encode()
+        full = 0
+        try:
+            async with asyncio.timeout(0.3):
+                while True:
+                    await stream.send(bytes(limits.MIB))
+                    full += 1
+        except TimeoutError:
+            pass
+        for _ in range(full):
+            assert await stream.recv() == bytes(limits.MIB)
+        await stream.send(b"last")
+        assert await stream.recv() == b"last"
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_a_failing_handler_ends_its_stream_only(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        async def picky(_kind: StreamKind, stream: Stream) -> None:
+            if await stream.recv() == b"bad":
+                raise Disconnected("I do not like it")
+            await stream.send(b"fine")
+
+        listener = await nets.server.listen(nets.address, picky)
+        bad = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        good = await nets.client.connect(listener.address, StreamKind.CONTROL)
+        await bad.send(b"bad")
+        assert await bad.recv() is None
+        await good.send(b"good")
+        assert await good.recv() == b"fine"
+        bad.close()
+        good.close()
+        await listener.close(0)
+
+    run(test)
+
+
+def test_many_streams_at_once(run: Run) -> None:
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+
+        async def one(n: int) -> None:
+            stream = await nets.client.connect(listener.address, StreamKind.FETCH)
+            await stream.send(str(n).encode())
+            assert await stream.recv() == str(n).encode()
+            stream.close()
+
+        works: list[Awaitable[None]] = [one(n) for n in range(60)]
+        await asyncio.gather(*works)
+        await listener.close(0)
+
+    run(test)
+
+
+def test_a_malformed_pack_breaks_the_stream() -> None:
+    """N1: a hostile length is checked before it is used."""
+    for message in (b"\xff\xff\xff\xff\x05", b"\xff\xff\xff\xff\x05\x00\x00\x00ab"):
+        with pytest.raises(Disconnected):
+            grpc_network._unpack(message)
+    assert grpc_network._unpack(grpc_network._pack([b"", b"a", b"bc"])) == [b"", b"a", b"bc"]
+
+
+def test_a_killed_process_is_noticed_at_once() -> None:
+    """R7: kill -9 resets the connection; nobody waits for a keepalive (which takes 10 s)."""
+    code = (
+        "import asyncio\n"
+        "from pk.wire.grpc_network import GrpcNetwork\n"
+        "async def main():\n"
+        "    async def serve(kind, stream):\n"
+        "        await stream.send(b'here')\n"
+        "        await stream.recv()\n"
+        "    listener = await GrpcNetwork().listen('127.0.0.1:0', serve)\n"
+        "    print(listener.address, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+
+        async def main() -> None:
+            network = GrpcNetwork()
+            stream = await network.connect(address, StreamKind.CONTROL)
+            assert await stream.recv() == b"here"
+            child.kill()
+            async with asyncio.timeout(grpc_network.KEEPALIVE_MS / 1000):
+                with pytest.raises(Disconnected):
+                    await stream.recv()
+                with pytest.raises(Disconnected):
+                    await network.connect(address, StreamKind.CONTROL)
+            await network.close()
+
+        asyncio.run(main())

@@ -1,0 +1,294 @@
+"""One suite for both tables: deltalake on a directory and on S3, and the fake
+(tiering/table.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pk import errors, settings
+from pk.clock import SystemClock
+from pk.tiering import layout
+from pk.tiering.delta import DeltaTables
+from pk.tiering.fsspec_store import open_store
+from pk.tiering.layout import PartitionCounters
+from pk.tiering.store_settings import StoreSettings
+from pk.tiering.table import (
+    Commit,
+    DataFile,
+    MemoryTables,
+    NewFile,
+    Snapshot,
+    Table,
+    TableFactory,
+    check_successor,
+)
+
+TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
+
+
+@dataclass
+class Kit:
+    """A factory, and what an outsider does to the table's directory."""
+
+    factory: TableFactory
+    drop: Callable[[], None]
+    roll_back: Callable[[int], None]
+
+    def table(self) -> Table:
+        return self.factory.table(TOPIC, TOPIC_ID)
+
+
+Run = Callable[[Callable[[Kit], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.s3)])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    given: dict[str, object] = {"tier_url": tmp_path.as_uri()}
+    root = tmp_path
+    if request.param == "s3":
+        gateway = request.getfixturevalue("s3_server")
+        given = gateway.server_settings(f"tables/{tmp_path.name}")
+        root = gateway.directory / "data" / gateway.bucket / "tables" / tmp_path.name
+    home = root / layout.table_path(TOPIC, TOPIC_ID)
+
+    def roll_back(versions: int) -> None:
+        logs = sorted((home / "_delta_log").glob("*.json"))
+        for path in logs[-versions:]:
+            path.unlink()
+
+    def go(test: Callable[[Kit], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            if request.param == "memory":
+                tables = MemoryTables()
+                uri = tables.table(TOPIC, TOPIC_ID).uri
+                kit = Kit(tables, lambda: tables.drop(uri), lambda n: tables.roll_back(uri, n))
+                await test(kit)
+                return
+            clock = SystemClock()
+            chosen = StoreSettings.of(settings.SERVER.resolve(given))
+            store = open_store(chosen, clock)
+            real = DeltaTables(chosen, store, clock)
+            try:
+                await test(Kit(real, lambda: shutil.rmtree(home), roll_back))
+            finally:
+                await real.close()
+                await store.close()
+
+        asyncio.run(whole())
+
+    return go
+
+
+def add(partition: int, start: int, end: int, attempt: str = "a") -> NewFile:
+    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt))
+    file = DataFile(
+        path, partition, start, end - 1, 1_700_000_000_003, 1_700_000_000_999, end - start, 10
+    )
+    return NewFile(file, 1_700_000_001_000)
+
+
+def append(read: Snapshot, partition: int, end: int, attempt: str = "a") -> Commit:
+    was = read.partition(partition)
+    counters = was._replace(end=end, epoch=0, rows=was.rows + end - was.end, sum=2**62 + end)
+    return Commit(read, (add(partition, was.end, end, attempt),), (), {partition: counters})
+
+
+async def created(kit: Kit) -> tuple[Table, Snapshot]:
+    table = kit.table()
+    assert await table.load([0, 1]) is None
+    return table, await table.create()
+
+
+def test_commits_follow_each_other_and_are_seen_by_another_handle(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        assert snapshot.version == 0
+        snapshot = await table.commit(append(snapshot, 0, 100))
+        snapshot = await table.commit(append(snapshot, 1, 50))
+        snapshot = await table.commit(append(snapshot, 0, 130))
+        seen = await kit.table().load([0, 1])
+        for found in (snapshot, seen):
+            assert found is not None
+            assert found.version == 3
+            assert found.partition(0) == PartitionCounters(0, 130, 0, -1, 130, 2**62 + 130, 0)
+            assert found.partition(1).end == 50
+            assert [(f.min_offset, f.max_offset, f.rows) for f in found.files_of(0)] == [
+                (0, 99, 100),
+                (100, 129, 30),
+            ]
+        assert seen is not None
+        assert seen.files == snapshot.files
+        assert seen.table_id == snapshot.table_id
+
+    run(test)
+
+
+def test_a_stale_commit_is_refused_whatever_it_holds(run: Run) -> None:
+    """D1: appends, removals and txn-only commits alike."""
+
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        first = await table.commit(append(snapshot, 0, 100))
+        path = first.files_of(0)[0].path
+        for stale in (
+            lambda read: append(read, 1, 10),
+            lambda read: Commit(read, (), (path,), {}, True),
+            lambda read: Commit(read, counters={1: PartitionCounters(claim=4)}),
+        ):
+            other = kit.table()
+            read = await other.load([0, 1])
+            assert read is not None
+            mine = await table.load([0, 1])
+            assert mine is not None
+            await table.commit(append(mine, 0, mine.partition(0).end + 10))
+            with pytest.raises(errors.TierUnavailable):
+                await other.commit(stale(read))
+            again = await other.load([0, 1])
+            assert again is not None
+            assert path in again.files
+            assert again.partition(1) == PartitionCounters()
+
+    run(test)
+
+
+def test_racing_owners_lose_nothing_and_double_nothing(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        await created(kit)
+
+        async def owner(partition: int) -> None:
+            table = kit.table()
+            while True:
+                read = await table.load([0, 1])
+                assert read is not None
+                if (end := read.partition(partition).end) >= 40:
+                    return
+                try:
+                    await table.commit(append(read, partition, end + 10, f"o{partition}"))
+                except errors.TierUnavailable:
+                    continue
+
+        await asyncio.gather(owner(0), owner(1))
+        final = await kit.table().load([0, 1])
+        assert final is not None
+        for partition in (0, 1):
+            starts = [file.min_offset for file in final.files_of(partition)]
+            assert starts == [0, 10, 20, 30]
+            assert final.partition(partition).rows == 40
+
+    run(test)
+
+
+def test_removed_files_leave_and_txn_only_commits_work(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        snapshot = await table.commit(append(snapshot, 0, 100))
+        snapshot = await table.commit(append(snapshot, 0, 200))
+        doomed = snapshot.files_of(0)[0].path
+        counters = snapshot.partition(0)._replace(start=100, removed=100)
+        snapshot = await table.commit(Commit(snapshot, (), (doomed,), {0: counters}))
+        claimed = snapshot.partition(0)._replace(claim=7)
+        snapshot = await table.commit(Commit(snapshot, counters={0: claimed}))
+        seen = await kit.table().load([0])
+        assert seen is not None
+        assert seen.partition(0) == snapshot.partition(0)
+        assert seen.partition(0).claim == 7
+        assert [file.min_offset for file in seen.files_of(0)] == [100]
+
+    run(test)
+
+
+def test_counters_of_partitions_asked_for_later_are_loaded(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        await table.commit(append(snapshot, 5, 100))
+        other = kit.table()
+        await other.load([0])
+        seen = await other.load([0, 5])
+        assert seen is not None
+        assert seen.partition(5).end == 100
+
+    run(test)
+
+
+def test_a_deleted_table_is_noticed_by_a_handle_that_was_open(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        await table.commit(append(snapshot, 0, 100))
+        kit.drop()
+        assert await table.load([0]) is None
+
+    run(test)
+
+
+def test_a_table_made_anew_is_another_table(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        old = await table.commit(append(snapshot, 0, 100))
+        kit.drop()
+        other = kit.table()
+        await other.commit(append(await other.create(), 0, 100, "b"))
+        new = await table.load([0])
+        assert new is not None
+        with pytest.raises(errors.TierTableChanged, match="re-created"):
+            check_successor(table.uri, old, new)
+
+    run(test)
+
+
+def test_a_table_that_went_back_is_noticed(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        snapshot = await table.commit(append(snapshot, 0, 100))
+        old = await table.commit(append(snapshot, 0, 200))
+        kit.roll_back(1)
+        new = await table.load([0])
+        assert new is not None
+        with pytest.raises(errors.TierTableChanged, match="went back"):
+            check_successor(table.uri, old, new)
+
+    run(test)
+
+
+def test_many_commits_survive_checkpoints(tmp_path: Path) -> None:
+    """T2: counters live in txn actions, which checkpoints keep; the log stays short of nothing."""
+
+    async def whole() -> None:
+        clock = SystemClock()
+        chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
+        store = open_store(chosen, clock)
+        real = DeltaTables(chosen, store, clock)
+        table = real.table(TOPIC, TOPIC_ID)
+        snapshot = await table.create()
+        for end in range(10, 1_110, 10):
+            snapshot = await table.commit(append(snapshot, 0, end))
+        seen = await real.table(TOPIC, TOPIC_ID).load([0])
+        assert seen is not None
+        assert seen.version == 110
+        assert seen.files == snapshot.files
+        assert seen.counters == snapshot.counters
+        await real.close()
+        await store.close()
+
+    asyncio.run(whole())
+    log = tmp_path / layout.table_path(TOPIC, TOPIC_ID) / "_delta_log"
+    assert list(log.glob("*.checkpoint.parquet"))
+    first = [
+        json.loads(line) for line in (log / layout.commit_file(1)[11:]).read_text().splitlines()
+    ]
+    info = next(action["commitInfo"] for action in first if "commitInfo" in action)
+    assert info["isBlindAppend"] is True
+
+
+def test_the_probe_passes_and_leaves_nothing(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        await kit.factory.probe("probe-1")
+        assert "secret" not in json.dumps(kit.factory.describe())
+
+    run(test)

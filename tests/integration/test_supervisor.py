@@ -1,0 +1,306 @@
+"""`pk server start` as a user meets it: real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.clock import SystemClock
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, Caller
+from pk.wire.grpc_network import GrpcNetwork
+
+pytestmark = pytest.mark.integration
+
+PATIENCE_S = 60.0
+
+
+class Server:
+    """One `pk server start --json`."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pk.cli", "server", "start", "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+
+    def line(self) -> dict[str, Any]:
+        out = self.process.stdout
+        assert out is not None
+        assert select.select([out], [], [], PATIENCE_S)[0], "no ready line"
+        said: dict[str, Any] = json.loads(out.readline())
+        return said
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        self.process.send_signal(number)
+        return self.end()
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(*arguments: str, env: dict[str, str] | None = None) -> Server:
+        servers.append(Server(*arguments, env=env))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
+        for stream in (server.process.stdout, server.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    """The first true answer of `holds`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if answer := holds():
+            return answer
+        time.sleep(0.02)
+    raise AssertionError("it never came true")
+
+
+def gone(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat[stat.rindex(")") + 2] == "Z"
+
+
+def call(address: str, request: Any) -> wire.Head:
+    async def main() -> wire.Head:
+        network = GrpcNetwork()
+        caller = Caller(network, SystemClock(), address, wire.Hello(protocol=PROTOCOL))
+        try:
+            return (await caller.call(request, timeout_ms=20_000)).head
+        finally:
+            await caller.close()
+            await network.close()
+
+    return asyncio.run(main())
+
+
+def create(address: str, name: str) -> None:
+    request = wire.CreateTopicsRequest(topics=[wire.NewTopic(name=name, partitions=2)])
+    (result,) = call(address, request).create_topics_reply.results
+    assert not result.HasField("error"), result.error
+
+
+def topics(address: str) -> dict[str, list[int]]:
+    """Names and the leaders of their partitions; {} while nobody answers."""
+    try:
+        reply = call(address, wire.MetadataRequest()).metadata_reply
+    except errors.BrokerUnavailable:
+        return {}
+    return {t.name: [p.leader for p in t.partitions] for t in reply.topics}
+
+
+def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
+    """Ready line, pid files, drain, clean restart under the same identity, health endpoint."""
+    port = _free_port()
+    directory = str(tmp_path / "data")
+    server = start("--dir", directory, "--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}")
+    ready = server.line()
+    assert ready["ready"] == "server"
+    assert set(ready["pids"]) == {"supervisor", "controller", "broker"}
+    run = tmp_path / "data" / "run"
+    for role, pid in ready["pids"].items():
+        assert int((run / f"{role}.pid").read_text()) == pid
+    assert (run / "config.json").stat().st_mode & 0o077 == 0
+    create(ready["address"], "flights")
+    assert topics(ready["address"]) == {"flights": [1, 1]}
+    base = f"http://127.0.0.1:{port}"
+    with urllib.request.urlopen(f"{base}/metrics") as answer:
+        assert b"pk_loop_lag_ms_bucket" in answer.read()
+    for path in ("healthz", "readyz"):
+        with urllib.request.urlopen(f"{base}/{path}") as answer:
+            assert answer.read() == b"ok\n"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{base}/nothing").close()
+    code, err = server.stop()
+    assert code == 0, err
+    assert (tmp_path / "data" / "clean-shutdown").exists()
+    assert "broker_left" in err
+    assert "broker_fenced" not in err  # nothing failed
+    assert all(gone(pid) for pid in ready["pids"].values())
+    again = start("--dir", directory, "--listen", "127.0.0.1:0").line()
+    assert again["cluster_id"] == ready["cluster_id"]
+    assert topics(again["address"]) == {"flights": [1, 1]}
+
+
+@pytest.mark.parametrize("role", ["broker", "controller"])
+def test_a_dead_child_is_restarted(start: Callable[..., Server], tmp_path: Path, role: str) -> None:
+    """kill -9 of a child: named, restarted, and nothing it promised is forgotten."""
+    server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    ready = server.line()
+    create(ready["address"], "kept")
+    pid_file = tmp_path / "data" / "run" / f"{role}.pid"
+    old = ready["pids"][role]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: pid_file.exists() and int(pid_file.read_text() or old) != old)
+    until(lambda: topics(ready["address"]) == {"kept": [1, 1]})
+    create(ready["address"], "new")
+    code, err = server.stop()
+    assert code == 0, err
+    assert f'child_died role={role} how="killed by SIGKILL"' in err
+
+
+def test_children_die_with_the_supervisor(start: Callable[..., Server], tmp_path: Path) -> None:
+    """P1: PR_SET_PDEATHSIG; the next start finds the directory free."""
+    server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    ready = server.line()
+    create(ready["address"], "kept")
+    server.process.kill()
+    server.process.wait()
+    for pid in ready["pids"].values():
+        until(lambda pid=pid: gone(pid))
+    again = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0").line()
+    assert topics(again["address"]) == {"kept": [1, 1]}
+
+
+def refusal(server: Server) -> dict[str, Any]:
+    """The typed error of a start that failed."""
+    said = server.line()
+    code, err = server.end()
+    assert code == 1, err
+    error: dict[str, Any] = said["error"]
+    return error
+
+
+def test_a_taken_port(start: Callable[..., Server], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        error = refusal(start("--dir", str(tmp_path / "data"), "--listen", address))
+    assert error["name"] == "AddressInUse"
+    assert error["acts"] == "operator"
+    assert address in error["message"]
+
+
+def test_two_servers_on_one_directory(start: Callable[..., Server], tmp_path: Path) -> None:
+    first = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    ready = first.line()
+    error = refusal(start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0"))
+    assert error["name"] == "DirectoryLocked"
+    assert topics(ready["address"]) == {}  # the first one is not disturbed
+    create(ready["address"], "t")
+    other = start(
+        "--dir", str(tmp_path / "b"), "--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0"
+    )
+    assert refusal(other)["name"] in ("DirectoryLocked", "DirectoryOfAnotherCluster")
+    assert first.stop()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (
+            '{"format": 0, "build": "0.0.0", "cluster_id": "c", "node_id": 1, "directory_id": "d"}',
+            "DirectoryOfAnotherBuild",
+        ),
+        ('{"format": 99}', "NewerFormat"),
+        (
+            '{"format": 0, "build": "BUILD", "cluster_id": "c", "node_id": 7, "directory_id": "d"}',
+            "DirectoryOfAnotherCluster",
+        ),
+        ("not json", "CorruptLog"),
+    ],
+)
+def test_a_directory_that_is_not_ours(
+    start: Callable[..., Server], tmp_path: Path, content: str, name: str
+) -> None:
+    import pk
+
+    (tmp_path / "pk.json").write_text(content.replace("BUILD", pk.__version__))
+    error = refusal(start("--dir", str(tmp_path), "--listen", "127.0.0.1:0"))
+    assert error["name"] == name
+    assert str(tmp_path) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "text"),
+    [
+        (["--set", "retention_mss=1"], "InvalidConfig", "did you mean retention_ms?"),
+        (["--set", "node_id=-1"], "InvalidConfig", "at least 0"),
+        (["--listen", "nonsense"], "InvalidConfig", "HOST:PORT"),
+        (["--listen", "0.0.0.0:0"], "InvalidConfig", "advertise"),
+        (["--set", "broker_heartbeat_interval_ms=5000"], "InvalidConfig", "half"),
+        (["--config", "/nonexistent.toml"], "InvalidConfig", "cannot read"),
+    ],
+)
+def test_wrong_settings(
+    start: Callable[..., Server], tmp_path: Path, arguments: list[str], name: str, text: str
+) -> None:
+    error = refusal(start("--dir", str(tmp_path / "data"), *arguments))
+    assert error["name"] == name
+    assert text in error["message"]
+
+
+def test_a_second_interrupt_kills(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    ready = server.line()
+    os.kill(ready["pids"]["broker"], signal.SIGSTOP)  # it cannot drain
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    code, _ = server.stop(signal.SIGINT)
+    assert code != 0
+    assert all(gone(pid) for pid in ready["pids"].values())
+
+
+def test_file_environment_and_flags(start: Callable[..., Server], tmp_path: Path) -> None:
+    """The later layer wins; topic settings become the cluster's defaults; a warning for an open
+    door.
+    """
+    config = tmp_path / "pk.toml"
+    config.write_text(
+        f'dir = "{tmp_path}/data"\nlisten = "127.0.0.1:1"\nnode_id = 3\nretention.ms = 60000\n'
+        "[topic]\nsegment_bytes = 20000\n"
+    )
+    server = start(
+        "--config", str(config), "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:19999",
+        env={"PK_SEGMENT_BYTES": "30000"},
+    )  # fmt: skip
+    ready = server.line()
+    assert (ready["node_id"], ready["address"]) == (3, "127.0.0.1:19999")
+    saved = json.loads((tmp_path / "data" / "run" / "config.json").read_text())
+    assert saved["topic_defaults"] == {"retention_ms": 60000, "segment_bytes": 30000}
+    code, err = server.stop()
+    assert code == 0
+    assert "no TLS" in err
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

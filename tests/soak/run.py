@@ -1,0 +1,261 @@
+"""Ten minutes under load: does anything grow?
+
+    python tests/soak/run.py --minutes 10 [--json FILE] [--dir DIR] [--rate RECORDS_PER_S]
+
+Half the peak of columnar produce (measured first, in the same run), 4 partitions, 128 MiB segments,
+`retention_bytes` 1 GiB and `local_retention_bytes` 256 MiB a partition; files that leave the table
+are vacuumed at once.  Figures count from the moment when retention is steady: log_start has moved
+on every partition, and a settling time has passed.  Goals: figures.py.  Exit 1 = a goal is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from figures import MIB, Sample, Verdict, disk_verdict, process_verdicts, quantile, table
+
+from pk import AdminClient, errors
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import block_s, monotonic_s
+
+TOPIC = "soak"
+PARTITIONS = 4
+SEGMENT = 128 * MIB
+RETENTION = 1024 * MIB
+LOCAL_RETENTION = 256 * MIB
+#: Deleted segments and dropped local data stay this long; it is part of the disk bound.
+DELAY_S = 2
+TOPIC_SETTINGS = {
+    "segment_bytes": SEGMENT,
+    "retention_bytes": RETENTION,
+    "local_retention_bytes": LOCAL_RETENTION,
+    "tier_max_lag_ms": 5_000,
+    "local_drop_delay_ms": DELAY_S * 1000,
+    "file_delete_delay_ms": DELAY_S * 1000,
+}
+SERVER_SETTINGS = {"log_retention_check_interval_ms": 1_000}
+PEAK_S = 10.0
+SETTLE_S = 30.0
+SAMPLE_S = 2.0
+VACUUM_S = 3.0
+LOAD = Path(__file__).parent / "load.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sample(pid: int, at_s: float) -> Sample:
+    """One process, as the kernel sees it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    rss = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
+    threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
+    return Sample(at_s, rss, len(os.listdir(f"/proc/{pid}/fd")), threads)
+
+
+def disk_bytes(root: Path) -> int:
+    """Blocks in use below `root`; files may vanish while we look."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def loop_lag(address: str) -> dict[str, dict[float, float]]:
+    """Histogram buckets of `pk_loop_lag_ms` by role."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    found: dict[str, dict[float, float]] = defaultdict(dict)
+    for labels, value in re.findall(r"^pk_loop_lag_ms_bucket\{(.*)\} (\S+)$", text, re.MULTILINE):
+        pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found[pairs.get("role", "broker")][float(pairs["le"])] = float(value)
+    return dict(found)
+
+
+def load(address: str, topic: str, seconds: float, rate: float | None) -> subprocess.Popen[str]:
+    command = [sys.executable, str(LOAD), "--bootstrap", address, "--topic", topic]
+    command += ["--seconds", str(seconds)]
+    if rate is not None:
+        command += ["--rate", str(rate)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=timeout_s)
+    if process.returncode != 0:
+        raise RuntimeError(f"the load ended with {process.returncode}")
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+class Vacuum(threading.Thread):
+    """Removes what left the table, at once: sweeping is not pk's (rule T5)."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(daemon=True)
+        self.uri = uri
+        self.stop = threading.Event()
+        self.removed = 0
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        from deltalake import DeltaTable
+
+        while not self.stop.wait(VACUUM_S):
+            try:
+                self.removed += len(
+                    DeltaTable(self.uri).vacuum(
+                        retention_hours=0, dry_run=False, enforce_retention_duration=False
+                    )
+                )
+            except Exception as failure:  # a commit may win the race; the next turn sweeps
+                self.failures.append(repr(failure))
+
+
+class Watch:
+    """Samples every process and the disk while the load runs."""
+
+    def __init__(self, server: EmbeddedServer, root: Path, metrics: str) -> None:
+        self.server = server
+        self.root = root
+        self.metrics = metrics
+        self.pids = server.pids()
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.disk: list[tuple[float, int, int]] = []
+        self.steady_at: float | None = None
+        self.lag_before: dict[str, dict[float, float]] = {}
+
+    def look(self, admin: AdminClient) -> None:
+        now = monotonic_s()
+        if self.server.pids() != self.pids:
+            raise RuntimeError(f"a process died: {self.pids} are now {self.server.pids()}")
+        for role, pid in self.pids.items():
+            self.samples[role].append(sample(pid, now))
+        self.disk.append((now, disk_bytes(self.root / "node"), disk_bytes(self.root / "tier")))
+        if self.steady_at is None:
+            states = admin.describe_topics([TOPIC])
+            if all(state.log_start > 0 and state.local_log_start > 0 for state in states):
+                self.steady_at = now + SETTLE_S
+                print(f"retention moves on every partition; figures count in {SETTLE_S:g} s")
+        elif not self.lag_before and now >= self.steady_at:
+            self.lag_before = loop_lag(self.metrics)
+
+    def verdicts(self) -> list[Verdict]:
+        if self.steady_at is None or not self.lag_before:
+            return [Verdict("retention", "never became steady", "log_start moves", False)]
+        found: list[Verdict] = []
+        for role, samples in self.samples.items():
+            found += process_verdicts(role, [s for s in samples if s.at_s >= self.steady_at])
+        steady = [each for each in self.disk if each[0] >= self.steady_at]
+        found.append(disk_verdict("local logs", [local for _, local, _ in steady], local_bound()))
+        found.append(disk_verdict("tier", [tier for _, _, tier in steady], tier_bound()))
+        for role, after in loop_lag(self.metrics).items():
+            before = self.lag_before.get(role, {})
+            window = {bound: count - before.get(bound, 0) for bound, count in after.items()}
+            p50, p99 = (quantile(window, q) for q in (0.5, 0.99))
+            found.append(
+                Verdict(f"{role}: loop lag", f"p50 {p50:.2f} ms, p99 {p99:.1f} ms", "", None)
+            )
+        return found
+
+
+def local_bound() -> int:
+    """Per partition: the hot set, the active segment, one closing, and what waits to be deleted."""
+    return PARTITIONS * (LOCAL_RETENTION + 4 * SEGMENT)
+
+
+def tier_bound() -> int:
+    """Per partition: what retention keeps, a file beyond it, and what waits for the vacuum."""
+    return PARTITIONS * (RETENTION + 4 * SEGMENT)
+
+
+def run(minutes: float, root: Path, rate: float | None) -> dict[str, Any]:
+    metrics = f"127.0.0.1:{free_port()}"
+    server = EmbeddedServer(
+        root / "node",
+        tier_url=(root / "tier").as_uri(),
+        settings={**SERVER_SETTINGS, "metrics": metrics},
+    )
+    with server, AdminClient(server.address) as admin:
+        if rate is None:
+            admin.create_topic("peak", partitions=PARTITIONS, configs=TOPIC_SETTINGS)
+            peak = finish(load(server.address, "peak", PEAK_S, None), 120)["records_per_s"]
+            admin.delete_topic("peak", purge_tier=True)
+            rate = peak / 2
+            print(f"peak {peak:,.0f} records/s; the soak runs at {rate:,.0f}", flush=True)
+        admin.create_topic(TOPIC, partitions=PARTITIONS, configs=TOPIC_SETTINGS)
+        process = load(server.address, TOPIC, minutes * 60, rate)
+        watch = Watch(server, root, metrics)
+        vacuum: Vacuum | None = None
+        try:
+            while process.poll() is None:
+                watch.look(admin)
+                if vacuum is None and (uri := table_uri(admin)):
+                    vacuum = Vacuum(uri)
+                    vacuum.start()
+                block_s(SAMPLE_S)
+            result = finish(process, 120)
+            verdicts = watch.verdicts()
+        finally:
+            process.kill()
+            if vacuum is not None:
+                vacuum.stop.set()
+                vacuum.join()
+    sent = result["records_per_s"]
+    verdicts.append(Verdict("load", f"{sent:,.0f} records/s", f"{rate:,.0f} asked for", None))
+    removed = vacuum.removed if vacuum else 0
+    verdicts.append(Verdict("vacuum", f"{removed} files removed", "", None))
+    return {"minutes": minutes, **result, "verdicts": [asdict(v) for v in verdicts]}
+
+
+def table_uri(admin: AdminClient) -> str:
+    try:
+        tier = admin.describe_tier(TOPIC)
+    except errors.RetriableError:
+        return ""
+    return str(tier.uri) if sum(each.files for each in tier.partitions) else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="does anything grow?")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument(
+        "--rate", type=float, default=None, help="records/s instead of half the peak"
+    )
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
+    parser.add_argument("--dir", type=Path, default=None, help="where logs and tier go")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pk-soak-") as folder:
+        found = run(given.minutes, given.dir or Path(folder), given.rate)
+    verdicts = [Verdict(**each) for each in found["verdicts"]]
+    print(table(verdicts))
+    text = json.dumps(found, indent=2, default=lambda value: None if math.isnan(value) else value)
+    if given.json:
+        given.json.write_text(text + "\n")
+    return int(any(verdict.kept is False for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

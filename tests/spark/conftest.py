@@ -1,0 +1,123 @@
+"""One Spark session and one server for all Spark tests: both are slow to start."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pk import AdminClient, Consumer, Producer, TopicPartition
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import block_s, monotonic_s
+
+_numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """A JVM on a busy machine: no test here hangs for longer than this."""
+    for item in items:
+        if "tests/spark" in str(item.path).replace("\\", "/"):
+            item.add_marker(pytest.mark.spark)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+class Cluster:
+    """The server, and what tests do to it."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.server = server
+        self.address = server.address
+        self.admin = AdminClient(server.address)
+
+    def topic(self, partitions: int = 1, **configs: Any) -> str:
+        """A new topic of its own name; its records are of 2013 and stay nevertheless."""
+        name = f"topic-{next(_numbers)}"
+        self.admin.create_topic(name, partitions, {"retention_ms": -1, **configs})
+        return name
+
+    def fill(self, topic: str, count: int, **options: Any) -> None:
+        """Records `key = k<n % 7>`, `value = <n>`, every third with a header."""
+        with Producer(self.address, **options) as producer:
+            sent = [
+                producer.send(
+                    topic,
+                    value=str(n).encode(),
+                    key=b"k%d" % (n % 7),
+                    headers=[("n", str(n).encode()), ("n", None)] if n % 3 == 0 else None,
+                    timestamp_ms=1_356_998_400_000 + n,
+                )
+                for n in range(count)
+            ]
+            producer.flush(60)
+        for future in sent:
+            future.result(0)
+
+    def consumed(self, topic: str) -> list[tuple[Any, ...]]:
+        """All a plain consumer sees: (partition, offset, key, value, timestamp, headers)."""
+        found = []
+        ends = self.admin.offsets(topic)
+        with Consumer(self.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([TopicPartition(topic, place.partition) for place in ends])
+            deadline = monotonic_s() + 60
+            while any(consumer.position(place) < end for place, end in ends.items()):
+                assert monotonic_s() < deadline, "the consumer stands still"
+                for place, rows in consumer.poll_batches(0.2):
+                    for row in rows.to_pylist():
+                        headers = [(h["key"], h["value"]) for h in row["headers"]]
+                        found.append(
+                            (place.partition, row["offset"], row["key"], row["value"],
+                             row["timestamp"], headers)
+                        )  # fmt: skip
+        return sorted(found, key=lambda row: row[:2])
+
+    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 90) -> None:
+        deadline = monotonic_s() + timeout_s
+        while not holds():
+            assert monotonic_s() < deadline, (
+                f"{what}: not within {timeout_s} s\n{self.server.tail()}"
+            )
+            block_s(0.1)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("pk")
+    tier = directory / "tier"
+    tier.mkdir()
+    with EmbeddedServer(directory, tier_url=tier.as_uri()) as server:
+        yield Cluster(server)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    from pk.sparkconnector import session
+
+    found = session(
+        app_name="pk tests",
+        master="local[2]",
+        spark_sql_shuffle_partitions=2,
+        **{"spark.driver.memory": "1g", "spark.ui.showConsoleProgress": "false"},
+    )
+    found.sparkContext.setLogLevel("ERROR")
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def load(spark, cluster) -> Callable[..., Any]:
+    """`load(topic, **options)`: a batch read."""
+
+    def loaded(topic: str, **options: Any) -> Any:
+        given = {"subscribe": topic, **options}
+        return (
+            spark.read.format("pk")
+            .option("pk.bootstrap.servers", cluster.address)
+            .options(**given)
+            .load()
+        )
+
+    return loaded

@@ -1,0 +1,150 @@
+"""Streaming reads on a real server: restarts, limits, AvailableNow, lag, data loss."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from pk import Producer, TopicPartition
+
+
+def stream(spark, cluster, topic, **options):
+    given = {"subscribe": topic, "startingOffsets": "earliest", **options}
+    reader = spark.readStream.format("pk").option("kafka.bootstrap.servers", cluster.address)
+    return reader.options(**given).load()
+
+
+def patiently(start, wait):
+    """`wait(start())`, again if Spark gave up on a worker of its own.
+
+    It allows a Python worker 10 s to start; a machine too busy for that is no failure of ours.
+    """
+    for _ in range(5):
+        query = start()
+        try:
+            wait(query)
+        except StreamingQueryException as cause:
+            if "failed to connect back" not in str(cause):
+                raise
+            continue
+        return query
+    raise AssertionError("the machine is too busy for Spark's Python workers")
+
+
+def run_available(frame, checkpoint, into):
+    """Run until everything there is now has been read; returns the query."""
+    writer = (
+        frame.selectExpr("partition", "offset", "CAST(value AS STRING) AS value")
+        .writeStream.format("parquet")
+        .option("path", str(into))
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+    )
+    return patiently(writer.start, lambda query: query.awaitTermination(400))
+
+
+def seen(spark, into) -> list[tuple[int, int]]:
+    found = spark.read.parquet(str(into)).select("partition", "offset").collect()
+    return sorted(tuple(row) for row in found)
+
+
+def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_path):
+    topic = cluster.topic(2, tier_enable=False)
+    cluster.fill(topic, 1000)
+    stop = threading.Event()
+
+    def produce() -> None:
+        with Producer(cluster.address) as producer:
+            while not stop.wait(0.05):
+                producer.send(topic, value=b"later").result(30)
+
+    writer = threading.Thread(target=produce)
+    writer.start()
+    try:
+        frame = stream(spark, cluster, topic, maxOffsetsPerTrigger="400")
+        query = run_available(frame, tmp_path / "checkpoint", tmp_path / "out")
+    finally:
+        stop.set()
+        writer.join()
+    assert query.exception() is None
+    batches = [p.numInputRows for p in query.recentProgress if p.numInputRows]
+    assert len(batches) >= 3
+    assert max(batches) <= 400
+    lag = json.loads(query.recentProgress[0].sources[0].latestOffset)
+    assert sum(lag["topics"][topic]["offsets"].values()) >= 1000, "lag is reported"
+
+    # the next run takes the rest up where this one ended: every record once
+    query = run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
+    ends = cluster.admin.offsets(topic)
+    expected = sorted((place.partition, o) for place, end in ends.items() for o in range(end))
+    assert seen(spark, tmp_path / "out") == expected
+
+
+def test_a_batch_that_was_not_committed_is_read_again_alike(spark, cluster, tmp_path):
+    """A crash between the offset log and the commit: same range, no gap, no other end."""
+    topic = cluster.topic(2, tier_enable=False)
+    cluster.fill(topic, 300)
+    run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "first")
+    before = (tmp_path / "checkpoint" / "offsets" / "0").read_text()
+    for name in (tmp_path / "checkpoint" / "commits").iterdir():
+        name.unlink()
+    cluster.fill(topic, 100)
+    query = run_available(
+        stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "second"
+    )
+    assert (tmp_path / "checkpoint" / "offsets" / "0").read_text() == before
+    assert [p.numInputRows for p in query.recentProgress if p.numInputRows] == [300, 100]
+    ends = cluster.admin.offsets(topic)
+    assert seen(spark, tmp_path / "second") == sorted(
+        (place.partition, o) for place, end in ends.items() for o in range(end)
+    )
+
+
+def test_an_idle_query_makes_no_batches_and_wakes_up(spark, cluster, tmp_path):
+    topic = cluster.topic(11, tier_enable=False)
+    cluster.fill(topic, 20)
+    writer = stream(spark, cluster, topic).writeStream.format("noop")
+    writer = writer.option("checkpointLocation", str(tmp_path))
+    query = patiently(writer.start, lambda started: started.processAllAvailable())
+    try:
+        commits = tmp_path / "commits"
+        numbers = sorted(int(p.name) for p in commits.iterdir() if p.name.isdigit())
+        assert numbers == [0]
+        cluster.fill(topic, 5)
+        query.processAllAvailable()
+        numbers = sorted(int(p.name) for p in commits.iterdir() if p.name.isdigit())
+        assert numbers[-1] >= 1
+        read = sum(p.numInputRows for p in query.recentProgress)
+        assert read == 25
+        assert len([p for p in query.recentProgress if p.numInputRows]) == len(numbers)
+    finally:
+        query.stop()
+
+
+def test_records_that_aged_out_fail_the_query_unless_told_otherwise(spark, cluster, tmp_path):
+    topic = cluster.topic(1, tier_enable=False)
+    cluster.fill(topic, 50)
+    run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
+    cluster.fill(topic, 50)
+    cluster.admin.delete_records({TopicPartition(topic, 0): 70})
+    with pytest.raises(StreamingQueryException, match=r"\[50, 70\) of .* were deleted or aged out"):
+        run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
+    forgiving = stream(spark, cluster, topic, failOnDataLoss="false")
+    run_available(forgiving, tmp_path / "checkpoint", tmp_path / "out")
+    assert seen(spark, tmp_path / "out") == [(0, o) for o in (*range(50), *range(70, 100))]
+
+
+def test_a_recreated_topic_is_named(spark, cluster, tmp_path):
+    """Rule L8."""
+    topic = cluster.topic(1, tier_enable=False)
+    cluster.fill(topic, 50)
+    run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
+    cluster.admin.delete_topic(topic)
+    cluster.wait("deleted", lambda: topic not in {t.name for t in cluster.admin.list_topics()})
+    cluster.admin.create_topic(topic, 1, {"tier_enable": False, "retention_ms": -1})
+    cluster.fill(topic, 60)
+    with pytest.raises(StreamingQueryException, match="topic re-created"):
+        run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")

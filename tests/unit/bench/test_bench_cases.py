@@ -1,0 +1,158 @@
+"""Who is measured when, and what is said of it: two sides that only keep a diary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import cases, report, sides
+from bench.runs import Sample
+from pk.limits import MIB
+
+
+class Diary:
+    """A side that measures nothing."""
+
+    description = "a diary"
+
+    def __init__(self, name: str, rate: float, diary: list[str]) -> None:
+        self.name, self.rate, self.diary = name, rate, diary
+        self.rounds = 0
+
+    def _write(self, what: str) -> None:
+        self.diary.append(f"{self.name} {what}")
+
+    def start(self, folder: Path) -> None:
+        self._write("start")
+
+    def stop(self) -> None:
+        self._write("stop")
+
+    def pids(self) -> list[int]:
+        return []
+
+    def probe(self) -> dict[int, int]:
+        return {0: 1}
+
+    def create_topic(self, topic: str, partitions: int = 4) -> None:
+        self._write("create")
+
+    def delete_topic(self, topic: str) -> None:
+        self._write("delete")
+
+    def produce(
+        self, topic: str, values: Path, records: int, compression: str, mode: str
+    ) -> Sample:
+        self._write(f"produce {mode} {compression}")
+        return self._sample(records)
+
+    def consume(self, topic: str, records: int, mode: str) -> Sample:
+        self._write(f"consume {mode}")
+        return self._sample(records)
+
+    def latency(self, topic: str, records: int) -> Sample:
+        self._write("latency")
+        return self._sample(records)
+
+    def _sample(self, records: int) -> Sample:
+        self.rounds += 1
+        return Sample(self.rate + self.rounds, records, 2.0, 1.0, 100.0, 200.0)
+
+
+@pytest.fixture
+def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    entries: list[str] = []
+    monkeypatch.setattr(cases, "PAUSE_S", 0)
+    monkeypatch.setattr(cases, "TOUCH_BYTES", 2 * MIB)
+    monkeypatch.setattr(sides, "freeze", lambda side: entries.append(f"{side.name} frozen"))
+    monkeypatch.setattr(sides, "thaw", lambda side: entries.append(f"{side.name} thawed"))
+    monkeypatch.setattr(sides, "settle", lambda side: entries.append(f"{side.name} settled"))
+    return entries
+
+
+def _measure(name: str, diary: list[str], tmp_path: Path, rounds: int = 3) -> cases.Result:
+    pk, peer = Diary("pk", 6e6, diary), Diary("kafka", 1e6, diary)
+    with cases.Bench(pk, peer, tmp_path, lambda line: None) as bench:
+        return bench.measure(cases.BY_NAME[name], "lz4", rounds, None)
+
+
+def test_rounds_alternate_and_only_one_side_is_awake(diary: list[str], tmp_path: Path) -> None:
+    _measure("consume_columnar", diary, tmp_path, rounds=2)
+    awake: set[str] = set()
+    for entry in diary:
+        name, what = entry.split(maxsplit=1)
+        if what in ("start", "thawed"):
+            awake.add(name)
+        elif what in ("frozen", "stop"):
+            awake.discard(name)
+        else:
+            assert awake == {name}, entry
+    assert [e for e in diary if "consume" in e] == [
+        "pk consume batches", "kafka consume java", "kafka consume java", "pk consume batches",
+    ]  # fmt: skip
+    assert diary[-2:] == ["pk stop", "kafka stop"]
+
+
+def test_a_produce_round_has_a_topic_of_its_own(diary: list[str], tmp_path: Path) -> None:
+    result = _measure("produce_columnar", diary, tmp_path)
+    created = [entry for entry in diary if "create" in entry or "delete" in entry]
+    assert created[0::2] == [entry.replace("delete", "create") for entry in created[1::2]]
+    assert len(result.pk["lists"]) == len(result.pk["prebuilt"]) == len(result.peer["java"]) == 3
+    assert result.ratio == pytest.approx(6, rel=0.01)
+
+
+def test_of_latencies_the_smaller_is_better(diary: list[str], tmp_path: Path) -> None:
+    result = _measure("latency", diary, tmp_path)
+    assert result.ratio == pytest.approx(1 / 6, rel=0.01)
+    assert diary.count("pk latency") == diary.count("kafka latency") == 3
+
+
+def test_the_better_peer_counts(diary: list[str], tmp_path: Path) -> None:
+    result = _measure("produce_record", diary, tmp_path)
+    for sample in result.peer["confluent"]:
+        sample.value *= 2
+    assert result.peer_mode == "confluent"
+    assert result.ratio == pytest.approx(3, rel=0.01)
+
+
+def test_the_line_the_table_and_the_page_tell_the_same(diary: list[str], tmp_path: Path) -> None:
+    first, second = (_measure("produce_columnar", diary, tmp_path) for _ in range(2))
+    first.compression = "none"
+    line = report.line([first, second], {"pk": "ours", "kafka": "theirs"})
+    assert json.loads(json.dumps(line)) == line
+    assert line["name"] == "produce_columnar"
+    assert line["lz4"]["ratio"] == line["ratio"] == pytest.approx(6, rel=0.01)
+    assert len(line["pk_runs"]) == len(line["peer_runs"]) == 3
+    assert line["cpu_s_per_m_records"]["pk"] == {"client": 0.167, "server": 0.083}
+    assert line["peak_rss_mb"]["peer"] == {"client": 100.0, "server": 200.0}
+    assert [(name, codec) for name, codec, *_ in report.blocks([line])] == [
+        ("produce_columnar", "none"), ("produce_columnar", "lz4"),
+    ]  # fmt: skip
+    assert report.table([line]).row_count == 2
+    page = report.page([line])
+    assert "| produce_columnar | lz4 | 6,000,003 records/s | 1,000,002 | **6.00** |" in page
+    assert "- **kafka**: theirs" in page
+
+
+def test_a_side_that_never_settles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Diary("kafka", 1, [])
+    monkeypatch.setattr(sides, "SETTLE_TIMEOUT_S", 0.0)
+    with pytest.raises(sides.SideFailed, match="kafka did not settle"):
+        sides.settle(side)
+
+
+def test_settling_means_that_epochs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Diary("kafka", 1, [])
+    answers = iter([{0: 1}, {0: 2}, {0: 2}, {0: 2}])
+    seen: list[dict[int, int]] = []
+
+    def probe() -> dict[int, int]:
+        seen.append(next(answers))
+        return seen[-1]
+
+    monkeypatch.setattr(side, "probe", probe)
+    monkeypatch.setattr(sides, "STEADY_S", 0.0)
+    sides.settle(side)
+    assert len(seen) == 4

@@ -1,0 +1,150 @@
+"""Damaged data of one's own: reported with its range, offline, never skipped (rule L9)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.wire import pk_pb2 as wire
+from pk.world import StreamKind
+
+LOG = "topics/t-0/00000000000000000000.log"
+HEADER_MAGIC = 16
+
+
+async def fill(rig: Any, kit: Any, *partitions: int) -> None:
+    stream = await rig.stream(StreamKind.PRODUCE)
+    for turn, partition in enumerate(partitions):
+        raw = kit.batch(1, size=12_000)
+        await stream.send(kit.produce((partition, raw), correlation_id=turn + 1))
+        assert not (await kit.results(stream, 1))[0].HasField("error")
+    stream.close()
+
+
+def flip(rig: Any, position: int) -> None:
+    file = rig.storage.open(LOG)
+    (byte,) = file.read(position, 1)
+    file.write_at(position, bytes([byte ^ 0xFF]))
+
+
+async def tell(caller: Any, kit: Any, offset: int) -> None:
+    """The tier's report of damage in the batch at `offset`."""
+    request = wire.TierProgressRequest()
+    told = request.partitions.add(
+        topic_id=kit.topic_id, partition=0, leader_epoch=0, tiered_end=-1, droppable_end=-1
+    )
+    told.problem.code, told.problem.message = errors.CorruptLog.code, "t-0: damaged"
+    told.problem.details["offset"] = str(offset)
+    await caller.call(request, timeout_ms=1_000)
+
+
+async def ask(rig: Any, kit: Any, partition: int) -> int:
+    """The code a reader of offset 0 gets, 0 for records."""
+    stream = await rig.stream(StreamKind.FETCH)
+    await stream.send(kit.fetch(kit.position(partition)))
+    reply, payload = await kit.fetched(stream)
+    stream.close()
+    (entry,) = reply.partitions
+    assert bool(entry.error.code) != bool(len(payload))
+    return int(entry.error.code)
+
+
+@pytest.fixture
+def warnings(rig: Any) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    rig.core.warn = lambda event, **facts: found.append((event, facts))
+    return found
+
+
+def offline_once(rig: Any, warnings: list[tuple[str, dict[str, Any]]], says: str) -> None:
+    ((event, facts),) = warnings
+    assert (event, facts["partition"]) == ("partition_offline", "t-0")
+    assert says in facts["error"]
+    assert "pk_corrupt_logs_total 1.0" in rig.metrics.text().decode()
+
+
+def test_what_the_copier_found_takes_the_partition_offline(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    damaged = rig.partition(0, tiered=True, segment_bytes=14 * 1024)
+    rig.core.feed.restore(damaged.key)
+    rig.partition(1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0, 1)
+        flip(rig, 5_000)
+        caller = rig.caller()
+        await tell(caller, kit, 0)
+        await tell(caller, kit, 0)
+        await rig.mine.clock.sleep_ms(100)
+        assert isinstance(damaged.problem, errors.CorruptLog)
+        assert damaged.problem.details == {"offset": "0", "next_offset": "1"}
+        offline_once(rig, warnings, "offsets [0, 1) are damaged: checksum")
+        poll = wire.TierPartitionsRequest(session_id="", generation=0)
+        frame = await caller.call(poll, timeout_ms=1_000)
+        assert not frame.head.tier_partitions_reply.partitions  # the copier lets go of it
+        assert await ask(rig, kit, 0) == errors.CorruptLog.code
+        assert await ask(rig, kit, 1) == 0
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch()), (1, kit.batch())))
+        answers = {a.index: a.error.code for a in await kit.results(stream, 2)}
+        assert answers == {0: errors.CorruptLog.code, 1: 0}
+        stream.close()
+        await caller.close()
+
+    rig.run(story)
+
+
+def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) -> None:
+    """The broker believes its own eyes; also when what was named is gone or not there yet."""
+    partition = rig.partition(0, tiered=True)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0)
+        caller = rig.caller()
+        for offset in (1, 99):
+            await tell(caller, kit, offset)
+            await rig.mine.clock.sleep_ms(100)
+        assert isinstance(partition.tier.problem, errors.CorruptLog)  # still told to who asks
+        assert await ask(rig, kit, 0) == 0
+        await caller.close()
+
+    rig.run(story)
+    assert partition.problem is None
+    assert warnings == []
+
+
+@pytest.mark.parametrize("by_time", [False, True])
+def test_what_a_reader_trips_over_takes_the_partition_offline(
+    rig: Any, kit: Any, warnings: Any, by_time: bool
+) -> None:
+    damaged = rig.partition(0, segment_bytes=14 * 1024)
+    rig.partition(1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 1)
+        flip(rig, HEADER_MAGIC)
+        watching = await rig.stream(StreamKind.FETCH)
+        await watching.send(kit.fetch(kit.position(0, offset=2)))
+        await kit.fetched(watching)
+        if by_time:
+            caller = rig.caller()
+            request = wire.ListOffsetsRequest(isolation=1)
+            request.queries.add(topic_id=kit.topic_id, current_leader_epoch=-1, timestamp_ms=1)
+            frame = await caller.call(request, timeout_ms=1_000)
+            (answer,) = frame.head.list_offsets_reply.answers
+            assert answer.error.code == errors.CorruptLog.code
+            await caller.close()
+        assert await ask(rig, kit, 0) == errors.CorruptLog.code
+        async with asyncio.timeout(5):  # who waits at the end is told too
+            reply, _ = await kit.fetched(watching)
+        assert reply.partitions[0].error.code == errors.CorruptLog.code
+        watching.close()
+        assert await ask(rig, kit, 1) == 0
+        offline_once(rig, warnings, "offset 0")
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)

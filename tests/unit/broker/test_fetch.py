@@ -1,0 +1,389 @@
+"""The fetch stream: rules P4, P6, L12, KIP-207, KIP-320, and cold reads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log.plan import RetentionPlan
+from pk.types import AbortedTransaction
+from pk.world import Stream, StreamKind
+
+
+async def fill(
+    rig: Any, kit: Any, partition: int, count: int, *, records: int = 3, size: int = 10
+) -> None:
+    stream = await rig.stream(StreamKind.PRODUCE)
+    for turn in range(count):
+        await stream.send(
+            kit.produce((partition, kit.batch(records, size=size)), correlation_id=turn + 1)
+        )
+    await kit.results(stream, count)
+    stream.close()
+
+
+def offsets(payload: memoryview) -> list[int]:
+    return [header.base_offset for _, header in batches.iter_headers(payload)]
+
+
+async def quiet(rig: Any, stream: Stream, kit: Any, ms: int) -> bool:
+    """Nothing comes for `ms` of virtual time."""
+    try:
+        async with asyncio.timeout(ms / 1000):
+            await kit.fetched(stream)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_a_position_is_set_once_and_then_pushed(rig: Any, kit: Any) -> None:
+    """Rule P4."""
+    rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(position_id=77)))
+        reply, payload = await kit.fetched(stream)
+        (entry,) = reply.partitions
+        assert (entry.position_id, entry.high_watermark, entry.next_offset, len(payload)) == (
+            77,
+            0,
+            0,
+            0,
+        )
+        expected = 0
+        for _ in range(3):
+            await fill(rig, kit, 0, 1)
+            reply, payload = await kit.fetched(stream)
+            (entry,) = reply.partitions
+            assert entry.position_id == 77
+            assert offsets(payload) == [expected]
+            expected += 3
+            assert entry.next_offset == expected
+        assert await quiet(rig, stream, kit, 2_000)
+
+    rig.run(story)
+
+
+def test_only_what_is_below_the_bound_is_sent(rig: Any, kit: Any) -> None:
+    """Never the log's end: the high watermark, or the last stable offset."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        for turn in range(2):
+            await producer.send(kit.produce((0, kit.batch()), acks=1, correlation_id=turn + 1))
+        await kit.results(producer, 2)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position()))
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].payload_bytes == 0
+        partition.leader.on_follower_end(2, 3)
+        partition.watermark_moved()
+        reply, payload = await kit.fetched(stream)
+        assert offsets(payload) == [0]
+        assert reply.partitions[0].next_offset == 3
+
+    rig.run(story)
+
+
+def test_credits_bound_what_is_sent(rig: Any, kit: Any) -> None:
+    rig.partition()
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 8, records=1, size=1_000)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(), credit=2_500))
+        got = 0
+        reply, payload = await kit.fetched(stream)
+        got += len(offsets(payload))
+        while not await quiet(rig, stream, kit, 1_000):
+            got += 1
+        assert 2 <= got <= 3  # one batch may overdraw
+        await stream.send(kit.fetch(credit=1 << 20, max_bytes=0))
+        reply, payload = await kit.fetched(stream)
+        assert reply.partitions[0].next_offset == 8
+
+    rig.run(story)
+
+
+def test_one_large_batch_always_travels(rig: Any, kit: Any) -> None:
+    rig.partition()
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 2, records=1, size=500_000)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(partition_max_bytes=100), max_bytes=100))
+        for expected in (0, 1):
+            _reply, payload = await kit.fetched(stream)
+            assert offsets(payload) == [expected]
+
+    rig.run(story)
+
+
+def test_a_backlog_does_not_starve_another_partition(rig: Any, kit: Any) -> None:
+    rig.partition(0)
+    rig.partition(1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 20, records=1, size=2_000)
+        await fill(rig, kit, 1, 1, records=1, size=2_000)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0), kit.position(1), max_bytes=4_200))
+        seen: list[int] = []
+        for _ in range(2):
+            reply, _ = await kit.fetched(stream)
+            seen += [entry.partition for entry in reply.partitions]
+        assert 1 in seen
+
+    rig.run(story)
+
+
+def test_min_bytes_waits_at_most_max_wait(rig: Any, kit: Any) -> None:
+    rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(), min_bytes=100_000, max_wait_ms=300))
+        await kit.fetched(stream)
+        started = rig.mine.clock.monotonic_ms()
+        await fill(rig, kit, 0, 1)
+        await kit.fetched(stream)
+        assert 290 <= rig.mine.clock.monotonic_ms() - started <= 340
+        started = rig.mine.clock.monotonic_ms()
+        await fill(rig, kit, 0, 1, records=1, size=120_000)
+        await kit.fetched(stream)
+        assert rig.mine.clock.monotonic_ms() - started < 100
+
+    rig.run(story)
+
+
+def test_a_bounded_scan_ends(rig: Any, kit: Any) -> None:
+    partition = rig.partition()
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 5)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(end_offset=4), max_bytes=150))
+        last = 0
+        while last < 4:
+            reply, _ = await kit.fetched(stream)
+            last = reply.partitions[0].next_offset
+        assert last == 6
+        assert await quiet(rig, stream, kit, 1_000)
+        assert not partition._watchers
+
+    rig.run(story)
+
+
+def test_typed_errors_end_the_position(rig: Any, kit: Any) -> None:
+    partition = rig.partition(epoch=3)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 2)
+        partition.log.advance_log_start(3)
+        stream = await rig.stream(StreamKind.FETCH)
+
+        async def refused(**fields: Any) -> int:
+            await stream.send(kit.fetch(kit.position(**fields)))
+            reply, _ = await kit.fetched(stream)
+            code: int = reply.partitions[0].error.code
+            return code
+
+        assert await refused(offset=2) == errors.OffsetOutOfRange.code
+        assert await refused(offset=7) == errors.OffsetOutOfRange.code
+        assert await refused(partition=5) == errors.UnknownTopicId.code
+        assert await refused(offset=3, current_leader_epoch=2) == errors.FencedLeaderEpoch.code
+        assert await refused(offset=3, current_leader_epoch=4) == errors.UnknownLeaderEpoch.code
+        assert await refused(offset=3) == 0
+        partition.fail(errors.StorageFailed("the disk died"))
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.StorageFailed.code
+
+    rig.run(story)
+
+
+def test_a_new_leader_whose_watermark_lags_asks_for_patience(rig: Any, kit: Any) -> None:
+    """KIP-207: never older data, never a reset."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        await producer.send(kit.produce((0, kit.batch()), acks=1))
+        await kit.results(producer, 1)
+        rig.lead(partition, 1, replicas=(1, 2))
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(offset=2)))
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.OffsetNotAvailable.code
+
+    rig.run(story)
+
+
+def test_a_reader_of_a_truncated_log_is_told_where_it_diverged(rig: Any, kit: Any) -> None:
+    """KIP-320."""
+    partition = rig.partition(epoch=1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 1)
+        rig.lead(partition, 4)
+        await fill(rig, kit, 0, 3)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(offset=5, last_fetched_epoch=2)))
+        reply, _ = await kit.fetched(stream)
+        (entry,) = reply.partitions
+        assert (entry.diverging.epoch, entry.diverging.end_offset) == (1, 3)
+        await stream.send(kit.fetch(kit.position(offset=6, last_fetched_epoch=4)))
+        reply, _ = await kit.fetched(stream)
+        assert not reply.partitions[0].HasField("diverging")
+
+    rig.run(story)
+
+
+def test_a_reader_above_the_end_is_told_of_the_loss_not_reset(rig: Any, kit: Any) -> None:
+    """Rule R4: epoch 0 is an epoch; a log that lost everything knows none any more."""
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.FETCH)
+        for number, left in ((0, 0), (1, 3)):
+            rig.partition(number, epoch=2)
+            if left:
+                await fill(rig, kit, number, 1)
+            at = kit.position(number, offset=10, last_fetched_epoch=0)
+            await stream.send(kit.fetch(at))
+            reply, _ = await kit.fetched(stream)
+            (entry,) = reply.partitions
+            assert not entry.HasField("error"), entry
+            assert (entry.diverging.epoch, entry.diverging.end_offset) == (0, 0)
+        await stream.send(kit.fetch(kit.position(1, offset=10)))  # nothing fetched: only a number
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.OffsetOutOfRange.code
+        await stream.send(kit.fetch(kit.position(1, current_leader_epoch=0)))
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.FencedLeaderEpoch.code
+
+    rig.run(story)
+
+
+def test_the_epoch_ends_under_a_reader(rig: Any, kit: Any) -> None:
+    partition = rig.partition(epoch=1)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(current_leader_epoch=1)))
+        await kit.fetched(stream)
+        rig.lead(partition, 2)
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.FencedLeaderEpoch.code
+        partition.step_down(2)
+        await stream.send(kit.fetch(kit.position()))
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.NotLeaderOrFollower.code
+        assert reply.partitions[0].leader_hint == 2
+
+    rig.run(story)
+
+
+def test_aborted_transactions_are_told_to_read_committed(rig: Any, kit: Any) -> None:
+    partition = rig.partition()
+    log: Any = partition.log
+    log.aborted_in = lambda start, end: [AbortedTransaction(9, 0, 5)]
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 1)
+        stream = await rig.stream(StreamKind.FETCH)
+        for isolation, told in ((1, 1), (0, 0)):
+            await stream.send(kit.fetch(kit.position(), isolation=isolation))
+            reply, _ = await kit.fetched(stream)
+            assert len(reply.partitions[0].aborted) == told
+
+    rig.run(story)
+
+
+async def tiered_partition(rig: Any, kit: Any) -> Any:
+    """Two batches of one record; the first has left the local log."""
+    partition = rig.partition(0, tiered=True, segment_bytes=14 * 1024)
+    await fill(rig, kit, 0, 2, records=1, size=12_000)
+    log = partition.log
+    assert log.segment_count == 2
+    log.tiered_end = log.droppable_end = 1
+    rename, _ = log.drop_segments(RetentionPlan(0, (0,), False))
+    await rig.disk.write(rename)
+    assert (log.log_start, log.local_log_start, log.written_end) == (0, 1, 2)
+    return partition
+
+
+def test_cold_reads_never_delay_hot_ones(rig: Any, kit: Any) -> None:
+    """A fetch below the local start is served from the tier; the offsets are one line."""
+    hot = rig.partition(1)
+    below = kit.batch(1, base_offset=0)
+
+    async def story() -> None:
+        await tiered_partition(rig, kit)
+        await fill(rig, kit, 1, 1)
+        rig.tier.gate = asyncio.Event()
+        rig.tier.batches = lambda offset: (below, 1)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0), kit.position(1)))
+        reply, _ = await kit.fetched(stream)
+        assert [entry.partition for entry in reply.partitions] == [1]
+        assert await quiet(rig, stream, kit, 100)
+        rig.tier.gate.set()
+        seen: list[tuple[bool, int]] = []
+        at: list[int] = []
+        while len(seen) < 2:
+            reply, payload = await kit.fetched(stream)
+            seen += [(entry.cold, entry.next_offset) for entry in reply.partitions]
+            at += offsets(payload)
+        assert seen == [(True, 1), (False, 2)]
+        assert at == [0, 1]
+        assert hot.high_watermark == 3
+
+    rig.run(story)
+
+
+def test_a_position_is_read_from_the_tier_once_however_often_its_log_grows(
+    rig: Any, kit: Any
+) -> None:
+    """An append marks the position while the tier is asked; that must not ask a second time."""
+    below = kit.batch(1, base_offset=0)
+
+    async def story() -> None:
+        partition = await tiered_partition(rig, kit)
+        rig.tier.gate = asyncio.Event()
+        rig.tier.batches = lambda offset: (below, 1)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0)))
+        assert await quiet(rig, stream, kit, 100)
+        for _ in range(3):
+            partition.bounds_moved()
+            await rig.mine.clock.sleep_ms(5)
+        rig.tier.gate.set()
+        at: list[int] = []
+        while len(at) < 2:
+            _, payload = await kit.fetched(stream)
+            at += offsets(payload)
+        assert at == [0, 1]
+        assert [offset for _, offset in rig.tier.fetches] == [0]
+
+    rig.run(story)
+
+
+def test_a_dead_store_is_a_typed_error_for_cold_positions_only(rig: Any, kit: Any) -> None:
+    rig.partition(1)
+
+    async def story() -> None:
+        await tiered_partition(rig, kit)
+        await fill(rig, kit, 1, 1)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0), kit.position(1)))
+        seen: dict[int, int] = {}
+        while len(seen) < 2:
+            reply, _ = await kit.fetched(stream)
+            for entry in reply.partitions:
+                seen[entry.partition] = entry.error.code
+        assert seen == {0: errors.TierUnavailable.code, 1: 0}
+
+    rig.run(story)

@@ -1,0 +1,358 @@
+"""Broker and controller nodes together, in one simulated world: the production files unmodified.
+
+Rules Q2, Q4, L3, L5, L8, R6, R7; graceful stop, kill -9 and power loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.types import PartitionKey
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, open_stream
+from pk.world import StreamKind
+
+Cluster = Any  # conftest.py's
+LISTEN = "broker:9292"
+
+
+def test_a_created_topic_can_be_produced_to_at_once(cluster: Cluster, kit: Any) -> None:
+    """Read your writes: the reply comes after the broker has carried it out."""
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("flights", 3)
+        assert await cluster.produce(kit, topic_id, 3) == [0, 3, 6]
+        assert await cluster.read(kit, topic_id) == 9
+        with pytest.raises(errors.TopicAlreadyExists):
+            await cluster.create("flights")
+
+    cluster.do(story())
+
+
+def test_metadata_is_pushed_to_those_who_watch(cluster: Cluster) -> None:
+    cluster.start()
+
+    async def story() -> None:
+        pushed: list[wire.MetadataReply] = []
+        caller = cluster.caller(on_push=lambda frame: pushed.append(frame.head.metadata_reply))
+        request = wire.MetadataRequest(topics=["flights"], watch=True)
+        first = (await caller.call(request, timeout_ms=1_000)).head.metadata_reply
+        assert first.topics[0].error.code == errors.UnknownTopicOrPartition.code
+        assert [node.address for node in first.brokers] == [LISTEN]
+        await cluster.create("other")
+        topic_id = await cluster.create("flights", 2)
+        await cluster.client.clock.sleep_ms(100)
+        assert pushed
+        assert pushed[-1].topics[0].topic_id == topic_id
+        assert [info.leader for info in pushed[-1].topics[0].partitions] == [1, 1]
+        assert not any(topic.name == "other" for reply in pushed for topic in reply.topics)
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_topic_created_again_is_another_one(cluster: Cluster, kit: Any) -> None:
+    """Rule L8."""
+    cluster.start()
+
+    async def story() -> None:
+        old = await cluster.create("flights")
+        await cluster.produce(kit, old, 2)
+        caller = cluster.caller()
+        await caller.call(wire.DeleteTopicsRequest(names=["flights"]), timeout_ms=10_000)
+        new = await cluster.create("flights")
+        assert new != old
+        with pytest.raises(errors.UnknownTopicId):
+            await cluster.produce(kit, old, 1)
+        with pytest.raises(errors.UnknownTopicId):
+            await cluster.read(kit, old)
+        assert await cluster.produce(kit, new, 1) == [0]
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_settings_are_applied_live_and_partitions_added(cluster: Cluster, kit: Any) -> None:
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("flights")
+        caller = cluster.caller()
+        change = wire.AlterConfigsRequest()
+        change.changes.add(resource=wire.ConfigResource(type="topic", name="flights")).set[
+            "max_message_bytes"
+        ] = "1024"
+        await caller.call(change, timeout_ms=10_000)
+        stream = await cluster.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch(500)), topic_id=topic_id))
+        (answer,) = await kit.results(stream, 1)
+        assert answer.error.code == errors.RecordTooLarge.code
+        more = wire.CreatePartitionsRequest()
+        more.topics.add(name="flights", total_count=4)
+        await caller.call(more, timeout_ms=10_000)
+        described = await caller.call(
+            wire.DescribePartitionsRequest(topics=["flights"]), timeout_ms=1_000
+        )
+        states = described.head.describe_partitions_reply.partitions
+        assert [state.partition for state in states] == [0, 1, 2, 3]
+        assert all(state.leader == 1 and not state.HasField("error") for state in states)
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_producer_ids_are_unique_across_restarts(cluster: Cluster) -> None:
+    """Rule Q4: blocks are records of the metadata log."""
+    cluster.start()
+
+    async def ask() -> tuple[int, int]:
+        caller = cluster.caller()
+        request = wire.InitProducerIdRequest(producer_id=-1, producer_epoch=-1)
+        reply = (await caller.call(request, timeout_ms=5_000)).head.init_producer_id_reply
+        bumped = await caller.call(
+            wire.InitProducerIdRequest(producer_id=reply.producer_id, producer_epoch=0),
+            timeout_ms=5_000,
+        )
+        assert bumped.head.init_producer_id_reply.producer_id == reply.producer_id
+        assert bumped.head.init_producer_id_reply.producer_epoch == 1
+        await caller.close()
+        return reply.producer_id, reply.producer_epoch
+
+    seen = [cluster.do(ask()) for _ in range(3)]
+    cluster.kill("broker", "d1")
+    cluster.start_broker()
+    seen.append(cluster.do(ask()))
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_acknowledged_records_survive(
+    kit: Any, make_cluster: Callable[..., Cluster], power: bool
+) -> None:
+    """Rule L3: the process dies, or (with flush_on_ack) the machine."""
+    for seed in range(5):
+        cluster = make_cluster(seed)
+        cluster.start()
+        flush = {"flush_on_ack": "true"} if power else {}
+        topic_id = cluster.do(cluster.create("flights", **flush))
+        acknowledged = len(cluster.do(cluster.produce(kit, topic_id, 5))) * 3
+        cluster.kill("broker", "d1", power=power)
+        if power:
+            cluster.boot = f"boot-after-{seed}"
+        cluster.start_broker()
+        assert cluster.do(cluster.read(kit, topic_id)) == acknowledged
+        assert cluster.do(cluster.produce(kit, topic_id, 1)) == [acknowledged]
+
+
+def test_the_controller_dies_and_the_data_path_goes_on(cluster: Cluster, kit: Any) -> None:
+    """Rule R6: acks=all and reads go on; after the session timeout acks=1 and new sessions wait."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+
+    async def story() -> None:
+        writer = await cluster.stream(StreamKind.PRODUCE)
+        cluster.kill("controller", "meta")
+        await cluster.client.clock.sleep_ms(8_000)
+        for acks, refused in ((-1, 0), (1, errors.ControllerUnavailable.code)):
+            await writer.send(
+                kit.produce((0, kit.batch()), topic_id=topic_id, acks=acks, correlation_id=acks + 5)
+            )
+            (answer,) = await kit.results(writer, 1)
+            assert answer.error.code == refused
+        with pytest.raises(errors.ControllerUnavailable):
+            await cluster.produce(kit, topic_id, 1)
+
+    cluster.do(story())
+    cluster.start_controller()
+    cluster.world.loop.run_for_ms(3_000)
+    assert cluster.do(cluster.produce(kit, topic_id, 1, acks=1)) == [3]
+
+
+def test_a_graceful_stop_leaves_a_clean_directory(cluster: Cluster, kit: Any) -> None:
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    cluster.do(cluster.produce(kit, topic_id, 4))
+    broker = cluster.broker
+    assert broker is not None
+
+    async def stop() -> None:
+        await broker.close()
+
+    task = cluster.world.spawn("broker", stop())
+    cluster.world.run_until(task.done)
+    task.result()
+    cluster.kill("broker", "d1", power=True)  # a power loss after a clean stop loses nothing
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    assert cluster.broker is not None
+    assert cluster.broker._manager.directories[0].clean
+    assert cluster.do(cluster.read(kit, topic_id)) == 12
+
+
+def test_two_worlds_of_one_seed_are_one_history(
+    kit: Any, make_cluster: Callable[..., Cluster]
+) -> None:
+    def history(seed: int) -> str:
+        cluster = make_cluster(seed)
+        cluster.start()
+        topic_id = cluster.do(cluster.create("flights", 2))
+        cluster.do(cluster.produce(kit, topic_id, 3))
+        cluster.kill("broker", "d1")
+        cluster.start_broker()
+        cluster.do(cluster.read(kit, topic_id))
+        digest = f"{cluster.world.digest} {cluster.world.loop.now_us} {cluster.world.loop.events}"
+        return digest
+
+    assert history(3) == history(3)
+    assert history(3) != history(4)
+
+
+def test_queries_about_offsets(cluster: Cluster, kit: Any) -> None:
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    cluster.do(cluster.produce(kit, topic_id, 4))
+
+    async def story() -> None:
+        caller = cluster.caller()
+
+        async def ask(timestamp_ms: int) -> tuple[int, int]:
+            request = wire.ListOffsetsRequest(isolation=1)
+            request.queries.add(
+                topic_id=topic_id, current_leader_epoch=-1, timestamp_ms=timestamp_ms
+            )
+            reply = (await caller.call(request, timeout_ms=5_000)).head.list_offsets_reply
+            assert not reply.answers[0].HasField("error"), reply
+            return reply.answers[0].offset, reply.answers[0].timestamp_ms
+
+        assert await ask(-1) == (12, -1)
+        assert await ask(-2) == (0, -1)
+        assert await ask(-4) == (0, -1)
+        assert await ask(-5) == (-1, -1)
+        assert await ask(-3) == (0, 1_735_689_600_000)
+        assert await ask(0) == (0, 1_735_689_600_000)
+        assert await ask(1_735_689_600_001) == (-1, -1)
+        delete = wire.DeleteRecordsRequest()
+        delete.items.add(topic_id=topic_id, before_offset=4)
+        delete.items.add(topic_id=topic_id, before_offset=99)
+        deleted = (await caller.call(delete, timeout_ms=5_000)).head.delete_records_reply
+        assert deleted.results[0].log_start == 4
+        assert deleted.results[1].error.code == errors.OffsetOutOfRange.code
+        assert await ask(-2) == (4, -1)
+        sizes = wire.ByteOffsetsRequest()
+        sizes.queries.add(topic_id=topic_id, start=0, end=100, samples_max=10)
+        (answer,) = (await caller.call(sizes, timeout_ms=5_000)).head.byte_offsets_reply.answers
+        assert (answer.offsets[0], answer.offsets[-1]) == (4, 12)
+        assert list(answer.cumulative_bytes) == sorted(answer.cumulative_bytes)
+        await caller.close()
+
+    cluster.do(story())
+    assert cluster.broker is not None
+    key = PartitionKey(topic_id, 0)
+    cluster.kill("broker", "d1", power=True)  # the moved log_start was SYNCED before the answer
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    assert cluster.broker.core.partitions[key].log.log_start == 4
+
+
+def test_a_dead_directory_takes_its_own_partitions_offline(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """One disk dies: its partitions answer typed errors, the others serve;
+
+    a restart does not hide it.
+    """
+    cluster = make_cluster(5, disks=2)
+    cluster.start()
+    one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
+    partitions = cluster.broker.core.partitions
+    roots = {
+        key.topic_id: partition.lane.disk.storage.root for key, partition in partitions.items()
+    }
+    assert roots[one] != roots[two]
+    cluster.storages[roots[one]].fault = lambda operation, path: (
+        OSError("I/O error") if operation in ("append", "sync") else None
+    )
+    with pytest.raises(errors.StorageFailed):
+        cluster.do(cluster.produce(kit, one, 1))
+    assert cluster.do(cluster.produce(kit, two, 2)) == [0, 3]
+    assert cluster.do(cluster.read(kit, two)) == 6
+    with pytest.raises(errors.StorageFailed):
+        cluster.do(cluster.read(kit, one))
+    three = cluster.do(cluster.create("three"))
+    assert cluster.do(cluster.produce(kit, three, 1)) == [0]
+
+
+def test_a_full_disk_pushes_back_and_resumes_by_itself(cluster: Cluster, kit: Any) -> None:
+    """Retriable and typed, reads go on, topics created meanwhile appear once there is space."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    cluster.do(cluster.produce(kit, topic_id, 2))
+    disk = cluster.storages["d1"]
+    disk.capacity = disk.used_bytes()
+    with pytest.raises(errors.StorageFull):
+        cluster.do(cluster.produce(kit, topic_id, 1))
+    assert cluster.do(cluster.read(kit, topic_id)) == 6
+    late = cluster.do(cluster.create("late"))
+    with pytest.raises(errors.StorageFull):
+        cluster.do(cluster.produce(kit, late, 1))
+    cluster.world.loop.run_for_ms(120_000)  # checkpoints fail meanwhile; nothing else may
+    assert cluster.do(cluster.read(kit, topic_id)) == 6
+    disk.capacity = None
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [6]
+    cluster.world.loop.run_for_ms(10_000)
+    assert cluster.do(cluster.produce(kit, late, 1)) == [0]
+    cluster.kill("broker", "d1")
+    cluster.start_broker()
+    assert cluster.do(cluster.read(kit, topic_id)) == 9
+
+
+def test_a_topic_is_created_on_first_use_if_asked(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    cluster = make_cluster(7, auto_create_topics_enable=True, default_num_partitions=3)
+    cluster.start()
+
+    async def story() -> None:
+        caller = cluster.caller()
+        request = wire.MetadataRequest(topics=["flights", "__secret"])
+        reply = (await caller.call(request, timeout_ms=5_000)).head.metadata_reply
+        known, refused = reply.topics
+        assert len(known.partitions) == 3
+        assert refused.error.code == errors.UnknownTopicOrPartition.code
+        assert await cluster.produce(kit, known.topic_id, 1) == [0]
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_directory_of_another_cluster_is_refused(cluster: Cluster) -> None:
+    cluster.start()
+    cluster.kill("broker", "d1")
+    cluster.run = dataclasses.replace(cluster.run, node_id=2)
+    with pytest.raises(errors.DirectoryOfAnotherCluster):
+        cluster.start_broker()
+
+
+def test_streams_are_refused_by_name(cluster: Cluster) -> None:
+    """A frame that is no hello, another cluster's client, a request nobody answers."""
+    cluster.start()
+
+    async def story() -> None:
+        caller = cluster.caller()
+        with pytest.raises(errors.UnsupportedFeature):
+            await caller.call(wire.RegisterBrokerRequest(), timeout_ms=1_000)
+        await caller.close()
+        network = cluster.client.network
+        stray = wire.Hello(protocol=PROTOCOL, cluster_id="x" * 36)
+        with pytest.raises(errors.ClusterIdMismatch):
+            await open_stream(network, LISTEN, StreamKind.CONTROL, stray)
+        with pytest.raises(errors.UnsupportedFeature):
+            await open_stream(network, LISTEN, StreamKind.FETCH, wire.Hello(protocol=99))
+
+    cluster.do(story())

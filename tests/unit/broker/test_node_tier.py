@@ -1,0 +1,252 @@
+"""Broker, controller and tier nodes in one simulated world: rules T1, T4, T6, T7, T9 end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log import batch as batches
+from pk.types import PartitionKey
+from pk.wire import pk_pb2 as wire
+from pk.world import StreamKind
+
+Cluster = Any  # conftest.py's
+QUICK = {
+    "segment_bytes": "14336",
+    "local_retention_bytes": "20000",
+    "tier_max_lag_ms": "200",
+    "local_drop_delay_ms": "300",
+    "file_delete_delay_ms": "500",
+}
+
+
+@pytest.fixture
+def tiered(make_cluster: Callable[..., Cluster]) -> Cluster:
+    cluster = make_cluster(11, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
+    cluster.start()
+    cluster.start_tier()
+    return cluster
+
+
+def partition_of(cluster: Cluster, topic_id: str) -> Any:
+    return cluster.broker.core.partitions[PartitionKey(topic_id, 0)]
+
+
+async def produce(cluster: Cluster, kit: Any, topic_id: str, count: int) -> None:
+    """`count` batches of one 12 kB record."""
+    stream = await cluster.stream(StreamKind.PRODUCE)
+    for turn in range(count):
+        stamp = cluster.client.clock.wall_ms()
+        raw = kit.batch(1, size=12_000, timestamp=stamp)
+        await stream.send(kit.produce((0, raw), topic_id=topic_id, correlation_id=turn + 1))
+        (answer,) = await kit.results(stream, 1)
+        assert not answer.HasField("error"), answer
+    stream.close()
+
+
+async def read(cluster: Cluster, kit: Any, topic_id: str, start: int, end: int) -> dict[int, bool]:
+    """Offsets of every record in `[start, end)`, each with whether it came from the tier."""
+    stream = await cluster.stream(StreamKind.FETCH)
+    at = kit.position(offset=start)
+    at.topic_id = topic_id
+    await stream.send(kit.fetch(at))
+    seen: dict[int, bool] = {}
+    position = start
+    while position < end:
+        reply, payload = await kit.fetched(stream)
+        taken = 0
+        for entry in reply.partitions:
+            assert not entry.HasField("error"), entry
+            raw = payload[taken : taken + entry.payload_bytes]
+            taken += entry.payload_bytes
+            for _, header in batches.iter_headers(raw):
+                for offset in range(header.base_offset, header.next_offset):
+                    if offset >= start:
+                        assert offset not in seen
+                        seen[offset] = entry.cold
+            assert entry.next_offset >= position
+            position = entry.next_offset
+        await stream.send(kit.fetch(credit=len(payload), max_bytes=0))
+    stream.close()
+    return seen
+
+
+def test_one_line_of_offsets_across_tier_and_local_log(tiered: Cluster, kit: Any) -> None:
+    """Local segments go once the table covers them;
+
+    a reader from 0 sees every record once, in order.
+    """
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
+    assert partition.log.log_start == 0
+    assert partition.tiered_end <= partition.last_stable_offset
+    seen = tiered.do(read(tiered, kit, topic_id, 0, 12))
+    assert list(seen) == list(range(12))
+    local = partition.log.local_log_start
+    assert [offset for offset, cold in seen.items() if cold] == list(range(local))
+
+    async def describe() -> wire.DescribeTierReply:
+        caller = tiered.caller()
+        frame = await caller.call(wire.DescribeTierRequest(topic="flights"), timeout_ms=5_000)
+        await caller.close()
+        reply: wire.DescribeTierReply = frame.head.describe_tier_reply
+        return reply
+
+    described = tiered.do(describe())
+    assert described.uri
+    assert described.partitions[0].end == 12
+
+
+def test_a_restart_finds_the_same_line(tiered: Cluster, kit: Any) -> None:
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
+    tiered.world.loop.run_for_ms(2_000)
+    tiered.kill("broker", "d1")
+    tiered.start_broker()
+    partition = partition_of(tiered, topic_id)
+    assert (partition.log.log_start, partition.log.local_log_start) == (0, 10)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 12))) == list(range(12))
+    tiered.do(produce(tiered, kit, topic_id, 3))
+    tiered.world.run_until(lambda: partition_of(tiered, topic_id).tiered_end == 15)
+
+
+def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> None:
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
+    tiered.world.kill("tier")
+    tiered.do(produce(tiered, kit, topic_id, 4))
+    local = partition.log.local_log_start
+    assert list(tiered.do(read(tiered, kit, topic_id, local, 16))) == list(range(local, 16))
+    with pytest.raises(AssertionError, match=str(errors.TierUnavailable.code)):
+        tiered.do(read(tiered, kit, topic_id, 0, 1))
+    tiered.start_tier()
+    tiered.world.run_until(lambda: partition.tiered_end == 16)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 16))) == list(range(16))
+
+
+def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit: Any) -> None:
+    """Rule T4: what the table holds is never contradicted; the leader waits for the store."""
+    for seed in range(4):
+        cluster = make_cluster(
+            seed, tier_url="memory://tier", log_retention_check_interval_ms=1_000
+        )
+        cluster.start()
+        cluster.start_tier()
+        topic_id = cluster.do(cluster.create("flights", **QUICK))
+        cluster.do(produce(cluster, kit, topic_id, 12))
+        partition = partition_of(cluster, topic_id)
+        cluster.world.run_until(lambda p=partition: p.tiered_end == 12)  # type: ignore[misc]
+        cluster.world.kill("tier")
+        cluster.kill("broker", "d1", power=True)
+        cluster.boot = f"boot-after-{seed}"
+        cluster.start_broker()
+        partition = partition_of(cluster, topic_id)
+        with pytest.raises(errors.TierUnavailable):
+            cluster.do(cluster.produce(kit, topic_id, 1))
+        cluster.start_tier()
+        cluster.world.run_until(lambda p=partition: p.leader is not None)  # type: ignore[misc]
+        assert partition.log.written_end == 12
+        assert list(cluster.do(read(cluster, kit, topic_id, 0, 12))) == list(range(12))
+        cluster.do(produce(cluster, kit, topic_id, 2))
+        cluster.world.run_until(lambda p=partition: p.tiered_end == 14)  # type: ignore[misc]
+        state = cluster.broker.core.follower.image.partition(partition.key)
+        assert not state.unclean  # the controller heard that it recovered
+
+
+def test_tier_wins_does_not_bring_deleted_records_back(tiered: Cluster, kit: Any) -> None:
+    """Rule T9: log_start may be beyond the table's end; a claim leaves it there."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    tiered.world.kill("tier")
+    tiered.do(produce(tiered, kit, topic_id, 6))
+
+    async def delete() -> None:
+        caller = tiered.caller()
+        request = wire.DeleteRecordsRequest()
+        request.items.add(topic_id=topic_id, before_offset=15)
+        await caller.call(request, timeout_ms=5_000)
+        await caller.close()
+
+    tiered.do(delete())
+    tiered.kill("broker", "d1", power=True)
+    tiered.boot = "boot-2"
+    tiered.start_broker()
+    tiered.start_tier()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    assert (partition.log.log_start, partition.log.written_end) == (15, 18)
+    assert list(tiered.do(read(tiered, kit, topic_id, 15, 18))) == [15, 16, 17]
+    tiered.world.run_until(lambda: partition.tiered_end == 18)
+
+
+def test_a_lost_disk_is_restored_from_the_tier(tiered: Cluster, kit: Any) -> None:
+    """Rule T4 is also the rule of disk loss with one replica."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    tiered.kill("broker", "d1")
+    tiered.replace_storage("d1")
+    tiered.start_broker()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 12))) == list(range(12))
+    tiered.do(produce(tiered, kit, topic_id, 1))
+    assert partition.log.written_end == 13
+
+
+def test_deleted_records_leave_the_table(tiered: Cluster, kit: Any) -> None:
+    """Rule T9."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
+
+    async def delete(before: int) -> int:
+        caller = tiered.caller()
+        request = wire.DeleteRecordsRequest()
+        request.items.add(topic_id=topic_id, before_offset=before)
+        frame = await caller.call(request, timeout_ms=5_000)
+        await caller.close()
+        return int(frame.head.delete_records_reply.results[0].log_start)
+
+    assert tiered.do(delete(5)) == 5
+    tiered.world.run_until(lambda: partition.tier.start == 5)
+    assert list(tiered.do(read(tiered, kit, topic_id, 5, 12))) == list(range(5, 12))
+    assert tiered.do(delete(-1)) == 12
+    tiered.do(produce(tiered, kit, topic_id, 3))
+    tiered.world.run_until(lambda: partition.tiered_end == 15 and partition.tier.start == 12)
+
+
+@pytest.mark.parametrize("purge", [False, True])
+def test_a_deleted_topic_keeps_its_table_unless_asked(
+    tiered: Cluster, kit: Any, purge: bool
+) -> None:
+    """Rule T7."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 4))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 4)
+
+    async def delete() -> str:
+        caller = tiered.caller()
+        request = wire.DeleteTopicsRequest(names=["flights"], purge_tier=purge)
+        frame = await caller.call(request, timeout_ms=5_000)
+        await caller.close()
+        return str(frame.head.delete_topics_reply.results[0].note)
+
+    assert "memory://tier" in tiered.do(delete())
+    tiered.world.loop.run_for_ms(70_000)
+    left = [path for path in tiered.store.objects if topic_id in path]
+    assert bool(left) is not purge

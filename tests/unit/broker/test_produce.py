@@ -1,0 +1,299 @@
+"""The produce stream against a simulated disk and network: rules L2, L4, L5, L7, R6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk import errors, limits
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of
+from pk.world import StreamKind
+
+
+def code(result: wire.ProduceResult) -> int:
+    return result.error.code if result.HasField("error") else 0
+
+
+@pytest.mark.parametrize("acks", [1, -1])
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_a_batch_is_answered_with_its_offsets(rig: Any, kit: Any, acks: int, size: int) -> None:
+    partition = rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        for turn in range(3):
+            await stream.send(
+                kit.produce((0, kit.batch(size=size)), acks=acks, correlation_id=turn + 1)
+            )
+        answers = await kit.results(stream, 3)
+        assert [(a.base_offset, a.last_offset) for a in answers] == [(0, 2), (3, 5), (6, 8)]
+        assert partition.high_watermark == 9
+        assert rig.manager.watermarks[partition.key] == 9
+        stream.close()
+
+    rig.run(story)
+
+
+def test_nothing_is_visible_before_it_is_written(rig: Any, kit: Any) -> None:
+    """No path takes the log's end for the high watermark."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(
+            kit.produce(
+                (0, kit.batch()),
+            )
+        )
+        while partition.log.log_end == 0:
+            await rig.mine.clock.sleep_ms(0.01)
+        assert (
+            partition.log.written_end,
+            partition.high_watermark,
+            partition.bound(0),
+            partition.bound(1),
+        ) == (0, 0, 0, 0)
+        await kit.results(stream, 1)
+        assert partition.bound(0) == 3
+
+    rig.run(story)
+
+
+def test_many_partitions_share_a_round(rig: Any, kit: Any) -> None:
+    """Rule P2: one wake-up of the lane writes many partitions."""
+    partitions = [rig.partition(number) for number in range(20)]
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce(*((number, kit.batch()) for number in range(20))))
+        answers = await kit.results(stream, 20)
+        assert sorted(a.index for a in answers) == list(range(20))
+        assert partitions[0].lane.rounds <= 2
+        assert partitions[0].lane.queued_bytes == 0
+
+    rig.run(story)
+
+
+def test_each_bad_entry_has_its_own_error(rig: Any, kit: Any) -> None:
+    rig.partition(0)
+    rig.partition(1, epoch=4)
+    rig.partition(2, max_message_bytes=1024)
+    good = kit.batch()
+    corrupt = bytearray(good)
+    corrupt[-1] ^= 1
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(
+            kit.produce((0, bytes(corrupt)), (0, good), (2, kit.batch(500)), (9, good))
+        )
+        await stream.send(kit.produce((1, good), epoch=3, correlation_id=2))
+        await stream.send(kit.produce((1, good), epoch=5, correlation_id=3))
+        await stream.send(kit.produce((0, good), topic_id="x" * 36, correlation_id=4))
+        answers = await kit.results(stream, 7)
+        refused = [errors.CorruptBatch, errors.RecordTooLarge, errors.FencedLeaderEpoch]
+        refused += [errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.UnknownTopicId]
+        assert sorted(code(a) for a in answers) == sorted([0, *(kind.code for kind in refused)])
+
+    rig.run(story)
+
+
+def test_a_duplicate_is_answered_with_its_original_never_before(rig: Any, kit: Any) -> None:
+    """Rule L4."""
+    partition = rig.partition()
+    raw = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
+
+    async def story() -> None:
+        one, two = await rig.stream(StreamKind.PRODUCE), await rig.stream(StreamKind.PRODUCE)
+        await one.send(kit.produce((0, raw)))
+        await two.send(kit.produce((0, raw)))
+        (first,), (second,) = await kit.results(one, 1), await kit.results(two, 1)
+        assert (first.base_offset, second.base_offset) == (0, 0)
+        assert partition.high_watermark == 3
+        await one.send(kit.produce((0, raw), correlation_id=2))
+        (third,) = await kit.results(one, 1)
+        assert third.last_offset == 2
+        assert partition.log.written_end == 3
+
+    rig.run(story)
+
+
+def test_acks_all_waits_for_the_followers_and_dies_with_the_epoch(rig: Any, kit: Any) -> None:
+    """Rules L4, L5: parked under an epoch, answered NOT_LEADER_OR_FOLLOWER when it ends."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch())))
+        while not len(rig.core.purgatory):
+            await rig.mine.clock.sleep_ms(1)
+        assert partition.high_watermark == 0
+        partition.leader.on_follower_end(2, 3)
+        partition.watermark_moved()
+        assert [code(a) for a in await kit.results(stream, 1)] == [0]
+        await stream.send(kit.produce((0, kit.batch()), correlation_id=2))
+        while not len(rig.core.purgatory):
+            await rig.mine.clock.sleep_ms(1)
+        rig.lead(partition, 1, replicas=(1, 2))
+        assert [code(a) for a in await kit.results(stream, 1)] == [errors.NotLeaderOrFollower.code]
+
+    rig.run(story)
+
+
+def test_a_parked_reply_times_out(rig: Any, kit: Any) -> None:
+    rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch()), timeout_ms=200))
+        assert [code(a) for a in await kit.results(stream, 1)] == [errors.RequestTimedOut.code]
+        assert 200 <= rig.mine.clock.monotonic_ms() < 300
+
+    rig.run(story)
+
+
+def test_too_few_in_sync_replicas(rig: Any, kit: Any) -> None:
+    partition = rig.partition(replicas=(1, 2), min_insync_replicas=2)
+    partition.leader.isr = (1,)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch())))
+        assert [code(a) for a in await kit.results(stream, 1)] == [errors.NotEnoughReplicas.code]
+        assert partition.log.log_end == 0
+
+    rig.run(story)
+
+
+def test_without_the_controller_only_acks_all(rig: Any, kit: Any) -> None:
+    """Rule R6."""
+    rig.partition()
+    rig.contact = False
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch()), acks=1))
+        await stream.send(kit.produce((0, kit.batch()), acks=-1, correlation_id=2))
+        assert sorted([code(a) for a in await kit.results(stream, 2)]) == [
+            0,
+            errors.ControllerUnavailable.code,
+        ]
+
+    rig.run(story)
+
+
+def test_acks_0_is_appended_and_never_answered(rig: Any, kit: Any) -> None:
+    partition = rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        for _ in range(10):
+            await stream.send(kit.produce((0, kit.batch()), acks=0))
+        await stream.send(kit.produce((0, kit.batch()), acks=1, correlation_id=5))
+        (answer,) = await kit.results(stream, 1)
+        assert answer.base_offset == 30
+        assert partition.log.written_end == 33
+
+    rig.run(story)
+
+
+def test_a_full_disk_refuses_and_serves_again_by_itself(rig: Any, kit: Any) -> None:
+    """Rule L2: nothing torn, nothing of it stored; the same stream goes on once there is space."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch())))
+        await kit.results(stream, 1)
+        rig.storage.capacity = rig.storage.used_bytes() + 50
+        await stream.send(kit.produce((0, kit.batch()), (0, kit.batch()), correlation_id=2))
+        answers = await kit.results(stream, 2)
+        assert [code(a) for a in answers] == [errors.StorageFull.code] * 2
+        assert (partition.log.written_end, partition.high_watermark) == (3, 3)
+        rig.storage.capacity = None
+        await stream.send(kit.produce((0, kit.batch()), correlation_id=3))
+        (answer,) = await kit.results(stream, 1)
+        assert (code(answer), answer.base_offset) == (0, 3)
+        assert partition.lane.queued_bytes == 0
+
+    rig.run(story)
+
+
+def test_a_dead_directory_takes_its_partitions_offline_typed(rig: Any, kit: Any) -> None:
+    """Rule L2."""
+    one, two = rig.partition(0), rig.partition(1)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        rig.storage.fault = lambda operation, path: (
+            OSError("I/O") if operation == "append" else None
+        )
+        await stream.send(kit.produce((0, kit.batch())))
+        assert [code(a) for a in await kit.results(stream, 1)] == [errors.StorageFailed.code]
+        assert isinstance(one.problem, errors.StorageFailed)
+        assert isinstance(two.problem, errors.StorageFailed)
+
+    rig.run(story)
+
+
+def test_sizes_that_do_not_add_up_end_the_stream(rig: Any, kit: Any) -> None:
+    rig.partition()
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        request = wire.ProduceRequest(acks=-1)
+        request.partitions.add(topic_id=kit.topic_id, batch_bytes=1_000)
+        await stream.send(frames.encode(head_of(request, correlation_id=1), [b"short"]))
+        with pytest.raises(errors.CorruptBatch):
+            await kit.results(stream, 1)
+        assert await stream.recv() is None
+
+    rig.run(story)
+
+
+def test_a_broken_stream_cancels_what_is_queued_not_what_is_appended(rig: Any, kit: Any) -> None:
+    """Rule L7."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch())))
+        while not len(rig.core.purgatory):
+            await rig.mine.clock.sleep_ms(1)
+        rig.world.network.break_streams("client", "broker")
+        await rig.mine.clock.sleep_ms(50)
+        assert len(rig.core.purgatory) == 0
+        assert partition.log.written_end == 3
+
+    rig.run(story)
+
+
+def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None:
+    """The write queue is bounded; what does not fit stays with the producer."""
+    partition = rig.partition()
+    partition.lane._bytes_max = 300_000
+    rig.disk._write_ms = (100.0, 100.0)
+    raw = kit.batch(1, size=100_000)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+
+        async def send() -> None:
+            for turn in range(60):
+                await stream.send(kit.produce((0, raw), correlation_id=turn + 1))
+
+        sender = rig.world.spawn("client", send())
+        most = 0
+        for _ in range(100):
+            await rig.mine.clock.sleep_ms(5)
+            most = max(most, partition.lane.queued_bytes)
+        assert 300_000 <= most <= 300_000 + 2 * len(raw)
+        assert not sender.done()
+        answers = await kit.results(stream, 60)
+        assert [a.base_offset for a in answers] == list(range(60))
+        assert limits.PRODUCE_FRAMES_QUEUED_MAX < 60
+
+    rig.run(story)

@@ -1,0 +1,237 @@
+"""Retention, flushes and the wheel: rules T6, T9, L10, P6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk.server.broker.upkeep import TICK_MS, Upkeep
+from pk.wire import pk_pb2 as wire
+from pk.world import StreamKind
+
+HOUR = 3_600_000
+
+
+@pytest.fixture
+def upkeep(rig: Any) -> Upkeep:
+    return Upkeep(rig.core)
+
+
+async def segments(rig: Any, kit: Any, count: int, *, age_ms: int = 0, partition: int = 0) -> None:
+    """`count` batches of 12 kB, each a segment of its own."""
+    stamp = rig.mine.clock.wall_ms() - age_ms
+    stream = await rig.stream(StreamKind.PRODUCE)
+    for turn in range(count):
+        raw = kit.batch(1, size=12_000, timestamp=stamp)
+        await stream.send(kit.produce((partition, raw), correlation_id=turn + 1))
+    await kit.results(stream, count)
+    stream.close()
+
+
+def small(rig: Any, **config: Any) -> Any:
+    return rig.partition(segment_bytes=14 * 1024, file_delete_delay_ms=1_000, **config)
+
+
+async def visit(upkeep: Upkeep, partition: Any) -> None:
+    await upkeep.retain(partition.key)
+
+
+def covered(partition: Any, end: int) -> None:
+    """The tier covers and has confirmed everything below `end`."""
+    partition.log.tiered_end = partition.log.droppable_end = end
+    partition.tier.tiered_end, partition.tier.tier_bytes = end, end * 12_000
+
+
+def test_expired_segments_go_and_log_start_is_durable_first(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    partition = small(rig, retention_ms=HOUR)
+
+    async def story() -> None:
+        await segments(rig, kit, 3, age_ms=2 * HOUR)
+        await segments(rig, kit, 2)
+        await visit(upkeep, partition)
+        assert (partition.log.log_start, partition.log.local_log_start) == (3, 3)
+        assert rig.manager.log_start_checkpoints >= 1
+        names = rig.storage.list("topics/t-0")
+        assert sum(name.endswith(".log.deleted") for name in names) == 3
+        await rig.mine.clock.sleep_ms(1_500)
+        await upkeep._remove_doomed(rig.mine.clock.monotonic_ms())
+        assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
+
+    rig.run(story)
+
+
+def test_an_active_segment_that_expired_is_rolled_and_goes(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """Rule L10."""
+    partition = rig.partition(retention_ms=HOUR)
+
+    async def story() -> None:
+        await segments(rig, kit, 1, age_ms=2 * HOUR)
+        await visit(upkeep, partition)
+        await partition.lane.idle()
+        assert partition.key in rig.core.retain_now
+        await visit(upkeep, partition)
+        assert partition.log.log_start == 1
+        assert partition.log.segment_count == 1
+
+    rig.run(story)
+
+
+def test_nothing_above_the_watermark_goes(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    partition = rig.partition(
+        replicas=(1, 2), retention_bytes=0, segment_bytes=14 * 1024, file_delete_delay_ms=0
+    )
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        for turn in range(3):
+            raw = kit.batch(1, size=12_000)
+            await stream.send(kit.produce((0, raw), acks=1, correlation_id=turn + 1))
+        await kit.results(stream, 3)
+        await visit(upkeep, partition)
+        assert partition.log.log_start == 0
+
+    rig.run(story)
+
+
+def test_local_data_goes_only_after_the_tier_confirmed_it(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """Rule T6."""
+    partition = small(rig, tiered=True, local_retention_bytes=12_000)
+
+    async def story() -> None:
+        await segments(rig, kit, 5)
+        await visit(upkeep, partition)
+        assert partition.log.local_log_start == 0  # nothing is tiered yet
+        covered(partition, 3)
+        rig.tier.missing = ["part-1.parquet"]
+        await visit(upkeep, partition)
+        assert partition.log.local_log_start == 0
+        assert rig.tier.confirmed == [(0, 3)]
+        rig.tier.missing = []
+        await visit(upkeep, partition)
+        assert (partition.log.log_start, partition.log.local_log_start) == (0, 3)
+        assert rig.manager.log_start_checkpoints == 1  # only it says where the log begins now
+
+    rig.run(story)
+
+
+def test_topic_retention_counts_tier_and_local_log_together(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """Rule T9: log_start moves first; the owner removes the rows."""
+    partition = small(rig, tiered=True, local_retention_bytes=12_000, retention_ms=HOUR)
+    asked: list[int] = []
+
+    def at(timestamp_ms: int) -> wire.TierOffsetForTimeReply:
+        asked.append(timestamp_ms)
+        return wire.TierOffsetForTimeReply(offset=2, timestamp_ms=timestamp_ms)
+
+    async def story() -> None:
+        await segments(rig, kit, 5)
+        covered(partition, 4)
+        await visit(upkeep, partition)
+        assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
+        rig.tier.times = at
+        await visit(upkeep, partition)
+        assert asked == [rig.mine.clock.wall_ms() - HOUR]
+        assert (partition.log.log_start, partition.log.local_log_start) == (2, 4)
+        assert rig.manager.log_start_checkpoints >= 1
+
+    rig.run(story)
+
+
+def test_retention_bytes_counts_what_both_hold_once(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    partition = small(
+        rig, tiered=True, local_retention_bytes=12_000, retention_bytes=40_000, retention_ms=-1
+    )
+
+    async def story() -> None:
+        await segments(rig, kit, 5)
+        covered(partition, 4)
+        await visit(upkeep, partition)
+        await visit(upkeep, partition)
+        kept = (partition.log.written_end - partition.log.log_start) * 12_000
+        assert 36_000 <= kept <= 48_000
+
+    rig.run(story)
+
+
+def test_deleted_records_need_no_confirmation(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Below log_start nothing need be in the tier."""
+    partition = small(rig, tiered=True)
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        partition.log.advance_log_start(3)
+        await visit(upkeep, partition)
+        assert partition.log.segment_count == 1
+        assert rig.tier.confirmed == []
+
+    rig.run(story)
+
+
+def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Rule L10."""
+    partition = small(rig, retention_ms=HOUR)
+
+    async def story() -> None:
+        await segments(rig, kit, 3)
+        upkeep.start()
+        rig.core.link.fenced = False
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        rig.world.clocks["broker"].step(10 * HOUR)
+        rig.core.retain_soon(partition.key)
+        await rig.mine.clock.sleep_ms(10 * TICK_MS)
+        assert partition.log.log_start == 0
+        assert upkeep.guard.alert
+        rig.world.clocks["broker"].step(-10 * HOUR)
+        await rig.mine.clock.sleep_ms(10 * TICK_MS)
+        assert not upkeep.guard.alert
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    partition = rig.partition(flush_ms=500)
+
+    async def story() -> None:
+        await segments(rig, kit, 1)
+        assert partition.log.synced_end == 0
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)
+        assert partition.log.synced_end == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_dead_store_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    tiered = small(rig, tiered=True, local_retention_bytes=12_000)
+    plain = rig.partition(1, segment_bytes=14 * 1024, retention_bytes=12_000)
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        await segments(rig, kit, 4, partition=1)
+        covered(tiered, 3)
+
+        async def hangs(*_: Any) -> list[str]:
+            await rig.mine.clock.sleep_ms(60_000)
+            return []
+
+        rig.tier.confirm = hangs
+        upkeep.start()
+        rig.core.retain_soon(tiered.key)
+        rig.core.retain_soon(plain.key)
+        await rig.mine.clock.sleep_ms(4 * TICK_MS)
+        assert plain.log.log_start == 3
+        assert tiered.log.local_log_start == 0
+        await upkeep.close()
+
+    rig.run(story)

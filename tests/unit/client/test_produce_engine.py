@@ -1,0 +1,382 @@
+"""The producer's engine over the simulated network, against a scripted broker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_broker import APPEND, BREAK, LOSE_REPLY, SILENT, FakeBroker, FakeCluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pk import errors
+from pk.client.cluster import Cluster
+from pk.client.futures import SendFuture
+from pk.client.intake import record_size
+from pk.client.options import producer_options
+from pk.client.produce_engine import ProduceEngine
+from pk.sim.world import SimWorld
+
+
+class Bench:
+    """A simulated cluster and one producer on it."""
+
+    def __init__(self, seed: int = 1, nodes: int = 1, **options: Any) -> None:
+        self.sim = SimWorld(seed)
+        self.cluster = FakeCluster()
+        self.brokers: dict[int, FakeBroker] = {}
+        for node in range(1, nodes + 1):
+            broker = FakeBroker(self.cluster, self.sim.world_of(f"b{node}"), node)
+            self.brokers[node] = broker
+            self.sim.run(self._listen(broker, node))
+        self.broker = self.brokers[1]
+        self.world = self.sim.world_of("client")
+        resolved, idempotent = producer_options({"linger_ms": 2, "retry_backoff_ms": 10, **options})
+        self.engine = self.sim.run(self._build(resolved, idempotent))
+
+    async def _listen(self, broker: FakeBroker, node: int) -> None:
+        await self.sim.spawn(f"b{node}", broker.listen(f"b{node}:9292"))
+
+    async def _build(self, options: Any, idempotent: bool) -> ProduceEngine:
+        async def build() -> ProduceEngine:
+            cluster = Cluster(self.world, "b1:9292", retry_backoff_ms=10)
+            return ProduceEngine(self.world, cluster, options, idempotent=idempotent)
+
+        return await self.sim.spawn("client", build())
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        async def drive() -> Any:
+            return await self.sim.spawn("client", work())
+
+        return self.sim.run(drive())
+
+    async def send(
+        self, topic: str, value: bytes | None, key: bytes | None = None, **more: Any
+    ) -> SendFuture:
+        intake = await self.engine.open(topic, 5000)
+        size = record_size(value, key, None, topic)
+        future = intake.offer(
+            value,
+            key,
+            None,
+            more.get("partition"),
+            None,
+            more.get("on_delivery"),
+            size,
+            self.world.clock,
+        )
+        assert future is not None
+        self.engine.marked[topic] = intake
+        self.engine.poke()
+        return future
+
+    def close(self) -> None:
+        self.run(self.engine.close)
+        self.sim.close()
+        assert self.engine.budget.used == 0, "every reserved byte was released"
+        assert not self.sim.loop.failures
+
+
+@pytest.fixture
+def bench():
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_records_arrive_in_order_with_their_offsets(bench: Any) -> None:
+    b = bench()
+    b.cluster.create("t", 3)
+
+    async def work() -> None:
+        futures = [await b.send("t", b"v%d" % i, b"k%d" % (i % 7)) for i in range(300)]
+        await b.engine.flush(10_000)
+        stored = {(m.partition, m.offset) for m in (f.result(0) for f in futures)}
+        assert len(stored) == 300
+        for index, future in enumerate(futures):
+            meta = future.result(0)
+            row = b.cluster.log("t", meta.partition).rows()[meta.offset]
+            assert row == (meta.offset, b"k%d" % (index % 7), b"v%d" % index)
+
+    b.run(work)
+    for partition in range(3):
+        values = [int(v[1:]) for _, _, v in b.cluster.log("t", partition).rows()]
+        assert values == sorted(values)
+
+
+def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
+    """Rule L4: the retry is recognised; the record is there once."""
+    b = bench()
+    b.cluster.create("t")
+    verdicts = iter([APPEND, LOSE_REPLY, BREAK])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        for i in range(5):
+            future = await b.send("t", b"%d" % i)
+            await b.engine.flush(10_000)
+            assert future.result(0).offset == i
+
+    b.run(work)
+    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None:
+    """Rule L7: never retried silently."""
+    b = bench(enable_idempotence=False)
+    b.cluster.create("t")
+    verdicts = iter([LOSE_REPLY])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        future = await b.send("t", b"once")
+        await b.engine.flush(10_000)
+        assert isinstance(future.exception(0), errors.OutcomeUnknown)
+        again = await b.send("t", b"next")
+        await b.engine.flush(10_000)
+        assert again.result(0).offset == 1
+
+    b.run(work)
+
+
+def test_acks_0_tells_no_offset_and_needs_no_answer(bench: Any) -> None:
+    b = bench(acks="0")
+    b.cluster.create("t")
+
+    async def work() -> None:
+        future = await b.send("t", b"x")
+        await b.engine.flush(10_000)
+        assert future.result(0).offset == -1
+
+    b.run(work)
+    b.sim.loop.run_for_ms(100)
+    assert len(b.cluster.log("t").rows()) == 1
+    assert b.broker.produced[0][1] == -1, "no producer id without acks=all (rule L6)"
+
+
+def test_leadership_moves_and_the_records_follow_in_order(bench: Any) -> None:
+    b = bench(nodes=2)
+    b.cluster.create("t")
+
+    async def work() -> None:
+        futures = []
+        for i in range(60):
+            futures.append(await b.send("t", b"%d" % i))
+            if i % 20 == 10:
+                log = b.cluster.log("t")
+                log.leader, log.epoch = 3 - log.leader, log.epoch + 1
+            await b.world.clock.sleep_ms(1)
+        await b.engine.flush(20_000)
+        assert [f.result(0).offset for f in futures] == list(range(60))
+
+    b.run(work)
+    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%d" % i for i in range(60)]
+
+
+def test_an_answer_that_never_comes_times_out_and_is_asked_again(bench: Any) -> None:
+    b = bench(request_timeout_ms=500, delivery_timeout_ms=5000)
+    b.cluster.create("t")
+    verdicts = iter([SILENT])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        future = await b.send("t", b"x")
+        await b.engine.flush(10_000)
+        assert future.result(0).offset == 0
+
+    b.run(work)
+    assert len(b.cluster.log("t").rows()) == 1
+
+
+def test_delivery_timeout_names_the_cause_and_the_next_record_still_goes(bench: Any) -> None:
+    """The gap a timed-out batch leaves is closed by a new epoch (KIP-360)."""
+    b = bench(request_timeout_ms=200, delivery_timeout_ms=1000)
+    b.cluster.create("t")
+    b.broker.on_produce = lambda log, header: BREAK
+
+    async def work() -> None:
+        first = await b.send("t", b"lost")
+        await b.engine.flush(10_000)
+        assert isinstance(first.exception(0), errors.DeliveryTimedOut)
+        b.broker.on_produce = lambda log, header: APPEND
+        second = await b.send("t", b"kept")
+        await b.engine.flush(10_000)
+        assert second.result(0).offset == 0
+
+    b.run(work)
+    assert b.broker.produced[-1][2:] == (1, 0), "epoch 1, sequence 0"
+
+
+def test_no_space_is_retried_until_there_is(bench: Any) -> None:
+    b = bench()
+    b.cluster.create("t")
+    full = [True]
+    b.broker.on_produce = lambda log, header: errors.StorageFull("no space") if full[0] else APPEND
+
+    async def work() -> None:
+        futures = [await b.send("t", b"%d" % i) for i in range(3)]
+        await b.world.clock.sleep_ms(3000)
+        assert not any(f.done() for f in futures)
+        full[0] = False
+        await b.engine.flush(10_000)
+        assert [f.result(0).offset for f in futures] == [0, 1, 2]
+
+    b.run(work)
+
+
+def test_acknowledged_loss_is_fatal_and_named(bench: Any) -> None:
+    """Rule L6: a gap behind an acknowledged batch."""
+    b = bench()
+    b.cluster.create("t")
+
+    async def work() -> None:
+        await b.send("t", b"0")
+        await b.send("t", b"1")
+        await b.engine.flush(10_000)
+        log = b.cluster.log("t")
+        log.batches.clear()
+        log.producers.clear()
+        log.end = 0
+        future = await b.send("t", b"2")
+        await b.engine.flush(10_000)
+        error = future.exception(0)
+        assert isinstance(error, errors.OutOfOrderSequence)
+        assert "acknowledged records of t-0 up to offset 1" in error.message
+        with pytest.raises(errors.OutOfOrderSequence):
+            await b.send("t", b"3")
+
+    b.run(work)
+
+
+def test_state_deleted_with_its_records_is_no_loss(bench: Any) -> None:
+    b = bench()
+    b.cluster.create("t")
+
+    async def work() -> None:
+        await b.send("t", b"0")
+        await b.engine.flush(10_000)
+        log = b.cluster.log("t")
+        log.log_start = 1
+        log.batches.clear()
+        log.producers.clear()
+        future = await b.send("t", b"1")
+        await b.engine.flush(10_000)
+        assert future.result(0).offset == 1
+
+    b.run(work)
+
+
+def test_a_recreated_topic_is_another_topic(bench: Any) -> None:
+    """Rule L8."""
+    b = bench()
+    b.cluster.create("t")
+
+    async def work() -> None:
+        await b.send("t", b"old")
+        await b.engine.flush(10_000)
+        b.cluster.delete("t")
+        b.cluster.create("t")
+        future = await b.send("t", b"meant for the old one")
+        await b.engine.flush(10_000)
+        assert isinstance(future.exception(0), errors.TopicRecreated)
+        future = await b.send("t", b"new")
+        await b.engine.flush(10_000)
+        assert future.result(0).offset == 0
+
+    b.run(work)
+    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"new"]
+
+
+def test_unknown_topic_is_said_soon(bench: Any) -> None:
+    b = bench()
+
+    async def work() -> None:
+        with pytest.raises(errors.UnknownTopicOrPartition, match="nosuch"):
+            await b.send("nosuch", b"x")
+
+    b.run(work)
+    assert b.sim.loop.now_us < 5_000_000
+
+
+def test_a_callback_that_raises_hurts_nobody(bench: Any, caplog: Any) -> None:
+    b = bench()
+    b.cluster.create("t")
+    seen: list[Any] = []
+
+    def bad(meta: Any, error: Any) -> None:
+        seen.append((meta, error))
+        raise RuntimeError("mine")
+
+    async def work() -> None:
+        future = await b.send("t", b"x", on_delivery=bad)
+        await b.engine.flush(10_000)
+        assert future.result(0).offset == 0
+
+    b.run(work)
+    assert seen == [(seen[0][0], None)]
+    assert "a delivery callback failed" in caplog.text
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
+    """Lost replies, breaks, refusals, silence, moving leaders: acknowledged once, in order, nothing
+    twice.
+    """
+    rng = random.Random(seed)
+    b = Bench(
+        seed, nodes=2, linger_ms=rng.choice([0, 1, 5]), request_timeout_ms=300,
+        delivery_timeout_ms=60_000,
+        batch_size=rng.choice([64, 200, 4096]), max_in_flight=rng.randint(1, 5),
+        compression=rng.choice(["none", "lz4", "zstd"]),
+    )  # fmt: skip
+    b.cluster.create("t", 3)
+    trouble = [True]
+
+    def verdict(log: Any, header: Any) -> Any:
+        if not trouble[0]:
+            return APPEND
+        draw = rng.random()
+        if draw < 0.05:
+            return LOSE_REPLY
+        if draw < 0.1:
+            return BREAK
+        if draw < 0.13:
+            return SILENT
+        if draw < 0.25:
+            kinds = [errors.StorageFull, errors.NotEnoughReplicas, errors.ThrottledError]
+            return rng.choice(kinds)("drawn")
+        return APPEND
+
+    for broker in b.brokers.values():
+        broker.on_produce = verdict
+
+    async def work() -> list[SendFuture]:
+        futures = []
+        for i in range(150):
+            futures.append(await b.send("t", b"%d" % i, b"%d" % (i % 5)))
+            if rng.random() < 0.3:
+                await b.world.clock.sleep_ms(rng.randint(0, 5))
+            if rng.random() < 0.03:
+                log = b.cluster.log("t", rng.randrange(3))
+                log.leader, log.epoch = 3 - log.leader, log.epoch + 1
+        await b.world.clock.sleep_ms(500)
+        trouble[0] = False
+        await b.engine.flush(120_000)
+        return futures
+
+    futures = b.run(work)
+    metas = [future.result(0) for future in futures]
+    for partition in range(3):
+        mine = [(m.offset, i) for i, m in enumerate(metas) if m.partition == partition]
+        rows = b.cluster.log("t", partition).rows()
+        assert [(o, b"%d" % i) for o, i in mine] == [(o, v) for o, _, v in rows]
+    b.close()

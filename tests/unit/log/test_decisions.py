@@ -1,0 +1,323 @@
+"""The decision tables: append (validate.py), retention (retention.py), opening (recovery.py); every
+row once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log import batch, index, recovery, retention, validate
+from pk.log.batch import Header
+from pk.log.plan import LogConfig, RetentionPlan
+from pk.log.producers import Producer, Span
+from pk.log.recovery import Action, IndexState, Stop
+from pk.log.retention import SegmentFacts
+from pk.log.validate import Verdict
+
+NOW = 1_700_000_000_000
+
+
+def config(**given: Any) -> LogConfig:
+    from dataclasses import replace
+
+    from pk import settings
+
+    return replace(LogConfig.of(settings.TOPIC.resolve({})), **given)
+
+
+def header(**fields: Any) -> Header:
+    plain = Header(0, 100, -1, batch.MAGIC, 0, batch.VALUE | batch.KEY, -1, 1, NOW, NOW, -1, -1, 2)
+    return plain._replace(**fields)
+
+
+# -- batch table -----------------------------------------------------------------------------------
+
+REFUSED = [
+    ("A", errors.RecordTooLarge, {"length": 2000}, {"max_message_bytes": 1999}),
+    ("B", errors.InvalidRecord, {"record_count": 0}, {}),
+    ("B", errors.InvalidRecord, {"last_offset_delta": 5}, {}),
+    ("B", errors.InvalidRecord, {"attributes": batch.OFFSET_DELTAS}, {}),
+    ("C", errors.InvalidRecord, {"attributes": batch.CONTROL}, {}),
+    ("C", errors.InvalidRecord, {"attributes": batch.LOG_APPEND_TIME}, {}),
+    ("C", errors.InvalidRecord, {"attributes": batch.DELETE_HORIZON}, {}),
+    ("D", errors.UnsupportedFeature, {"attributes": batch.TRANSACTIONAL}, {}),
+    ("E", errors.InvalidRecord, {"attributes": batch.VALUE}, {"cleanup_policy": "compact"}),
+    (
+        "E",
+        errors.InvalidRecord,
+        {"attributes": batch.KEY | batch.KEY_NULLS},
+        {"cleanup_policy": "compact,delete"},
+    ),
+    ("F", errors.InvalidRecord, {"max_timestamp": NOW + 3_600_001}, {}),
+    (
+        "G",
+        errors.InvalidRecord,
+        {"base_timestamp": NOW - 1001},
+        {"message_timestamp_before_max_ms": 1000},
+    ),
+    ("H", errors.InvalidRecord, {"producer_id": 5, "producer_epoch": 0}, {}),
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "fields", "options"), REFUSED)
+def test_refused(
+    row: str, kind: type[errors.PkError], fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(kind) as caught:
+        validate.check_batch(header(**fields), config(**options), NOW)
+    assert caught.value.details["row"] == row
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"length": 2000}, {"max_message_bytes": 2000}),
+        ({}, {"cleanup_policy": "compact"}),
+        ({"max_timestamp": NOW + 3_600_000}, {}),
+        ({"max_timestamp": NOW * 2}, {"message_timestamp_type": "LogAppendTime"}),
+        ({"base_timestamp": 0}, {}),
+        ({"base_timestamp": NOW - 1000}, {"message_timestamp_before_max_ms": 1000}),
+        ({"producer_id": 5, "producer_epoch": 0, "base_sequence": 0}, {}),
+    ],
+)
+def test_accepted(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    validate.check_batch(header(**fields), config(**options), NOW)
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    assert {row for row, *_ in REFUSED} == {case.label for case in validate.BATCH_TABLE}
+
+
+def test_transactional_passes_once_transactions_exist() -> None:
+    validate.check_batch(header(attributes=batch.TRANSACTIONAL | batch.KEY), config(), NOW, True)
+
+
+# -- producer table --------------------------------------------------------------------------------
+
+
+def produced(sequence: int, epoch: int = 3, count: int = 2) -> Header:
+    return header(
+        producer_id=9,
+        producer_epoch=epoch,
+        base_sequence=sequence,
+        record_count=count,
+        last_offset_delta=count - 1,
+    )
+
+
+KNOWN = Producer(3, tuple(Span(s, s + 1, 100 + s, 101 + s, -1) for s in range(10, 20, 2)))
+WRAPPED = Producer(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
+
+
+@pytest.mark.parametrize(
+    ("row", "batch_header", "known"),
+    [
+        ("a", header(), KNOWN),
+        ("b", produced(0), None),
+        ("e", produced(0, epoch=4), KNOWN),
+        ("h", produced(20), KNOWN),
+        ("h", produced(0), WRAPPED),
+        ("h", produced(0), Producer(3)),
+    ],
+)
+def test_assigned(row: str, batch_header: Header, known: Producer | None) -> None:
+    assert validate.check_producer(batch_header, known) == (Verdict.ASSIGN, None), row
+
+
+@pytest.mark.parametrize("sequence", [10, 14, 18])
+def test_duplicate_of_any_batch_in_the_window(sequence: int) -> None:
+    verdict, span = validate.check_producer(produced(sequence), KNOWN)
+    assert verdict is Verdict.DUPLICATE
+    assert span is not None
+    assert (span.base_offset, span.last_offset) == (100 + sequence, 101 + sequence)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "batch_header", "known"),
+    [
+        ("c", errors.UnknownProducerId, produced(1), None),
+        ("d", errors.InvalidProducerEpoch, produced(20, epoch=2), KNOWN),
+        ("f", errors.OutOfOrderSequence, produced(1, epoch=4), KNOWN),
+        ("i", errors.OutOfOrderSequence, produced(21), KNOWN),
+        ("i", errors.OutOfOrderSequence, produced(8), KNOWN),
+        ("i", errors.OutOfOrderSequence, produced(18, count=1), KNOWN),
+        ("i", errors.OutOfOrderSequence, produced(5), Producer(3)),
+    ],
+)
+def test_out_of_line(
+    row: str, kind: type[errors.PkError], batch_header: Header, known: Producer | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        validate.check_producer(batch_header, known)
+    assert caught.value.details["row"] == row
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+#: Three full segments and the active one; newest records 30, 20, 10 and 5 s old.
+SEGMENTS = tuple(
+    SegmentFacts(base, base + 100, 1000, NOW - age)
+    for base, age in ((0, 30_000), (100, 20_000), (200, 10_000), (300, 5_000))
+)
+
+
+def plan(segments: tuple[SegmentFacts, ...] = SEGMENTS, **given: Any) -> RetentionPlan:
+    options: dict[str, Any] = {
+        "log_start": 0,
+        "tiered_end": -1,
+        "droppable_end": 0,
+        "high_watermark": 400,
+        "hold": None,
+        "now_ms": NOW,
+    }
+    options |= {name: given.pop(name) for name in list(given) if name in options}
+    limits = {"retention_ms": -1, "retention_bytes": -1, **given}
+    return retention.plan(segments, config(**limits), **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "drop", "log_start", "roll"),
+    [
+        ("nothing set", {}, (), 0, False),
+        ("R1", {"log_start": 150}, (0,), 150, False),
+        ("R1, all", {"log_start": 400}, (0, 100, 200), 400, True),
+        ("R2", {"retention_ms": 15_000}, (0, 100), 200, False),
+        ("R2, exactly as old", {"retention_ms": 20_000}, (0,), 100, False),
+        ("R3", {"retention_bytes": 2500}, (0,), 100, False),
+        ("R3, exactly full", {"retention_bytes": 3000}, (0,), 100, False),
+        ("R3, whole segments only", {"retention_bytes": 3001}, (), 0, False),
+        ("R2 or R3", {"retention_bytes": 2500, "retention_ms": 15_000}, (0, 100), 200, False),
+        ("R6, high watermark", {"retention_ms": 15_000, "high_watermark": 150}, (0,), 100, False),
+        ("R6, hold", {"retention_ms": 15_000, "hold": 199}, (0,), 100, False),
+        ("R7", {"retention_ms": 1_000}, (0, 100, 200), 300, True),
+        (
+            "compact keeps",
+            {"retention_ms": 1, "retention_bytes": 0, "cleanup_policy": "compact"},
+            (),
+            0,
+            False,
+        ),
+        (
+            "compact, deleted records",
+            {"log_start": 150, "cleanup_policy": "compact"},
+            (0,),
+            150,
+            False,
+        ),
+    ],
+)
+def test_retention(
+    row: str, given: dict[str, Any], drop: tuple[int, ...], log_start: int, roll: bool
+) -> None:
+    found = plan(**given)
+    assert (found.drop, found.log_start, found.roll) == (drop, log_start, roll), row
+    assert found.empty == (not drop and not roll)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "drop", "log_start"),
+    [
+        ("no local limit: the topic's", {"retention_ms": 15_000}, (0, 100), 200),
+        ("local only: log_start stays", {"local_retention_ms": 15_000}, (0, 100), 0),
+        ("local bytes", {"local_retention_bytes": 2000}, (0, 100), 0),
+        ("R4, not committed yet", {"local_retention_ms": 1, "droppable_end": 250}, (0, 100), 0),
+        ("R4, nothing confirmed", {"local_retention_ms": 1, "droppable_end": 0}, (), 0),
+        ("R1 beats R4", {"log_start": 150, "droppable_end": 0}, (0,), 150),
+        (
+            "R5, expired and covered",
+            {"retention_ms": 15_000, "tiered_end": 150, "droppable_end": 0},
+            (),
+            100,
+        ),
+        ("R5, hold", {"retention_ms": 15_000, "hold": 100}, (0, 100), 100),
+    ],
+)
+def test_retention_with_a_tier(
+    row: str, given: dict[str, Any], drop: tuple[int, ...], log_start: int
+) -> None:
+    found = plan(**{"tiered_end": 400, "droppable_end": 300, **given})
+    assert (found.drop, found.log_start) == (drop, log_start), row
+
+
+def test_an_empty_active_segment_is_left_alone() -> None:
+    rolled = (*SEGMENTS[:2], SegmentFacts(200, 200, 0, index.NO_TIMESTAMP))
+    found = plan(rolled, retention_ms=1, high_watermark=200)
+    assert (found.drop, found.roll) == ((0, 100), False)
+
+
+def test_retention_never_counts_future_records_as_old() -> None:
+    future = (SegmentFacts(0, 100, 1000, NOW + 50_000), *SEGMENTS[1:])
+    assert plan(future, retention_ms=1).empty
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "trusted", "state", "action"),
+    [
+        ("A", True, IndexState.COMPLETE, Action.USE),
+        ("B", True, IndexState.SHORT, Action.REINDEX),
+        ("B", True, IndexState.UNUSABLE, Action.REINDEX),
+        ("C", False, IndexState.COMPLETE, Action.SCAN),
+        ("C", False, IndexState.BEYOND, Action.SCAN),
+        ("D", True, IndexState.BEYOND, Action.CORRUPT),
+    ],
+)
+def test_before_looking(row: str, trusted: bool, state: IndexState, action: Action) -> None:
+    assert recovery.before(trusted=trusted, index=state) == (row, action)
+
+
+@pytest.mark.parametrize(
+    ("row", "stop", "given", "action"),
+    [
+        ("E", Stop.END, {}, Action.USE),
+        ("F", Stop.SHORT, {"trusted": True}, Action.CORRUPT),
+        ("F", Stop.BAD, {"offset": 99}, Action.CORRUPT),
+        ("G", Stop.BAD, {"same_boot": False, "last": False}, Action.CUT),
+        ("G", Stop.SHORT, {"same_boot": False}, Action.CUT),
+        ("H", Stop.SHORT, {}, Action.CUT),
+        ("I", Stop.SHORT, {"last": False}, Action.CORRUPT),
+        ("I", Stop.BAD, {}, Action.CORRUPT),
+    ],
+)
+def test_after_a_walk(row: str, stop: Stop, given: dict[str, Any], action: Action) -> None:
+    facts = {
+        "trusted": False,
+        "offset": 100,
+        "recovery_point": 100,
+        "same_boot": True,
+        "last": True,
+        **given,
+    }
+    assert recovery.after(stop, **facts) == (row, action)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "action"),
+    [
+        ("J", {"base_offset": 50}, Action.USE),
+        ("K", {"empty": True}, Action.REMOVE),
+        ("L", {"power_lost": True, "recovery_point": 50}, Action.CUT),
+        ("L", {"power_lost": True, "compacted": True}, Action.CUT),
+        ("M", {"compacted": True}, Action.USE),
+        ("M", {"compacted": True, "power_lost": True, "recovery_point": 60}, Action.USE),
+        ("N", {}, Action.CORRUPT),
+        ("N", {"power_lost": True, "recovery_point": 55}, Action.CORRUPT),
+        ("N", {"base_offset": 40, "compacted": True}, Action.CORRUPT),
+    ],
+)
+def test_joints(row: str, given: dict[str, Any], action: Action) -> None:
+    facts = {
+        "end_before": 50,
+        "base_offset": 60,
+        "empty": False,
+        "compacted": False,
+        "power_lost": False,
+        "recovery_point": 0,
+    }
+    assert recovery.joint(**{**facts, **given}) == (row, action)

@@ -1,0 +1,145 @@
+"""`pk log dump`: every kind of file, and damage with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pk.cli import app
+from pk.log import columns
+from pk.log.columns import Marker
+
+NOW = 1_700_000_000_000
+Make = Callable[..., Any]  #: conftest.Bench
+
+
+@pytest.fixture
+def folder(bench: Make, tmp_path: Path) -> Path:
+    """A closed log's files, copied from the simulated disk."""
+    b = bench(segment_bytes=900)
+    for number in range(8):
+        raw = columns.encode_lists(
+            [b"v%d" % number, None],
+            [b"key", b"\xff\xfe"],
+            [NOW, NOW + number],
+            [[("trace", b"1")], None],
+            producer_id=9,
+            producer_epoch=2,
+            base_sequence=2 * number,
+        )
+        b.append(b"".join(raw), epoch=1)
+    b.decide(
+        b"".join(columns.encode_markers([Marker(9, 3, False)], NOW)), epoch=1, from_client=False
+    )
+    b.write()
+    b.log.close()
+    for path, raw in b.storage.files().items():
+        (tmp_path / Path(path).name).write_bytes(raw)
+    return tmp_path
+
+
+def dump(path: Path, *options: str) -> tuple[int, list[dict[str, object]], str]:
+    """(exit code, objects of --json, text)."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = app.run(["log", "dump", str(path), "--json", *options])
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert app.run(["log", "dump", str(path), *options]) == code
+    return code, [json.loads(line) for line in out.getvalue().splitlines()], text.getvalue()
+
+
+def first(folder: Path, suffix: str) -> Path:
+    return sorted(folder.glob(f"*{suffix}"))[0]
+
+
+def test_batches_and_rows(folder: Path) -> None:
+    code, found, text = dump(first(folder, ".log"), "--records")
+    assert code == 0
+    batch = found[0]
+    assert (batch["position"], batch["base_offset"], batch["last_offset"], batch["records"]) == (
+        0,
+        0,
+        1,
+        2,
+    )
+    assert (batch["producer_id"], batch["base_sequence"], batch["leader_epoch"]) == (9, 0, 1)
+    rows = batch["rows"]
+    assert isinstance(rows, list)
+    assert rows[0] == {
+        "offset": 0,
+        "timestamp": NOW,
+        "key": "key",
+        "value": "v0",
+        "headers": [{"key": "trace", "value": "1"}],
+    }
+    assert rows[1]["value"] is None
+    assert rows[1]["key"] == {"base64": "//4="}
+    assert "position=0 base_offset=0" in text
+    assert "    offset=1 " in text
+    assert "rows" not in dump(first(folder, ".log"))[1][0]
+
+
+def test_markers_are_named(folder: Path) -> None:
+    last = sorted(folder.glob("*.log"))[-1]
+    batch = dump(last, "--records")[1][-1]
+    assert batch["control"]
+    assert batch["markers"] == [{"producer_id": 9, "producer_epoch": 3, "commit": False}]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "name"),
+    [(".index", "position"), (".timeindex", "offset"), (".snapshot", "producers")],
+)
+def test_derived_files(folder: Path, suffix: str, name: str) -> None:
+    path = first(folder, suffix)
+    code, found, text = dump(path)
+    assert code == 0
+    assert text
+    assert any(name in one for one in found)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    code, found, text = dump(path)
+    assert code == 1
+    assert "CORRUPT at 0" in text
+
+
+def test_checkpoints(folder: Path) -> None:
+    assert dump(folder / "leader-epoch-checkpoint")[:2] == (0, [{"epoch": 1, "start_offset": 0}])
+    assert dump(first(folder, ".txnindex"))[:2] == (0, [])
+
+
+def test_a_corrupt_batch_is_named_and_stepped_over(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = first(folder, ".log")
+    raw = bytearray(path.read_bytes())
+    second = dump(path)[1][1]["position"]
+    assert isinstance(second, int)
+    raw[second + 90] ^= 1
+    path.write_bytes(raw)
+    code, found, text = dump(path)
+    assert code == 1
+    assert f"CORRUPT at {second}: checksum" in text
+    assert f"at position {second}: checksum" in capsys.readouterr().err
+    assert [("corrupt" in one) for one in found[:3]] == [False, True, False]
+    path.write_bytes(raw[: len(raw) - 5])
+    assert "torn tail" in dump(path)[2]
+    path.write_bytes(raw[:second] + b"\0" * 100)
+    assert f"CORRUPT at {second}: batch header: magic" in dump(path)[2]
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    assert app.run(["log", "dump", str(tmp_path / "notes.txt")]) == 1
+    assert "no file of a log" in capsys.readouterr().err
+    assert app.run(["log", "dump", str(tmp_path / "missing.log")]) == 1
+    assert "No such file" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""The life of a partition log on a simulated disk: truncation, retention, opening again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log import columns
+from pk.log.plan import Duplicate
+
+NOW = 1_700_000_000_000
+Make = Callable[..., Any]  #: conftest.Bench
+
+
+def raw_batch(count: int = 1, size: int = 100, **options: Any) -> bytes:
+    options.setdefault("default_timestamp", NOW)
+    return b"".join(columns.encode_lists([b"v" * size] * count, **options))
+
+
+def produced(sequence: int, count: int = 1, **options: Any) -> bytes:
+    return raw_batch(count, producer_id=9, producer_epoch=0, base_sequence=sequence, **options)
+
+
+# -- truncation, retention -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 7, 8, 12, 19, 20, 30])
+def test_truncation(bench: Make, offset: int) -> None:
+    b = bench(segment_bytes=600)
+    for number in range(10):
+        b.append(produced(2 * number, 2), epoch=number // 4)
+    b.log.truncate_to(offset)
+    end = min(20, offset - offset % 2)
+    assert b.log.written_end == b.log.log_end == end
+    assert b.log.synced_end == (end if offset < 20 else 0)
+    assert b.values(0) == list(range(end))
+    assert all(start < max(end, 1) for _, start in b.log.epochs.entries)
+    if end:
+        assert isinstance(b.decide(produced(end - 2, 2), epoch=9), Duplicate)
+    b.append(produced(end, 2), epoch=9)
+    b.log.close(clean=False)
+    b.open()
+    assert b.values(0) == list(range(end + 2))
+
+
+def test_reset_starts_elsewhere(bench: Make) -> None:
+    b = bench(segment_bytes=300)
+    b.fill(10)
+    b.log.reset_to(100)
+    assert (b.log.log_start, b.log.local_log_start, b.log.log_end, b.log.size_bytes) == (
+        100,
+        100,
+        100,
+        0,
+    )
+    b.append(produced(0, 2))
+    assert b.values() == [100, 101]
+    b.log.close()
+    b.open(clean=True, log_start=40)
+    assert (b.log.log_start, b.log.local_log_start, b.values(100)) == (40, 100, [100, 101])
+
+
+def test_dropped_segments_serve_whoever_is_at_them(bench: Make) -> None:
+    b = bench(segment_bytes=400, retention_bytes=0)
+    b.fill(10)
+    old = b.log._segments[0]
+    plan = b.log.retention_plan(NOW)
+    assert plan.drop == (0, 2, 4, 6)
+    rename, remove = b.log.drop_segments(plan)
+    assert (b.log.log_start, b.log.local_log_start) == (8, 8)
+    assert old.read_at(0, 64)
+    rename()
+    assert old.read_at(0, 64)
+    with pytest.raises(errors.OffsetOutOfRange):
+        b.log.read(0, bound=10, max_bytes=1)
+    remove()
+    with pytest.raises(FileNotFoundError):
+        old.read_at(0, 64)
+    assert [name for name in b.storage.list("topics/t-0") if "00000.log" in name] == []
+    assert b.values() == [8, 9]
+
+
+def test_expired_active_segment_is_rolled_then_dropped(bench: Make) -> None:
+    """Rule L10."""
+    b = bench(retention_ms=1000)
+    b.fill(3)
+    plan = b.log.retention_plan(NOW + 1001)
+    assert (plan.drop, plan.roll) == ((), True)
+    assert b.log.roll()
+    b.write()
+    plan = b.log.retention_plan(NOW + 1001)
+    assert (plan.drop, plan.log_start, plan.roll) == ((0,), 3, False)
+    for job in b.log.drop_segments(plan):
+        job()
+    assert (b.log.log_start, b.log.size_bytes, b.log.log_end) == (3, 0, 3)
+    b.append(raw_batch())
+    b.log.close()
+    b.open(clean=True, log_start=3)
+    assert b.values() == [3]
+
+
+def test_log_start_only_moves_forward_and_not_beyond(bench: Make) -> None:
+    b = bench()
+    b.fill(5)
+    assert b.log.advance_log_start(3)
+    assert not b.log.advance_log_start(2)
+    with pytest.raises(errors.OffsetOutOfRange):
+        b.log.advance_log_start(6)
+    assert b.log.last_stable_offset(2) == 3
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+def tear(b: Any, name: str, size: int) -> None:
+    b.storage.open(f"topics/t-0/{name}").truncate(size)
+
+
+def test_a_torn_tail_is_cut(bench: Make) -> None:
+    b = bench(segment_bytes=10**6)
+    b.fill(5)
+    tear(b, "00000000000000000000.log", b.log.size_bytes - 1)
+    b.open(same_boot=True)
+    assert any(note.startswith("H:") for note in b.log.notes)
+    assert b.values() == [0, 1, 2, 3]
+    b.append(raw_batch())
+    assert b.values() == [0, 1, 2, 3, 4]
+
+
+def test_damage_below_the_recovery_point_is_never_cut(bench: Make) -> None:
+    b = bench(segment_bytes=10**6)
+    b.fill(5)
+    end = b.log.flush()
+    size = b.log.size_bytes
+    b.append(raw_batch())
+    b.log.close(clean=False)
+    tear(b, "00000000000000000000.log", size - 1)
+    with pytest.raises(errors.CorruptLog):
+        b.open(same_boot=False, recovery_point=end)
+    b.storage.remove("topics/t-0/00000000000000000000.log")
+    with pytest.raises(errors.CorruptLog):
+        b.open(same_boot=False, recovery_point=end)
+
+
+def test_same_boot_does_not_excuse_damage_in_the_middle(bench: Make) -> None:
+    b = bench(segment_bytes=10**6)
+    b.fill(5)
+    b.storage.open("topics/t-0/00000000000000000000.log").write_at(250, b"\xff")
+    b.log.close(clean=False)
+    with pytest.raises(errors.CorruptLog):
+        b.open(same_boot=True)
+    b.open(same_boot=False)
+    assert b.values() == [0]
+
+
+def test_a_missing_segment_is_reported(bench: Make) -> None:
+    b = bench(segment_bytes=400)
+    b.fill(6)
+    b.log.close()
+    b.storage.remove("topics/t-0/00000000000000000002.log")
+    with pytest.raises(errors.CorruptLog, match="begins at 4"):
+        b.open(clean=True, recovery_point=6)
+
+
+def test_a_cut_segment_of_a_clean_log_is_reported(bench: Make) -> None:
+    b = bench(segment_bytes=300)
+    b.fill(6)
+    b.log.close()
+    tear(b, "00000000000000000002.log", 10)
+    with pytest.raises(errors.CorruptLog):
+        b.open(clean=True, recovery_point=6)
+
+
+def test_clean_opening_reads_no_data(bench: Make) -> None:
+    b = bench(segment_bytes=500)
+    b.fill(20)
+    b.log.close()
+    reads: list[str] = []
+    b.storage.fault = lambda op, path: (
+        reads.append(path) if op == "read" and path.endswith(".log") else None
+    )
+    b.open(clean=True, recovery_point=20)
+    b.storage.fault = None
+    assert len(reads) <= b.log.segment_count  # one header each: does the index belong to this log?
+    assert b.log.synced_end == 20
+
+
+def test_the_config_may_change_while_running(bench: Make) -> None:
+    b = bench()
+    b.fill(2)
+    b.log.config = replace(b.config, max_message_bytes=50)
+    with pytest.raises(errors.RecordTooLarge):
+        b.decide(raw_batch())
+
+
+def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> None:
+    """Rule O2: records were deleted up to 8, then the power went and took the unsynced tail."""
+    b = bench()
+    b.fill(5)
+    b.log.flush()
+    b.fill(5)
+    b.log.advance_log_start(8)
+    b.log.close(clean=False)
+    b.storage.open("topics/t-0/00000000000000000000.log").truncate(5 * len(raw_batch()))
+    b.open(same_boot=False, recovery_point=5, log_start=8)
+    assert (b.log.log_start, b.log.local_log_start, b.log.log_end) == (8, 8, 8)
+    b.append(raw_batch())
+    assert b.values() == [8]

@@ -1,0 +1,162 @@
+"""Producer state: window, undo, transactions and the last stable offset, snapshots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pk.log import batch, producers
+from pk.log.batch import Header
+from pk.log.columns import Marker
+from pk.log.producers import Producers, Undo
+
+
+def head(
+    producer_id: int = 1, sequence: int = 0, epoch: int = 0, count: int = 1, txn: bool = False
+) -> Header:
+    flags = batch.VALUE | (batch.TRANSACTIONAL if txn else 0)
+    return Header(
+        0, 100, 0, batch.MAGIC, 0, flags, epoch, count - 1, 0, 0, producer_id, sequence, count
+    )
+
+
+CONTROL = Header(
+    0, 100, 0, batch.MAGIC, 0, batch.CONTROL | batch.TRANSACTIONAL, -1, 0, 0, 0, -1, -1, 1
+)
+
+
+def test_the_window_holds_five() -> None:
+    state = Producers()
+    for number in range(7):
+        state.apply(head(sequence=number), 10 + number, 0)
+    known = state.get(1)
+    assert known is not None
+    assert [span.base_sequence for span in known.batches] == [2, 3, 4, 5, 6]
+    assert known.last_sequence == 6
+
+
+def test_a_new_epoch_starts_a_new_window() -> None:
+    state = Producers()
+    state.apply(head(sequence=5), 0, 0)
+    state.apply(head(epoch=1), 1, 0)
+    known = state.get(1)
+    assert known is not None
+    assert (known.epoch, [span.base_offset for span in known.batches]) == (1, [1])
+
+
+def test_without_a_producer_id_nothing_is_kept() -> None:
+    state = Producers()
+    assert state.apply(head(producer_id=-1, sequence=-1), 0, 0) == Undo(0, (), None)
+    assert len(state) == 0
+
+
+def test_lso_follows_open_and_unstable_transactions() -> None:
+    """Rule L11."""
+    state = Producers()
+    assert state.last_stable_offset(50) == 50
+    state.apply(head(1, txn=True), 10, 0)
+    state.apply(head(2, txn=True), 20, 0)
+    assert state.last_stable_offset(30) == 10
+    assert state.last_stable_offset(5) == 5
+    state.apply(CONTROL, 30, 0, [Marker(1, 0, True)])
+    assert state.last_stable_offset(30) == 10  # the marker is not below the high watermark yet
+    assert state.last_stable_offset(31) == 20
+    undo = state.apply(CONTROL, 40, 0, [Marker(2, 0, False)])
+    assert [(a.producer_id, a.first_offset, a.last_offset) for a in undo.aborted] == [(2, 20, 40)]
+    assert state.last_stable_offset(40) == 20
+    assert state.last_stable_offset(41) == 41
+    assert state.open_transactions == {}
+
+
+def test_one_control_batch_ends_many() -> None:
+    """Rule X5."""
+    state = Producers()
+    for number in (1, 2, 3):
+        state.apply(head(number, txn=True), number, 0)
+    undo = state.apply(
+        CONTROL, 9, 0, [Marker(1, 0, False), Marker(2, 1, True), Marker(3, 0, False)]
+    )
+    assert [a.producer_id for a in undo.aborted] == [1, 3]
+    assert undo.aborted[0].last_stable_offset == 2
+    two = state.get(2)
+    assert two is not None
+    assert (two.epoch, two.batches) == (
+        1,
+        (),
+    )  # the bumped epoch refuses late writes of the old one
+
+
+def test_a_marker_for_a_stranger_fences_it() -> None:
+    """Rule X6: the end marker goes also where nothing was written."""
+    state = Producers()
+    state.apply(CONTROL, 9, 0, [Marker(5, 3, False)])
+    five = state.get(5)
+    assert five is not None
+    assert five.epoch == 3
+    assert state.last_stable_offset(4) == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_undo_gives_back_the_state_before(seed: int) -> None:
+    """A failed write takes back any number of decided batches, newest first (rule L2)."""
+    rng = random.Random(seed)
+    state = Producers()
+    history: list[tuple[bytes, dict[int, int], Undo]] = []
+    sequences: dict[int, int] = {}
+    for offset in range(30):
+        before = (state.snapshot(0), state.open_transactions)
+        if rng.random() < 0.25:
+            chosen = rng.sample(range(4), rng.randint(1, 3))
+            undo = state.apply(
+                CONTROL, offset, 0, [Marker(i, 0, rng.random() < 0.5) for i in chosen]
+            )
+        else:
+            who = rng.randrange(4)
+            undo = state.apply(head(who, sequences.get(who, 0), txn=rng.random() < 0.6), offset, 0)
+            sequences[who] = sequences.get(who, 0) + 1
+        history.append((*before, undo))
+    for snapshot, open_transactions, undo in reversed(history):
+        state.undo(undo)
+        assert state.snapshot(0) == snapshot
+        assert state.open_transactions == open_transactions
+
+
+def test_expiry_spares_open_transactions() -> None:
+    state = Producers()
+    state.apply(head(1), 0, now_ms=100)
+    state.apply(head(2, txn=True), 1, now_ms=100)
+    state.apply(head(3), 2, now_ms=500)
+    assert state.expire(1099, 1000) == 0
+    assert state.expire(1100, 1000) == 1
+    assert [producer_id for producer_id, _ in state.items()] == [2, 3]
+
+
+def test_snapshot_comes_back_whole() -> None:
+    state = Producers()
+    for number in range(6):
+        state.apply(head(1, number), number, 77, append_time_ms=number)
+    state.apply(head(2, txn=True), 6, 78)
+    state.apply(head(3, txn=True), 7, 79)
+    state.apply(CONTROL, 8, 80, [Marker(3, 1, True)])
+    raw = state.snapshot(9)
+    offset, found = Producers.from_snapshot(raw)
+    assert offset == 9
+    assert found.items() == state.items()
+    assert found.snapshot(9) == raw
+    assert found.open_transactions == {2: 6}
+    assert [found.last_stable_offset(hw) for hw in (9, 8)] == [6, 6]
+
+
+def test_damaged_snapshots_are_noticed() -> None:
+    state = Producers()
+    state.apply(head(1), 0, 0)
+    raw = state.snapshot(1)
+    for at in range(len(raw)):
+        broken = bytearray(raw)
+        broken[at] ^= 1
+        with pytest.raises(producers.Damaged):
+            Producers.from_snapshot(bytes(broken))
+    for bad in (b"", raw[:-1], raw[:20]):
+        with pytest.raises(producers.Damaged):
+            Producers.from_snapshot(bad)

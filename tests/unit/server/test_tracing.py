@@ -1,0 +1,63 @@
+"""Lines, metrics, the health endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from pk import errors, tracing
+from pk.clock import SystemClock
+
+
+def test_a_line_is_one_line() -> None:
+    out = io.StringIO()
+    log = tracing.Log("broker", lambda: 1_735_689_600_123, out)
+    log.info("ready", address="127.0.0.1:1", why='two\nlines and a "quote"', nothing="")
+    assert out.getvalue() == (
+        "2025-01-01T00:00:00.123Z INFO broker ready address=127.0.0.1:1 "
+        'why="two\\nlines and a \\"quote\\"" nothing=""\n'
+    )
+    log.bug("handling", ValueError("x"))
+    assert out.getvalue().count("\n") == 2
+    assert "ValueError" in out.getvalue()
+
+
+async def _get(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    except ConnectionResetError:  # what was too long is not read to its end
+        answer = b""
+    return answer
+
+
+def test_the_endpoint() -> None:
+    async def main() -> None:
+        metrics, health = tracing.Metrics(), tracing.Health()
+        metrics.counter("records", "records", ("topic",)).labels("t").inc(3)
+        assert metrics.counter("records", "records", ("topic",)) is metrics.counter("records", "")
+        lag = asyncio.create_task(tracing.watch_loop_lag(metrics, SystemClock()))
+        server = await tracing.serve_http("127.0.0.1:0", metrics, health)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(errors.AddressInUse):
+            await tracing.serve_http(f"127.0.0.1:{port}", metrics, health)
+        body = await _get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert b'pk_records_total{topic="t"} 3.0' in body
+        assert b"pk_loop_lag_ms" in body
+        assert (await _get(port, b"GET /healthz HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert b"503" in await _get(port, b"GET /readyz?x=1 HTTP/1.1\r\n\r\n")
+        health.not_ready = None
+        assert b"200 OK" in await _get(port, b"GET /readyz HTTP/1.1\r\n\r\n")
+        assert b"404" in await _get(port, b"GET / HTTP/1.1\r\n\r\n")
+        assert await _get(port, b"x" * 20_000) == b""
+        lag.cancel()
+        await asyncio.gather(lag, return_exceptions=True)
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(main())

@@ -1,0 +1,188 @@
+"""The options of Spark's Kafka connector under their names (rule S2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pk import errors
+from pk.sparkconnector import options
+
+BASE = {"pk.bootstrap.servers": "h:1", "subscribe": "flights"}
+
+
+def read(streaming: bool = False, **given: str) -> options.Source:
+    return options.source({**BASE, **_dotted(given)}, streaming=streaming)
+
+
+def _dotted(given: dict[str, str]) -> dict[str, str]:
+    return {name.replace("__", "."): value for name, value in given.items()}
+
+
+def test_keys_are_compared_in_lower_case():
+    found = options.source(
+        {"kafka.bootstrap.servers": "a:1, b:2", "subscribepattern": "fl.*",
+         "startingoffsets": "EARLIEST",
+         "maxoffsetspertrigger": "5", "failondataloss": "false", "includeheaders": "TRUE"},
+        streaming=True,
+    )  # fmt: skip
+    assert found.bootstrap == "a:1,b:2"
+    assert found.pattern == "fl.*"
+    assert found.starting.kind == "earliest"
+    assert found.max_offsets == 5
+    assert not found.fail_on_data_loss
+    assert found.include_headers
+    assert found.read_committed
+
+
+def test_defaults_differ_between_batch_and_stream():
+    assert read().starting.kind == "earliest"
+    assert read().ending.kind == "latest"
+    assert read(streaming=True).starting.kind == "latest"
+
+
+@pytest.mark.parametrize(
+    ("given", "topics", "pattern", "assigned"),
+    [
+        ({"subscribe": " b, a,,b"}, ("a", "b"), None, None),
+        ({"subscribePattern": "x|y"}, (), "x|y", None),
+        ({"assign": '{"t":[2,0],"s":[1]}'}, (), None, {"s": (1,), "t": (0, 2)}),
+    ],
+)
+def test_subscriptions(given, topics, pattern, assigned):
+    found = options.source({"pk.bootstrap.servers": "h:1", **given}, streaming=False)
+    assert (found.topics, found.pattern, found.assigned) == (topics, pattern, assigned)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "exactly one of subscribe"),
+        ({"subscribe": "t", "assign": '{"t":[0]}'}, "found subscribe and assign"),
+        ({"subscribe": " ,"}, "names no topic"),
+        ({"subscribePattern": "("}, "no regular expression"),
+        ({"assign": "t"}, "assign takes"),
+        ({"assign": '{"t":[-1]}'}, "assign takes JSON"),
+        ({"assign": '{"t":["x"]}'}, "assign takes JSON"),
+        ({"subscribe": "t", "startingOffsets": "soon"}, "startingOffsets takes a JSON object"),
+        ({"subscribe": "t", "startingOffsets": '{"t":{"0":-3}}'}, "t-0 is -3"),
+        ({"subscribe": "t", "startingOffsets": '{"t":{"a":3}}'}, "t-a is 3"),
+        ({"subscribe": "t", "startingOffsets": "latest"}, "would read nothing"),
+        ({"subscribe": "t", "startingOffsets": '{"t":{"0":-1}}'}, "t-0 is -1"),
+        ({"subscribe": "t", "endingOffsets": "earliest"}, "would read nothing"),
+        ({"subscribe": "t", "endingOffsets": '{"t":{"0":-2}}'}, "t-0 is -2"),
+        (
+            {"subscribe": "t", "startingOffsets": '{"t":{"0":9}}',
+             "endingOffsets": '{"t":{"0":3}}'},
+            "startingOffsets 9 is behind endingOffsets 3",
+        ),
+        ({"subscribe": "t", "startingTimestamp": "-5"}, "milliseconds since 1970"),
+        ({"subscribe": "t", "minPartitions": "0"}, "a whole number greater than 0"),
+        ({"subscribe": "t", "maxRecordsPerPartition": "many"}, "maxRecordsPerPartition"),
+        ({"subscribe": "t", "failOnDataLoss": "maybe"}, "failOnDataLoss is true or false"),
+        ({"subscribe": "t", "pk.isolation.level": "chaos"}, "isolation.level is one of"),
+        ({"subscribe": "t", "startingOffsetsByTimestampStrategy": "guess"}, "one of error, latest"),
+        ({"subscribe": "t", "columns": "key,valeu"}, "did you mean value"),
+        ({"subscribe": "t", "columns": "key,key"}, "twice"),
+        ({"subscribe": "t", "columns": "headers", "includeHeaders": "false"}, "is false"),
+        ({"subscribe": "t", "pk.fetch.max.bytes": "-1"}, "fetch.max.bytes"),
+        ({"subscribe": "t", "maxoffsetpertrigger": "5"}, "did you mean maxOffsetsPerTrigger"),
+        ({"subscribe": "t", "bootstrap.servers": "x"}, "did you mean pk.bootstrap.servers"),
+        ({"subscribe": "t", "kafka.fetch.max.byts": "1"}, "did you mean pk.fetch.max.bytes"),
+        ({"subscribe": "t", "kafka.bootstrap.servers": "other:1"}, "same option, with two values"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_with_the_reason(given, words):
+    base = {"pk.bootstrap.servers": "h:1"}
+    with pytest.raises(errors.InvalidOption) as raised:
+        options.source({**base, **given}, streaming=False)
+    assert words in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"endingOffsets": "latest"}, "stream, which does not end"),
+        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "3"}, "may not exceed"),
+        ({"maxTriggerDelay": "soon", "minOffsetsPerTrigger": "9"}, "duration like 30s"),
+    ],
+)
+def test_bad_streaming_options(given, words):
+    with pytest.raises(errors.InvalidOption, match=words):
+        options.source({**BASE, **given}, streaming=True)
+
+
+@pytest.mark.parametrize("name", ["kafka.security.protocol", "kafka.sasl.jaas.config", "pk.ssl.ca"])
+def test_security_is_refused_until_it_exists(name):
+    for side in (options.sink, lambda given: options.source(given, streaming=True)):
+        with pytest.raises(errors.UnsupportedFeature, match="no security yet"):
+            side({**BASE, name: "x"})
+
+
+def test_meaningless_options_are_accepted_with_one_warning_each():
+    found = read(kafka__group__id="g", kafka__key__deserializer="K", groupIdPrefix="p", topic="t")
+    assert len(found.warnings) == 4
+    assert found.client == {}
+    sunk = options.sink(
+        {"kafka.bootstrap.servers": "h:1", "startingOffsets": "latest", "pk.retries": "3"}
+    )
+    assert len(sunk.warnings) == 2
+
+
+def test_sparks_own_options_pass_in_silence():
+    assert read(checkpointLocation="/x", path="/y", mergeSchema="true").warnings == ()
+
+
+def test_client_settings_reach_the_client():
+    assert read(kafka__fetch__max__bytes="1048576").client == {"fetch_max_bytes": 1048576}
+    sunk = options.sink(
+        {
+            "pk.bootstrap.servers": "h:1",
+            "kafka.compression.type": "lz4",
+            "kafka.linger.ms": "20",
+            "kafka.acks": "all",
+        }
+    )
+    assert sunk.client == {"compression": "lz4", "linger_ms": 20.0}
+
+
+def test_a_setting_of_the_other_client_is_a_warning():
+    assert "no effect" in read(kafka__linger__ms="5").warnings[0]
+
+
+@pytest.mark.parametrize("given", [{"kafka.acks": "1"}, {"pk.enable.idempotence": "false"}])
+def test_a_sink_reports_only_what_was_acknowledged(given):
+    with pytest.raises(errors.InvalidOption, match="of a sink"):
+        options.sink({"pk.bootstrap.servers": "h:1", **given})
+
+
+def test_a_time_wins_over_offsets_as_in_kafkas_connector():
+    found = read(
+        startingTimestamp="5", startingOffsets="earliest", endingOffsetsByTimestamp='{"t":{"0":7}}'
+    )
+    assert (found.starting.kind, found.starting.time_ms) == ("time", 5)
+    assert (found.ending.kind, found.ending.times) == ("times", {"t": {0: 7}})
+    assert "startingTimestamp wins" in found.warnings[0]
+
+
+def test_the_bootstrap_address_is_required():
+    with pytest.raises(errors.InvalidOption, match=r"pk\.bootstrap\.servers must be given"):
+        options.source({"subscribe": "t"}, streaming=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [("15m", 900_000), ("30s", 30_000), ("250", 250), ("2 H", 7_200_000), ("1d", 86_400_000)],
+)
+def test_durations(text, ms):
+    assert options.duration_ms("maxTriggerDelay", text) == ms
+
+
+def test_columns():
+    assert options.column_names(read()) == (
+        "key", "value", "topic", "partition", "offset", "timestamp", "timestampType",
+    )  # fmt: skip
+    assert options.column_names(read(includeHeaders="true"))[-1] == "headers"
+    assert (
+        options.ddl(options.column_names(read(columns="offset, VALUE")))
+        == "offset bigint, value binary"
+    )

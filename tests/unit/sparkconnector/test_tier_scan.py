@@ -1,0 +1,160 @@
+"""Cold ranges read from a table's files: rules Y1 and Y2 of sparkconnector/tier_scan.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from pk import errors
+from pk.sparkconnector import rows, tier_scan
+from pk.sparkconnector.offsets import Range
+from pk.sparkconnector.ranges import TierFile
+from pk.sparkconnector.tier_scan import ColdRange
+from pk.tiering.layout import FILE_SCHEMA, TABLE_SCHEMA
+
+NAMES = ("offset", "value", "partition", "topic", "timestampType", "headers")
+
+
+def table_of(offsets: list[int], schema: pa.Schema = FILE_SCHEMA, partition: int = 3) -> pa.Table:
+    count = len(offsets)
+    found = {
+        "partition": [partition] * count, "offset": offsets,
+        "timestamp": [o * 1000 for o in offsets],
+        "timestamp_type": [0] * count, "key": [None] * count,
+        "value": [str(o).encode() for o in offsets], "headers": [None] * count,
+        "leader_epoch": [0] * count, "delete_horizon_ms": [None] * count,
+    }  # fmt: skip
+    return pa.table({f.name: pa.array(found[f.name], f.type) for f in schema}, schema=schema)
+
+
+def write(root: Path, name: str, offsets: list[int], group_rows: int = 10) -> TierFile:
+    path = root / name
+    parquet.write_table(table_of(offsets), path, row_group_size=group_rows)
+    return TierFile(name, min(offsets), max(offsets), path.stat().st_size, len(offsets))
+
+
+def scan(root: Path, files: list[TierFile], start: int, end: int) -> list[int]:
+    one = Range("flights", "id", 3, start, end)
+    shape = rows.Shape(NAMES, one.topic, one.partition)
+    found: list[int] = []
+    for batch in tier_scan.scan(one, ColdRange(root.as_uri(), {}, tuple(files)), shape):
+        assert batch.schema.equals(shape.schema)
+        offsets = batch.column("offset").to_pylist()
+        assert batch.column("value").to_pylist() == [str(o).encode() for o in offsets]
+        assert set(batch.column("partition").to_pylist()) == {3}
+        found += offsets
+    return found
+
+
+def test_disjoint_sorted_files_with_gaps(tmp_path):
+    """Offsets that were aborted or compacted away are simply not there."""
+    files = [
+        write(tmp_path, "a.parquet", [0, 1, 2, 5, 9, 10, 11, 30, 31]),
+        write(tmp_path, "b.parquet", [40, 41, 60]),
+        write(tmp_path, "c.parquet", [70]),
+    ]
+    assert scan(tmp_path, files, 0, 100) == [0, 1, 2, 5, 9, 10, 11, 30, 31, 40, 41, 60, 70]
+    assert scan(tmp_path, files, 2, 41) == [2, 5, 9, 10, 11, 30, 31, 40]
+    assert scan(tmp_path, files, 12, 30) == []
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.permutations(list(range(60))), st.integers(0, 59), st.integers(1, 60), st.integers(1, 3))
+def test_scattered_rows_come_out_in_order_once(tmp_path, order, start, length, files):
+    """As an outside Z-order may leave them; each merge narrowed far below a row group."""
+    pieces = [order[at::files] for at in range(files)]
+    listed = [write(tmp_path, f"{n}.parquet", piece, 7) for n, piece in enumerate(pieces)]
+    before = tier_scan.MERGE_BYTES
+    tier_scan.MERGE_BYTES = 300
+    try:
+        end = min(60, start + length)
+        assert scan(tmp_path, listed, start, end) == list(range(start, end))
+    finally:
+        tier_scan.MERGE_BYTES = before
+
+
+def delta_table(tmp_path: Path, chunks: list[list[int]]) -> DeltaTable:
+    for chunk in chunks:
+        write_deltalake(
+            str(tmp_path), table_of(chunk, TABLE_SCHEMA), mode="append", partition_by=["partition"]
+        )
+    return DeltaTable(str(tmp_path))
+
+
+def test_files_are_listed_with_their_offsets(tmp_path):
+    delta_table(tmp_path, [[0, 1, 2], [3, 4]])
+    write_deltalake(str(tmp_path), table_of([7], TABLE_SCHEMA, partition=4), mode="append")
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])
+    assert sorted((f.min_offset, f.max_offset, f.rows) for f in listed[3]) == [(0, 2, 3), (3, 4, 2)]
+    assert scan(tmp_path, listed[3], 0, 5) == [0, 1, 2, 3, 4]
+
+
+def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
+    """OPTIMIZE and VACUUM between planning and reading (rule T10)."""
+    table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3]
+    table.optimize.compact()
+    table.vacuum(0, enforce_retention_duration=False, dry_run=False)
+    assert not any((tmp_path / file.path).exists() for file in listed)
+    assert scan(tmp_path, listed, 1, 8) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
+    listed = sorted(tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3], key=lambda f: f.min_offset)
+    shape = rows.Shape(NAMES, "flights", 3)
+    cold = ColdRange(tmp_path.as_uri(), {}, tuple(listed))
+    reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape)
+    assert next(reading).column("offset").to_pylist() == [0, 1, 2]
+    table.optimize.compact()
+    table.vacuum(0, enforce_retention_duration=False, dry_run=False)
+    assert [o for one in reading for o in one.column("offset").to_pylist()] == [3, 4, 5, 6, 7]
+
+
+def test_a_file_gone_on_every_version_is_an_error(tmp_path):
+    delta_table(tmp_path, [[0, 1, 2]])
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3]
+    (tmp_path / listed[0].path).unlink()
+    with pytest.raises(errors.TierUnavailable, match="gone on every version"):
+        scan(tmp_path, listed, 0, 3)
+
+
+def test_a_table_that_is_gone_is_named(tmp_path):
+    with pytest.raises(errors.TierTableChanged, match="no table"):
+        tier_scan.list_files((tmp_path / "nothing").as_uri(), {}, [3])
+
+
+@pytest.mark.parametrize(("version", "features"), [(3, ["deletionVectors"]), (2, ()), (1, ["x"])])
+def test_a_table_with_features_is_refused(version, features):
+    protocol = SimpleNamespace(
+        min_reader_version=version,
+        min_writer_version=2,
+        reader_features=features,
+        writer_features=None,
+    )
+    with pytest.raises(errors.TierTableChanged, match="pk accepts"):
+        tier_scan.check_protocol(SimpleNamespace(protocol=lambda: protocol), "uri")
+
+
+def test_file_systems(monkeypatch):
+    assert tier_scan.file_system("file:///a%20b/c", {})[1] == "/a b/c"
+    options = {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:7070", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+    }  # fmt: skip
+    assert tier_scan.file_system("s3://bucket/t/x", options)[1] == "bucket/t/x"
+    with pytest.raises(errors.StoreRefused, match="gs://"):
+        tier_scan.file_system("gs://bucket/t", {})
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("PK_TIER_ACCESS_KEY_ID", "k")
+    found = tier_scan.with_credentials({"AWS_REGION": "r"})
+    assert found == {"AWS_REGION": "r", "AWS_ACCESS_KEY_ID": "k"}

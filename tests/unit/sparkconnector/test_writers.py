@@ -1,0 +1,195 @@
+"""What a sink's tasks send and report: rules B1 and B2 of sparkconnector/batch_writer.py."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+
+import pyarrow as pa
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField, StructType
+
+from pk import errors
+from pk.log import columns
+from pk.sparkconnector import options
+from pk.sparkconnector.batch_writer import Columns, PkCommit, PkWriter, check_messages
+from pk.sparkconnector.planner import PkWarning
+from pk.sparkconnector.stream_writer import PkStreamWriter
+
+UTC = datetime.UTC
+
+
+def sink(broker=None, **given) -> options.Sink:
+    address = "h:1" if broker is None else broker.address
+    return options.sink({"pk.bootstrap.servers": address, **given})
+
+
+def schema_of(**kinds) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in kinds.items()])
+
+
+VALUE = schema_of(value=BinaryType())
+
+
+def records(broker, topic: str) -> list[dict]:
+    found = []
+    for number, log in enumerate(broker.topics[topic][1]):
+        for raw in log.batches:
+            for row in columns.decode(raw, decoded_bytes_max=1 << 26).to_pylist():
+                found.append({"partition": number, **row})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "words"),
+    [
+        (schema_of(key=BinaryType()), {"topic": "t"}, "needs a column value"),
+        (VALUE, {}, "option topic, or a column topic"),
+        (schema_of(value=LongType()), {"topic": "t"}, "value is bigint; the sink takes string or"),
+        (
+            schema_of(value=BinaryType(), partition=LongType()),
+            {"topic": "t"},
+            "partition is bigint",
+        ),
+        (schema_of(value=BinaryType(), VALUE=BinaryType()), {"topic": "t"}, "two columns value"),
+    ],
+)
+def test_columns_are_judged_on_the_driver(schema, given, words):
+    with pytest.raises(errors.InvalidOption, match=words):
+        Columns(schema, sink(**given))
+
+
+def test_other_columns_are_ignored_with_a_warning():
+    schema = schema_of(value=StringType(), carrier=StringType())
+    with pytest.warns(PkWarning, match="carrier"):
+        chosen = Columns(schema, sink(topic="t"))
+    assert list(chosen.names) == ["value"]
+
+
+def test_rows_go_to_the_topic_of_their_column():
+    chosen = Columns(schema_of(topic=StringType(), Value=StringType()), sink())
+    batch = pa.record_batch({"topic": ["b", "a", "b"], "Value": ["1", "2", "3"]})
+    found = {topic: rows.column("value").to_pylist() for topic, rows in chosen.split(batch)}
+    assert found == {"b": ["1", "3"], "a": ["2"]}
+    with pytest.raises(errors.InvalidRecord, match="topic is null"):
+        list(chosen.split(pa.record_batch({"topic": [None], "Value": ["1"]}, schema=pa.schema(
+            [("topic", pa.string()), ("Value", pa.string())]))))  # fmt: skip
+
+
+def test_the_option_topic_wins_over_the_column():
+    chosen = Columns(schema_of(topic=StringType(), value=StringType()), sink(topic="x"))
+    batch = pa.record_batch({"topic": ["b", None], "value": ["1", "2"]})
+    assert [(topic, rows.num_rows) for topic, rows in chosen.split(batch)] == [("x", 2)]
+
+
+def test_a_task_writes_every_column_and_reports_offsets(broker):
+    broker.create("out", 3)
+    kinds = {"key": StringType(), "value": BinaryType(), "partition": IntegerType()}
+    writer = PkWriter(sink(broker, topic="out"), schema_of(**kinds), overwrite=False)
+    batch = pa.record_batch(
+        {
+            "key": pa.array(["k", None, "k"]),
+            "value": pa.array([b"1", None, b"3"], pa.binary()),
+            "partition": pa.array([2, 0, 2], pa.int32()),
+        }
+    )
+    message = pickle.loads(pickle.dumps(writer)).write(iter([batch]))
+    assert isinstance(message, PkCommit)
+    assert message.rows == 3
+    assert message.spans == {"out": {0: (0, 0), 2: (0, 1)}}
+    assert message.producer_id > 100
+    assert message.epoch == 0
+    writer.commit([message, PkCommit(-1, -1)])
+    found = {(r["partition"], r["offset"]): (r["key"], r["value"]) for r in records(broker, "out")}
+    assert found == {(2, 0): (b"k", b"1"), (2, 1): (b"k", b"3"), (0, 0): (None, None)}
+
+
+def test_headers_and_timestamps_are_kept(broker):
+    broker.create("out")
+    stamp = datetime.datetime(2013, 1, 1, 5, tzinfo=UTC)
+    from pk.sparkconnector.rows import HEADERS
+
+    batch = pa.record_batch(
+        {
+            "value": pa.array([b"1", b"2"], pa.binary()),
+            "headers": pa.array(
+                [[{"key": "h", "value": b"x"}, {"key": "h", "value": None}], None], HEADERS
+            ),
+            "timestamp": pa.array([stamp, None], pa.timestamp("us", "Etc/UTC")),
+        }
+    )
+    from pk.sparkconnector.batch_writer import write_all
+
+    chosen = Columns(VALUE, sink(topic="out"))
+    chosen.names |= {"headers": "headers", "timestamp": "timestamp"}
+    write_all(sink(broker, topic="out"), chosen, iter([batch]))
+    first, second = records(broker, "out")
+    assert first["timestamp"] == stamp
+    assert first["headers"] == [{"key": "h", "value": b"x"}, {"key": "h", "value": None}]
+    assert second["timestamp"] > stamp
+    assert second["headers"] == []
+
+
+def test_an_empty_task_opens_no_producer(broker):
+    broker.create("out")
+    before = broker.producer_ids
+    writer = PkStreamWriter(sink(broker, topic="out"), VALUE, overwrite=True)
+    message = writer.write(iter([]))
+    assert message == PkCommit(-1, -1)
+    writer.commit([message], 3)
+    assert broker.producer_ids == before
+
+
+def test_an_unknown_topic_fails_the_task(broker):
+    writer = PkWriter(
+        sink(broker, topic="nowhere", **{"pk.max.block.ms": "200"}), VALUE, overwrite=False
+    )
+    with pytest.raises(errors.UnknownTopicOrPartition):
+        writer.write(iter([pa.record_batch({"value": pa.array([b"1"], pa.binary())})]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([None], "instead of what it stored"),
+        ([PkCommit(7, 0, {"t": {0: (0, 4)}}, 6)], "6 rows in 5 offsets"),
+        (
+            [PkCommit(7, 0, {"t": {0: (0, 4)}}, 5), PkCommit(7, 0, {"t": {1: (0, 0)}}, 1)],
+            "two tasks",
+        ),
+        ([PkCommit(-1, -1, {"t": {0: (0, 4)}}, 5)], "producer id -1"),
+    ],
+)
+def test_the_driver_checks_what_tasks_report(messages, words):
+    with pytest.raises(errors.InternalError, match=words):
+        check_messages(messages)
+
+
+def test_the_driver_adds_up_what_tasks_report():
+    messages = [
+        PkCommit(7, 0, {"t": {0: (0, 4)}}, 5),
+        PkCommit(-1, -1),
+        PkCommit(8, 0, {"t": {0: (2, 9)}}, 3),
+    ]
+    assert check_messages(messages) == 8
+
+
+def test_abort_undoes_nothing_and_says_so(broker):
+    writer = PkStreamWriter(sink(topic="out"), VALUE, overwrite=False)
+    with pytest.warns(PkWarning, match="batch 4 failed; 5 rows"):
+        writer.abort([PkCommit(7, 0, {"t": {0: (0, 4)}}, 5), None], 4)
+
+
+def test_overwrite_deletes_what_was_there_once_all_is_stored(broker):
+    (log,) = broker.create("out")
+    log.append(columns.encode_lists([b"old"] * 4))
+    writer = PkWriter(sink(broker, topic="out"), VALUE, overwrite=True)
+    message = writer.write(iter([pa.record_batch({"value": pa.array([b"new"], pa.binary())})]))
+    assert broker.deleted == {}
+    writer.commit([message])
+    assert broker.deleted == {("id-of-out", 0): 4}
+    with pytest.raises(errors.InvalidOption, match="needs the option topic"):
+        PkWriter(sink(broker), schema_of(topic=StringType(), value=BinaryType()), overwrite=True)

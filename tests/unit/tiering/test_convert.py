@@ -1,0 +1,206 @@
+"""Log batches → file → log batches: the same rows, nothing aborted, no marker (rules T10, T12)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+
+from pk import errors
+from pk.log import batch as log_batch
+from pk.log import columns
+from pk.tiering import convert, rowhash
+from pk.tiering.layout import FILE_SCHEMA
+from pk.types import AbortedTransaction
+
+MAX = 1 << 26
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+def encode(
+    rows: list[tuple[int, bytes | None, bytes | None, list[tuple[str, bytes | None]]]],
+    base: int,
+    **more: object,
+) -> bytes:
+    made = pa.record_batch(
+        {
+            "timestamp": pa.array([row[0] for row in rows], pa.int64()),
+            "key": pa.array([row[1] for row in rows], pa.binary()),
+            "value": pa.array([row[2] for row in rows], pa.binary()),
+            "headers": pa.array(
+                [[{"key": k, "value": v} for k, v in row[3]] for row in rows], HEADERS
+            ),
+        }
+    )
+    return b"".join(columns.encode(made, base_offset=base, **more))  # type: ignore[arg-type]
+
+
+def plain(count: int, base: int, **more: object) -> bytes:
+    return encode([(1_000 + i, b"k", b"v%d" % i, []) for i in range(count)], base, **more)
+
+
+def build(*buffers: bytes, start: int = 0, limit: int = 2**62, aborted: object = ()) -> pa.Table:
+    built = convert.build_file(
+        [memoryview(each) for each in buffers],
+        start=start,
+        limit=limit,
+        aborted=aborted,  # type: ignore[arg-type]
+        decoded_bytes_max=MAX,
+    )
+    assert built is not None
+    table = pq.read_table(pa.BufferReader(built.data))
+    assert built.rows == table.num_rows
+    assert built.row_sum == rowhash.row_sum(convert.canonical(table))
+    offsets = table.column("offset").to_pylist()
+    assert (built.min_offset, built.max_offset) == (offsets[0], offsets[-1])
+    return table
+
+
+BYTES = st.none() | st.binary(max_size=20)
+ROWS = st.lists(
+    st.tuples(
+        st.integers(-(2**40), 2**41),
+        BYTES,
+        BYTES,
+        st.lists(st.tuples(st.text(max_size=4), BYTES), max_size=2),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(ROWS, st.sampled_from(["none", "lz4", "zstd"]), st.integers(0, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_rows_survive_the_way_there_and_back(batches: list[tuple[Any, str, int]]) -> None:
+    base, buffers = 0, []
+    for rows, codec, epoch in batches:
+        buffers.append(encode(rows, base, codec=codec, leader_epoch=epoch))
+        base += len(rows)
+    want = [
+        columns.decode(each, decoded_bytes_max=MAX).append_column(
+            "epoch", pa.array([log_batch.read_header(each).leader_epoch] * n, pa.int32())
+        )
+        for each, n in zip(buffers, (len(rows) for rows, _, _ in batches), strict=True)
+    ]
+    table = build(*buffers)
+    back = [
+        columns.decode(each, decoded_bytes_max=MAX).append_column(
+            "epoch",
+            pa.array([header.leader_epoch] * header.record_count, pa.int32()),
+        )
+        for each in convert.batches_of(convert.canonical(table))
+        for header in [log_batch.check(each)]
+    ]
+    assert pa.Table.from_batches(back).to_pylist() == pa.Table.from_batches(want).to_pylist()
+
+
+def test_aborted_batches_and_markers_are_left_out() -> None:
+    marker = b"".join(columns.encode_markers([columns.Marker(7, 0, False)], 5))
+    kept = plain(3, 0)
+    dropped = plain(4, 3, producer_id=7, producer_epoch=0, transactional=True)
+    control = b"".join(log_batch.patched(marker, 7, 0))
+    later = plain(2, 8, producer_id=7, producer_epoch=0, transactional=True)
+    other = plain(2, 10, producer_id=8, producer_epoch=0, transactional=True)
+    table = build(kept, dropped, control, later, other, aborted=[AbortedTransaction(7, 3, 7)])
+    assert table.column("offset").to_pylist() == [0, 1, 2, 8, 9, 10, 11]
+
+
+def test_a_range_without_rows_makes_no_file() -> None:
+    marker = b"".join(columns.encode_markers([columns.Marker(7, 0, True)], 5))
+    found = convert.build_file(
+        [memoryview(marker)], start=0, limit=10, aborted=(), decoded_bytes_max=MAX
+    )
+    assert found is None
+
+
+def test_ranges_cut_batches_at_both_ends() -> None:
+    table = build(plain(10, 0), plain(10, 10), start=4, limit=13)
+    assert table.column("offset").to_pylist() == list(range(4, 13))
+
+
+def test_row_groups_are_bounded_by_rows_and_bytes() -> None:
+    """F3; and every group tells its offsets, so that a cold read needs one of them."""
+    small = [plain(9_000, i * 9_000) for i in range(5)]
+    built = convert.build_file(
+        [memoryview(each) for each in small],
+        start=0,
+        limit=2**62,
+        aborted=(),
+        decoded_bytes_max=MAX,
+    )
+    assert built is not None
+    metadata = pq.read_metadata(pa.BufferReader(built.data))
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    assert [group.num_rows for group in groups] == [16_384, 16_384, 45_000 - 2 * 16_384]
+    stats = [group.column(0).statistics for group in groups]
+    assert [(each.min, each.max) for each in stats] == [
+        (0, 16_383),
+        (16_384, 32_767),
+        (32_768, 44_999),
+    ]
+    value = np.random.default_rng(1).bytes(1 << 20)
+    large = encode([(1, None, value, [])] * 20, 0)
+    table_file = convert.build_file(
+        [memoryview(large)], start=0, limit=2**62, aborted=(), decoded_bytes_max=MAX
+    )
+    assert table_file is not None
+    metadata = pq.read_metadata(pa.BufferReader(table_file.data))
+    assert max(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)) <= 4
+
+
+def test_log_append_time_is_kept_as_such() -> None:
+    stamped = [
+        b"".join(log_batch.patched(plain(3, i * 3), i * 3, 1, append_time_ms=5_000 + i))
+        for i in range(2)
+    ]
+    table = build(*stamped)
+    assert table.column("timestamp_type").to_pylist() == [1] * 6
+    back = list(convert.batches_of(convert.canonical(table)))
+    heads = [log_batch.check(each) for each in back]
+    assert [(h.base_offset, h.record_count, h.log_append_time, h.max_timestamp) for h in heads] == [
+        (0, 3, True, 5_000),
+        (3, 3, True, 5_001),
+    ]
+
+
+def test_scattered_rows_are_merged_and_an_offset_comes_once() -> None:
+    rows = convert.canonical(build(plain(10, 0)))
+    mixed = pa.concat_batches([rows.slice(5), rows.slice(0, 7)])
+    merged = convert.in_offset_order(mixed, 2, 9)
+    assert merged.column("offset").to_pylist() == list(range(2, 9))
+
+
+def test_gaps_wider_than_a_batch_can_say_split_it() -> None:
+    rows = convert.canonical(build(plain(2, 0), plain(2, 2**31 + 10), plain(1, 2**40)))
+    back = [log_batch.check(each) for each in convert.batches_of(rows)]
+    assert [header.base_offset for header in back] == [0, 2**31 + 10, 2**40]
+
+
+def test_foreign_files_come_in_our_columns() -> None:
+    """Outside maintenance may write other types, an order of its own, or leave columns out."""
+    table = build(plain(4, 0))
+    foreign = table.select(["value", "offset", "timestamp"]).set_column(
+        0, "value", table.column("value").cast(pa.large_binary())
+    )
+    rows = convert.canonical(foreign)
+    assert rows.schema == FILE_SCHEMA
+    assert rows.column("key").null_count == 4
+    heads = [log_batch.check(each) for each in convert.batches_of(rows)]
+    assert sum(header.record_count for header in heads) == 4
+
+
+def test_a_damaged_batch_is_never_copied() -> None:
+    broken = bytearray(plain(3, 0))
+    broken[-1] ^= 1
+    with pytest.raises(errors.CorruptBatch):
+        build(bytes(broken))

@@ -1,0 +1,204 @@
+"""One partition's copier, step by step: what is due when, and what may be dropped (rules T1–T6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pk import errors
+from pk.effects import Send, SetTimer
+from pk.tiering import copier as copying
+from pk.tiering import layout
+from pk.tiering.copier import Copier, CopySettings, TableSeen, View, Viewed
+from pk.tiering.table import DataFile
+from pk.wire import pk_pb2 as wire
+
+
+class Driver:
+    def __init__(self, **chosen: int) -> None:
+        settings: dict[str, int] = {"max_lag_ms": 100, "file_bytes": 1_000, "drop_delay_ms": 10**6}
+        self.settings = CopySettings(**{**settings, **chosen})
+        self.copier = Copier("t", "id", 0)
+        self.now_ms = 0
+        self.sent: list[Any] = []
+        self.told: wire.TierProgress | None = None
+        self.timer: int | None = None
+
+    def step(self, event: Any) -> Driver:
+        for effect in self.copier.step(event, self.now_ms):
+            match effect:
+                case Send(peer=copying.BROKER, message=message):
+                    self.told = message
+                case Send(message=message):
+                    self.sent.append(message)
+                case SetTimer(at_ms=at_ms):
+                    self.timer = at_ms
+        return self
+
+    def view(self, stable: int, *, start: int = 0, epoch: int = 0, ready: bool = True) -> Driver:
+        return self.step(Viewed(View(epoch, ready, start, start, stable, self.settings)))
+
+    def table(self, end: int, *, start: int = 0) -> Driver:
+        return self.step(TableSeen(start, end, 0, 1))
+
+    def wake(self, at_ms: int | None = None) -> Driver:
+        assert self.timer is not None
+        self.now_ms = self.timer if at_ms is None else at_ms
+        return self.step(copying.Wake())
+
+    def take(self, kind: type) -> Any:
+        found = [each for each in self.sent if isinstance(each, kind)]
+        assert len(found) == 1, self.sent
+        self.sent.remove(found[0])
+        return found[0]
+
+    def uploaded(self, asked: Any, end: int) -> Driver:
+        name = layout.DataName(0, asked.start, end, 0, f"n{self.now_ms}")
+        add = wire.AddFile(
+            path=layout.data_path(name), start=asked.start, end=end, rows=end - asked.start
+        )
+        return self.step(copying.Uploaded(asked, end, 0, add))
+
+
+def test_nothing_is_copied_before_the_watermark_has_caught_up() -> None:
+    it = Driver().table(0).view(500, ready=False)
+    assert it.sent == []
+    it.view(500)
+    assert it.take(copying.Measure).limit == 500
+
+
+def test_age_makes_a_range_due() -> None:
+    it = Driver().table(0).view(500)
+    it.step(copying.Measured(it.take(copying.Measure), 10))
+    assert it.sent == []
+    assert it.timer == 100
+    it.wake()
+    upload = it.take(copying.Upload)
+    assert (upload.start, upload.limit) == (0, 500)
+
+
+def test_bytes_make_a_range_due() -> None:
+    it = Driver().table(0).view(500)
+    it.step(copying.Measured(it.take(copying.Measure), 1_000))
+    assert it.take(copying.Upload).limit == 500
+
+
+def test_age_counts_from_when_data_was_first_seen() -> None:
+    """Each record is tiered at the latest max_lag after it became stable, not after the last one
+    did."""
+    it = Driver().table(0).view(10)
+    for now_ms in range(5, 100, 5):
+        it.now_ms = now_ms
+        it.view(10 + now_ms)
+    it.wake(100)
+    upload = it.take(copying.Upload)
+    assert upload.limit == 105
+    it.uploaded(upload, upload.limit)
+
+
+def test_uploads_run_ahead_of_the_commit_and_follow_each_other() -> None:
+    it = Driver(max_lag_ms=0).table(0).view(10_000)
+    at = 0
+    for _ in range(copying.AHEAD_MAX):
+        upload = it.take(copying.Upload)
+        assert upload.start == at
+        at += 100
+        it.uploaded(upload, at)
+    assert not [each for each in it.sent if isinstance(each, copying.Upload)]
+    hand_over = it.take(copying.HandOver)
+    assert (hand_over.request.counters[0].start, hand_over.request.counters[0].end) == (0, 100)
+    it.table(100).step(copying.HandedOver(hand_over))
+    rest = it.take(copying.HandOver).request
+    assert (rest.counters[0].start, rest.counters[0].end, len(rest.adds)) == (100, 400, 3)
+    assert it.take(copying.Upload).start == 400
+
+
+def test_a_refused_hand_over_starts_again_from_the_table() -> None:
+    it = Driver(max_lag_ms=0).table(0).view(200)
+    it.uploaded(it.take(copying.Upload), 100)
+    hand_over = it.take(copying.HandOver)
+    late = it.take(copying.Upload)
+    it.step(copying.OperationFailed(hand_over, errors.UnknownTierRange("ends at 150")))
+    it.table(150)
+    it.uploaded(late, 200)  # an answer to what was given up changes nothing (K3)
+    assert it.sent == []
+    it.wake()
+    assert it.take(copying.Upload).start == 150
+
+
+def test_failures_wait_longer_and_longer_and_are_reported() -> None:
+    it = Driver(max_lag_ms=0, retry_backoff_ms=10).table(0).view(100)
+    waits = []
+    for _ in range(14):
+        asked = it.take(copying.Upload)
+        it.step(copying.OperationFailed(asked, errors.TierUnavailable("down")))
+        assert it.timer is not None
+        waits.append(it.timer - it.now_ms)
+        it.wake()
+    assert waits[:4] == [10, 20, 40, 80]
+    assert waits[-1] == copying.BACKOFF_MAX_MS
+    assert it.told is not None
+    assert it.told.problem.code == errors.TierUnavailable.code
+    it.uploaded(it.take(copying.Upload), 100)
+    assert not it.told.HasField("problem")
+
+
+def test_local_data_goes_after_the_delay_and_a_head() -> None:
+    it = Driver(drop_delay_ms=50).view(100).table(100)
+    assert it.told is not None
+    assert (it.told.tiered_end, it.told.droppable_end) == (100, -1)
+    it.wake()
+    assert it.now_ms == 50
+    confirm = it.take(copying.Confirm)
+    assert (confirm.start, confirm.end) == (0, 100)
+    it.step(copying.Confirmed(confirm, []))
+    assert it.told.droppable_end == 100
+
+
+def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
+    it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
+    name = layout.data_path(layout.DataName(0, 0, 100, 0, "x"))
+    lost = DataFile(name, 0, 0, 99, 0, 0, 100, 5)
+    it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
+    assert it.told is not None
+    assert (it.told.droppable_end, it.told.problem.code) == (-1, errors.TierTableChanged.code)
+    again = it.take(copying.Upload)
+    assert (again.start, again.limit, again.replaces) == (0, 100, lost)
+    it.uploaded(again, 100)
+    swap = it.take(copying.HandOver)
+    assert [each.path for each in swap.request.removes] == [name]
+    assert not swap.request.data_change
+    it.step(copying.HandedOver(swap))
+    it.step(copying.Confirmed(it.take(copying.Confirm), []))
+    assert it.told.droppable_end == 100
+    assert not it.told.HasField("problem")
+
+
+def test_a_changed_table_stops_copying_and_dropping() -> None:
+    it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100)
+    it.step(copying.TableProblem(errors.TierTableChanged("gone"))).table(50)
+    assert it.sent == []
+    assert it.told is not None
+    assert it.told.problem.message == "gone"
+    it.step(copying.TableProblem(None))
+    assert {type(each) for each in it.sent} == {copying.Upload, copying.Confirm}
+
+
+def test_deleted_records_wait_for_the_owner() -> None:
+    """T9, T1: below log_start nothing is copied; the table's end follows first."""
+    it = Driver(max_lag_ms=0, drop_delay_ms=10**6).table(10).view(100, start=60)
+    assert it.sent == []
+    it.table(60, start=60)
+    assert it.take(copying.Upload).start == 60
+
+
+def test_a_new_leader_epoch_and_a_new_session_are_told_everything() -> None:
+    it = Driver(drop_delay_ms=10**6).view(100).table(100)
+    it.told = None
+    it.step(copying.Wake())
+    assert it.told is None
+    it.step(copying.SessionLost())
+    assert it.told is not None
+    it.told = None
+    it.view(100, epoch=1)
+    assert it.told is not None
+    assert it.told.leader_epoch == 1

@@ -1,0 +1,314 @@
+"""The table's owner, step by step: what it plans, when it commits, what it answers (rules
+T3–T9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.effects import Effect, Publish, Respond, Send, SetTimer
+from pk.tiering import layout
+from pk.tiering import owner as owning
+from pk.tiering.layout import PartitionCounters
+from pk.tiering.owner import ClaimPartition, Owner, OwnerSettings, PartitionsSeen, Submit
+from pk.tiering.plan import LogStart, Submission, plan
+from pk.tiering.table import Commit, CommitConflict, DataFile, Snapshot, TableProtocol
+from pk.wire import pk_pb2 as wire
+
+ID = "0d1c2b3a-0000-4000-8000-000000000000"
+
+
+def data(partition: int, start: int, end: int, attempt: str = "a") -> DataFile:
+    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt))
+    return DataFile(path, partition, start, end - 1, 0, 0, end - start, 5)
+
+
+def snapshot(version: int, files: list[DataFile], **counters: int) -> Snapshot:
+    named = {file.path: file for file in files}
+    return Snapshot(version, "id", named, {0: PartitionCounters(**counters)})
+
+
+def append(
+    start: int, end: int, *, epoch: int = 0, attempt: str = "a", rows: int | None = None
+) -> Any:
+    file = data(0, start, end, attempt)
+    add = wire.AddFile(
+        path=file.path,
+        start=start,
+        end=end,
+        rows=file.rows,
+        row_sum=3,
+        min_offset=start,
+        max_offset=end - 1,
+        size=5,
+    )
+    counter = wire.TierCounter(
+        start=start,
+        end=end,
+        claim=epoch,
+        rows_added=file.rows if rows is None else rows,
+        sum_added=3,
+    )
+    return wire.CommitToTableRequest(
+        topic_id=ID, topic="t", adds=[add], counters=[counter], data_change=True
+    )
+
+
+def planned(on: Snapshot, *changes: Any, starts: dict[int, LogStart] | None = None) -> Any:
+    return plan(
+        on, [Submission(i, change, 10**9) for i, change in enumerate(changes)], starts or {}
+    )
+
+
+def refusals(result: Any) -> list[type[BaseException]]:
+    return [type(error) for _, error in result.refused]
+
+
+def test_contiguous_appends_share_a_commit() -> None:
+    result = planned(snapshot(3, [], end=10, rows=10), append(10, 20), append(20, 30))
+    assert len(result.taken) == 2
+    assert result.commit.counters[0] == PartitionCounters(end=30, epoch=0, rows=30, sum=6)
+    assert result.commit.blind
+
+
+def test_what_the_table_has_already_is_done() -> None:
+    """T5: a commit of unknown outcome that landed is found by its path."""
+    on = snapshot(4, [data(0, 10, 20)], end=20)
+    result = planned(on, append(10, 20))
+    assert (result.commit, len(result.done)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("on", "change", "why"),
+    [
+        (snapshot(3, [], end=10), append(12, 20), errors.UnknownTierRange),
+        (snapshot(3, [], end=10), append(5, 20), errors.UnknownTierRange),
+        (snapshot(3, [], end=10, claim=4), append(10, 20, epoch=3), errors.FencedLeaderEpoch),
+        (snapshot(3, [], end=10), append(10, 20, rows=11), errors.InvalidRequest),
+        (
+            snapshot(3, [], end=10),
+            wire.CommitToTableRequest(
+                removes=[wire.RemoveFile(path="gone")], counters=[wire.TierCounter()]
+            ),
+            errors.UnknownTierRange,
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(on: Snapshot, change: Any, why: type[errors.PkError]) -> None:
+    result = planned(on, change)
+    assert refusals(result) == [why]
+    assert result.commit is None
+
+
+def test_an_equal_hand_over_waits_for_the_first_one() -> None:
+    result = planned(snapshot(3, [], end=10), append(10, 20), append(10, 20))
+    assert (len(result.taken), len(result.waiting)) == (1, 1)
+
+
+def test_a_claim_keeps_its_own_epoch_and_newer_ones() -> None:
+    result = planned(snapshot(3, [], end=10, claim=4), append(10, 20, epoch=4))
+    assert result.commit.counters[0].claim == 4
+
+
+def test_log_start_removes_whole_files_only() -> None:
+    on = snapshot(5, [data(0, 0, 10), data(0, 10, 20), data(0, 20, 30)], end=30, rows=30)
+    result = planned(on, starts={0: LogStart(25)})
+    assert result.commit.removes == (data(0, 0, 10).path, data(0, 10, 20).path)
+    assert result.commit.counters[0] == PartitionCounters(start=25, end=30, rows=30, removed=20)
+    assert not result.commit.blind
+
+
+def test_a_log_start_past_the_end_is_txn_only_first() -> None:
+    """T9: `:start` = `:end` = log_start in one version, the files go with the next."""
+    on = snapshot(5, [data(0, 0, 30)], end=30, rows=30)
+    result = planned(on, append(30, 60), starts={0: LogStart(50, epoch=2)})
+    assert (result.commit.adds, result.commit.removes) == ((), ())
+    assert result.commit.counters[0] == PartitionCounters(start=50, end=50, epoch=2, rows=30)
+    assert len(result.waiting) == 1
+    later = planned(on.after(result.commit, 6), append(30, 60), starts={0: LogStart(50, 2)})
+    assert later.commit.removes == (data(0, 0, 30).path,)
+    assert refusals(later) == [errors.UnknownTierRange]
+
+
+class Driver:
+    """Steps an owner and keeps what it asks for."""
+
+    def __init__(self, **more: int) -> None:
+        self.owner = Owner("t", ID, "mem://t", OwnerSettings(**more))
+        self.now_ms = 0
+        self.asked: list[Any] = []
+        self.answers: dict[Any, Any] = {}
+        self.published: list[tuple[str, Any]] = []
+        self.timer: int | None = None
+
+    def step(self, event: Any) -> Driver:
+        for effect in self.owner.step(event, self.now_ms):
+            self._take(effect)
+        return self
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Send(message=message):
+                self.asked.append(message)
+            case Respond(request=request, reply=reply):
+                assert request not in self.answers, "answered twice"  # W3
+                self.answers[request] = reply
+            case Publish(name=name, value=value):
+                self.published.append((name, value))
+            case SetTimer(at_ms=at_ms):
+                self.timer = at_ms
+
+    def loaded(self, found: Snapshot | None) -> Driver:
+        assert isinstance(self.asked.pop(), owning.Load)
+        return self.step(owning.Loaded(found))
+
+    def committed(self) -> Commit:
+        commit = self.asked.pop()
+        assert isinstance(commit, Commit)
+        self.step(owning.Committed(commit.read.after(commit, commit.read.version + 1)))
+        return commit
+
+
+def test_one_commit_a_second_with_everything_that_waited() -> None:
+    it = Driver(commit_interval_ms=1_000)
+    it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
+    it.step(Submit("b", append(10, 20)))
+    it.committed()
+    assert isinstance(it.answers["a"], wire.CommitToTableReply)
+    assert it.asked == []
+    assert it.timer == 1_000
+    it.step(Submit("c", append(20, 30)))
+    assert it.asked == []
+    it.now_ms = 1_000
+    it.step(owning.Wake()).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
+    assert len(it.committed().adds) == 2
+    assert it.answers["c"].partitions[0].end == 30
+
+
+def test_a_lost_reply_is_not_written_twice() -> None:
+    """W2: after an unknown outcome it loads, finds its file and answers."""
+    it = Driver(retry_backoff_ms=100)
+    it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
+    it.asked.pop()
+    it.step(owning.Failed(errors.TierUnavailable("lost")))
+    assert it.answers == {}
+    assert it.timer == 100
+    it.now_ms = 100
+    it.step(owning.Wake()).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
+    assert it.asked == []
+    assert it.answers["a"].version == 1
+
+
+def test_a_conflict_is_tried_again_at_once_then_with_back_off() -> None:
+    it = Driver(retry_backoff_ms=100)
+    it.step(Submit("a", append(0, 10)))
+    for attempt in range(6):
+        if not it.asked:
+            assert attempt > owning.CONFLICTS_AT_ONCE
+            assert it.timer is not None
+            it.now_ms = it.timer
+            it.step(owning.Wake())
+        it.loaded(snapshot(attempt, []))
+        it.asked.pop()
+        it.step(owning.Failed(CommitConflict("x")))
+    assert it.now_ms >= 100
+
+
+def test_a_changed_table_refuses_everybody_until_it_is_itself_again() -> None:
+    it = Driver(recheck_ms=500)
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(5, [], end=10))
+    it.step(Submit("a", append(10, 20)))
+    it.loaded(Snapshot(6, "id", {}, {}, TableProtocol(3, 7, ("deletionVectors",))))
+    assert isinstance(it.answers["a"], errors.TierTableChanged)
+    it.step(Submit("b", append(10, 20)))
+    assert isinstance(it.answers["b"], errors.TierTableChanged)
+    assert it.asked == []
+    assert it.timer == 500
+    it.now_ms = 500
+    it.step(owning.Wake()).loaded(snapshot(7, [], end=10))
+    assert it.owner.problem is None
+    assert it.published[-1][1] is None or it.published[-1][0] == owning.SNAPSHOT
+    it.step(Submit("c", append(10, 20))).loaded(snapshot(7, [], end=10))
+    it.committed()
+    assert it.answers["c"].version == 8
+
+
+def test_a_missing_table_is_made_only_before_anything_was_tiered() -> None:
+    fresh = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=0)})).loaded(None)
+    assert isinstance(fresh.asked.pop(), owning.Create)
+    known = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=7)})).loaded(None)
+    assert isinstance(known.owner.problem, errors.TierTableChanged)
+    assert "ended at 7" in known.owner.problem.message
+    deleted = Driver().step(PartitionsSeen({0: LogStart(7, tiered_end=7)})).loaded(None)
+    assert deleted.owner.problem is None  # records deleted before anything was tiered (T9)
+    assert isinstance(deleted.asked.pop(), owning.Create)
+    asked = Driver().step(ClaimPartition("q", 0, -1, commit=False)).loaded(None)
+    assert asked.answers["q"].exists is False
+    assert asked.asked == []
+
+
+def test_a_table_behind_what_the_broker_was_told_is_refused() -> None:
+    it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=50)}))
+    it.loaded(snapshot(3, [], end=40))
+    assert isinstance(it.owner.problem, errors.TierTableChanged)
+    gone = Driver().step(PartitionsSeen({0: LogStart(50, tiered_end=50)}))
+    gone.loaded(snapshot(3, [], end=40))  # deleted records: nothing is missing (T9)
+    assert gone.owner.problem is None
+    assert gone.asked[0].counters[0].end == 50
+
+
+def test_claims_do_not_wait_for_the_next_second() -> None:
+    it = Driver(commit_interval_ms=1_000)
+    it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
+    it.committed()
+    it.now_ms = 10
+    it.step(ClaimPartition("q", 0, 3, commit=True)).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    it.committed()
+    assert (it.answers["q"].end, it.answers["q"].claim) == (10, 3)
+    it.step(ClaimPartition("r", 0, 2, commit=True))
+    it.loaded(snapshot(2, [data(0, 0, 10)], end=10, claim=3))
+    assert isinstance(it.answers["r"], errors.FencedLeaderEpoch)
+
+
+def test_a_request_does_not_wait_for_ever() -> None:
+    it = Driver(request_timeout_ms=1_000, retry_backoff_ms=400)
+    it.step(Submit("a", append(0, 10)))
+    for _ in range(10):
+        if "a" in it.answers:
+            break
+        if it.asked:
+            it.asked.pop()
+            it.step(owning.Failed(errors.TierUnavailable("down")))
+            continue
+        assert it.timer is not None
+        it.now_ms = it.timer
+        it.step(owning.Wake())
+    assert isinstance(it.answers["a"], errors.TierUnavailable)
+    assert "down" in it.answers["a"].message
+    assert it.now_ms <= 1_000
+
+
+def test_vacuum_follows_removals_at_its_interval() -> None:
+    it = Driver(vacuum_interval_ms=5_000, vacuum_retention_ms=0, commit_interval_ms=0)
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    assert it.committed().removes
+    seen = []
+    while it.now_ms < 20_000:
+        assert it.timer is not None
+        it.now_ms = max(it.now_ms + 1, it.timer)
+        it.step(owning.Wake())
+        if isinstance(it.asked[-1], owning.Vacuum):
+            seen.append(it.now_ms)
+            it.asked.pop()
+            it.step(owning.Vacuumed(1))
+        else:
+            it.loaded(snapshot(2, [], start=10, end=10))
+    assert seen == [5_000]
+
+
+def test_who_waits_on_a_topic_that_goes_is_told() -> None:
+    it = Driver().step(Submit("a", append(0, 10))).step(owning.Close())
+    assert isinstance(it.answers["a"], errors.UnknownTopicId)

@@ -1,0 +1,394 @@
+"""Log batches ⇄ the tier's Parquet files, column-wise; no row is touched in Python.
+
+Forward: whole batches of a stable range become one file in the columns of rule T10.  Control
+batches and the batches of aborted transactions are left out, so the table is read_committed by
+nature (rule T12). Back: rows of a file become log batches for a cold fetch; offsets keep their
+gaps, each batch has one leader epoch and one timestamp type.
+
+Invariants
+  F1  rows stand in offset order; a file holds exactly the rows of its range that are neither
+      markers nor aborted.
+  F2  memory is bounded by one decoded batch and the output: rows leave as soon as a row group is
+      full.
+  F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
+      bytes.
+  F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
+      epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pk.log import batch as log_batch
+from pk.log import columns
+from pk.log.batch import Header
+from pk.tiering import rowhash
+from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
+from pk.types import NONE, AbortedTransaction, Offset
+
+ROWS_PER_GROUP = 16_384
+GROUP_BYTES = 4 * 1024 * 1024
+ZSTD_LEVEL = 3
+#: A key column with more distinct values than this share is stored plain.
+_KEY_DISTINCT_SHARE = 0.5
+#: Batches of a cold fetch aim at this size, like a producer's.
+COLD_BATCH_BYTES = 1024 * 1024
+
+LOG_APPEND = 1
+CREATE = 0
+_STATISTICS = ["offset", "timestamp"]
+_I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True)
+class BuiltFile:
+    """A finished file and what its commit states (rule T2)."""
+
+    data: memoryview
+    rows: int
+    row_sum: int
+    min_offset: Offset
+    max_offset: Offset
+    min_timestamp_ms: int
+    max_timestamp_ms: int
+    null_keys: int
+    null_values: int
+
+
+def is_aborted(header: Header, aborted: Sequence[AbortedTransaction]) -> bool:
+    """Whether the batch belongs to an aborted transaction (KIP-98)."""
+    return header.transactional and any(
+        entry.producer_id == header.producer_id
+        and entry.first_offset <= header.base_offset <= entry.last_offset
+        for entry in aborted
+    )
+
+
+def rows_of(
+    batch: memoryview, header: Header, start: Offset, limit: Offset, decoded_bytes_max: int
+) -> pa.RecordBatch:
+    """The rows of one data batch with offsets in `[start, limit)`, in the columns of a file."""
+    decoded = columns.decode(
+        batch, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
+    )
+    if header.base_offset < start or header.next_offset > limit:
+        offsets = decoded.column("offset").to_numpy()
+        low, high = np.searchsorted(offsets, [start, limit])
+        decoded = decoded.slice(int(low), int(high - low))
+    count = decoded.num_rows
+    horizon = header.delete_horizon_ms
+    stamp_type = LOG_APPEND if header.log_append_time else CREATE
+    return pa.RecordBatch.from_arrays(
+        [
+            decoded.column("offset"),
+            decoded.column("timestamp"),
+            pa.array(np.full(count, stamp_type, np.int32)),
+            decoded.column("key"),
+            decoded.column("value"),
+            _file_headers(decoded.column("headers")),
+            pa.array(np.full(count, header.leader_epoch, np.int32)),
+            pa.nulls(count, pa.int64())
+            if horizon is None
+            else pa.array(np.full(count, horizon, np.int64)),
+        ],
+        schema=FILE_SCHEMA,
+    )
+
+
+def _file_headers(column: pa.Array) -> pa.Array:
+    """A row without headers is null in the table, as in Kafka's connector."""
+    kind = FILE_SCHEMA.field("headers").type
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    if not lengths.any():
+        return pa.nulls(len(column), kind)
+    items = column.flatten().cast(kind.value_type)
+    offsets = np.zeros(len(column) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    mask = pa.array(lengths == 0)
+    return pa.ListArray.from_arrays(pa.array(offsets), items, type=kind, mask=mask)
+
+
+def _row_bytes(rows: pa.RecordBatch) -> _I64:
+    """About how many bytes each row takes."""
+    total = np.full(rows.num_rows, 32, np.int64)
+    for name in ("key", "value"):
+        column = rows.column(name)
+        if column.null_count < len(column):
+            total += pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+    headers = rows.column("headers")
+    if headers.null_count < len(headers):
+        total += rows.nbytes // max(1, rows.num_rows)  # a rough share is enough for a bound
+    return total
+
+
+def cut(rows: pa.RecordBatch, rows_max: int, bytes_max: int) -> list[int]:
+    """Ends of consecutive slices of at most `rows_max` rows and about `bytes_max` bytes, at least
+    one row."""
+    count = rows.num_rows
+    sums = np.cumsum(_row_bytes(rows))
+    ends: list[int] = []
+    at = 0
+    while at < count:
+        spent = int(sums[at - 1]) if at else 0
+        end = int(np.searchsorted(sums, spent + bytes_max, side="right"))
+        at = min(max(end, at + 1), at + rows_max, count)
+        ends.append(at)
+    return ends
+
+
+def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
+    """How many of the first rows take about `bytes_max` bytes; at least one."""
+    sums = np.cumsum(_row_bytes(rows))
+    return max(1, int(np.searchsorted(sums, bytes_max, side="right")))
+
+
+class FileBuilder:
+    """Rows in, one Parquet file out (F2)."""
+
+    def __init__(self, level: int = ZSTD_LEVEL) -> None:
+        self._level = level
+        self._sink = pa.BufferOutputStream()
+        self._writer: pq.ParquetWriter | None = None
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = 0
+        self._waiting_bytes = 0
+        self.rows = 0
+        self._sum = 0
+        self._offsets = (NONE, NONE)
+        self._stamps: tuple[int, int] | None = None
+        self._null_keys = 0
+        self._null_values = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of output so far."""
+        return int(self._sink.tell())
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Append rows in the columns of a file, offsets above all before."""
+        if not rows.num_rows:
+            return
+        self._note(rows)
+        self._waiting.append(rows)
+        self._waiting_rows += rows.num_rows
+        self._waiting_bytes += rows.nbytes
+        if self._waiting_rows >= ROWS_PER_GROUP or self._waiting_bytes >= GROUP_BYTES:
+            self._flush(last=False)
+
+    def _note(self, rows: pa.RecordBatch) -> None:
+        offsets = rows.column("offset")
+        first, last = offsets[0].as_py(), offsets[-1].as_py()
+        assert first > self._offsets[1], (first, self._offsets)  # F1
+        self._offsets = (first if self._offsets[0] == NONE else self._offsets[0], last)
+        stamps = rows.column("timestamp").view(pa.int64()).to_numpy()
+        low, high = int(stamps.min()), int(stamps.max())
+        if self._stamps is not None:
+            low, high = min(low, self._stamps[0]), max(high, self._stamps[1])
+        self._stamps = (low, high)
+        self.rows += rows.num_rows
+        self._sum = (self._sum + rowhash.row_sum(rows)) % SUM_MODULUS
+        self._null_keys += rows.column("key").null_count
+        self._null_values += rows.column("value").null_count
+
+    def _flush(self, *, last: bool) -> None:
+        """Write full row groups; the rest waits unless it is the `last`."""
+        merged = _merge(self._waiting)
+        ends = cut(merged, ROWS_PER_GROUP, GROUP_BYTES)
+        at = 0
+        for index, end in enumerate(ends):
+            if index == len(ends) - 1 and not last and len(ends) > 1:
+                break  # the remainder
+            group = merged.slice(at, end - at)
+            self._open(group).write_batch(group, row_group_size=end - at)
+            at = end
+        rest = merged.slice(at)
+        self._waiting = [rest] if rest.num_rows else []
+        self._waiting_rows, self._waiting_bytes = rest.num_rows, 0
+        if rest.num_rows:
+            self._waiting_bytes = rest.nbytes
+
+    def _open(self, sample: pa.RecordBatch) -> pq.ParquetWriter:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self._sink, FILE_SCHEMA, **_writer_options(sample, self._level)
+            )
+        return self._writer
+
+    def finish(self) -> BuiltFile | None:
+        """The file; None if no row came."""
+        if not self.rows:
+            return None
+        if self._waiting_rows:
+            self._flush(last=True)
+        assert self._writer is not None
+        assert self._stamps is not None
+        self._writer.close()
+        return BuiltFile(
+            data=memoryview(self._sink.getvalue()),
+            rows=self.rows,
+            row_sum=self._sum,
+            min_offset=self._offsets[0],
+            max_offset=self._offsets[1],
+            min_timestamp_ms=self._stamps[0] // 1000,
+            max_timestamp_ms=self._stamps[1] // 1000,
+            null_keys=self._null_keys,
+            null_values=self._null_values,
+        )
+
+
+def _merge(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    return pa.concat_batches(batches)
+
+
+def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
+    """What was measured best: zstd, packed offsets and times, keys as a dictionary unless they are
+    unique."""
+    encoding = {
+        "offset": "DELTA_BINARY_PACKED",
+        "timestamp": "DELTA_BINARY_PACKED",
+        "value": "DELTA_LENGTH_BYTE_ARRAY",
+        "delete_horizon_ms": "PLAIN",
+        "headers.list.element.value": "DELTA_LENGTH_BYTE_ARRAY",
+    }
+    dictionary = ["timestamp_type", "leader_epoch", "headers.list.element.key"]
+    keys = sample.column("key")
+    known = len(keys) - keys.null_count
+    if known and pc.count_distinct(keys).as_py() > known * _KEY_DISTINCT_SHARE and known > 1:
+        encoding["key"] = "DELTA_LENGTH_BYTE_ARRAY"
+    else:
+        dictionary.append("key")
+    return {
+        "compression": "zstd",
+        "compression_level": level,
+        "use_dictionary": dictionary,
+        "column_encoding": encoding,
+        "write_statistics": _STATISTICS,
+        "write_page_index": True,
+        "store_schema": False,
+        "version": "2.6",
+    }
+
+
+def add_batch(
+    builder: FileBuilder,
+    header: Header,
+    batch: memoryview,
+    start: Offset,
+    limit: Offset,
+    aborted: Sequence[AbortedTransaction],
+    decoded_bytes_max: int,
+) -> None:
+    """The rows of one log batch with offsets in `[start, limit)`, unless it is a marker or aborted
+    (F1).
+
+    Raises `CorruptBatch` or `InvalidRecord` if the log's own bytes do not decode (rule L9).
+    """
+    if header.base_offset >= limit or header.next_offset <= start:
+        return
+    if header.control or not header.record_count or is_aborted(header, aborted):
+        return
+    log_batch.check(batch)
+    builder.add(rows_of(batch, header, start, limit, decoded_bytes_max))
+
+
+def build_file(
+    buffers: Iterable[memoryview],
+    *,
+    start: Offset,
+    limit: Offset,
+    aborted: Sequence[AbortedTransaction],
+    decoded_bytes_max: int,
+    level: int = ZSTD_LEVEL,
+) -> BuiltFile | None:
+    """One file of the rows of `buffers` (whole log batches, in order) with offsets in `[start,
+    limit)`."""
+    builder = FileBuilder(level)
+    for buffer in buffers:
+        for header, batch in log_batch.iter_batches(buffer):
+            add_batch(builder, header, batch, start, limit, aborted, decoded_bytes_max)
+    return builder.finish()
+
+
+# -- back ------------------------------------------------------------------------------------------
+
+
+def canonical(table: pa.Table) -> pa.RecordBatch:
+    """Rows read from any file of the table (outside maintenance may have written it) in our
+    columns."""
+    arrays = []
+    for field in FILE_SCHEMA:
+        index = table.schema.get_field_index(field.name)
+        if index < 0:
+            arrays.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = table.column(index)
+        if column.type != field.type:
+            column = column.cast(field.type)
+        chunks = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        arrays.append(chunks)
+    return pa.RecordBatch.from_arrays(arrays, schema=FILE_SCHEMA)
+
+
+def in_offset_order(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.RecordBatch:
+    """Rows with offsets in `[start, end)`, sorted, an offset once (rule T10: files may be
+    scattered)."""
+    offsets = rows.column("offset").to_numpy()
+    growing = len(offsets) < 2 or bool((offsets[1:] > offsets[:-1]).all())
+    if not growing:
+        order = np.argsort(offsets, kind="stable")
+        first = np.ones(len(order), bool)
+        first[1:] = offsets[order][1:] != offsets[order][:-1]
+        rows = rows.take(pa.array(order[first]))
+        offsets = rows.column("offset").to_numpy()
+    low, high = np.searchsorted(offsets, [start, end])
+    return rows.slice(int(low), int(high - low))
+
+
+def batches_of(rows: pa.RecordBatch, batch_bytes: int = COLD_BATCH_BYTES) -> Iterator[bytes]:
+    """Log batches of rows in offset order: split where epoch or timestamp type changes, or at the
+    size."""
+    if not rows.num_rows:
+        return
+    at = 0
+    for end in _run_ends(rows):
+        run = rows.slice(at, end - at)
+        at = end
+        inner = 0
+        for stop in cut(run, ROWS_PER_GROUP, batch_bytes):
+            yield _encode(run.slice(inner, stop - inner))
+            inner = stop
+
+
+def _run_ends(rows: pa.RecordBatch) -> list[int]:
+    """Ends of runs that one batch can express."""
+    epochs = pc.fill_null(rows.column("leader_epoch"), NONE).to_numpy()
+    types = pc.fill_null(rows.column("timestamp_type"), CREATE).to_numpy()
+    offsets = rows.column("offset").to_numpy()
+    stamps = rows.column("timestamp").view(pa.int64()).to_numpy()
+    broken = (epochs[1:] != epochs[:-1]) | (types[1:] != types[:-1])
+    broken |= (types[1:] == LOG_APPEND) & (stamps[1:] != stamps[:-1])
+    broken |= offsets[1:] - offsets[:-1] >= 2**31 // (2 * ROWS_PER_GROUP)
+    return [*(np.flatnonzero(broken) + 1).tolist(), rows.num_rows]
+
+
+def _encode(rows: pa.RecordBatch) -> bytes:
+    epoch = rows.column("leader_epoch")[0].as_py()
+    parts = columns.encode(rows, keep_offsets=True, leader_epoch=NONE if epoch is None else epoch)
+    batch = b"".join(parts)
+    if rows.column("timestamp_type")[0].as_py() == LOG_APPEND:
+        header = log_batch.read_header(batch)
+        append_time = header.max_timestamp
+        stamped = log_batch.patched(batch, header.base_offset, header.leader_epoch, append_time)
+        batch = b"".join(stamped)
+    return batch

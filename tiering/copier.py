@@ -1,0 +1,564 @@
+"""One partition's way into the tier: which range is copied when, and what local data may go.
+
+Sans-IO; one machine per partition.  Its truth is the table: it starts from the table's end, and
+goes back to it after every refusal or unknown outcome (rule T5).
+
+A range [start, end) goes through: due (bytes or age) → uploading → uploaded → handed to the owner →
+committed → its delay and a HEAD of its files → droppable.  Uploads run ahead of the commit by at
+most AHEAD_MAX files, because the owner commits only once a second.
+
+Invariants
+  K1  ranges are contiguous from the table's end: queue[0].start == table end, queue[i].end ==
+      queue[i+1].start.
+  K2  nothing is copied before the watermark has caught up, or at or above the LSO (rule T1).
+  K3  at most one upload and one hand-over are under way; a retry waits, the wait doubles up to 30
+      s. An answer names what it answers: one to something given up meanwhile changes nothing.
+  K4  `droppable_end` covers only ranges whose files answered a HEAD after `local_drop_delay_ms`
+      (rule T6).
+  K5  the machine deletes nothing; what it uploaded in vain is VACUUM's (rule T5).
+  K6  a table in trouble stops copying and dropping, never the broker: the problem is reported.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pk import errors
+from pk.effects import Effect, Send, SetTimer
+from pk.tiering.layout import SUM_MODULUS, parse_data_path
+from pk.tiering.table import DataFile
+from pk.types import NONE, Epoch, Offset
+from pk.wire import pk_pb2 as wire
+
+#: Peers in `Send` effects.
+STORE = "store"
+OWNER = "owner"
+BROKER = "broker"
+
+#: Uploaded files that may wait for their commit.
+AHEAD_MAX = 4
+BACKOFF_MAX_MS = 30_000
+#: A range with a missing file is looked at again no sooner than this.
+CONFIRM_RETRY_MS = 5_000
+#: How finely the age of stable data is remembered, as a share of tier_max_lag_ms.
+MARKS = 8
+#: Committed ranges that wait for their delay; more are merged (the later time counts).
+COMMITTED_MAX = 128
+
+
+@dataclass(slots=True, frozen=True)
+class CopySettings:
+    """The topic's options that concern copying, and the server's back-off."""
+
+    enabled: bool = True
+    max_lag_ms: int = 60_000
+    file_bytes: int = 64 * 1024 * 1024
+    drop_delay_ms: int = 60_000
+    retry_backoff_ms: int = 500
+
+
+@dataclass(slots=True, frozen=True)
+class View:
+    """What the leader says of the partition (`tier_partitions`)."""
+
+    leader_epoch: Epoch
+    ready: bool  #: the high watermark has caught up (T1)
+    log_start: Offset
+    local_log_start: Offset
+    last_stable_offset: Offset
+    settings: CopySettings
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Upload:
+    """Copy `[start, ≤ limit)` into one new file of about `max_bytes`; a repair takes exactly
+    `limit`."""
+
+    start: Offset
+    limit: Offset
+    max_bytes: int
+    leader_epoch: Epoch
+    replaces: DataFile | None = None
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Measure:
+    """How many log bytes lie in `[start, limit)`?"""
+
+    start: Offset
+    limit: Offset
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class HandOver:
+    """For the table's owner (`commit_to_table`)."""
+
+    request: wire.CommitToTableRequest
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Confirm:
+    """HEAD every file that covers `[start, end)` (rule T6)."""
+
+    start: Offset
+    end: Offset
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Viewed:
+    view: View
+
+
+@dataclass(slots=True)
+class TableSeen:
+    """A snapshot: the table covers `[start, end)` of this partition."""
+
+    start: Offset
+    end: Offset
+    bytes: int
+    version: int
+
+
+@dataclass(slots=True)
+class Measured:
+    asked: Measure
+    bytes: int
+
+
+@dataclass(slots=True)
+class Uploaded:
+    """`add` None = the range holds no rows (aborted, markers)."""
+
+    asked: Upload
+    end: Offset
+    epoch: Epoch  #: leader epoch of `end - 1`
+    add: wire.AddFile | None
+
+
+@dataclass(slots=True)
+class HandedOver:
+    """The owner committed it, or the table had it already."""
+
+    asked: HandOver
+
+
+@dataclass(slots=True)
+class Confirmed:
+    """`missing`: files of the range that do not answer a HEAD."""
+
+    asked: Confirm
+    missing: Sequence[DataFile]
+
+
+@dataclass(slots=True)
+class Checked:
+    """The broker had files looked for before it drops what they cover; `missing` did not answer."""
+
+    missing: Sequence[DataFile]
+
+
+@dataclass(slots=True)
+class OperationFailed:
+    asked: Upload | Measure | HandOver | Confirm
+    error: errors.PkError
+
+
+@dataclass(slots=True)
+class TableProblem:
+    """The owner's problem, or None once it is solved."""
+
+    error: errors.PkError | None
+
+
+@dataclass(slots=True)
+class Wake:
+    """The timer fired."""
+
+
+@dataclass(slots=True)
+class SessionLost:
+    """The broker restarted: it is told everything again."""
+
+
+CopierEvent = (
+    Viewed
+    | TableSeen
+    | Measured
+    | Uploaded
+    | HandedOver
+    | Confirmed
+    | Checked
+    | OperationFailed
+    | TableProblem
+    | Wake
+    | SessionLost
+)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """An uploaded range; `add` None if it holds no rows."""
+
+    start: Offset
+    end: Offset
+    epoch: Epoch
+    add: wire.AddFile | None
+
+
+@dataclass(slots=True)
+class _Repair:
+    """A lost file on its way back (rule T6)."""
+
+    upload: Upload
+    sent: bool = False
+    add: wire.AddFile | None = None
+    hand_over: HandOver | None = None
+
+
+class Copier:
+    """Machine: see the module."""
+
+    def __init__(self, topic: str, topic_id: str, partition: int) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.partition = partition
+        self.view: View | None = None
+        self.table: TableSeen | None = None
+        self.problem: errors.PkError | None = None
+        self.droppable_end: Offset = NONE
+        self._queue: deque[_Piece] = deque()
+        self._upload: Upload | None = None
+        self._hand_over: HandOver | None = None
+        self._repair: _Repair | None = None
+        self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, up to which LSO)
+        self._measuring: Measure | None = None
+        self._backlog_bytes: int | None = None
+        self._attempts = 0
+        self._not_before_ms = 0
+        self._committed: deque[tuple[int, Offset]] = deque()  #: (when, end), not yet droppable
+        self._confirming: Confirm | None = None
+        self._confirm_not_before_ms = 0
+        self._owner_problem: errors.PkError | None = None
+        self._told: tuple[object, ...] | None = None
+
+    @property
+    def next_start(self) -> Offset:
+        """Where the next upload begins (K1)."""
+        if self._queue:
+            return self._queue[-1].end
+        return self.table.end if self.table is not None else 0
+
+    @property
+    def status(self) -> errors.PkError | None:
+        """What keeps this partition from being tiered."""
+        return self._owner_problem or self.problem
+
+    def step(self, event: CopierEvent, now_ms: int) -> Sequence[Effect]:
+        """The only mutator."""
+        match event:
+            case Viewed():
+                self._viewed(event.view, now_ms)
+            case TableSeen():
+                self._table_seen(event, now_ms)
+            case Measured():
+                if event.asked is self._measuring:
+                    self._measuring, self._backlog_bytes = None, event.bytes
+            case Uploaded():
+                self._uploaded(event)
+            case HandedOver():
+                self._handed_over(event)
+            case Confirmed():
+                self._confirmed(event, now_ms)
+            case Checked():
+                self._checked(event.missing, now_ms)
+            case OperationFailed():
+                self._operation_failed(event, now_ms)
+            case TableProblem():
+                self._owner_problem = event.error
+            case SessionLost():
+                self._told = None
+            case Wake():
+                pass
+        effects: list[Effect] = []
+        self._go_on(now_ms, effects)
+        return effects
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def _viewed(self, view: View, now_ms: int) -> None:
+        old, self.view = self.view, view
+        if old is not None and old.leader_epoch != view.leader_epoch:
+            self._restart()  # files of the older epoch may be refused (rule T4)
+            self._told = None
+        if not self._marks or view.last_stable_offset > self._marks[-1][1]:
+            fine = max(1, view.settings.max_lag_ms // MARKS)
+            young = bool(self._marks) and now_ms - self._marks[-1][0] < fine
+            if young or len(self._marks) > 2 * MARKS:
+                self._marks[-1] = (self._marks[-1][0], view.last_stable_offset)
+            else:
+                self._marks.append((now_ms, view.last_stable_offset))
+            self._backlog_bytes = None
+        self._forget_marks()
+
+    def _forget_marks(self) -> None:
+        while len(self._marks) > 1 and self._marks[0][1] <= self.next_start:
+            self._marks.popleft()
+
+    def _table_seen(self, seen: TableSeen, now_ms: int) -> None:
+        before, self.table = self.table, seen
+        if before is None or seen.end > before.end:
+            if len(self._committed) >= COMMITTED_MAX:
+                self._committed.pop()
+            self._committed.append((now_ms, seen.end))
+        if before is not None and seen.end == before.end:
+            return
+        while self._queue and self._queue[0].end <= seen.end:
+            self._queue.popleft()
+        if not self._queue or self._queue[0].start != seen.end:
+            self._queue.clear()  # K1: the end moved for another reason (T9, another committer)
+        if self._upload is not None and self._upload.start != self.next_start:
+            self._upload = None
+        self._backlog_bytes = None
+        self._forget_marks()
+
+    def _restart(self) -> None:
+        """Back to the table's end (T5); answers still to come are to nothing (K3)."""
+        self._queue.clear()
+        self._upload = self._hand_over = self._measuring = None
+        self._backlog_bytes = None
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _uploaded(self, event: Uploaded) -> None:
+        if self._repair is not None and event.asked is self._repair.upload:
+            if event.add is None:
+                self._repair = None  # the local log has no such rows: only the operator can help
+            else:
+                self._repair.add = event.add
+        elif event.asked is self._upload:
+            self._upload = None
+            self._queue.append(_Piece(event.asked.start, event.end, event.epoch, event.add))
+            self._backlog_bytes = None
+            self._solved(errors.TierUnavailable, errors.StoreRefused)
+            self._forget_marks()
+
+    def _handed_over(self, event: HandedOver) -> None:
+        if self._repair is not None and event.asked is self._repair.hand_over:
+            self._repair = None
+            self._confirm_not_before_ms = 0
+            self._solved(errors.TierTableChanged)  # what is still missing, the next look names
+        elif event.asked is self._hand_over:
+            self._hand_over = None
+            self._solved(errors.TierUnavailable, errors.StoreRefused, errors.FencedLeaderEpoch)
+
+    def _operation_failed(self, event: OperationFailed, now_ms: int) -> None:
+        asked, repair = event.asked, self._repair
+        if repair is not None and (asked is repair.upload or asked is repair.hand_over):
+            self._repair = None
+        elif asked is self._upload:
+            self._upload = None
+        elif asked is self._hand_over:
+            self._restart()  # refused, failed or unknown: the table's end decides (T5)
+        elif asked is self._confirming:
+            self._confirming = None
+            self._confirm_not_before_ms = now_ms + CONFIRM_RETRY_MS
+            return
+        else:
+            if asked is self._measuring:
+                self._measuring = None
+            return
+        self._attempts += 1
+        base = self.view.settings.retry_backoff_ms if self.view is not None else 500
+        wait = min(base << min(self._attempts - 1, 16), BACKOFF_MAX_MS)
+        self._not_before_ms = now_ms + wait  # K3
+        if not isinstance(event.error, errors.UnknownTierRange):
+            self.problem = event.error
+
+    def _solved(self, *kinds: type[errors.PkError]) -> None:
+        self._attempts = 0
+        if isinstance(self.problem, kinds):
+            self.problem = None
+
+    def _confirmed(self, event: Confirmed, now_ms: int) -> None:
+        if event.asked is not self._confirming:
+            return
+        self._confirming = None
+        if not event.missing:
+            self.droppable_end = max(self.droppable_end, event.asked.end)  # K4
+            while self._committed and self._committed[0][1] <= event.asked.end:
+                self._committed.popleft()
+        self._checked(event.missing, now_ms)
+
+    def _checked(self, missing: Sequence[DataFile], now_ms: int) -> None:
+        """T6: whoever looked, the first lost file that the local log still has is copied again."""
+        if not missing:
+            self._solved(errors.TierTableChanged)
+            return
+        self._confirm_not_before_ms = now_ms + CONFIRM_RETRY_MS
+        lost = missing[0]
+        self.problem = errors.TierTableChanged(
+            f"the table names {lost.path}, the store does not have it ({len(missing)} such "
+            "files); what is still in the local log is copied again, the rest must be restored",
+            path=lost.path,
+        )
+        view = self.view
+        if view is None or self._repair is not None:
+            return
+        for file in missing:
+            name = parse_data_path(file.path)
+            if name is not None and name.start >= view.local_log_start:
+                upload = Upload(name.start, name.end, 2**62, view.leader_epoch, replaces=file)
+                self._repair = _Repair(upload)
+                return
+
+    # -- what is due -------------------------------------------------------------------------------
+
+    def _go_on(self, now_ms: int, effects: list[Effect]) -> None:
+        due: list[int] = []
+        view, table = self.view, self.table
+        in_trouble = isinstance(self._owner_problem, errors.OperatorError)  # K6
+        if view is not None and table is not None and view.ready and not in_trouble:  # K2
+            if view.settings.enabled and table.end >= view.log_start:  # T1, after T9
+                due += self._mend(view, table, now_ms, effects)
+                due += self._hand(view, table, now_ms, effects)
+                due += self._copy(view, now_ms, effects)
+            due += self._drop(view, table, now_ms, effects)
+        self._tell(effects)
+        effects.append(SetTimer(self.partition, min(due) if due else None))
+
+    def _copy(self, view: View, now_ms: int, effects: list[Effect]) -> list[int]:
+        """Start an upload if one is due; else when to look again."""
+        start, limit = self.next_start, view.last_stable_offset
+        if self._upload is not None or start >= limit or len(self._queue) >= AHEAD_MAX:
+            return []
+        if now_ms < self._not_before_ms:
+            return [self._not_before_ms]
+        age_due = self._age_due_ms(start, view.settings.max_lag_ms)
+        backlog = self._backlog_bytes
+        if now_ms >= age_due or (backlog is not None and backlog >= view.settings.file_bytes):
+            self._upload = Upload(start, limit, view.settings.file_bytes, view.leader_epoch)
+            effects.append(Send(STORE, self._upload))
+            return []
+        if backlog is None and self._measuring is None:
+            self._measuring = Measure(start, limit)
+            effects.append(Send(STORE, self._measuring))
+        return [age_due]
+
+    def _age_due_ms(self, start: Offset, max_lag_ms: int) -> int:
+        for seen_ms, end in self._marks:
+            if end > start:
+                return seen_ms + max_lag_ms
+        return 0
+
+    def _hand(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
+        """Hand all uploaded pieces to the owner, one hand-over at a time."""
+        if self._hand_over is not None or not self._queue:
+            return []
+        if now_ms < self._not_before_ms:
+            return [self._not_before_ms]
+        pieces = list(self._queue)
+        assert pieces[0].start == table.end, (pieces[0].start, table.end)  # K1
+        adds = [piece.add for piece in pieces if piece.add is not None]
+        counter = wire.TierCounter(
+            partition=self.partition,
+            start=pieces[0].start,
+            end=pieces[-1].end,
+            epoch=pieces[-1].epoch,
+            claim=view.leader_epoch,
+            rows_added=sum(add.rows for add in adds),
+            sum_added=sum(add.row_sum for add in adds) % SUM_MODULUS,
+        )
+        self._hand_over = HandOver(self._request(table, adds, [], counter, data_change=True))
+        effects.append(Send(OWNER, self._hand_over))
+        return []
+
+    def _mend(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
+        """Bring a lost file back: upload its range, then swap the names in the table."""
+        repair = self._repair
+        if repair is None or repair.hand_over is not None:
+            return []
+        if repair.add is None:
+            if not repair.sent:
+                repair.sent = True
+                effects.append(Send(STORE, repair.upload))
+            return []
+        lost = repair.upload.replaces
+        assert lost is not None
+        counter = wire.TierCounter(partition=self.partition, claim=view.leader_epoch)
+        removes = [wire.RemoveFile(path=lost.path, partition=self.partition, rows=lost.rows)]
+        repair.hand_over = HandOver(
+            self._request(table, [repair.add], removes, counter, data_change=False)
+        )
+        effects.append(Send(OWNER, repair.hand_over))
+        return []
+
+    def _request(
+        self,
+        table: TableSeen,
+        adds: Sequence[wire.AddFile],
+        removes: Sequence[wire.RemoveFile],
+        counter: wire.TierCounter,
+        *,
+        data_change: bool,
+    ) -> wire.CommitToTableRequest:
+        return wire.CommitToTableRequest(
+            topic_id=self.topic_id,
+            topic=self.topic,
+            adds=adds,
+            removes=removes,
+            counters=[counter],
+            version_read=table.version,
+            data_change=data_change,
+        )
+
+    def _drop(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
+        """T6: after the delay, ask for a HEAD of every file of what may go next."""
+        if self._confirming is not None or self._repair is not None or not self._committed:
+            return []
+        delay = view.settings.drop_delay_ms
+        due = max(self._committed[0][0] + delay, self._confirm_not_before_ms)
+        if now_ms < due:
+            return [due]
+        end = max(end for when, end in self._committed if when + delay <= now_ms)
+        start = max(self.droppable_end, table.start, view.local_log_start)
+        if end <= start:
+            self.droppable_end = max(self.droppable_end, end)
+            while self._committed and self._committed[0][1] <= end:
+                self._committed.popleft()
+            return self._drop(view, table, now_ms, effects)
+        self._confirming = Confirm(start, end)
+        effects.append(Send(STORE, self._confirming))
+        return []
+
+    def _tell(self, effects: list[Effect]) -> None:
+        """Report to the broker what changed."""
+        view, table = self.view, self.table
+        if view is None:
+            return
+        status = self.status
+        text = (type(status), status.message) if status is not None else None
+        facts = (table.start, table.end, table.bytes) if table is not None else None
+        news = (view.leader_epoch, facts, self.droppable_end, text)
+        if news == self._told or (table is None and status is None):
+            return
+        self._told = news
+        progress = wire.TierProgress(
+            topic_id=self.topic_id,
+            partition=self.partition,
+            leader_epoch=view.leader_epoch,
+            tiered_end=NONE,
+            droppable_end=self.droppable_end,
+        )
+        if table is not None:
+            progress.start, progress.tiered_end = table.start, table.end
+            progress.tier_bytes, progress.version = table.bytes, table.version
+        if status is not None:
+            progress.problem.code = status.code if status.code >= 0 else errors.TierUnavailable.code
+            progress.problem.message = status.message
+            progress.problem.details.update(status.details)
+        effects.append(Send(BROKER, progress))

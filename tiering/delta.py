@@ -1,0 +1,465 @@
+"""A topic's table through deltalake: the only importer of it (docs/design says why its commits are
+exact).
+
+Every commit is `update_incremental` earlier in `load`, then one `create_write_transaction` with
+`max_commit_retries=0` on that very version: a stale handle is refused, adds and removes alike.
+What comes back as an error may have landed (a lost reply); the owner reloads and looks (rule T5).
+
+deltalake's handle does not notice that its table was deleted or replaced.  `load` therefore first
+HEADs the commit file of the version it knows; another tag, or none, means: open afresh and compare
+(rule T8).
+
+Invariants
+  E1  one call on a handle at a time; a handle whose call raised or overran its deadline is thrown
+      away.
+  E2  a snapshot after our own commit is derived from the one before, not listed again: the commit
+      was exact.
+  E3  a protocol other than reader 1 / writer 2 without features never yields a snapshot that is
+      written to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import datetime
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from pk import errors
+from pk.clock import Clock
+from pk.tiering import layout
+from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
+from pk.tiering.objects import ObjectInfo, ObjectStore
+from pk.tiering.store_settings import StoreSettings
+from pk.tiering.table import (
+    OFFSET_MAX,
+    Commit,
+    CommitConflict,
+    DataFile,
+    NewFile,
+    Snapshot,
+    Table,
+    TableProtocol,
+)
+
+T = TypeVar("T")
+
+THREADS = 4
+#: Deadline of one deltalake call, as a multiple of the store's: it makes several requests.
+DEADLINE_FACTOR = 3
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_HOUR_MS = 3_600_000
+
+
+class DeltaTables:
+    """Tables below one tier URL."""
+
+    def __init__(self, settings: StoreSettings, store: ObjectStore, clock: Clock) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._options = settings.for_deltalake()
+        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-delta")
+
+    def table(self, topic: str, topic_id: str) -> Table:
+        return DeltaLogTable(self, topic, topic_id)
+
+    def describe(self) -> dict[str, str]:
+        return self._settings.public()
+
+    @property
+    def store(self) -> ObjectStore:
+        return self._store
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        return self._options or None
+
+    def wall_ms(self) -> int:
+        return self._clock.wall_ms()
+
+    def uri(self, path: str) -> str:
+        """deltalake wants local paths with a scheme and percent signs escaped."""
+        if self._settings.scheme == "file":
+            return "file://" + urllib.parse.quote(f"{self._settings.directory.rstrip('/')}/{path}")
+        return f"{self._settings.url}/{path}"
+
+    async def run(self, doing: str, work: Callable[[], T]) -> T:
+        """One deltalake call in a thread, with a deadline."""
+        loop = asyncio.get_running_loop()
+        limit_s = self._settings.timeout_ms * DEADLINE_FACTOR / 1000
+        try:
+            async with asyncio.timeout(limit_s):
+                return await loop.run_in_executor(self._pool, work)
+        except TimeoutError:
+            raise errors.TierUnavailable(
+                f"{self._settings.url}: {doing}: no answer within {limit_s:g} s"
+            ) from None
+
+    async def probe(self, attempt: str) -> None:
+        """Rule T14: two handles commit the same version; exactly one may win."""
+        path = layout.probe_path(attempt)
+        try:
+            await self.run("probing put-if-absent", lambda: self._probe(self.uri(path)))
+        finally:
+            try:
+                for found in await self._store.list(path):
+                    await self._store.delete(found.path)
+            except errors.PkError:
+                pass  # leftovers of a probe harm nobody
+
+    def _probe(self, uri: str) -> None:
+        try:
+            schema = pa.schema([pa.field("x", pa.int32())])
+            DeltaTable.create(uri, schema=schema, storage_options=self.options)
+            first = DeltaTable(uri, storage_options=self.options)
+            second = DeltaTable(uri, storage_options=self.options)
+            _write(first, [], schema, {"probe": 1}, blind=False)
+        except Exception as cause:
+            raise translated(self._settings.url, "probing put-if-absent", cause) from cause
+        try:
+            _write(second, [], schema, {"probe": 2}, blind=False)
+        except CommitFailedError:
+            return
+        except Exception as cause:
+            raise translated(self._settings.url, "probing put-if-absent", cause) from cause
+        raise errors.StoreRefused(
+            f"{self._settings.url}: the store lets two writers put the same object "
+            "(no put-if-absent): commits to a table would overwrite each other; use a store that "
+            "honours If-None-Match",
+            url=self._settings.url,
+        )
+
+    async def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class DeltaLogTable:
+    """One topic's table."""
+
+    def __init__(self, tables: DeltaTables, topic: str, topic_id: str) -> None:
+        self._tables = tables
+        self._topic_id = topic_id
+        self._path = layout.table_path(topic, topic_id)
+        self._uri = tables.uri(self._path)
+        self._handle: DeltaTable | None = None
+        self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
+        self._snapshot: Snapshot | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    async def load(self, partitions: Sequence[int]) -> Snapshot | None:
+        async with self._turn:
+            return await self._load(partitions)
+
+    async def _load(self, partitions: Sequence[int]) -> Snapshot | None:
+        handle, known = self._handle, self._snapshot
+        if handle is not None and known is not None and not await self._is_known(known.version):
+            handle = None
+        self._handle = None  # E1: until the call came back
+        found = await self._tables.run(
+            f"loading {self._uri}", lambda: self._open_or_update(handle, partitions)
+        )
+        if found is None:
+            self._snapshot = self._seen = None
+            return None
+        handle, snapshot = found
+        await self._note(handle, snapshot)
+        return snapshot
+
+    async def _is_known(self, version: int) -> bool:
+        """Whether the commit file of our version is still the one we saw."""
+        seen = await self._tables.store.head(f"{self._path}/{layout.commit_file(version)}")
+        return seen is not None and self._seen is not None and seen.tag == self._seen.tag
+
+    async def _note(self, handle: DeltaTable, snapshot: Snapshot) -> None:
+        path = f"{self._path}/{layout.commit_file(snapshot.version)}"
+        self._seen = await self._tables.store.head(path)
+        self._handle, self._snapshot = handle, snapshot
+
+    def _open_or_update(
+        self, handle: DeltaTable | None, partitions: Sequence[int]
+    ) -> tuple[DeltaTable, Snapshot] | None:
+        known = self._snapshot if handle is not None else None
+        try:
+            if handle is None:
+                handle = DeltaTable(self._uri, storage_options=self._tables.options)
+            else:
+                handle.update_incremental()
+            if known is not None and handle.version() == known.version:
+                fresh = [p for p in partitions if p not in known.counters]
+                if not fresh:
+                    return handle, known
+                counters = {**known.counters, **self._counters(handle, fresh)}
+                return handle, Snapshot(
+                    known.version, known.table_id, known.files, counters, known.protocol
+                )
+            return handle, self._read(handle, partitions)
+        except TableNotFoundError:
+            return None
+        except Exception as cause:
+            raise translated(self._uri, "loading the table", cause) from cause
+
+    def _read(self, handle: DeltaTable, partitions: Sequence[int]) -> Snapshot:
+        """A snapshot from the log itself."""
+        protocol = _protocol(handle)
+        metadata = handle.metadata()
+        if protocol != TableProtocol():
+            # T8: not read any further; the owner refuses it by its protocol
+            return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
+        check_columns(self._uri, handle)
+        return Snapshot(
+            handle.version(),
+            str(metadata.id),
+            files_of(pa.table(handle.get_add_actions(flatten=True))),
+            self._counters(handle, partitions),
+            protocol,
+        )
+
+    def _counters(
+        self, handle: DeltaTable, partitions: Sequence[int]
+    ) -> dict[int, PartitionCounters]:
+        found: dict[int, PartitionCounters] = {}
+        for partition in partitions:
+            values: dict[str, int] = {}
+            for name in layout.COUNTERS:
+                value = handle.transaction_version(app_id(self._topic_id, partition, name))
+                if value is None and name == "end":
+                    pass
+                elif value is not None:
+                    values[name] = value
+            found[partition] = PartitionCounters(**values)
+        return found
+
+    async def create(self) -> Snapshot:
+        async with self._turn:
+            try:
+                await self._tables.run(f"creating {self._uri}", self._create)
+            except errors.TierUnavailable:
+                pass  # unknown outcome: the load tells
+            snapshot = await self._load(())
+            if snapshot is None:
+                raise errors.TierUnavailable(f"{self._uri}: the table could not be created")
+            return snapshot
+
+    def _create(self) -> None:
+        try:
+            DeltaTable.create(
+                self._uri,
+                schema=TABLE_SCHEMA,
+                mode="ignore",
+                partition_by=[PARTITION_COLUMN],
+                configuration={**layout.TABLE_PROPERTIES, "pk.topic_id": self._topic_id},
+                storage_options=self._tables.options,
+                raise_if_key_not_exists=False,
+            )
+        except Exception as cause:
+            raise translated(self._uri, "creating the table", cause) from cause
+
+    async def commit(self, commit: Commit) -> Snapshot:
+        async with self._turn:
+            handle, self._handle = self._handle, None  # E1
+            if handle is None or handle.version() != commit.read.version:
+                raise CommitConflict(f"{self._uri}: version {commit.read.version} is not at hand")
+            now_ms = self._tables.wall_ms()
+            await self._tables.run(
+                f"committing to {self._uri}", lambda: self._commit(handle, commit, now_ms)
+            )
+            snapshot = commit.read.after(commit, commit.read.version + 1)  # E2
+            if handle.version() != snapshot.version:
+                raise CommitConflict(f"{self._uri}: version {handle.version()} came in between")
+            await self._note(handle, snapshot)
+            return snapshot
+
+    def _commit(self, handle: DeltaTable, commit: Commit, now_ms: int) -> None:
+        actions: list[AddAction | RemoveAction] = [add_action(new) for new in commit.adds]
+        for path in commit.removes:
+            file = commit.read.files[path]
+            actions.append(
+                RemoveAction(
+                    urllib.parse.quote(path, safe="/="),
+                    commit.data_change,
+                    now_ms,
+                    file.size,
+                    {PARTITION_COLUMN: str(file.partition)},
+                )
+            )
+        versions = {
+            app_id(self._topic_id, partition, name): value
+            for partition, counters in commit.counters.items()
+            for name, value in counters._asdict().items()
+            if value >= 0 and value != getattr(commit.read.partition(partition), name)
+        }
+        try:
+            _write(handle, actions, TABLE_SCHEMA, versions, blind=commit.blind)
+            handle.update_incremental()
+        except Exception as cause:
+            raise translated(self._uri, "committing", cause) from cause
+
+    async def vacuum(self, retention_ms: int) -> int:
+        async with self._turn:
+            handle, self._handle = self._handle, None
+            return await self._tables.run(
+                f"vacuuming {self._uri}", lambda: self._vacuum(handle, retention_ms)
+            )
+
+    def _vacuum(self, handle: DeltaTable | None, retention_ms: int) -> int:
+        try:
+            if handle is None:
+                handle = DeltaTable(self._uri, storage_options=self._tables.options)
+            # LITE: only files the log names as removed, so uploads under way survive.
+            removed = handle.vacuum(
+                retention_hours=retention_ms // _HOUR_MS,
+                dry_run=False,
+                enforce_retention_duration=False,
+                full=False,
+            )
+        except Exception as cause:
+            raise translated(self._uri, "vacuuming", cause) from cause
+        return len(removed)
+
+
+def _write(
+    handle: DeltaTable,
+    actions: list[AddAction | RemoveAction],
+    schema: pa.Schema,
+    versions: Mapping[str, int],
+    *,
+    blind: bool,
+) -> None:
+    """One exact commit (rule T3)."""
+    partitioned = [PARTITION_COLUMN] if PARTITION_COLUMN in schema.names else None
+    handle.create_write_transaction(
+        actions,
+        mode="append",
+        schema=schema,
+        partition_by=partitioned,
+        commit_properties=CommitProperties(
+            custom_metadata={"isBlindAppend": True} if blind else {},
+            max_commit_retries=0,
+            app_transactions=[Transaction(app, version) for app, version in versions.items()],
+        ),
+        post_commithook_properties=PostCommitHookProperties(),
+    )
+
+
+def add_action(new: NewFile) -> AddAction:
+    """The add of a file with the statistics that prune it (rule T10)."""
+    file = new.file
+    stats = {
+        "numRecords": file.rows,
+        "minValues": {"offset": file.min_offset, "timestamp": _iso(file.min_timestamp_ms)},
+        "maxValues": {"offset": file.max_offset, "timestamp": _iso(file.max_timestamp_ms, up=True)},
+        "nullCount": {"offset": 0, "timestamp": 0, "key": new.null_keys, "value": new.null_values},
+    }
+    return AddAction(
+        urllib.parse.quote(file.path, safe="/="),
+        file.size,
+        {PARTITION_COLUMN: str(file.partition)},
+        new.modified_ms,
+        new.data_change,
+        json.dumps(stats),
+    )
+
+
+def _iso(timestamp_ms: int, *, up: bool = False) -> str:
+    """Delta's text of a timestamp; out of its range: the nearest one that does not prune
+    wrongly."""
+    low, high = -62_135_596_800_000, 253_402_300_799_999
+    clamped = min(max(timestamp_ms, low), high)
+    moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{clamped % 1000:03d}Z"
+
+
+def files_of(actions: pa.Table) -> dict[str, DataFile]:
+    """The live files from deltalake's flattened add actions; missing statistics become
+    "anything"."""
+    count = actions.num_rows
+
+    def column(name: str, default: Any) -> list[Any]:
+        if name not in actions.column_names:
+            return [default] * count
+        values = actions.column(name)
+        if pa.types.is_timestamp(values.type):
+            values = values.cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64())
+        return [default if value is None else value for value in values.to_pylist()]
+
+    rows = zip(
+        column("path", ""),
+        column(f"partition.{PARTITION_COLUMN}", 0),
+        column("min.offset", 0),
+        column("max.offset", OFFSET_MAX),
+        column("min.timestamp", -(2**62)),
+        column("max.timestamp", 2**62),
+        column("num_records", 0),
+        column("size_bytes", 0),
+        strict=True,
+    )
+    files = [DataFile(urllib.parse.unquote(row[0]), int(row[1]), *row[2:]) for row in rows]
+    return {file.path: file for file in files}
+
+
+def _protocol(handle: DeltaTable) -> TableProtocol:
+    protocol = handle.protocol()
+    features = {*(protocol.reader_features or ()), *(protocol.writer_features or ())}
+    return TableProtocol(
+        protocol.min_reader_version, protocol.min_writer_version, tuple(sorted(features))
+    )
+
+
+def check_columns(uri: str, handle: DeltaTable) -> None:
+    """Raises `TierTableChanged` unless pk's columns are there with their types (rule T10)."""
+    partitioned = list(handle.metadata().partition_columns)
+    found = {field.name: field.type for field in pa.schema(handle.schema().to_arrow())}
+    problem = ""
+    if partitioned != [PARTITION_COLUMN]:
+        problem = f"is partitioned by {partitioned}, not by {PARTITION_COLUMN}"
+    for field in TABLE_SCHEMA:
+        kind = found.get(field.name)
+        if kind is None:
+            problem = f"has no column {field.name}"
+        elif not pa.types.is_nested(field.type) and pa.field("x", kind).type != field.type:
+            problem = f"has column {field.name} as {kind}, not as {field.type}"
+    if problem:
+        raise errors.TierTableChanged(f"{uri}: the table {problem}; restore its schema", uri=uri)
+
+
+_DENIED = (
+    "permission denied",
+    "access denied",
+    "accessdenied",
+    "read-only file system",
+    "forbidden",
+)
+
+
+def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
+    """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
+    if isinstance(cause, errors.PkError):
+        return cause
+    text = str(cause).strip()
+    low = text.lower()
+    if any(word in low for word in _DENIED):
+        return errors.StoreRefused(
+            f"{uri}: {doing}: {text}; give pk's credentials read and write access", uri=uri
+        )
+    if "nosuchbucket" in low:
+        return errors.StoreRefused(f"{uri}: {doing}: the bucket does not exist: create it", uri=uri)
+    if "unsupported table features" in low or "table has set these" in low:
+        return errors.TierTableChanged(f"{uri}: {doing}: {text}; drop the feature", uri=uri)
+    if isinstance(cause, CommitFailedError):
+        return CommitConflict(f"{uri}: {doing}: {text}")
+    if isinstance(cause, DeltaError | OSError | TimeoutError):
+        return errors.TierUnavailable(f"{uri}: {doing}: {text}", uri=uri)
+    return errors.TierUnavailable(f"{uri}: {doing}: {cause!r}", uri=uri)

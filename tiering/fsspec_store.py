@@ -1,0 +1,392 @@
+"""The real object stores: a directory, and S3 through s3fs.  The only importer of fsspec and s3fs.
+
+Reads and uploads have pools of their own (invariant O1 of `objects.py`): threads for a directory,
+loops with their own connections for S3, so that neither the broker-facing event loop nor the other
+direction waits for a slow transfer.  A call has a deadline; transient failures are tried again
+twice, with back-off.
+
+How failures are told
+  not found                                    FileNotFoundError (get_range), None (head)
+  read-only, no permission, no such bucket     StoreRefused: the operator acts
+  everything else, deadlines included          TierUnavailable: retried by the caller
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pk import errors
+from pk.clock import Clock
+from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
+from pk.tiering.store_settings import StoreSettings, check_url
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+THREADS = 4
+#: Temporary names of uploads to a directory; a reader never sees one, VACUUM sweeps them.
+_TEMPORARY = ".pk-upload-"
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+
+def open_store(settings: StoreSettings, clock: Clock) -> ObjectStore:
+    """The store of a URL.  Raises `StoreRefused` for schemes that have not been tried."""
+    check_url(settings.url)
+    if settings.scheme == "file":
+        return DirectoryStore(settings, clock)
+    return S3Store(settings, clock)
+
+
+class _Calls:
+    """Deadline, retries and the translation of failures, the same for both stores."""
+
+    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+
+    @property
+    def url(self) -> str:
+        return self._settings.url
+
+    async def _call(
+        self, doing: str, work: Callable[[], Awaitable[T]], *, deadline_ms: int | None = None
+    ) -> T:
+        """Run `work` with a deadline; transient failures again, with back-off."""
+        limit_s = (deadline_ms or self._settings.timeout_ms) / 1000
+        last: BaseException | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await self._clock.sleep_ms(self._settings.retry_backoff_ms << (attempt - 1))
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await work()
+            except (FileNotFoundError, FileExistsError, errors.PkError):
+                raise
+            except PermissionError as cause:
+                raise self._refused(doing, cause) from cause
+            except TimeoutError:
+                last = TimeoutError(f"no answer within {limit_s:g} s")
+                break  # a slow store is not asked again at once
+            except Exception as cause:
+                if isinstance(cause, OSError) and cause.errno in _REFUSED:
+                    raise self._refused(doing, cause) from cause
+                last = cause
+        raise errors.TierUnavailable(f"{self.url}: {doing}: {last}", url=self.url) from last
+
+    def _refused(self, doing: str, cause: BaseException) -> errors.StoreRefused:
+        return errors.StoreRefused(
+            f"{self.url}: {doing}: {cause}; give pk's credentials read and write access",
+            url=self.url,
+        )
+
+    def _upload_deadline_ms(self, size: int) -> int:
+        """A large upload may take longer: at least 1 MiB/s is asked for."""
+        return self._settings.timeout_ms + size // 1024
+
+
+class DirectoryStore(_Calls):
+    """file://: atomic by rename, durable by fsync."""
+
+    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
+        super().__init__(settings, clock)
+        self._root = Path(settings.directory)
+        self._reads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-read")
+        self._uploads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-upload")
+        self._counter = 0
+
+    def _path(self, path: str) -> Path:
+        full = self._root / path
+        if ".." in full.parts:
+            raise errors.InvalidRequest(f"{path!r} leaves the store")
+        return full
+
+    async def _in(
+        self, pool: concurrent.futures.Executor, doing: str, work: Callable[[], T], size: int = 0
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        return await self._call(
+            doing,
+            lambda: loop.run_in_executor(pool, work),
+            deadline_ms=self._upload_deadline_ms(size),
+        )
+
+    async def put(self, path: str, data: Buffer) -> None:
+        await self._in(
+            self._uploads, f"writing {path}", lambda: self._write(path, data, False), len(data)
+        )
+
+    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+        try:
+            await self._in(
+                self._uploads, f"writing {path}", lambda: self._write(path, data, True), len(data)
+            )
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, path: str, data: Buffer, absent: bool) -> None:
+        full = self._path(path)
+        full.parent.mkdir(parents=True, exist_ok=True)
+        self._counter += 1
+        fresh = full.parent / f"{_TEMPORARY}{os.getpid()}-{self._counter}-{full.name[:80]}"
+        try:
+            with open(fresh, "xb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            if absent:
+                os.link(fresh, full)  # fails if the name is taken; rename would replace it
+            else:
+                os.rename(fresh, full)
+            _sync_directory(full.parent)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        def read() -> bytes:
+            with open(self._path(path), "rb") as file:
+                file.seek(start)
+                return file.read(size)
+
+        return await self._in(self._reads, f"reading {path}", read)
+
+    async def head(self, path: str) -> ObjectInfo | None:
+        def stat() -> ObjectInfo | None:
+            try:
+                found = os.stat(self._path(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            tag = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+            return ObjectInfo(path, found.st_size, found.st_mtime_ns // 1_000_000, tag)
+
+        return await self._in(self._reads, f"looking at {path}", stat)
+
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        def walk() -> list[ObjectInfo]:
+            found = []
+            for directory, _, names in os.walk(self._path(prefix)):
+                for name in names:
+                    full = Path(directory, name)
+                    try:
+                        seen = full.stat()
+                    except FileNotFoundError:
+                        continue
+                    path = full.relative_to(self._root).as_posix()
+                    found.append(ObjectInfo(path, seen.st_size, seen.st_mtime_ns // 1_000_000))
+            return sorted(found)
+
+        return await self._in(self._reads, f"listing {prefix}", walk)
+
+    async def delete(self, path: str) -> None:
+        def remove() -> None:
+            full = self._path(path)
+            full.unlink(missing_ok=True)
+            for parent in full.parents:  # empty directories are no objects
+                if parent == self._root or not parent.is_relative_to(self._root):
+                    return
+                try:
+                    parent.rmdir()
+                except OSError:
+                    return
+
+        await self._in(self._uploads, f"deleting {path}", remove)
+
+    async def close(self) -> None:
+        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._uploads.shutdown(wait=False, cancel_futures=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _LoopThread:
+    """An event loop in a thread, with an s3fs of its own: one pool of connections."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        try:
+            import s3fs
+        except ImportError as cause:
+            raise errors.StoreRefused(
+                "s3:// needs the package s3fs: pip install 'pk-log[s3]'"
+            ) from cause
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self.fs = s3fs.S3FileSystem(asynchronous=True, loop=self.loop, **arguments)
+        self.fs.retries = 2
+        self._session: Any = None
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def inner() -> T:
+            if self._session is None:
+                self._session = await self.fs.set_session()
+            return await work()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(inner(), self.loop))
+
+    async def close(self) -> None:
+        async def end() -> None:
+            if self._session is not None:
+                await self._session.close()
+
+        try:
+            async with asyncio.timeout(2):
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
+        except Exception:
+            pass  # the process ends anyway
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(2)
+
+
+class S3Store(_Calls):
+    """s3://: one PUT is atomic and durable by the server's word."""
+
+    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
+        super().__init__(settings, clock)
+        self._reads = _LoopThread("pk-s3-read", settings.for_s3fs())
+        self._uploads = _LoopThread("pk-s3-upload", settings.for_s3fs())
+
+    def _key(self, path: str) -> str:
+        prefix = self._settings.prefix
+        return f"{prefix}/{path}" if prefix else path
+
+    async def put(self, path: str, data: Buffer) -> None:
+        fs, bucket = self._uploads.fs, self._settings.bucket
+        full = f"{bucket}/{self._key(path)}"
+        await self._write(path, len(data), lambda: fs._pipe_file(full, bytes(data)))
+
+    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+        fs, bucket = self._uploads.fs, self._settings.bucket
+
+        async def write() -> bool:
+            try:
+                await fs._call_s3(
+                    "put_object",
+                    Bucket=bucket,
+                    Key=self._key(path),
+                    Body=bytes(data),
+                    IfNoneMatch="*",
+                )
+            except OSError as error:
+                if _status(error) in (409, 412):
+                    return False
+                raise
+            return True
+
+        return await self._write(path, len(data), write)
+
+    async def _write(self, path: str, size: int, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await self._call(
+                f"writing {path}",
+                lambda: self._uploads.run(work),
+                deadline_ms=self._upload_deadline_ms(size),
+            )
+        except FileNotFoundError as cause:
+            raise self._no_bucket() from cause
+
+    def _no_bucket(self) -> errors.StoreRefused:
+        bucket = self._settings.bucket
+        return errors.StoreRefused(
+            f"{self.url}: bucket {bucket} does not exist: create it", url=self.url
+        )
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        fs, bucket = self._reads.fs, self._settings.bucket
+
+        async def read() -> bytes:
+            try:
+                reply = await fs._call_s3(
+                    "get_object",
+                    Bucket=bucket,
+                    Key=self._key(path),
+                    Range=f"bytes={start}-{start + size - 1}",
+                )
+            except OSError as error:
+                if _status(error) == 416:
+                    return b""  # at or behind the end
+                raise
+            async with reply["Body"] as body:
+                data: bytes = await body.read()
+            return data
+
+        if size <= 0:
+            return b""
+        return await self._call(f"reading {path}", lambda: self._reads.run(read))
+
+    async def head(self, path: str) -> ObjectInfo | None:
+        fs, bucket = self._reads.fs, self._settings.bucket
+
+        async def look() -> ObjectInfo | None:
+            try:
+                found = await fs._call_s3("head_object", Bucket=bucket, Key=self._key(path))
+            except FileNotFoundError:
+                return None
+            modified = int(found["LastModified"].timestamp() * 1000)
+            return ObjectInfo(path, int(found["ContentLength"]), modified, str(found["ETag"]))
+
+        return await self._call(f"looking at {path}", lambda: self._reads.run(look))
+
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        fs, bucket = self._reads.fs, self._settings.bucket
+        below = self._key(prefix.rstrip("/") + "/" if prefix else "")
+        cut = len(self._key(""))
+
+        async def pages() -> list[ObjectInfo]:
+            found: list[ObjectInfo] = []
+            more: dict[str, str] = {}
+            while True:
+                page = await fs._call_s3("list_objects_v2", Bucket=bucket, Prefix=below, **more)
+                for item in page.get("Contents", ()):
+                    modified = int(item["LastModified"].timestamp() * 1000)
+                    size = int(item["Size"])
+                    found.append(ObjectInfo(item["Key"][cut:], size, modified, item["ETag"]))
+                if not page.get("IsTruncated"):
+                    return sorted(found)
+                more = {"ContinuationToken": page["NextContinuationToken"]}
+
+        try:
+            return await self._call(f"listing {prefix}", lambda: self._reads.run(pages))
+        except FileNotFoundError as cause:
+            raise self._no_bucket() from cause
+
+    async def delete(self, path: str) -> None:
+        fs, bucket = self._uploads.fs, self._settings.bucket
+
+        async def remove() -> None:
+            await fs._call_s3("delete_object", Bucket=bucket, Key=self._key(path))
+
+        try:
+            await self._call(f"deleting {path}", lambda: self._uploads.run(remove))
+        except FileNotFoundError:
+            pass
+
+    async def close(self) -> None:
+        await self._reads.close()
+        await self._uploads.close()
+
+
+def _status(error: BaseException) -> int:
+    """HTTP status behind an error that s3fs translated."""
+    response = getattr(error.__cause__, "response", None)
+    if not isinstance(response, dict):
+        return 0
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status)

@@ -1,0 +1,136 @@
+"""Names and schema of a topic's tier: what stands where in the object store, and what the columns
+mean.
+
+A topic's tier is one Delta table at `<tier>/<topic>/<topic id>/` (rule T7); a topic that is deleted
+and created again has another id, hence another table.  Data files stand in Hive directories
+`partition=N/`.
+
+Invariants
+  N1  a data file's name is unique per (partition, start, end, leader epoch, attempt): an upload
+      never overwrites another one, so a late write of a deposed leader can damage nothing (rule
+      T5).
+  N2  the name of a file made by the copier tells its offset range; files of outside maintenance
+      have other names and `parse_data_path` answers None for them.
+  N3  per-partition facts are Delta `txn` actions (rule T2): they survive checkpoints, OPTIMIZE and
+      VACUUM.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pk.types import NONE, Epoch, Offset, TopicId
+
+#: Columns of the table (rule T10), the partition column included.
+TABLE_SCHEMA = pa.schema(
+    [
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("timestamp_type", pa.int32()),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field(
+            "headers",
+            pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])),
+        ),
+        pa.field("leader_epoch", pa.int32()),
+        pa.field("delete_horizon_ms", pa.int64()),
+    ]
+)
+#: Columns inside a data file: the partition is in the directory's name.
+FILE_SCHEMA = pa.schema([field for field in TABLE_SCHEMA if field.name != "partition"])
+PARTITION_COLUMN = "partition"
+
+#: The one protocol pk accepts (rule T8): reader version, writer version, no features.
+READER_VERSION = 1
+WRITER_VERSION = 2
+
+#: Properties of a table made by pk.  Spark cannot set the first one, but honours it.
+TABLE_PROPERTIES = {
+    "delta.isolationLevel": "WriteSerializable",
+    "delta.checkpointInterval": "100",
+    "delta.logRetentionDuration": "interval 30 days",
+    "delta.deletedFileRetentionDuration": "interval 7 days",
+}
+
+#: Row sums are modulo this (rule T2): the largest range a txn version holds.
+SUM_MODULUS = 2**63
+
+#: Names of the per-partition facts, in the order of `PartitionCounters` (rule T2).
+COUNTERS = ("start", "end", "epoch", "claim", "rows", "sum", "removed")
+
+_PROBE_DIRECTORY = "_pk_probe"
+_NAME = re.compile(
+    r"^partition=(?P<partition>\d+)/(?P<start>\d{20})-(?P<end>\d{20})"
+    r"-e(?P<epoch>\d+)-(?P<attempt>[0-9a-zA-Z-]+)\.parquet$"
+)
+
+
+class DataName(NamedTuple):
+    """What the name of a copier's file says."""
+
+    partition: int
+    start: Offset
+    end: Offset
+    epoch: Epoch
+    attempt: str
+
+
+def table_path(topic: str, topic_id: TopicId) -> str:
+    """Directory of the topic's table below the tier's root."""
+    return f"{topic}/{topic_id}"
+
+
+def probe_path(attempt: str) -> str:
+    """Directory of the table that probes put-if-absent at start-up (rule T14)."""
+    return f"{_PROBE_DIRECTORY}/{attempt}"
+
+
+def data_path(name: DataName) -> str:
+    """Path of a data file relative to its table (N1)."""
+    epoch = max(name.epoch, 0)
+    return (
+        f"partition={name.partition}/{name.start:020d}-{name.end:020d}-e{epoch}"
+        f"-{name.attempt}.parquet"
+    )
+
+
+def parse_data_path(path: str) -> DataName | None:
+    """The name's facts, or None if the copier did not make this file (N2)."""
+    match = _NAME.match(path)
+    if match is None:
+        return None
+    return DataName(
+        int(match["partition"]),
+        int(match["start"]),
+        int(match["end"]),
+        int(match["epoch"]),
+        match["attempt"],
+    )
+
+
+def app_id(topic_id: TopicId, partition: int, counter: str) -> str:
+    """Application id of a `txn` action (rule T2)."""
+    assert counter in COUNTERS, counter
+    return f"pk:{topic_id}:{partition}:{counter}"
+
+
+def commit_file(version: int) -> str:
+    """Path of a version's commit relative to its table."""
+    return f"_delta_log/{version:020d}.json"
+
+
+class PartitionCounters(NamedTuple):
+    """The table's facts of one partition (rule T2); the table covers offsets `[start, end)`."""
+
+    start: Offset = 0
+    end: Offset = 0
+    epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
+    claim: Epoch = NONE  #: leader epoch that may append; an older one is refused (rule T4)
+    rows: int = 0  #: rows ever appended by the copier
+    sum: int = 0  #: their row hashes, modulo SUM_MODULUS
+    removed: int = 0  #: rows ever removed by retention or compaction

@@ -1,0 +1,117 @@
+"""What the tier needs of an object store, and one in memory with the same semantics.
+
+Paths are relative to the store's root and use '/'.  A `put` is atomic: a reader sees the whole
+object or none, and once it returned the object survives (file:// = fsync, s3:// = the server's
+word).  Every call has a deadline of the store's own; a store that is away raises `TierUnavailable`,
+one that refuses by rule (read-only, no such bucket) raises `StoreRefused`.
+
+Invariants
+  O1  reads and uploads use separate pools: a slow upload never delays a cold read, and vice versa.
+  O2  nothing here retries for ever: a call ends within `tier_timeout_ms` times its few attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+from crc32c import crc32c
+
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+
+class Lane(Protocol):
+    """Where work that would block the loop runs: a few threads, or in place in the simulator."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class ObjectInfo(NamedTuple):
+    """What HEAD says."""
+
+    path: str
+    size: int
+    modified_ms: int
+    tag: str = ""  #: changes whenever the content does
+
+
+class ObjectStore(Protocol):
+    """A bucket and a prefix, or a directory."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def put(self, path: str, data: Buffer) -> None: ...
+
+    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+        """False if the object exists; exactly one of several concurrent calls is answered True."""
+        ...
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        """Bytes `[start, start + size)`, shorter at the end.  Raises `FileNotFoundError`."""
+        ...
+
+    async def head(self, path: str) -> ObjectInfo | None: ...
+
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        """Every object below the directory `prefix`, sorted by path."""
+        ...
+
+    async def delete(self, path: str) -> None:
+        """A missing object is fine."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class MemoryStore:
+    """An object store in a dict.  `fault` is called before each operation and may raise."""
+
+    def __init__(self, url: str = "memory://tier") -> None:
+        self._url = url
+        self.objects: dict[str, bytes] = {}
+        self.fault: Callable[[str, str], None] = lambda operation, path: None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def put(self, path: str, data: Buffer) -> None:
+        self.fault("put", path)
+        self.objects[path] = bytes(data)
+
+    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+        self.fault("put_if_absent", path)
+        if path in self.objects:
+            return False
+        self.objects[path] = bytes(data)
+        return True
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        self.fault("get_range", path)
+        data = self.objects.get(path)
+        if data is None:
+            raise FileNotFoundError(path)
+        return data[start : start + size]
+
+    async def head(self, path: str) -> ObjectInfo | None:
+        self.fault("head", path)
+        data = self.objects.get(path)
+        return ObjectInfo(path, len(data), 0, f"{crc32c(data):08x}") if data is not None else None
+
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        self.fault("list", prefix)
+        below = prefix.rstrip("/") + "/" if prefix else ""
+        return [
+            ObjectInfo(path, len(data), 0)
+            for path, data in sorted(self.objects.items())
+            if path.startswith(below)
+        ]
+
+    async def delete(self, path: str) -> None:
+        self.fault("delete", path)
+        self.objects.pop(path, None)
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,500 @@
+"""The one committer of a topic's table (rule T3).
+
+Sans-IO.  There is one owner per topic: the tier process of the leader of partition 0.  Everybody
+hands it what shall happen to the table — uploaded files (`Submit`), claims (`ClaimPartition`),
+moved log starts (`PartitionsSeen`) — and it commits all of it together, at most once a second and
+table.
+
+The cycle, re-run from its start after any error:
+  idle ─work→ loading ─snapshot→ check, plan ─┬─ nothing left → idle
+                                              └─ committing ─landed→ answer, pause, idle
+                                                     └─ failed or unknown → back off, loading
+
+Invariants
+  W1  at most one operation on the table is under way.
+  W2  every commit was planned on the snapshot it is exact about; nothing is carried over from an
+      attempt that failed (rule T5: what landed after all is found in the next snapshot).
+  W3  a request is answered exactly once, and `done` only from a snapshot that holds it.
+  W4  a table that someone else changed (rule T8) is never written to: all requests are refused
+      until it is itself again; the broker keeps its data local meanwhile.
+  W5  nothing here deletes an object; VACUUM does, once the table does not name it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pk import errors
+from pk.effects import Effect, Publish, Respond, Send, SetTimer
+from pk.tiering.plan import (
+    Claim,
+    LogStart,
+    Plan,
+    Submission,
+    partition_state,
+    plan,
+    start_is_due,
+)
+from pk.tiering.table import Commit, CommitConflict, Snapshot, check_successor
+from pk.types import Epoch
+from pk.wire import pk_pb2 as wire
+
+#: Peer name of the table in `Send` effects.
+TABLE = "table"
+#: Name under which new snapshots are published.
+SNAPSHOT = "snapshot"
+#: Name under which the table's problem (or None) is published.
+PROBLEM = "problem"
+TIMER = "owner"
+
+#: Requests that wait for a commit; more are told to slow down.
+WAITING_MAX = 10_000
+#: A commit conflict is retried at once this often, then with back-off.
+CONFLICTS_AT_ONCE = 3
+BACKOFF_MAX_MS = 30_000
+
+
+@dataclass(slots=True, frozen=True)
+class OwnerSettings:
+    """What the owner is told."""
+
+    commit_interval_ms: int = 1_000
+    retry_backoff_ms: int = 500
+    request_timeout_ms: int = 30_000  #: a request not committed by then is answered TierUnavailable
+    refresh_interval_ms: int = 5_000  #: outside maintenance is noticed at the latest after this
+    recheck_ms: int = 10_000  #: a table in trouble is looked at again, so that a repair is noticed
+    vacuum_interval_ms: int = 0  #: 0 = never
+    vacuum_retention_ms: int = 7 * 86_400_000
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Submit:
+    """A hand-over; answered by `CommitToTableReply` or an error."""
+
+    request: Any
+    change: wire.CommitToTableRequest
+
+
+@dataclass(slots=True)
+class ClaimPartition:
+    """Rule T4; answered by `TierClaimReply` or an error."""
+
+    request: Any
+    partition: int
+    epoch: Epoch
+    commit: bool
+
+
+@dataclass(slots=True)
+class PartitionsSeen:
+    """What the brokers say of the topic's partitions; only what changed."""
+
+    partitions: Mapping[int, LogStart]
+    gone: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Answer to `Load`; None = there is no table.  Also to `Create`."""
+
+    snapshot: Snapshot | None
+
+
+@dataclass(slots=True)
+class Committed:
+    snapshot: Snapshot
+
+
+@dataclass(slots=True)
+class Vacuumed:
+    files: int
+
+
+@dataclass(slots=True)
+class Failed:
+    """The operation under way raised; whether it took effect is unknown."""
+
+    error: errors.PkError
+
+
+@dataclass(slots=True)
+class Close:
+    """The topic is gone: whoever waits is told."""
+
+
+@dataclass(slots=True)
+class Wake:
+    """The timer fired."""
+
+
+OwnerEvent = (
+    Submit
+    | ClaimPartition
+    | PartitionsSeen
+    | Loaded
+    | Committed
+    | Vacuumed
+    | Failed
+    | Close
+    | Wake
+)
+
+
+# -- what the table is asked to do -----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Load:
+    partitions: Sequence[int]
+
+
+@dataclass(slots=True)
+class Create:
+    pass
+
+
+@dataclass(slots=True)
+class Vacuum:
+    retention_ms: int
+
+
+@dataclass(slots=True)
+class _State:
+    """What is remembered between cycles."""
+
+    snapshot: Snapshot | None = None
+    problem: errors.PkError | None = None
+    waiting: list[Submission | Claim] = field(default_factory=list)
+    log_starts: dict[int, LogStart] = field(default_factory=dict)
+    starts_due: bool = False
+    look: bool = False  #: load even without work
+    look_ms: int = 0  #: the last load; 0 = none yet
+    attempts: int = 0
+    not_before_ms: int = 0
+    next_refresh_ms: int = 0
+    next_vacuum_ms: int = 0
+    removed_since_vacuum: bool = True  #: before this start, perhaps
+
+
+class Owner:
+    """Machine: see the module."""
+
+    def __init__(self, topic: str, topic_id: str, uri: str, settings: OwnerSettings) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.uri = uri
+        self._settings = settings
+        self._state = _State()
+        self._under_way: Load | Create | Commit | Vacuum | None = None
+        self._planned: Plan | None = None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest version seen."""
+        return self._state.snapshot
+
+    @property
+    def problem(self) -> errors.PkError | None:
+        """Why the table is not written to at the moment."""
+        return self._state.problem
+
+    def step(self, event: OwnerEvent, now_ms: int) -> Sequence[Effect]:
+        """The only mutator."""
+        effects: list[Effect] = []
+        match event:
+            case Submit():
+                self._queue(
+                    Submission(event.request, event.change, self._deadline(now_ms)), effects
+                )
+            case ClaimPartition():
+                claim = Claim(
+                    event.request,
+                    event.partition,
+                    event.epoch,
+                    event.commit,
+                    self._deadline(now_ms),
+                )
+                self._queue(claim, effects)
+            case PartitionsSeen():
+                self._seen(event)
+            case Loaded():
+                self._loaded(event, now_ms, effects)
+            case Committed():
+                self._committed(event, now_ms, effects)
+            case Vacuumed():
+                assert isinstance(self._under_way, Vacuum)
+                self._under_way = None
+            case Failed():
+                self._failed(event.error, now_ms, effects)
+            case Close():
+                waiting, self._state.waiting = self._state.waiting, []
+                gone = errors.UnknownTopicId(f"topic {self.topic} ({self.topic_id}) is gone")
+                return [Respond(item.request, gone) for item in waiting]
+            case Wake():
+                pass
+        self._expire(now_ms, effects)
+        self._go_on(now_ms, effects)
+        return effects
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _deadline(self, now_ms: int) -> int:
+        return now_ms + self._settings.request_timeout_ms
+
+    def _queue(self, item: Submission | Claim, effects: list[Effect]) -> None:
+        state = self._state
+        if isinstance(state.problem, errors.OperatorError):
+            effects.append(Respond(item.request, state.problem))  # W4
+        elif len(state.waiting) >= WAITING_MAX:
+            effects.append(
+                Respond(item.request, errors.ThrottledError(f"{self.uri}: too many requests wait"))
+            )
+        else:
+            state.waiting.append(item)
+
+    def _seen(self, event: PartitionsSeen) -> None:
+        state = self._state
+        for partition in event.gone:
+            state.log_starts.pop(partition, None)
+        for partition, start in event.partitions.items():
+            if partition not in state.log_starts:
+                state.look = True  # its counters may not be loaded yet
+            state.log_starts[partition] = start
+            if state.snapshot is not None and start_is_due(state.snapshot, partition, start):
+                state.starts_due = True
+
+    def _note_due(self) -> None:
+        state = self._state
+        snapshot = state.snapshot
+        state.starts_due = snapshot is not None and any(
+            start_is_due(snapshot, partition, start)
+            for partition, start in state.log_starts.items()
+        )
+
+    def _expire(self, now_ms: int, effects: list[Effect]) -> None:
+        """W3: a request does not wait for ever; whether its commit landed is then unknown."""
+        late = [item for item in self._state.waiting if item.deadline_ms <= now_ms]
+        if late and not isinstance(self._under_way, Commit):
+            self._state.waiting = [i for i in self._state.waiting if i.deadline_ms > now_ms]
+            cause = self._state.problem
+            for item in late:
+                error = errors.TierUnavailable(
+                    f"{self.uri}: not committed within {self._settings.request_timeout_ms} ms"
+                    + (f" ({cause.message})" if cause else "")
+                )
+                effects.append(Respond(item.request, error))
+
+    # -- the cycle ---------------------------------------------------------------------------------
+
+    def _go_on(self, now_ms: int, effects: list[Effect]) -> None:
+        """Start the next operation if one is due; else set the timer for it."""
+        state = self._state
+        if self._under_way is not None:  # W1
+            return
+        work = bool(state.waiting) or state.starts_due or state.look
+        urgent = any(isinstance(item, Claim) for item in state.waiting) and not state.attempts
+        if work and (now_ms >= state.not_before_ms or urgent):
+            self._ask(Load(self._partitions()), effects)
+            return
+        if self._vacuum_due() and now_ms >= state.next_vacuum_ms and not work:
+            state.next_vacuum_ms = now_ms + self._settings.vacuum_interval_ms
+            state.removed_since_vacuum = False
+            self._ask(Vacuum(self._settings.vacuum_retention_ms), effects)
+            return
+        if state.log_starts and now_ms >= max(state.next_refresh_ms, state.not_before_ms):
+            self._ask(Load(self._partitions()), effects)
+            return
+        due = []
+        if work:
+            due.append(state.not_before_ms)
+        elif self._vacuum_due():
+            due.append(state.next_vacuum_ms)
+        if state.log_starts:
+            due.append(max(state.next_refresh_ms, state.not_before_ms))
+        due += [item.deadline_ms for item in state.waiting[:1]]
+        effects.append(SetTimer(TIMER, min(due) if due else None))
+
+    def _vacuum_due(self) -> bool:
+        return self._settings.vacuum_interval_ms > 0 and self._state.removed_since_vacuum
+
+    def _partitions(self) -> list[int]:
+        known = dict.fromkeys(self._state.log_starts)
+        for item in self._state.waiting:
+            if isinstance(item, Claim):
+                known[item.partition] = None
+            else:
+                known.update(dict.fromkeys(c.partition for c in item.change.counters))
+        if self._state.snapshot is not None:
+            known.update(dict.fromkeys(self._state.snapshot.counters))
+        return sorted(known)
+
+    def _ask(self, operation: Load | Create | Commit | Vacuum, effects: list[Effect]) -> None:
+        self._under_way = operation
+        effects.append(Send(TABLE, operation))
+
+    def _loaded(self, event: Loaded, now_ms: int, effects: list[Effect]) -> None:
+        asked, self._under_way = self._under_way, None
+        assert isinstance(asked, Load | Create), asked
+        if isinstance(asked, Create) and event.snapshot is not None:
+            self._ask(Load(self._partitions()), effects)  # now with the partitions' counters
+            return
+        state = self._state
+        if not state.look_ms:
+            state.next_vacuum_ms = now_ms + self._settings.vacuum_interval_ms
+        state.look_ms = now_ms
+        state.look = False
+        state.next_refresh_ms = now_ms + self._settings.refresh_interval_ms
+        snapshot = event.snapshot
+        try:
+            if snapshot is None:
+                self._check_missing()
+                if self._may_create():
+                    self._ask(Create(), effects)
+                else:
+                    self._answer_missing(effects)
+                return
+            check_successor(self.uri, state.snapshot, snapshot)
+            self._check_covered(snapshot)
+        except errors.TierTableChanged as error:
+            self._failed(error, now_ms, effects)
+            return
+        self._adopt(snapshot, effects)
+        self._plan(snapshot, now_ms, effects)
+
+    def _check_missing(self) -> None:
+        """No table: fine before the first commit, else somebody deleted it."""
+        state = self._state
+        # Only what is not deleted was ever needed there: a broker that deleted records before
+        # anything was tiered counts them, too, among what is not local (T9).
+        starts = state.log_starts.items()
+        ends = {p: s.tiered_end for p, s in starts if s.tiered_end > s.log_start}
+        if state.snapshot is not None:
+            ends.update({p: c.end for p, c in state.snapshot.counters.items() if c.end > 0})
+        if ends:
+            partition, end = min(ends.items())
+            raise errors.TierTableChanged(
+                f"{self.uri}: the table is gone, partition {partition} of it ended at {end}; "
+                "restore it, or delete the topic and create it again. Local data stays",
+                uri=self.uri,
+            )
+        state.snapshot = None
+
+    def _check_covered(self, snapshot: Snapshot) -> None:
+        """The table must hold what the broker was told it holds: a restored old copy does not."""
+        for partition, start in self._state.log_starts.items():
+            counters = snapshot.partition(partition)
+            if counters.end < start.tiered_end and start.log_start < start.tiered_end:
+                raise errors.TierTableChanged(
+                    f"{self.uri}: version {snapshot.version} ends at {counters.end} in partition "
+                    f"{partition}, the broker knows of {start.tiered_end}; restore the table's "
+                    "newest version",
+                    uri=self.uri,
+                )
+
+    def _may_create(self) -> bool:
+        """A table is made when there is something to write; asking a question makes none."""
+        return bool(self._state.log_starts) or any(
+            isinstance(item, Submission) or item.commit for item in self._state.waiting
+        )
+
+    def _answer_missing(self, effects: list[Effect]) -> None:
+        waiting, self._state.waiting = self._state.waiting, []
+        for item in waiting:
+            assert isinstance(item, Claim)
+            assert not item.commit
+            effects.append(Respond(item.request, wire.TierClaimReply(exists=False)))
+
+    def _adopt(self, snapshot: Snapshot, effects: list[Effect]) -> None:
+        state = self._state
+        if state.problem is not None:
+            state.problem = None
+            effects.append(Publish(PROBLEM, None))
+        newer = state.snapshot is None or state.snapshot.version != snapshot.version
+        grown = state.snapshot is not None and len(snapshot.counters) > len(state.snapshot.counters)
+        if newer or grown:
+            state.snapshot = snapshot
+            effects.append(Publish(SNAPSHOT, snapshot))
+        self._note_due()
+
+    def _plan(self, snapshot: Snapshot, now_ms: int, effects: list[Effect]) -> None:
+        state = self._state
+        planned = plan(snapshot, state.waiting, state.log_starts)
+        for item, error in planned.refused:
+            effects.append(Respond(item.request, error))
+        for item in planned.done:
+            effects.append(_done(item, snapshot))
+        state.waiting = [*planned.taken, *planned.waiting]
+        if planned.commit is None:
+            state.attempts = 0
+            return
+        self._planned = planned
+        self._ask(planned.commit, effects)
+
+    def _committed(self, event: Committed, now_ms: int, effects: list[Effect]) -> None:
+        planned, self._planned, self._under_way = self._planned, None, None
+        assert planned is not None
+        assert planned.commit is not None
+        state = self._state
+        state.attempts = 0
+        state.not_before_ms = now_ms + self._settings.commit_interval_ms
+        state.next_refresh_ms = now_ms + self._settings.refresh_interval_ms
+        state.waiting = state.waiting[len(planned.taken) :]
+        if planned.commit.removes:
+            state.removed_since_vacuum = True
+        self._adopt(event.snapshot, effects)
+        for item in planned.taken:
+            effects.append(_done(item, event.snapshot))
+
+    def _failed(self, error: errors.PkError, now_ms: int, effects: list[Effect]) -> None:
+        """Failed and unknown are the same: back off, then begin again from a load (T5, W2)."""
+        was, self._under_way, self._planned = self._under_way, None, None
+        state = self._state
+        if isinstance(was, Vacuum):
+            state.removed_since_vacuum = True
+            return
+        state.attempts += 1
+        state.look = True
+        if isinstance(error, errors.OperatorError):  # W4
+            state.not_before_ms = now_ms + self._settings.recheck_ms
+            waiting, state.waiting = state.waiting, []
+            effects += [Respond(item.request, error) for item in waiting]
+        elif isinstance(error, CommitConflict) and state.attempts <= CONFLICTS_AT_ONCE:
+            state.not_before_ms = now_ms
+            return
+        else:
+            wait = self._settings.retry_backoff_ms << min(state.attempts - 1, 16)
+            state.not_before_ms = now_ms + min(wait, BACKOFF_MAX_MS)
+        known = state.problem
+        if known is None or type(known) is not type(error) or known.message != error.message:
+            effects.append(Publish(PROBLEM, error))
+        state.problem = error
+
+
+def _done(item: Submission | Claim, snapshot: Snapshot) -> Respond:
+    if isinstance(item, Claim):
+        counters = snapshot.partition(item.partition)
+        return Respond(
+            item.request,
+            wire.TierClaimReply(
+                exists=True,
+                start=counters.start,
+                end=counters.end,
+                end_epoch=counters.epoch,
+                claim=counters.claim,
+            ),
+        )
+    touched = sorted(
+        {c.partition for c in item.change.counters} | {a.partition for a in item.change.adds}
+    )
+    return Respond(
+        item.request,
+        wire.CommitToTableReply(
+            version=snapshot.version,
+            partitions=[partition_state(snapshot, partition) for partition in touched],
+        ),
+    )

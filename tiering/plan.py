@@ -1,0 +1,304 @@
+"""What one commit of a table's owner holds: requests against a snapshot → a commit, and answers.
+
+Pure arithmetic, used by `owner.py` before every attempt: the same request may be planned again and
+again on newer snapshots, so nothing here remembers an earlier attempt.
+
+Decision table for a hand-over of partition p (rules T3–T5), first line that holds decides:
+  its files are in the snapshot                         done   (a commit of unknown outcome had
+  landed) table claim > the maker's leader epoch                refuse FencedLeaderEpoch
+  a file to be removed is not there any more            refuse UnknownTierRange  (plan again)
+  table end != its start                                refuse UnknownTierRange  (go on from the
+  table's end) its numbers contradict each other                     refuse InvalidRequest
+  else                                                  take it
+A refusal names the table's end, so that a copier goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pk import errors
+from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_data_path
+from pk.tiering.table import Commit, DataFile, NewFile, Snapshot
+from pk.types import NONE, Epoch, Offset
+from pk.wire import pk_pb2 as wire
+
+#: Files one commit adds or removes at most; more wait for the next one.
+ACTIONS_PER_COMMIT_MAX = 1_000
+
+
+@dataclass(slots=True)
+class Submission:
+    """A hand-over that waits for its commit."""
+
+    request: Any
+    change: wire.CommitToTableRequest
+    deadline_ms: int
+
+
+@dataclass(slots=True)
+class Claim:
+    """A leader that asks for the partition's state, and claims it if `commit` (rule T4)."""
+
+    request: Any
+    partition: int
+    epoch: Epoch
+    commit: bool
+    deadline_ms: int
+
+
+@dataclass(slots=True, frozen=True)
+class LogStart:
+    """The broker's durable facts of one partition (rule T9)."""
+
+    log_start: Offset
+    epoch: Epoch = NONE  #: leader epoch of `log_start - 1`, as far as the leader knows
+    tiered_end: Offset = 0  #: what the broker has been told the table covers
+
+
+@dataclass(slots=True)
+class Plan:
+    """One commit, and what is answered without it."""
+
+    commit: Commit | None
+    taken: list[Submission | Claim] = field(
+        default_factory=list
+    )  #: answered once the commit landed
+    done: list[Submission | Claim] = field(default_factory=list)  #: the table has it already
+    refused: list[tuple[Submission | Claim, errors.PkError]] = field(default_factory=list)
+    waiting: list[Submission | Claim] = field(default_factory=list)  #: for a later commit
+
+
+class _Draft:
+    """A commit being put together on a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.adds: dict[str, NewFile] = {}
+        self.removes: dict[str, bool] = {}  #: path -> data change
+        self.counters: dict[int, PartitionCounters] = {}
+        self.closed: set[int] = set()  #: partitions whose next change waits for the next commit
+
+    def partition(self, partition: int) -> PartitionCounters:
+        return self.counters.get(partition) or self.snapshot.partition(partition)
+
+    def has(self, path: str) -> bool:
+        return path in self.snapshot.files and path not in self.removes
+
+    def commit(self, data_change: bool) -> Commit | None:
+        counters = {
+            partition: value
+            for partition, value in self.counters.items()
+            if value != self.snapshot.partition(partition)
+        }
+        if not (self.adds or self.removes or counters):
+            return None
+        return Commit(
+            self.snapshot,
+            tuple(self.adds.values()),
+            tuple(self.removes),
+            counters,
+            data_change,
+        )
+
+
+def plan(
+    snapshot: Snapshot,
+    waiting: Iterable[Submission | Claim],
+    log_starts: Mapping[int, LogStart],
+) -> Plan:
+    """The next commit on `snapshot`: log starts first (T9), then claims and hand-overs in order."""
+    draft = _Draft(snapshot)
+    result = Plan(None)
+    for partition, start in log_starts.items():
+        _move_start(draft, partition, start)
+    retention = bool(draft.removes)
+    for item in waiting:
+        if isinstance(item, Claim):
+            _take_claim(draft, item, result)
+        else:
+            _take(draft, item, result, retention)
+    data_change = retention or any(draft.removes.values())
+    result.commit = draft.commit(data_change)
+    if result.commit is None:
+        result.done += result.taken
+        result.taken = []
+    return result
+
+
+def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
+    """Whether `start` asks for a commit: `:start` must move, or files lie wholly below it."""
+    counters = snapshot.partition(partition)
+    if start.log_start > counters.start:
+        return True
+    for file in snapshot.files_of(partition):
+        if file.min_offset >= counters.start:
+            break
+        if file.max_offset < counters.start:
+            return True
+    return False
+
+
+def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
+    """Rule T9: `:start` follows log_start; whole files below it leave the table."""
+    counters = draft.partition(partition)
+    if start.log_start > counters.end:
+        # Nothing else of this partition in this version: its files go with the next one.
+        moved = counters._replace(start=start.log_start, end=start.log_start)
+        if start.epoch != NONE:
+            moved = moved._replace(epoch=start.epoch)
+        draft.counters[partition] = moved
+        draft.closed.add(partition)
+        return
+    low = max(start.log_start, counters.start)
+    removed = 0
+    for file in draft.snapshot.files_of(partition):
+        if file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:
+            draft.removes[file.path] = True
+            removed += file.rows
+    if removed or low != counters.start:
+        draft.counters[partition] = counters._replace(start=low, removed=counters.removed + removed)
+
+
+def _take_claim(draft: _Draft, claim: Claim, result: Plan) -> None:
+    counters = draft.partition(claim.partition)
+    if not claim.commit or counters.claim == claim.epoch:
+        result.done.append(claim)
+    elif counters.claim > claim.epoch:
+        result.refused.append((claim, _fenced(claim.partition, counters.claim, claim.epoch)))
+    else:
+        draft.counters[claim.partition] = counters._replace(claim=claim.epoch)
+        result.taken.append(claim)
+
+
+def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> None:
+    change = item.change
+    actions = len(change.adds) + len(change.removes)
+    touched = {counter.partition for counter in change.counters}
+    if touched & draft.closed or (
+        (draft.adds or draft.removes)
+        and len(draft.adds) + len(draft.removes) + actions > ACTIONS_PER_COMMIT_MAX
+    ):
+        result.waiting.append(item)
+        return
+    if change.removes and retention != change.data_change and draft.removes:
+        result.waiting.append(item)  # one version either changes the data or does not
+        return
+    if change.adds and all(draft.has(add.path) for add in change.adds):
+        result.done.append(item)
+        return
+    if any(add.path in draft.adds for add in change.adds):
+        result.waiting.append(item)  # handed over twice: the next snapshot answers
+        return
+    try:
+        counters = _checked(draft, change)
+    except errors.PkError as error:
+        result.refused.append((item, error))
+        return
+    draft.counters.update(counters)
+    for remove in change.removes:
+        draft.removes[remove.path] = change.data_change
+    for add in change.adds:
+        draft.adds[add.path] = new_file(add, change.data_change or not change.removes)
+    result.taken.append(item)
+
+
+def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, PartitionCounters]:
+    """The counters after `change`.  Raises what refuses it (see the module's table)."""
+    for remove in change.removes:
+        if not draft.has(remove.path):
+            raise errors.UnknownTierRange(
+                f"{remove.path} is not in version {draft.snapshot.version}: plan again"
+            )
+    after: dict[int, PartitionCounters] = {}
+    for counter in change.counters:
+        before = draft.partition(counter.partition)
+        if before.claim > counter.claim:
+            raise _fenced(counter.partition, before.claim, counter.claim)
+        if counter.end > counter.start and before.end != counter.start:
+            raise errors.UnknownTierRange(
+                f"partition {counter.partition} of the table ends at {before.end}, "
+                f"not at {counter.start}",
+                table_end=str(before.end),
+            )
+        adds = [add for add in change.adds if add.partition == counter.partition]
+        if not change.removes:
+            _check_numbers(counter, adds)
+        after[counter.partition] = before._replace(
+            end=max(before.end, counter.end),
+            epoch=counter.epoch if counter.end > counter.start else before.epoch,
+            rows=before.rows + counter.rows_added,
+            sum=(before.sum + counter.sum_added) % SUM_MODULUS,
+            removed=before.removed + counter.removed_added,
+        )
+    unclaimed = {add.partition for add in change.adds} - after.keys()
+    if unclaimed and not change.removes:
+        raise errors.InvalidRequest(f"files of partitions {sorted(unclaimed)} without counters")
+    return after
+
+
+def _check_numbers(counter: wire.TierCounter, adds: Sequence[wire.AddFile]) -> None:
+    """Files of an append lie in order inside the range and their rows add up."""
+    at = counter.start
+    for add in adds:
+        if not (at <= add.start < add.end <= counter.end):
+            raise errors.InvalidRequest(f"{add.path} does not follow {at} within {counter.end}")
+        if add.rows and not (add.start <= add.min_offset <= add.max_offset < add.end):
+            raise errors.InvalidRequest(f"{add.path} holds offsets outside its range")
+        at = add.end
+    if counter.end < counter.start:
+        raise errors.InvalidRequest(f"range [{counter.start}, {counter.end})")
+    rows = sum(add.rows for add in adds)
+    total = sum(add.row_sum for add in adds) % SUM_MODULUS
+    if rows != counter.rows_added or total != counter.sum_added % SUM_MODULUS:
+        raise errors.InvalidRequest(
+            f"partition {counter.partition}: {rows} rows in the files, "
+            f"{counter.rows_added} in the counters"
+        )
+
+
+def _fenced(partition: int, claim: Epoch, epoch: Epoch) -> errors.FencedLeaderEpoch:
+    return errors.FencedLeaderEpoch(
+        f"partition {partition} of the table is claimed by leader epoch {claim}; "
+        f"epoch {epoch} may not append"
+    )
+
+
+def new_file(add: wire.AddFile, data_change: bool) -> NewFile:
+    """The wire's file as the table takes it."""
+    file = DataFile(
+        add.path,
+        add.partition,
+        add.min_offset,
+        add.max_offset,
+        add.min_timestamp_ms,
+        add.max_timestamp_ms,
+        add.rows,
+        add.size,
+    )
+    return NewFile(file, add.modified_ms, add.null_keys, add.null_values, data_change)
+
+
+def partition_state(snapshot: Snapshot, partition: int) -> wire.TierPartitionState:
+    """What replies tell of a partition."""
+    counters = snapshot.partition(partition)
+    files = snapshot.files_of(partition)
+    return wire.TierPartitionState(
+        partition=partition,
+        start=counters.start,
+        end=counters.end,
+        epoch=counters.epoch,
+        claim=counters.claim,
+        rows=counters.rows,
+        sum=counters.sum,
+        removed=counters.removed,
+        files=len(files),
+        bytes=snapshot.bytes_of(partition),
+    )
+
+
+def is_copied_range(path: str) -> bool:
+    """Whether the copier made this file, so that its range can be read from its name."""
+    return parse_data_path(path) is not None

@@ -1,0 +1,381 @@
+"""Reads of the tier: `[offset, end)` of a partition as log batches, and offsets by time.
+
+World-generic.  A read is planned on one snapshot: the files whose statistics reach into the range,
+then their row groups from cached footers.  Nothing relies on files being sorted or disjoint,
+because outside maintenance may have rewritten them (rule T10): when row groups overlap, a first
+pass keeps only their offsets, the range is cut to what fits the byte bound, and a second pass
+merges its rows by offset.
+
+Invariants
+  G1  rows come out in offset order, each offset once, all of `[offset, next_offset)` that the table
+      holds.
+  G2  `next_offset` > offset: gaps are covered (rule L12); it never passes the table's end or `end`.
+  G3  memory: the cache holds at most `cache_bytes`; a read holds its result and one row group
+      beside it.
+  G4  a file that is gone raises `FileGone`: the caller reloads the table and plans anew.
+  G5  two readers of the same row group share one download.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from pk import errors
+from pk.tiering import convert, parquet_parts
+from pk.tiering.layout import FILE_SCHEMA
+from pk.tiering.objects import Lane, ObjectStore
+from pk.tiering.parquet_parts import Footer, Group
+from pk.tiering.table import DataFile, Snapshot
+from pk.types import NONE, Epoch, Offset
+
+T = TypeVar("T")
+
+#: Row groups that are fetched ahead of sequential readers, in all.
+PREFETCH_MAX = 4
+#: Positions of readers remembered to recognise sequential reads.
+POSITIONS_MAX = 1_024
+FOOTERS_BYTES_MAX = 64 * 1024 * 1024
+#: Rows are taken to be at least this large when a scattered range is cut.
+_ROW_BYTES_LEAST = 16
+
+
+class FileGone(errors.UnknownTierRange):
+    """A file the snapshot names is not in the store (any more): reload and plan again."""
+
+    code = -1  # never leaves this process
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} is not in the store")
+        self.path = path
+
+
+class Fetched(NamedTuple):
+    """Batches of `[offset, next_offset)`."""
+
+    next_offset: Offset
+    batches: list[bytes]
+
+
+class TimeFound(NamedTuple):
+    offset: Offset
+    timestamp_ms: int
+    leader_epoch: Epoch
+
+
+class _Piece(NamedTuple):
+    """What one row group gave; `full`: the byte bound or the end of all rows was reached."""
+
+    next_offset: Offset
+    batches: list[bytes]
+    full: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """A partition in a table: where its files are, and what the table says now."""
+
+    home: str  #: directory of the table in the store
+    partition: int
+    snapshot: Snapshot
+
+
+class _Spot(NamedTuple):
+    """One row group of one file."""
+
+    file: DataFile
+    footer: Footer
+    group: Group
+
+
+class _Cache:
+    """Least recently used goes first; sizes are the caller's."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self._items: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+
+    def get(self, key: Any) -> Any:
+        found = self._items.get(key)
+        if found is None:
+            return None
+        self._items.move_to_end(key)
+        return found[0]
+
+    def put(self, key: Any, value: Any, size: int) -> None:
+        if size > self.bytes_max or key in self._items:
+            return
+        self._items[key] = (value, size)
+        self.bytes += size
+        while self.bytes > self.bytes_max:
+            _, (_, gone) = self._items.popitem(last=False)
+            self.bytes -= gone
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._items
+
+
+class TierReader:
+    """Cold reads of every topic of this node."""
+
+    def __init__(self, store: ObjectStore, compute: Lane, cache_bytes: int) -> None:
+        self._store = store
+        self._compute = compute
+        self._footers = _Cache(FOOTERS_BYTES_MAX)
+        self._rows = _Cache(cache_bytes)
+        self._loading: dict[Any, asyncio.Task[Any]] = {}
+        self._ahead: dict[asyncio.Task[None], None] = {}
+        self._positions: OrderedDict[tuple[str, int, Offset], None] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._rows.bytes
+
+    async def fetch(self, place: Place, offset: Offset, end: Offset, max_bytes: int) -> Fetched:
+        """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one.
+
+        Raises `UnknownTierRange` if the table does not cover `offset`, `FileGone`,
+        `TierUnavailable`.
+        """
+        counters = place.snapshot.partition(place.partition)
+        limit = min(end, counters.end)
+        if offset >= limit:
+            raise errors.UnknownTierRange(
+                f"the tier covers [{counters.start}, {counters.end}) of partition "
+                f"{place.partition}, not offset {offset}"
+            )
+        batches: list[bytes] = []
+        size = 0
+        at = offset
+        while at < limit:
+            piece = await self._window(place, at, limit, max_bytes - size)
+            at = piece.next_offset
+            batches += piece.batches
+            size += sum(map(len, piece.batches))
+            if piece.full or size >= max_bytes:
+                break
+        self._look_ahead(place, offset, at, limit)
+        return Fetched(at, batches)
+
+    async def _window(self, place: Place, at: Offset, limit: Offset, max_bytes: int) -> _Piece:
+        """Batches of `[at, next)`: as far as one row group and `max_bytes` reach."""
+        spots = await self._spots(place, at, limit)
+        if not spots:
+            return _Piece(limit, [], full=True)  # nothing above: the gap reaches to the limit
+        window_end = min(spots[0].group.max_offset + 1, limit)
+        if len(spots) == 1:
+            rows = await self._group(place, spots[0])
+        else:
+            rows, window_end = await self._merge(place, spots, at, window_end, max_bytes)
+        return await self._compute(functools.partial(_encoded, rows, at, window_end, max_bytes))
+
+    async def _spots(self, place: Place, at: Offset, limit: Offset) -> list[_Spot]:
+        """The row group that holds the first row at or above `at`, and all that overlap its
+        range."""
+        files = place.snapshot.covering(place.partition, at, limit)
+        found: list[_Spot] = []
+        window_end = limit
+        for file in files:
+            if found and file.min_offset >= window_end:
+                break
+            footer = await self._footer(place, file)
+            for group in footer.groups:
+                if group.max_offset >= at and group.min_offset < limit and group.rows:
+                    found.append(_Spot(file, footer, group))
+            if found:
+                found.sort(key=lambda spot: (spot.group.min_offset, spot.group.max_offset))
+                window_end = min(found[0].group.max_offset + 1, limit)
+        return [spot for spot in found if spot.group.min_offset < window_end]
+
+    async def _merge(
+        self,
+        place: Place,
+        spots: Sequence[_Spot],
+        at: Offset,
+        window_end: Offset,
+        max_bytes: int,
+    ) -> tuple[pa.RecordBatch, Offset]:
+        """Rows of overlapping row groups, cut to what fits (rule T10, G3)."""
+        wanted = []
+        row_bytes = _ROW_BYTES_LEAST
+        for spot in spots:
+            rows = await self._group(place, spot)
+            offsets = rows.column("offset").to_numpy()
+            wanted.append(offsets[(offsets >= at) & (offsets < window_end)].copy())
+            row_bytes = max(row_bytes, rows.nbytes // max(1, rows.num_rows))
+        offsets = np.unique(np.concatenate(wanted))
+        rows_max = max(1, max_bytes // row_bytes)
+        next_offset = window_end
+        if len(offsets) > rows_max:
+            next_offset = int(offsets[rows_max - 1]) + 1
+        parts = []
+        for spot, mine in zip(spots, wanted, strict=True):
+            if len(mine) and mine.min() < next_offset:
+                rows = await self._group(place, spot)
+                parts.append(convert.in_offset_order(rows, at, next_offset))
+        if not parts:
+            return _NO_ROWS, next_offset
+        return await self._compute(lambda: pa.concat_batches(parts)), next_offset
+
+    # -- what is in memory -------------------------------------------------------------------------
+
+    async def _footer(self, place: Place, file: DataFile) -> Footer:
+        key = (place.home, file.path)
+        cached: Footer | None = self._footers.get(key)
+        if cached is None:
+            work = functools.partial(self._load_footer, place, file, key)
+            cached = await self._once(("footer", key), work)
+        return cached
+
+    async def _load_footer(self, place: Place, file: DataFile, key: Any) -> Footer:
+        path = f"{place.home}/{file.path}"
+        size = min(file.size, parquet_parts.TAIL_BYTES)
+        tail = await self._get(path, file.size - size, size)
+        needed = parquet_parts.footer_size(tail)
+        if needed > len(tail):
+            tail = await self._get(path, max(0, file.size - needed), needed)
+        footer = await self._compute(lambda: parquet_parts.parse_footer(tail))
+        self._footers.put(key, footer, footer.size)
+        return footer
+
+    async def _group(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+        key = (place.home, spot.file.path, spot.group.number)
+        cached = self._rows.get(key)
+        if cached is not None:
+            self.hits += 1
+            return cached
+        return await self._once(("rows", key), lambda: self._load_group(place, spot, key))
+
+    async def _load_group(self, place: Place, spot: _Spot, key: Any) -> pa.RecordBatch:
+        group = spot.group
+        self.misses += 1
+        data = await self._get(f"{place.home}/{spot.file.path}", group.start, group.size)
+        rows = await self._compute(
+            lambda: parquet_parts.read_group(spot.footer, group, data, spot.file.size)
+        )
+        self._rows.put(key, rows, rows.nbytes)
+        return rows
+
+    async def _get(self, path: str, start: int, size: int) -> bytes:
+        try:
+            return await self._store.get_range(path, start, size)
+        except FileNotFoundError:
+            raise FileGone(path) from None
+
+    async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
+        """G5: whoever comes second waits for the first; a reader that goes away stops nobody."""
+        task: asyncio.Task[T] | None = self._loading.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(_run(work))
+            self._loading[key] = task
+            task.add_done_callback(lambda done: self._loaded(key, done))
+        return await asyncio.shield(task)
+
+    def _loaded(self, key: Any, task: asyncio.Task[Any]) -> None:
+        self._loading.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # retrieved: every waiter may be gone
+
+    def _look_ahead(self, place: Place, offset: Offset, at: Offset, limit: Offset) -> None:
+        """A reader that came from just below is given the next row group before it asks."""
+        before = (place.home, place.partition, offset)
+        sequential = before in self._positions
+        self._positions.pop(before, None)
+        self._positions[(place.home, place.partition, at)] = None
+        while len(self._positions) > POSITIONS_MAX:
+            self._positions.popitem(last=False)
+        if sequential and at < limit and len(self._ahead) < PREFETCH_MAX:
+            task = asyncio.get_running_loop().create_task(self._prefetch(place, at, limit))
+            self._ahead[task] = None
+            task.add_done_callback(lambda done: self._ahead.pop(done, None))
+
+    async def _prefetch(self, place: Place, at: Offset, limit: Offset) -> None:
+        try:
+            for spot in (await self._spots(place, at, limit))[:1]:
+                key = (place.home, spot.file.path, spot.group.number)
+                if key not in self._rows:
+                    await self._group(place, spot)
+                elif spot.group.max_offset + 1 < limit:  # it has this one: the one after
+                    following = await self._spots(place, spot.group.max_offset + 1, limit)
+                    for later in following[:1]:
+                        await self._group(place, later)
+        except errors.PkError:
+            pass  # the reader will meet it itself
+
+    async def close(self) -> None:
+        """Stop what runs ahead."""
+        tasks = [*self._ahead, *self._loading.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- by time -----------------------------------------------------------------------------------
+
+    async def offset_for_time(
+        self, place: Place, timestamp_ms: int, from_offset: Offset
+    ) -> TimeFound | None:
+        """The smallest offset at or above `from_offset` with a timestamp of at least `timestamp_ms`
+        (T11)."""
+        end = place.snapshot.partition(place.partition).end
+        best: TimeFound | None = None
+        for file in place.snapshot.covering(place.partition, from_offset, end):
+            if best is not None and file.min_offset > best.offset:
+                break
+            if file.max_timestamp_ms < timestamp_ms:
+                continue
+            footer = await self._footer(place, file)
+            for group in footer.groups:
+                if group.max_timestamp_ms < timestamp_ms or group.max_offset < from_offset:
+                    continue
+                if best is not None and group.min_offset > best.offset:
+                    continue
+                rows = await self._group(place, _Spot(file, footer, group))
+                best = _earlier(best, _first_at(rows, timestamp_ms, from_offset))
+        return best
+
+
+def _encoded(rows: pa.RecordBatch, at: Offset, end: Offset, max_bytes: int) -> _Piece:
+    """Rows of `[at, end)` as log batches, cut where the byte bound is reached."""
+    rows = convert.in_offset_order(rows, at, end)
+    count = convert.fitting(rows, max_bytes) if rows.num_rows else 0
+    full = count < rows.num_rows
+    if full:
+        rows = rows.slice(0, count)
+        end = int(rows.column("offset")[-1].as_py()) + 1
+    return _Piece(end, list(convert.batches_of(rows)), full)
+
+
+async def _run(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()
+
+
+def _first_at(rows: pa.RecordBatch, timestamp_ms: int, from_offset: Offset) -> TimeFound | None:
+    stamps = rows.column("timestamp").view(pa.int64()).to_numpy()
+    offsets = rows.column("offset").to_numpy()
+    fits = np.flatnonzero((stamps >= timestamp_ms * 1000) & (offsets >= from_offset))
+    if not len(fits):
+        return None
+    row = int(fits[np.argmin(offsets[fits])])
+    epoch = rows.column("leader_epoch")[row].as_py()
+    return TimeFound(int(offsets[row]), int(stamps[row]) // 1000, NONE if epoch is None else epoch)
+
+
+def _earlier(one: TimeFound | None, other: TimeFound | None) -> TimeFound | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other)
+
+
+_NO_ROWS = pa.RecordBatch.from_arrays(
+    [pa.array([], field.type) for field in FILE_SCHEMA], schema=FILE_SCHEMA
+)

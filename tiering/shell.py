@@ -1,0 +1,53 @@
+"""The real tier's hands: store, tables, threads, and how much of the CPU they may take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pk.clock import Clock
+from pk.log.files import RealStorage
+from pk.log.storage import Storage
+from pk.tiering.delta import DeltaTables
+from pk.tiering.fsspec_store import open_store
+from pk.tiering.store_settings import StoreSettings
+from pk.tiering.worker import Lanes
+
+NICENESS = 10
+UPLOAD_THREADS = 2
+
+
+class RealTier:
+    """What a tier process on this operating system works with.
+
+    Raises `StoreRefused` for an URL that pk has not been tried on.
+    """
+
+    def __init__(self, server: Mapping[str, Any], clock: Clock, *, nice: bool = True) -> None:
+        if nice:
+            os.nice(NICENESS)  # bulk work never delays the broker (rule P1)
+        chosen = StoreSettings.of(server)
+        self.store = open_store(chosen, clock)
+        self.tables = DeltaTables(chosen, self.store, clock)
+        self._reads = ThreadPoolExecutor(int(server["cold_read_threads"]), "pk-cold-read")
+        self._uploads = ThreadPoolExecutor(UPLOAD_THREADS, "pk-upload")
+        self._whole = RealStorage("/")
+        loop = asyncio.get_running_loop()
+        self.lanes = Lanes(
+            read=lambda work: loop.run_in_executor(self._reads, work),
+            upload=lambda work: loop.run_in_executor(self._uploads, work),
+        )
+
+    def view(self, path: str) -> tuple[Storage, str]:
+        """The storage and path of a live partition's directory."""
+        return self._whole, path.lstrip("/")
+
+    async def close(self) -> None:
+        """Let go of threads and connections; what runs in them ends by its own deadline."""
+        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._uploads.shutdown(wait=False, cancel_futures=True)
+        await self.tables.close()
+        await self.store.close()

@@ -1,0 +1,138 @@
+"""The tier's settings block, translated once for both libraries that touch the store (rule T14).
+
+Data files go through fsspec (`fsspec_store.py`), the Delta log through deltalake (`delta.py`); both
+must mean the same bucket, endpoint, credentials and deadlines.  Secrets never leave `for_*`:
+`public` is what people and `describe_tier` see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from pk import errors
+
+#: Schemes that have been tried against a real store.
+SCHEMES = ("file", "s3")
+#: Schemes both libraries know, refused until they have been tried.
+UNTRIED = ("gs", "gcs", "az", "abfs", "abfss", "azure", "s3a", "r2", "hdfs", "oss", "adl")
+
+
+@dataclass(slots=True, frozen=True)
+class StoreSettings:
+    """Where the tier is and how to reach it."""
+
+    url: str
+    endpoint_url: str = ""
+    access_key_id: str = ""
+    secret_access_key: str = ""
+    region: str = "us-east-1"
+    timeout_ms: int = 10_000
+    retry_backoff_ms: int = 500
+
+    @staticmethod
+    def of(server: Mapping[str, Any]) -> StoreSettings:
+        """From resolved `settings.SERVER`.  Raises `StoreRefused` for a scheme that is not
+        tried."""
+        url = str(server["tier_url"]).rstrip("/")
+        check_url(url)
+        return StoreSettings(
+            url=url,
+            endpoint_url=str(server["tier_endpoint_url"]),
+            access_key_id=str(server["tier_access_key_id"]),
+            secret_access_key=str(server["tier_secret_access_key"]),
+            region=str(server["tier_region"]),
+            timeout_ms=int(server["tier_timeout_ms"]),
+            retry_backoff_ms=int(server["tier_retry_backoff_ms"]),
+        )
+
+    @property
+    def scheme(self) -> str:
+        return urlsplit(self.url).scheme
+
+    @property
+    def directory(self) -> str:
+        """Of a file:// URL: the directory."""
+        assert self.scheme == "file", self.url
+        return unquote(urlsplit(self.url).path) or "/"
+
+    @property
+    def bucket(self) -> str:
+        """Of an s3:// URL."""
+        return urlsplit(self.url).netloc
+
+    @property
+    def prefix(self) -> str:
+        """Of an s3:// URL: what stands before every key, without slashes at its ends."""
+        return urlsplit(self.url).path.strip("/")
+
+    def for_deltalake(self) -> dict[str, str]:
+        """Storage options of deltalake: fail fast, the owner's back-off does the waiting."""
+        if self.scheme != "s3":
+            return {}
+        options = {
+            "AWS_REGION": self.region,
+            "max_retries": "2",
+            "retry_timeout": f"{self.timeout_ms}ms",
+            "timeout": f"{self.timeout_ms}ms",
+            "connect_timeout": f"{min(self.timeout_ms, 3_000)}ms",
+        }
+        if self.endpoint_url:
+            options["AWS_ENDPOINT_URL"] = self.endpoint_url
+            options["AWS_ALLOW_HTTP"] = str(self.endpoint_url.startswith("http://")).lower()
+        if self.access_key_id:
+            options["AWS_ACCESS_KEY_ID"] = self.access_key_id
+            options["AWS_SECRET_ACCESS_KEY"] = self.secret_access_key
+        return options
+
+    def for_s3fs(self) -> dict[str, Any]:
+        """Arguments of s3fs.S3FileSystem."""
+        seconds = self.timeout_ms / 1000
+        arguments: dict[str, Any] = {
+            "client_kwargs": {"region_name": self.region},
+            "config_kwargs": {
+                "connect_timeout": min(seconds, 3.0),
+                "read_timeout": seconds,
+                "retries": {"max_attempts": 1},
+                "max_pool_connections": 16,
+            },
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+        }
+        if self.endpoint_url:
+            arguments["endpoint_url"] = self.endpoint_url
+        if self.access_key_id:
+            arguments["key"] = self.access_key_id
+            arguments["secret"] = self.secret_access_key
+        return arguments
+
+    def public(self) -> dict[str, str]:
+        """What a user needs to open the table elsewhere, without secrets."""
+        if self.scheme != "s3":
+            return {}
+        shown = {"AWS_REGION": self.region}
+        if self.endpoint_url:
+            shown["AWS_ENDPOINT_URL"] = self.endpoint_url
+            shown["AWS_ALLOW_HTTP"] = str(self.endpoint_url.startswith("http://")).lower()
+        return shown
+
+
+def check_url(url: str) -> None:
+    """Raises `StoreRefused` unless the URL names a store that pk has been tried on."""
+    scheme = urlsplit(url).scheme
+    if scheme == "file":
+        if urlsplit(url).netloc not in ("", "localhost") or not urlsplit(url).path.startswith("/"):
+            raise errors.StoreRefused(f"{url}: a file:// URL needs an absolute path: file:///dir")
+        return
+    if scheme == "s3":
+        if not urlsplit(url).netloc:
+            raise errors.StoreRefused(f"{url}: an s3:// URL needs a bucket: s3://bucket/prefix")
+        return
+    tried = " and ".join(f"{name}://" for name in SCHEMES)
+    if scheme in UNTRIED:
+        raise errors.StoreRefused(
+            f"{url}: {scheme}:// has not been tried with pk yet; {tried} have", scheme=scheme
+        )
+    raise errors.StoreRefused(f"{url}: no known store; {tried} can be used", scheme=scheme)

@@ -1,0 +1,372 @@
+"""A topic's table as the owner sees it: snapshots, exact commits, and a fake that keeps the same
+promises.
+
+The protocol is small on purpose: `load` the newest version, `commit` on exactly the version that
+was loaded.  The real one is `delta.py`; `MemoryTable` here is for the simulator and the property
+tests; both pass one contract suite (tests/contract/test_table.py).
+
+Invariants
+  D1  a commit lands only if the version it read is still the newest one (rule T3); nothing is
+      rebased.
+  D2  `commit` that raises may have landed: the caller reloads and looks for its own work (rule T5).
+  D3  a snapshot never changes; a later version is another snapshot.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pk import errors
+from pk.tiering import layout
+from pk.tiering.layout import PartitionCounters
+from pk.types import Offset
+
+#: "no statistics": such a file may hold any offset.
+OFFSET_MAX = 2**63 - 1
+
+
+@dataclass(slots=True, frozen=True)
+class DataFile:
+    """One live file of a snapshot.  Ranges are inclusive here, as in Delta's statistics."""
+
+    path: str
+    partition: int
+    min_offset: Offset
+    max_offset: Offset
+    min_timestamp_ms: int
+    max_timestamp_ms: int
+    rows: int
+    size: int
+
+
+@dataclass(slots=True, frozen=True)
+class NewFile:
+    """A file to be added, with what the commit must state of it."""
+
+    file: DataFile
+    modified_ms: int
+    null_keys: int = 0
+    null_values: int = 0
+    data_change: bool = True
+
+
+@dataclass(slots=True, frozen=True)
+class TableProtocol:
+    """What a reader and a writer must understand (rule T8)."""
+
+    reader: int = layout.READER_VERSION
+    writer: int = layout.WRITER_VERSION
+    features: tuple[str, ...] = ()
+
+    def check(self, uri: str) -> None:
+        """Raises `TierTableChanged` unless this is the protocol pk accepts."""
+        if self.features or (self.reader, self.writer) != (
+            layout.READER_VERSION,
+            layout.WRITER_VERSION,
+        ):
+            wanted = f"reader {layout.READER_VERSION}, writer {layout.WRITER_VERSION}, no features"
+            raise errors.TierTableChanged(
+                f"{uri}: the table's protocol is now reader {self.reader}, writer {self.writer}, "
+                f"features {', '.join(self.features) or 'none'}; pk accepts {wanted}. Tiering and "
+                "cold reads of this topic stop; drop the feature, or restore the table's earlier "
+                "version",
+                uri=uri,
+            )
+
+
+class Snapshot:
+    """One version of a table (D3)."""
+
+    __slots__ = ("_by_partition", "counters", "files", "protocol", "table_id", "version")
+
+    def __init__(
+        self,
+        version: int,
+        table_id: str,
+        files: Mapping[str, DataFile],
+        counters: Mapping[int, PartitionCounters],
+        protocol: TableProtocol | None = None,
+    ) -> None:
+        self.version = version
+        self.table_id = table_id
+        self.files = files
+        self.counters = counters
+        self.protocol = protocol or TableProtocol()
+        self._by_partition: dict[int, list[DataFile]] | None = None
+
+    def partition(self, partition: int) -> PartitionCounters:
+        """The counters of `partition`; zeros if the table has none yet."""
+        return self.counters.get(partition, _NO_COUNTERS)
+
+    def files_of(self, partition: int) -> Sequence[DataFile]:
+        """Files of `partition` by smallest offset."""
+        if self._by_partition is None:
+            grouped: dict[int, list[DataFile]] = {}
+            for file in self.files.values():
+                grouped.setdefault(file.partition, []).append(file)
+            for files in grouped.values():
+                files.sort(key=_by_offset)
+            self._by_partition = grouped
+        return self._by_partition.get(partition, ())
+
+    def covering(self, partition: int, start: Offset, end: Offset) -> list[DataFile]:
+        """Files that may hold offsets of `[start, end)`, by smallest offset."""
+        files = self.files_of(partition)
+        stop = bisect.bisect_left(files, end, key=lambda file: file.min_offset)
+        return [file for file in files[:stop] if file.max_offset >= start]
+
+    def bytes_of(self, partition: int) -> int:
+        return sum(file.size for file in self.files_of(partition))
+
+    def after(self, commit: Commit, version: int) -> Snapshot:
+        """What the table is once `commit` has landed as `version`."""
+        files = dict(self.files)
+        for path in commit.removes:
+            del files[path]
+        for new in commit.adds:
+            files[new.file.path] = new.file
+        counters = {**self.counters, **commit.counters}
+        later = Snapshot(version, self.table_id, files, counters, self.protocol)
+        if self._by_partition is not None:
+            later._by_partition = self._regrouped(commit)
+        return later
+
+    def _regrouped(self, commit: Commit) -> dict[int, list[DataFile]]:
+        """The sorted lists again, only those anew that the commit touches."""
+        assert self._by_partition is not None
+        gone = dict.fromkeys(commit.removes)
+        touched = dict.fromkeys(self.files[path].partition for path in commit.removes)
+        touched.update(dict.fromkeys(new.file.partition for new in commit.adds))
+        grouped = dict(self._by_partition)
+        for partition in touched:
+            kept = [file for file in grouped.get(partition, ()) if file.path not in gone]
+            kept += [new.file for new in commit.adds if new.file.partition == partition]
+            grouped[partition] = sorted(kept, key=_by_offset)
+        return grouped
+
+
+_NO_COUNTERS = PartitionCounters()
+
+
+def _by_offset(file: DataFile) -> tuple[Offset, Offset, str]:
+    return file.min_offset, file.max_offset, file.path
+
+
+@dataclass(slots=True, frozen=True)
+class Commit:
+    """One version to be written on top of `read` and nothing else (D1)."""
+
+    read: Snapshot
+    adds: tuple[NewFile, ...] = ()
+    removes: tuple[str, ...] = ()
+    counters: Mapping[int, PartitionCounters] = field(default_factory=dict)  #: new absolute values
+    data_change: bool = True  #: of the removes; compaction and repair do not change the data
+
+    @property
+    def blind(self) -> bool:
+        """A pure append (rule T7): it read no file, so outside maintenance need not fear it."""
+        return not self.removes
+
+
+class Table(Protocol):
+    """The Delta table of one topic."""
+
+    @property
+    def uri(self) -> str: ...
+
+    async def load(self, partitions: Sequence[int]) -> Snapshot | None:
+        """The newest version with the counters of `partitions`; None if there is no table.
+
+        Raises `TierUnavailable`, or `TierTableChanged` if it was re-created, rolled back or
+        altered.
+        """
+        ...
+
+    async def create(self) -> Snapshot:
+        """Make the table (rule T7).  One that exists meanwhile is loaded."""
+        ...
+
+    async def commit(self, commit: Commit) -> Snapshot:
+        """Write one version (D1).  Any error means: the outcome is unknown (D2)."""
+        ...
+
+    async def vacuum(self, retention_ms: int) -> int:
+        """Delete files whose removal is older than `retention_ms`; returns how many."""
+        ...
+
+
+class TableFactory(Protocol):
+    """Where tables come from; also probes the store at start-up (rule T14)."""
+
+    def table(self, topic: str, topic_id: str) -> Table: ...
+
+    async def probe(self, attempt: str) -> None:
+        """Raises `StoreRefused` if the store does not honour put-if-absent, `TierUnavailable` if
+        away."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Storage options without secrets."""
+        ...
+
+
+class CommitConflict(errors.TierUnavailable):
+    """Another version landed first: reload and try again (rule T3)."""
+
+    code = -1  # never leaves this process
+
+
+def check_successor(uri: str, old: Snapshot | None, new: Snapshot) -> None:
+    """Raises `TierTableChanged` unless `new` is a later version of the same table."""
+    new.protocol.check(uri)
+    if old is None:
+        return
+    if new.table_id != old.table_id:
+        raise errors.TierTableChanged(
+            f"{uri}: the table was re-created (id {new.table_id}, was {old.table_id}); restore "
+            "the old table, or delete the topic and create it again",
+            uri=uri,
+        )
+    if new.version < old.version:
+        raise errors.TierTableChanged(
+            f"{uri}: the table went back from version {old.version} to {new.version}; restore the "
+            "missing versions of its _delta_log",
+            uri=uri,
+        )
+    for partition, counters in old.counters.items():
+        if new.partition(partition).end < counters.end:
+            raise errors.TierTableChanged(
+                f"{uri}: partition {partition} ended at {counters.end} and now ends at "
+                f"{new.partition(partition).end}; restore the table's newest version",
+                uri=uri,
+            )
+
+
+# -- the fake --------------------------------------------------------------------------------------
+
+
+class MemoryTables:
+    """Tables in memory, with the exact-commit semantics and the faults of a real store.
+
+    `before_commit` and `after_commit` are called around the moment a commit lands and may raise: a
+    raise before is a lost request, a raise after is a lost reply (the commit has landed, D2).
+    """
+
+    def __init__(self, root: str = "memory://tier") -> None:
+        self.root = root
+        self.states: dict[str, _TableState] = {}
+        self.before_commit: Callable[[str, Commit], None] = lambda uri, commit: None
+        self.after_commit: Callable[[str, Commit], None] = lambda uri, commit: None
+        self.before_load: Callable[[str], None] = lambda uri: None
+        self.on_vacuum: Callable[[str, Iterable[str]], None] = lambda uri, paths: None
+        self._created = 0
+
+    def table(self, topic: str, topic_id: str) -> MemoryTable:
+        return MemoryTable(self, f"{self.root}/{layout.table_path(topic, topic_id)}", topic_id)
+
+    async def probe(self, attempt: str) -> None:
+        self.before_load(attempt)
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+    def drop(self, uri: str) -> None:
+        """Someone deletes the table."""
+        self.states.pop(uri, None)
+
+    def roll_back(self, uri: str, versions: int) -> None:
+        """Someone removes the newest versions from the log."""
+        del self.states[uri].versions[-versions:]
+
+    def alter_protocol(self, uri: str, protocol: TableProtocol) -> None:
+        """Someone turns a table feature on."""
+        state = self.states[uri]
+        newest = state.versions[-1]
+        state.versions.append(
+            Snapshot(newest.version + 1, newest.table_id, newest.files, newest.counters, protocol)
+        )
+
+    def rewrite(self, uri: str, old: Sequence[str], new: Sequence[DataFile]) -> None:
+        """Outside maintenance (OPTIMIZE): replaces files without changing the data."""
+        state = self.states[uri]
+        newest = state.versions[-1]
+        adds = tuple(NewFile(file, 0, data_change=False) for file in new)
+        commit = Commit(newest, adds, tuple(old), data_change=False)
+        state.versions.append(newest.after(commit, newest.version + 1))
+
+    def state(self, uri: str) -> _TableState | None:
+        return self.states.get(uri)
+
+    def new_state(self, uri: str) -> _TableState:
+        self._created += 1
+        first = Snapshot(0, f"table-{self._created}", {}, {})
+        state = self.states[uri] = _TableState([first])
+        return state
+
+
+@dataclass(slots=True)
+class _TableState:
+    versions: list[Snapshot]
+    tombstones: list[str] = field(default_factory=list)
+
+
+class MemoryTable:
+    """One fake table; several may stand for one uri, as several processes hold handles."""
+
+    def __init__(self, tables: MemoryTables, uri: str, topic_id: str) -> None:
+        self._tables = tables
+        self._uri = uri
+        self._topic_id = topic_id
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    async def load(self, partitions: Sequence[int]) -> Snapshot | None:
+        self._tables.before_load(self._uri)
+        state = self._tables.state(self._uri)
+        if state is None:
+            return None
+        newest = state.versions[-1]
+        counters = {partition: newest.partition(partition) for partition in partitions}
+        return Snapshot(
+            newest.version,
+            newest.table_id,
+            newest.files,
+            {**newest.counters, **counters},
+            newest.protocol,
+        )
+
+    async def create(self) -> Snapshot:
+        self._tables.before_load(self._uri)
+        state = self._tables.state(self._uri) or self._tables.new_state(self._uri)
+        return state.versions[-1]
+
+    async def commit(self, commit: Commit) -> Snapshot:
+        self._tables.before_commit(self._uri, commit)
+        state = self._tables.state(self._uri)
+        if state is None:
+            raise errors.TierUnavailable(f"{self._uri}: no table")
+        newest = state.versions[-1]
+        if newest.version != commit.read.version or newest.table_id != commit.read.table_id:
+            raise CommitConflict(f"{self._uri}: version {commit.read.version + 1} exists")
+        state.versions.append(newest.after(commit, newest.version + 1))
+        state.tombstones.extend(commit.removes)
+        self._tables.after_commit(self._uri, commit)
+        return state.versions[-1]
+
+    async def vacuum(self, retention_ms: int) -> int:
+        state = self._tables.state(self._uri)
+        if state is None or retention_ms > 0:
+            return 0
+        doomed, state.tombstones = state.tombstones, []
+        self._tables.on_vacuum(self._uri, doomed)
+        return len(doomed)
+
+
+def moved(file: DataFile, path: str) -> DataFile:
+    """The same rows under another name (what an OPTIMIZE of one file does)."""
+    return replace(file, path=path)

@@ -1,0 +1,131 @@
+"""What one upload reads and makes: a stable range of a live log → the bytes of one file.
+
+Runs in an upload lane, on a storage that another process writes (`log/readonly.py`): every read is
+bounded by the LSO that the leader vouched for.  Nothing here waits or retries; whoever asked does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pk import errors
+from pk.log import aborted as aborted_log
+from pk.log import batch as log_batch
+from pk.log.readonly import open_readonly
+from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
+from pk.log.storage import Storage
+from pk.tiering import convert
+from pk.tiering.convert import BuiltFile
+from pk.types import NONE, AbortedTransaction, Epoch, Offset
+
+#: Log bytes read at a time: memory is this, one decoded batch and the file being made.
+READ_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """Where a partition's live segments are."""
+
+    storage: Storage
+    path: str
+    decoded_bytes_max: int
+
+
+@dataclass(slots=True, frozen=True)
+class Copied:
+    """`[start, end)` of the log as a file; no file if the range holds no rows."""
+
+    end: Offset
+    epoch: Epoch
+    log_bytes: int
+    file: BuiltFile | None
+
+
+def copy(
+    source: Source,
+    start: Offset,
+    limit: Offset,
+    max_bytes: int,
+    aborted: Sequence[AbortedTransaction],
+) -> Copied:
+    """Whole batches from `start` on, until about `max_bytes` of log or `limit`.
+
+    Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or `InvalidRecord` (rule
+    L9).
+    """
+    reader = open_readonly(source.storage, source.path)
+    builder = convert.FileBuilder()
+    at, taken, epoch = start, 0, NONE
+    while at < limit and taken < max_bytes:
+        size = min(READ_BYTES, max_bytes - taken)
+        piece = reader.read(at, bound=limit, max_bytes=size)
+        if not piece.data:
+            break
+        taken += len(piece.data)
+        damaged = (piece.base_offset, piece.next_offset)
+        try:
+            for header, batch in log_batch.iter_batches(piece.data):
+                if header.base_offset >= limit or header.next_offset <= at:
+                    continue
+                epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
+                convert.add_batch(
+                    builder, header, batch, at, limit, aborted, source.decoded_bytes_max
+                )
+        except errors.CorruptBatch as cause:
+            raise _corrupt(source.path, damaged, cause) from cause
+        at = min(max(at, piece.next_offset), limit)
+    if at == start:
+        raise errors.OffsetOutOfRange(f"{source.path} has nothing stable at {start} yet")
+    return Copied(at, epoch, taken, builder.finish())
+
+
+def _corrupt(
+    path: str, damaged: tuple[Offset, Offset], cause: errors.CorruptBatch
+) -> errors.CorruptLog:
+    """Rule L9: which offsets are damaged, and where."""
+    start, end = damaged
+    return errors.CorruptLog(
+        f"{path}: offsets [{start}, {end}) are damaged: {cause.message}",
+        offset=str(start),
+        next_offset=str(end),
+    )
+
+
+def measure(source: Source, start: Offset, limit: Offset, log_end: Offset) -> int:
+    """About how many log bytes lie in `[start, limit)`: each segment's share by its offsets."""
+    bases = _bases(source)
+    if not bases:
+        return 0  # the topic was deleted meanwhile
+    total = 0
+    for base, following in zip(bases, [*bases[1:], max(log_end, limit)], strict=True):
+        low, high = max(base, start), min(following, limit)
+        if low >= high:
+            continue
+        try:
+            file = source.storage.open(f"{source.path}/{file_name(base, LOG)}", write=False)
+        except FileNotFoundError:
+            continue  # dropped meanwhile
+        try:
+            total += file.size() * (high - low) // max(1, following - base)
+        finally:
+            file.close()
+    return total
+
+
+def aborted_from(source: Source, start: Offset) -> list[AbortedTransaction]:
+    """Aborted transactions of sealed segments from `start` on: a repair goes back below
+    `tiered_end`."""
+    found: list[AbortedTransaction] = []
+    for base in _bases(source):
+        try:
+            raw = source.storage.read_file(f"{source.path}/{file_name(base, TXNINDEX)}")
+            found += aborted_log.overlapping(aborted_log.decode(raw), start, 2**63 - 1)
+        except (FileNotFoundError, aborted_log.Damaged):
+            continue  # the active segment: its aborts come with the leader's view
+    return found
+
+
+def _bases(source: Source) -> list[Offset]:
+    names = source.storage.list(source.path)
+    return [base for name in names if (base := base_offset_of(name, LOG)) is not None]

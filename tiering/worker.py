@@ -1,0 +1,600 @@
+"""Runs the tier's machines over a World: owners, copiers, cold reads.  The same file runs in the
+simulator.
+
+One `TopicTier` per topic holds the table's owner and a copier per partition that a broker of this
+node leads.  Machines speak in effects; here they become store calls, table calls and messages, each
+in a task of its own whose result comes back as the machine's next event.
+
+Invariants
+  X1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
+  X2  uploads and cold reads run in lanes of their own (invariant O1); at most UPLOADS_MAX uploads
+      at once.
+  X3  a failure of the store reaches the machines as an event, never an exception past this file:
+      the tier of other topics goes on, and so does the broker.
+  X4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pk import errors
+from pk.effects import Effect, Publish, Respond, Send, SetTimer
+from pk.log.storage import Storage
+from pk.tiering import copier as copying
+from pk.tiering import layout, uploads
+from pk.tiering import owner as owning
+from pk.tiering.copier import Copier, CopySettings, View
+from pk.tiering.objects import Lane, ObjectStore
+from pk.tiering.owner import Owner, OwnerSettings
+from pk.tiering.plan import LogStart
+from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound
+from pk.tiering.table import Commit, DataFile, Table, TableFactory
+from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+UPLOADS_MAX = 2
+HEADS_MAX = 8
+#: Topics that are only read here (no partition is led): the longest unused are forgotten.
+IDLE_TOPICS_MAX = 256
+
+#: Where a partition's live segments are: the path a broker names → a storage and a path in it.
+StorageViews = Callable[[str], tuple[Storage, str]]
+
+
+@dataclass(slots=True, frozen=True)
+class Lanes:
+    """Where blocking work runs: cold reads and uploads never share (X2)."""
+
+    read: Lane
+    upload: Lane
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start; the node turns them into metrics."""
+
+    uploaded_files: int = 0
+    uploaded_rows: int = 0
+    uploaded_bytes: int = 0
+    failed_uploads: int = 0
+    commits: int = 0
+    failed_commits: int = 0
+    vacuumed_files: int = 0
+    cold_fetches: int = 0
+    cold_bytes: int = 0
+    repaired_files: int = 0
+
+
+@dataclass(slots=True)
+class _Led:
+    """A partition this node copies."""
+
+    copier: Copier
+    told: wire.TierPartition
+
+
+@dataclass(slots=True)
+class TopicTier:
+    """One topic's table and the partitions copied into it."""
+
+    topic: str
+    topic_id: str
+    home: str
+    table: Table
+    owner: Owner
+    led: dict[int, _Led] = field(default_factory=dict)
+
+
+class TierWorker:
+    """All topics of one tier process."""
+
+    def __init__(
+        self,
+        world: World,
+        store: ObjectStore,
+        tables: TableFactory,
+        views: StorageViews,
+        lanes: Lanes,
+        *,
+        cold_cache_bytes: int,
+        owner_settings: OwnerSettings,
+        on_report: Callable[[], None],
+        on_bug: Callable[[str, BaseException], None],
+    ) -> None:
+        self.world = world
+        self.store = store
+        self.tables = tables
+        self.topics: dict[str, TopicTier] = {}
+        self.outbox: dict[PartitionKey, wire.TierProgress] = {}
+        self.counts = Counts()
+        self.reader = TierReader(store, lanes.read, cold_cache_bytes)
+        self._views = views
+        self._lanes = lanes
+        self._owner_settings = owner_settings
+        self._on_report = on_report
+        self._on_bug = on_bug
+        self._uploading = asyncio.Semaphore(UPLOADS_MAX)
+        self._heading = asyncio.Semaphore(HEADS_MAX)
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._timers: dict[Any, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    def _now_ms(self) -> int:
+        return self.world.clock.monotonic_ms()
+
+    # -- what the broker says ----------------------------------------------------------------------
+
+    def partitions(self, reply: wire.TierPartitionsReply) -> None:
+        """The changed partitions of one long poll; `full` = all there are."""
+        named: dict[PartitionKey, None] = {}
+        changed: dict[str, list[wire.TierPartition]] = {}
+        for told in reply.partitions:
+            key = PartitionKey(told.topic_id, told.partition)
+            if told.gone:
+                self._forget(key)
+                continue
+            named[key] = None
+            changed.setdefault(told.topic_id, []).append(told)
+        if reply.full:
+            for topic in list(self.topics.values()):
+                for partition in list(topic.led):
+                    if PartitionKey(topic.topic_id, partition) not in named:
+                        self._forget(PartitionKey(topic.topic_id, partition))
+        for topic_id, partitions in changed.items():
+            topic = self.topic(topic_id, partitions[0].topic)
+            self._view_all(topic, partitions, session_lost=reply.full)
+
+    def _view_all(
+        self, topic: TopicTier, partitions: Sequence[wire.TierPartition], *, session_lost: bool
+    ) -> None:
+        starts: dict[int, LogStart] = {}
+        for told in partitions:
+            led = topic.led.get(told.partition)
+            if led is None:
+                led = _Led(Copier(topic.topic, topic.topic_id, told.partition), told)
+                topic.led[told.partition] = led
+                self._show_table(topic, led)
+            led.told = told
+            starts[told.partition] = LogStart(
+                told.log_start, _epoch_of(told.epochs, told.log_start - 1), told.tiered_end
+            )
+            if session_lost:
+                self._step_copier(topic, led, copying.SessionLost())
+            self._step_copier(topic, led, copying.Viewed(self._view(told)))
+        self._step_owner(topic, owning.PartitionsSeen(starts))
+
+    def _view(self, told: wire.TierPartition) -> View:
+        configs = told.configs
+        return View(
+            leader_epoch=told.leader_epoch,
+            ready=told.ready,
+            log_start=told.log_start,
+            local_log_start=told.local_log_start,
+            last_stable_offset=told.last_stable_offset,
+            settings=CopySettings(
+                max_lag_ms=int(configs["tier_max_lag_ms"]),
+                file_bytes=int(configs["tier_file_bytes"]),
+                drop_delay_ms=int(configs["local_drop_delay_ms"]),
+                retry_backoff_ms=self._owner_settings.retry_backoff_ms,
+            ),
+        )
+
+    def _forget(self, key: PartitionKey) -> None:
+        topic = self.topics.get(key.topic_id)
+        if topic is None or topic.led.pop(key.partition, None) is None:
+            return
+        self.outbox.pop(key, None)
+        self._set_timer((topic.topic_id, key.partition), None, _nothing)
+        self._step_owner(topic, owning.PartitionsSeen({}, gone=[key.partition]))
+
+    def topic(self, topic_id: str, name: str) -> TopicTier:
+        """The topic's entry, made on first use."""
+        known = self.topics.get(topic_id)
+        if known is not None:
+            return known
+        idle = [each for each in self.topics.values() if not each.led]
+        if len(idle) >= IDLE_TOPICS_MAX:
+            self._drop_topic(idle[0].topic_id)
+        table = self.tables.table(name, topic_id)
+        made = TopicTier(
+            topic=name,
+            topic_id=topic_id,
+            home=layout.table_path(name, topic_id),
+            table=table,
+            owner=Owner(name, topic_id, table.uri, self._owner_settings),
+        )
+        self.topics[topic_id] = made
+        return made
+
+    def _drop_topic(self, topic_id: str) -> None:
+        topic = self.topics.pop(topic_id, None)
+        if topic is None:
+            return
+        self._perform_owner(topic, topic.owner.step(owning.Close(), self._now_ms()))
+        for partition in topic.led:
+            self.outbox.pop(PartitionKey(topic_id, partition), None)
+            self._set_timer((topic_id, partition), None, _nothing)
+        self._set_timer((topic_id, NONE), None, _nothing)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
+        """Hand a change to the topic's owner (rule T3); raises its refusal."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        topic = self.topic(request.topic_id, request.topic)
+        self._step_owner(topic, owning.Submit(future, request))
+        reply: wire.CommitToTableReply = await future
+        return reply
+
+    async def claim(
+        self, topic_id: str, name: str, partition: int, epoch: Epoch, *, commit: bool
+    ) -> wire.TierClaimReply:
+        """Rule T4; without `commit` a fresh look at the table."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        topic = self.topic(topic_id, name)
+        self._step_owner(topic, owning.ClaimPartition(future, partition, epoch, commit))
+        reply: wire.TierClaimReply = await future
+        return reply
+
+    async def _place(self, topic: TopicTier, partition: int, *, fresh: bool = False) -> Place:
+        """The newest version known, or the newest there is; raises why it cannot be read (T8)."""
+        if isinstance(topic.owner.problem, errors.OperatorError):
+            raise topic.owner.problem.with_traceback(None)
+        snapshot = topic.owner.snapshot
+        if fresh or snapshot is None or partition not in snapshot.counters:
+            await self.claim(topic.topic_id, topic.topic, partition, NONE, commit=False)
+            snapshot = topic.owner.snapshot
+        if snapshot is None:
+            raise errors.UnknownTierRange(f"{topic.table.uri}: nothing is tiered yet")
+        return Place(topic.home, partition, snapshot)
+
+    async def fetch(
+        self, topic_id: str, name: str, partition: int, offset: Offset, end: Offset, max_bytes: int
+    ) -> Fetched:
+        """A cold read; a file that is gone means: plan once more on the newest version."""
+        topic = self.topic(topic_id, name)
+        place = await self._place(topic, partition)
+        if offset >= place.snapshot.partition(partition).end:
+            place = await self._place(topic, partition, fresh=True)
+        try:
+            fetched = await self.reader.fetch(place, offset, end, max_bytes)
+        except FileGone:
+            fetched = await self._again(
+                topic,
+                partition,
+                lambda fresh: self.reader.fetch(fresh, offset, end, max_bytes),
+            )
+        self.counts.cold_fetches += 1
+        self.counts.cold_bytes += sum(map(len, fetched.batches))
+        return fetched
+
+    async def offset_for_time(
+        self, topic_id: str, name: str, partition: int, timestamp_ms: int, from_offset: Offset
+    ) -> TimeFound | None:
+        """Rule T11."""
+        topic = self.topic(topic_id, name)
+        place = await self._place(topic, partition)
+        try:
+            return await self.reader.offset_for_time(place, timestamp_ms, from_offset)
+        except FileGone:
+            found: TimeFound | None = await self._again(
+                topic,
+                partition,
+                lambda fresh: self.reader.offset_for_time(fresh, timestamp_ms, from_offset),
+            )
+            return found
+
+    async def _again(
+        self, topic: TopicTier, partition: int, read: Callable[[Place], Awaitable[Any]]
+    ) -> Any:
+        place = await self._place(topic, partition, fresh=True)
+        try:
+            return await read(place)
+        except FileGone as gone:
+            raise errors.TierTableChanged(
+                f"{topic.table.uri}: version {place.snapshot.version} names {gone.path}, which is "
+                "not in the store; restore the file",
+                path=gone.path,
+            ) from None
+
+    async def confirm(
+        self, topic_id: str, name: str, partition: int, start: Offset, end: Offset
+    ) -> list[DataFile]:
+        """Rule T6: files covering `[start, end)` that do not answer a HEAD; the copier hears."""
+        topic = self.topic(topic_id, name)
+        missing = await self._missing(topic, partition, start, end)
+        if (led := topic.led.get(partition)) is not None:
+            self._step_copier(topic, led, copying.Checked(missing))
+        return missing
+
+    async def _missing(
+        self, topic: TopicTier, partition: int, start: Offset, end: Offset
+    ) -> list[DataFile]:
+        place = await self._place(topic, partition)
+        counters = place.snapshot.partition(partition)
+        if end > counters.end:
+            raise errors.UnknownTierRange(
+                f"{topic.table.uri}: partition {partition} ends at {counters.end}, not at {end}"
+            )
+        files = place.snapshot.covering(partition, start, end)
+
+        async def missing(file: DataFile) -> bool:
+            async with self._heading:
+                found = await self.store.head(f"{topic.home}/{file.path}")
+            return found is None or found.size != file.size
+
+        lost = await asyncio.gather(*(missing(file) for file in files))
+        return [file for file, is_lost in zip(files, lost, strict=True) if is_lost]
+
+    async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
+        """Rule T7: remove the table of a deleted topic; its URI and how many objects went."""
+        table = self.tables.table(name, topic_id)
+        self._drop_topic(topic_id)
+        removed = 0
+        for _ in range(3):  # an upload under way may still land
+            found = await self.store.list(layout.table_path(name, topic_id))
+            for each in found:
+                await self.store.delete(each.path)
+            removed += len(found)
+            if not found:
+                break
+        return table.uri, removed
+
+    # -- machines ----------------------------------------------------------------------------------
+
+    def _step_owner(self, topic: TopicTier, event: owning.OwnerEvent) -> None:
+        if self._closed or self.topics.get(topic.topic_id) is not topic:
+            return  # purged or forgotten: its table must not come back
+        self._perform_owner(topic, topic.owner.step(event, self._now_ms()))
+
+    def _step_copier(self, topic: TopicTier, led: _Led, event: copying.CopierEvent) -> None:
+        if self._closed or topic.led.get(led.copier.partition) is not led:
+            return  # the partition is led elsewhere by now
+        self._perform_copier(topic, led, led.copier.step(event, self._now_ms()))
+
+    def _perform_owner(self, topic: TopicTier, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message=operation):
+                    self._spawn(self._on_table(topic, operation))
+                case Respond(request=request, reply=reply):
+                    _answer(request, reply)
+                case SetTimer(at_ms=at_ms):
+                    wake = functools.partial(self._step_owner, topic, owning.Wake())
+                    self._set_timer((topic.topic_id, NONE), at_ms, wake)
+                case Publish(name=owning.SNAPSHOT):
+                    for led in list(topic.led.values()):
+                        self._show_table(topic, led)
+                case Publish(value=problem):
+                    for led in list(topic.led.values()):
+                        self._step_copier(topic, led, copying.TableProblem(problem))
+                case _:
+                    raise AssertionError(effect)
+
+    def _show_table(self, topic: TopicTier, led: _Led) -> None:
+        partition = led.copier.partition
+        snapshot = topic.owner.snapshot
+        if topic.owner.problem is not None:
+            self._step_copier(topic, led, copying.TableProblem(topic.owner.problem))
+        if snapshot is None or partition not in snapshot.counters:
+            return
+        counters = snapshot.partition(partition)
+        seen = copying.TableSeen(
+            counters.start, counters.end, snapshot.bytes_of(partition), snapshot.version
+        )
+        self._step_copier(topic, led, seen)
+
+    def _perform_copier(self, topic: TopicTier, led: _Led, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer=copying.STORE, message=copying.Upload() as upload):
+                    self._spawn(self._upload(topic, led, upload))
+                case Send(peer=copying.STORE, message=copying.Measure() as measure):
+                    self._spawn(self._measure(topic, led, measure))
+                case Send(peer=copying.STORE, message=copying.Confirm() as confirm):
+                    self._spawn(self._confirm(topic, led, confirm))
+                case Send(peer=copying.OWNER, message=hand_over):
+                    self._spawn(self._hand_over(topic, led, hand_over))
+                case Send(peer=copying.BROKER, message=progress):
+                    progress.uri = topic.table.uri
+                    self.outbox[PartitionKey(topic.topic_id, led.copier.partition)] = progress
+                    self._on_report()
+                case SetTimer(key=key, at_ms=at_ms):
+                    wake = functools.partial(self._step_copier, topic, led, copying.Wake())
+                    self._set_timer((topic.topic_id, key), at_ms, wake)
+                case _:
+                    raise AssertionError(effect)
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._on_bug("tier", bug)
+
+    async def _on_table(self, topic: TopicTier, operation: Any) -> None:
+        event: owning.OwnerEvent
+        try:
+            match operation:
+                case owning.Load():
+                    event = owning.Loaded(await topic.table.load(operation.partitions))
+                case owning.Create():
+                    event = owning.Loaded(await topic.table.create())
+                case Commit():
+                    event = owning.Committed(await topic.table.commit(operation))
+                    self.counts.commits += 1
+                case _:
+                    removed = await topic.table.vacuum(operation.retention_ms)
+                    self.counts.vacuumed_files += removed
+                    event = owning.Vacuumed(removed)
+        except errors.PkError as error:
+            self.counts.failed_commits += isinstance(operation, Commit)
+            event = owning.Failed(error)
+        except Exception as bug:
+            self._on_bug("the table", bug)
+            event = owning.Failed(errors.TierUnavailable(f"{topic.table.uri}: {bug!r}"))
+        self._step_owner(topic, event)
+
+    async def _guarded(self, topic: TopicTier, led: _Led, asked: Any, work: Awaitable[Any]) -> None:
+        """Run `work` to the event it returns; any failure is an event too (X3)."""
+        event: copying.CopierEvent
+        try:
+            event = await work
+        except errors.PkError as error:
+            event = copying.OperationFailed(asked, error)
+        except Exception as bug:
+            self._on_bug("the copier", bug)
+            event = copying.OperationFailed(asked, errors.InternalError(repr(bug)))
+        self._step_copier(topic, led, event)
+
+    def _source(self, told: wire.TierPartition) -> uploads.Source:
+        storage, path = self._views(told.path)
+        return uploads.Source(storage, path, int(told.configs["decoded_bytes_max"]))
+
+    async def _measure(self, topic: TopicTier, led: _Led, asked: copying.Measure) -> None:
+        async def work() -> copying.Measured:
+            told = led.told
+            size = await self._lanes.upload(
+                lambda: uploads.measure(self._source(told), asked.start, asked.limit, told.log_end)
+            )
+            return copying.Measured(asked, size)
+
+        await self._guarded(topic, led, asked, work())
+
+    async def _upload(self, topic: TopicTier, led: _Led, asked: copying.Upload) -> None:
+        async def work() -> copying.Uploaded:
+            async with self._uploading:
+                return await self._copy(topic, led.told, asked)
+
+        await self._guarded(topic, led, asked, work())
+
+    async def _copy(
+        self, topic: TopicTier, told: wire.TierPartition, asked: copying.Upload
+    ) -> copying.Uploaded:
+        source = self._source(told)
+        aborted = [
+            AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
+            for each in told.aborted
+        ]
+
+        def make() -> uploads.Copied:
+            if asked.replaces is not None:
+                aborted.extend(uploads.aborted_from(source, asked.start))
+            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted)
+
+        try:
+            copied = await self._lanes.upload(make)
+        except errors.PkError:
+            self.counts.failed_uploads += 1
+            raise
+        if copied.file is None:
+            return copying.Uploaded(asked, copied.end, copied.epoch, None)
+        attempt = self.world.new_id().replace("-", "")[:16]
+        name = layout.DataName(told.partition, asked.start, copied.end, asked.leader_epoch, attempt)
+        path = layout.data_path(name)
+        try:
+            await self.store.put(f"{topic.home}/{path}", copied.file.data)
+        except errors.PkError:
+            self.counts.failed_uploads += 1
+            raise
+        self._count_upload(copied, repaired=asked.replaces is not None)
+        return copying.Uploaded(asked, copied.end, copied.epoch, self._add_file(path, name, copied))
+
+    def _count_upload(self, copied: uploads.Copied, *, repaired: bool) -> None:
+        assert copied.file is not None
+        self.counts.uploaded_files += 1
+        self.counts.uploaded_rows += copied.file.rows
+        self.counts.uploaded_bytes += len(copied.file.data)
+        self.counts.repaired_files += repaired
+
+    def _add_file(self, path: str, name: layout.DataName, copied: uploads.Copied) -> wire.AddFile:
+        file = copied.file
+        assert file is not None
+        return wire.AddFile(
+            path=path,
+            partition=name.partition,
+            start=name.start,
+            end=name.end,
+            size=len(file.data),
+            rows=file.rows,
+            row_sum=file.row_sum,
+            leader_epoch=name.epoch,
+            min_offset=file.min_offset,
+            max_offset=file.max_offset,
+            min_timestamp_ms=file.min_timestamp_ms,
+            max_timestamp_ms=file.max_timestamp_ms,
+            modified_ms=self.world.clock.wall_ms(),
+            null_keys=file.null_keys,
+            null_values=file.null_values,
+        )
+
+    async def _hand_over(self, topic: TopicTier, led: _Led, asked: copying.HandOver) -> None:
+        async def work() -> copying.HandedOver:
+            await self.commit_to_table(asked.request)
+            return copying.HandedOver(asked)
+
+        await self._guarded(topic, led, asked, work())
+
+    async def _confirm(self, topic: TopicTier, led: _Led, asked: copying.Confirm) -> None:
+        async def work() -> copying.Confirmed:
+            partition = led.copier.partition
+            missing = await self._missing(topic, partition, asked.start, asked.end)
+            return copying.Confirmed(asked, missing)
+
+        await self._guarded(topic, led, asked, work())
+
+    # -- timers ------------------------------------------------------------------------------------
+
+    def _set_timer(self, key: Any, at_ms: int | None, wake: Callable[[], None]) -> None:
+        known = self._timers.pop(key, None)
+        if known is not None:
+            known.cancel()
+        if at_ms is None or self._closed:
+            return
+        delay_s = max(0, at_ms - self._now_ms()) / 1000
+        self._timers[key] = asyncio.get_running_loop().call_later(delay_s, wake)
+
+    async def close(self) -> None:
+        """Stop everything; commits under way may or may not land (rule T5)."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.reader.close()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _answer(request: Any, reply: Any) -> None:
+    future: asyncio.Future[Any] = request
+    if future.done():
+        return  # whoever asked went away
+    if isinstance(reply, errors.PkError):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
+
+
+def _epoch_of(epochs: Sequence[wire.EpochStart], offset: Offset) -> Epoch:
+    """Leader epoch of `offset`, NONE if the leader's cache does not reach down to it."""
+    found = NONE
+    for each in epochs:
+        if each.start_offset <= offset:
+            found = each.epoch
+    return found
