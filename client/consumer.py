@@ -12,6 +12,7 @@ first offset on.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import deque
@@ -24,9 +25,10 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import connection
+from pk.client.backlog import Backlog, Rows, Undecodable
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Consumed, Event, Fetched, Pause, Seek
+from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause, Seek
 from pk.client.offsets import EARLIEST, LATEST
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.serializers import Deserializer, deserializer
@@ -43,13 +45,6 @@ class OffsetAndTimestamp(NamedTuple):
 
     offset: int
     timestamp_ms: int
-
-
-class _Open(NamedTuple):
-    """A frame being read."""
-
-    fetched: Fetched
-    batches: Iterator[tuple[int, pa.RecordBatch | None]]
 
 
 class Consumer:
@@ -72,13 +67,7 @@ class Consumer:
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._changed = threading.Condition()
-        self._open: _Open | None = None
-        self._stash: deque[_Open] = deque()  #: opened, then paused
-        self._rows: deque[tuple[TopicPartition, int, pa.RecordBatch]] = (
-            deque()
-        )  #: decoded, for poll
         self._records: deque[Record] = deque()  #: handed out one by one by iteration
-        self._positions: dict[TopicPartition, int] = {}
         self._closed = False
         self._thread = connection.acquire()
         try:
@@ -94,7 +83,11 @@ class Consumer:
         except BaseException:
             connection.release(self._thread)
             raise
-        self._engine.on_ready = self._on_ready
+        engine = self._engine
+        engine.on_ready = self._on_ready
+        self._backlog = Backlog(
+            engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
+        )
         connection.close_at_exit(self, self.close)
 
     def _on_ready(self) -> None:
@@ -126,8 +119,9 @@ class Consumer:
         if not names and compiled is None:
             self.unsubscribe()
             return
-        self._forget()
+        self._records.clear()
         self._call(lambda: self._engine.subscribe(names, compiled))
+        self._backlog.purge()
 
     def unsubscribe(self) -> None:
         """Read nothing."""
@@ -139,8 +133,10 @@ class Consumer:
         bad = [place for place in places if place.partition < 0 or not place.topic]
         if bad:
             raise errors.InvalidPartitions(f"{bad[0]} is no partition")
-        self._forget(keep=places)
         self._call(lambda: self._engine.assign(places))
+        kept = set(places)
+        self._records = deque(r for r in self._records if (r.topic, r.partition) in kept)
+        self._backlog.purge()
 
     def assignment(self) -> list[TopicPartition]:
         """The partitions read now."""
@@ -166,15 +162,13 @@ class Consumer:
             self._seek(TopicPartition(*place), LATEST)
 
     def _seek(self, place: TopicPartition, offset: int) -> None:
-        def seek() -> None:
-            self._engine.moved.pop(place, None)
+        def seek() -> int | None:
             self._engine.step(Seek(place, offset))
+            return self._engine.fetcher.position_id(place)
 
-        self._call(seek)
-        self._discard(place)
-        self._positions.pop(place, None)
-        if offset >= 0:
-            self._positions[place] = offset
+        position_id = self._call(seek)
+        self._backlog.begin(place, position_id, offset if offset >= 0 else None)
+        self._records = deque(r for r in self._records if (r.topic, r.partition) != place)
 
     def pause(self, *partitions: TopicPartition) -> None:
         """Poll gives nothing of these until `resume`; what was fetched is kept."""
@@ -188,8 +182,8 @@ class Consumer:
             self._changed.notify_all()
 
     def paused(self) -> list[TopicPartition]:
-        found: list[TopicPartition] = self._call(self._engine.fetcher.paused)
-        return found
+        self._check_open()
+        return sorted(self._engine.fetcher.paused)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -205,13 +199,11 @@ class Consumer:
         deadline: float | None = None
         while True:
             while left > 0:
-                item = self._next_rows()
+                item = self._take()
                 if item is None:
                     break
-                place, following, rows = item
-                self._positions[place] = following
-                found.append((place, rows))
-                left -= rows.num_rows
+                found.append((item.place, item.rows))
+                left -= item.rows.num_rows
             if found:
                 return found
             deadline = self._wait(deadline, timeout_s)
@@ -230,18 +222,15 @@ class Consumer:
             return records
         found: list[Record] = []
         slices = self._slices(self._options["max_poll_records"], timeout_s)
-        for index, (place, rows) in enumerate(slices):
+        for index, item in enumerate(slices):
             try:
-                found += self._to_records(place, rows)
+                found += self._to_records(item.place, item.rows)
             except errors.SerializationError:
-                good = self._good_prefix(place, rows)
-                found += self._to_records(place, rows.slice(0, good))
-                rest = [(place, rows.slice(good)), *slices[index + 1 :]]
-                for later, left in reversed(rest):
-                    following = self._positions[later]
-                    self._rows.appendleft((later, following, left))
-                for later, left in reversed(rest):
-                    self._positions[later] = int(left.column("offset")[0].as_py())
+                good = self._good_prefix(item.place, item.rows)
+                found += self._to_records(item.place, item.rows.slice(0, good))
+                rest = item._replace(rows=item.rows.slice(good))
+                for later in reversed([rest, *slices[index + 1 :]]):
+                    self._backlog.put_back(later)
                 if found:
                     return found
                 raise
@@ -256,23 +245,17 @@ class Consumer:
                 return index
         return len(rows)
 
-    def _slices(self, limit: int, timeout_s: float) -> list[tuple[TopicPartition, pa.RecordBatch]]:
+    def _slices(self, limit: int, timeout_s: float) -> list[Rows]:
         """Like `poll_batches`, but never more than `limit` rows: a batch may be cut."""
-        found: list[tuple[TopicPartition, pa.RecordBatch]] = []
+        found: list[Rows] = []
         deadline: float | None = None
         while True:
             while limit > 0:
-                item = self._next_rows()
+                item = self._take(limit)
                 if item is None:
                     break
-                place, following, rows = item
-                if rows.num_rows > limit:
-                    rest = rows.slice(limit)
-                    self._rows.appendleft((place, following, rest))
-                    rows, following = rows.slice(0, limit), int(rest.column("offset")[0].as_py())
-                self._positions[place] = following
-                found.append((place, rows))
-                limit -= rows.num_rows
+                found.append(item)
+                limit -= item.rows.num_rows
             if found:
                 return found
             deadline = self._wait(deadline, timeout_s)
@@ -313,92 +296,36 @@ class Consumer:
         record = self._records.popleft()
         return record
 
-    def _next_rows(self) -> tuple[TopicPartition, int, pa.RecordBatch] | None:
-        """The next rows that are neither paused nor old; raises what the machine complained of."""
+    def _take(self, limit: int | None = None) -> Rows | None:
+        """The next rows that are neither paused nor void; raises what must be told."""
         self._check_open()
-        engine = self._engine
-        if engine.problems:
-            self._raise(engine.problems.popleft())
-        self._take_moves()
-        paused = set(engine.fetcher.paused()) if engine.fetcher.any_paused else ()
-        for _ in range(len(self._rows)):
-            place, following, rows = self._rows.popleft()
-            if place not in paused:
-                return place, following, rows
-            self._rows.append((place, following, rows))
-        while True:
-            current = self._open
-            if current is not None and current.fetched.place in paused:
-                self._stash.append(current)
-                current = self._open = None
-            if current is None:
-                current = self._open = self._next_open(paused)
-                if current is None:
-                    return None
-            found = self._read_on(current)
-            if found is not None:
-                return found
+        told = self._engine.complaint()
+        if told is not None:
+            self._raise(told)
+        try:
+            return self._backlog.take(self._engine.fetcher.paused, limit)
+        except Undecodable as bad:
+            self._seek(bad.place, bad.position)  # never skipped: fetched again, raised again
+            cause = bad.cause
+            raise type(cause)(
+                f"{bad.place} at offset {bad.position}: {cause.message}; seek past it to go on",
+                **{**cause.details, "position": str(bad.position)},
+            ) from cause
 
-    def _next_open(self, paused: Any) -> _Open | None:
-        for _ in range(len(self._stash)):
-            stashed = self._stash.popleft()
-            if stashed.fetched.place not in paused:
-                return stashed
-            self._stash.append(stashed)
-        fetched = self._next_frame(paused)
-        return None if fetched is None else _Open(fetched, self._engine.decoded(fetched))
-
-    def _raise(self, error: errors.PkError) -> NoReturn:
+    def _raise(self, told: Complaint) -> NoReturn:
         """Tell the application; after a truncation, go on with what it has not seen (KIP-320)."""
-        if isinstance(error, errors.LogTruncated) and "end_offset" in error.details:
-            place = TopicPartition(error.details["topic"], int(error.details["partition"]))
+        error, place = told.error, told.place
+        if isinstance(error, errors.LogTruncated) and place is not None:
             end = int(error.details["end_offset"])
-            self._seek(place, min(self._positions.get(place, end), end))
+            seen = self._next_record_of(place)
+            if seen is None:
+                seen = self._backlog.last(place)
+            self._seek(place, end if seen is None else min(seen, end))
         raise error
 
-    def _next_frame(self, paused: Any) -> Fetched | None:
-        ready = self._engine.ready
-        for _ in range(len(ready)):
-            fetched = ready.popleft()
-            if self._engine.fetcher.position_id(fetched.place) != fetched.position_id:
-                self._consumed(fetched)  # of before a seek
-            elif fetched.place in paused:
-                ready.append(fetched)
-            else:
-                return fetched
-        return None
-
-    def _read_on(self, current: _Open) -> tuple[TopicPartition, int, pa.RecordBatch] | None:
-        """The next rows of the open frame; None when it is through."""
-        fetched = current.fetched
-        try:
-            for following, rows in current.batches:
-                self._positions[fetched.place] = following
-                if rows is not None:
-                    return fetched.place, following, rows
-        except errors.PkError as cause:
-            position = self._positions.get(fetched.place, fetched.position)
-            self._seek(fetched.place, position)  # never skipped: fetched again, raised again
-            raise type(cause)(
-                f"{fetched.place} at offset {position}: {cause.message}; seek past it to go on",
-                **{**cause.details, "position": str(position)},
-            ) from cause
-        self._open = None
-        self._consumed(fetched)
-        return None
-
     def _consumed(self, fetched: Fetched) -> None:
-        self._post(Consumed(fetched.node, len(fetched.payload)))
-
-    def _take_moves(self) -> None:
-        """Positions the machine found (a reset) or changed (a truncation)."""
-        moved = self._engine.moved
-        while moved:
-            place, offset = moved.popitem()
-            if offset is None:
-                self._positions.pop(place, None)
-            else:
-                self._positions[place] = offset
+        if fetched.payload:
+            self._post(Consumed(fetched.node, len(fetched.payload)))
 
     def _wait(self, deadline: float | None, timeout_s: float) -> float | None:
         """Wait for something to arrive; None = time is up."""
@@ -406,39 +333,20 @@ class Consumer:
         deadline = now + timeout_s if deadline is None else deadline
         if now >= deadline:
             return None
-        engine = self._engine
+        engine, backlog = self._engine, self._backlog
         with self._changed:
             self._changed.wait_for(
-                lambda: engine.problems or self._closed or (engine.ready and self._any_unpaused()),
+                lambda: engine.problems or self._closed or backlog.waits(engine.fetcher.paused),
                 deadline - now,
             )
         return deadline
 
-    def _any_unpaused(self) -> bool:
-        fetcher = self._engine.fetcher
-        if not fetcher.any_paused:
-            return True
-        paused = set(fetcher.paused())
-        return any(fetched.place not in paused for fetched in list(self._engine.ready))
-
-    def _discard(self, place: TopicPartition) -> None:
-        """Drop what was decoded or opened of a partition."""
-        self._rows = deque(item for item in self._rows if item[0] != place)
-        self._records = deque(r for r in self._records if (r.topic, r.partition) != place)
-        for current in [*self._stash, *([self._open] if self._open else [])]:
-            if current.fetched.place == place:
-                self._consumed(current.fetched)
-        self._stash = deque(each for each in self._stash if each.fetched.place != place)
-        if self._open is not None and self._open.fetched.place == place:
-            self._open = None
-
-    def _forget(self, keep: Iterable[TopicPartition] = ()) -> None:
-        kept = set(keep)
-        opened = [*self._stash, *([self._open] if self._open else [])]
-        places = {*self._positions, *(item[0] for item in self._rows)}
-        for place in places.union(each.fetched.place for each in opened) - kept:
-            self._discard(place)
-            self._positions.pop(place, None)
+    def _next_record_of(self, place: TopicPartition) -> int | None:
+        """The offset of the next record that iteration holds of a partition."""
+        for record in self._records:
+            if (record.topic, record.partition) == place:
+                return record.offset
+        return None
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -450,22 +358,27 @@ class Consumer:
         seconds = self._api_s(timeout_s)
         deadline = monotonic_s() + seconds
         while True:
-            if self._engine.problems:
-                self._raise(self._engine.problems.popleft())
-            if self._records:
-                for record in self._records:
-                    if (record.topic, record.partition) == place:
-                        offset: int = record.offset
-                        return offset
-            self._take_moves()
-            found = self._positions.get(place)
+            self._check_open()
+            told = self._engine.complaint(place)
+            if told is not None:
+                self._raise(told)
+            found = self._next_record_of(place)
+            if found is None:
+                found = self._backlog.position(place)
             if found is not None:
                 return found
             left = deadline - monotonic_s()
             if left <= 0:
                 raise errors.RequestTimedOut(f"{place}: no position within {seconds:g} s")
             with self._changed:
-                self._changed.wait_for(lambda: self._engine.moved or self._engine.problems, left)
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed
+                        or self._engine.complains(place)
+                        or self._backlog.position(place) is not None
+                    ),
+                    left,
+                )
 
     def beginning_offsets(
         self, partitions: Iterable[TopicPartition], timeout_s: float | None = None
@@ -561,7 +474,8 @@ class Consumer:
 
     def _post(self, event: Event) -> None:
         if not self._closed:
-            self._thread.loop.call_soon_threadsafe(self._engine.step, event)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile by another thread
+                self._thread.loop.call_soon_threadsafe(self._engine.step, event)
 
     # -- not in this build -------------------------------------------------------------------------
 

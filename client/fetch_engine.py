@@ -1,7 +1,9 @@
 """The consumer's loop: steps the fetcher, speaks the fetch streams, looks offsets up.
 
 World-generic; `pk.client.consumer` is the thread-safe façade over it.  What arrives is left in
-`ready`, what must be raised in `problems`; `on_ready` is called when either grew.
+`ready`, what must be raised in `problems`; `on_ready` is called when either grew.  Only the loop
+appends to either, only the reader takes away; whether an item is void by then (fetcher F4) is
+judged by the reader.
 
 Invariants
   E1  the machine is stepped on the loop only; effects are performed in the order they came.
@@ -28,6 +30,7 @@ from pk.client.fetcher_events import (
     Ask,
     Assign,
     Broken,
+    Complaint,
     Consumed,
     Event,
     Fetched,
@@ -56,8 +59,7 @@ class FetchEngine:
         self.options = options
         self.isolation = ISOLATION[options["isolation_level"]]
         self.ready: deque[Fetched] = deque()
-        self.problems: deque[errors.PkError] = deque()
-        self.moved: dict[TopicPartition, int | None] = {}  #: positions the machine found or changed
+        self.problems: deque[Complaint] = deque()
         self.on_ready: Callable[[], None] = lambda: None
         self.fetcher = Fetcher(
             FetcherOptions(
@@ -85,6 +87,7 @@ class FetchEngine:
     def assign(self, places: Iterable[TopicPartition]) -> None:
         """Exactly these partitions."""
         self._names = self._pattern = self._known = None
+        self._drop_subscription_problems()
         wanted = dict.fromkeys(places)
         self.cluster.watch_topics(dict.fromkeys(place.topic for place in wanted))
         self.cluster.start()
@@ -96,6 +99,7 @@ class FetchEngine:
         self._pattern = pattern
         self._known = None
         self._unknown_ms = {}
+        self._drop_subscription_problems()
         self.step(Assign({}))
         self.cluster.watch_topics(None if pattern is not None else names)
         self.cluster.start()
@@ -148,7 +152,7 @@ class FetchEngine:
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
-            self._raise(given_up(self.cluster.metadata.problems[name]))
+            self._raise(Complaint(None, NONE, given_up(self.cluster.metadata.problems[name])))
         self._spawn(self._look_again())
 
     async def _look_again(self) -> None:
@@ -176,10 +180,35 @@ class FetchEngine:
             decoded_bytes_max=options["decoded_bytes_max"],
         )
 
+    def complaint(self, place: TopicPartition | None = None) -> Complaint | None:
+        """Take the first complaint that stands, or the first that concerns `place`."""
+        kept: list[Complaint] = []
+        found: Complaint | None = None
+        while self.problems and found is None:
+            told = self.problems.popleft()
+            if self.fetcher.stands(told):
+                if place is None or told.place is None or told.place == place:
+                    found = told
+                else:
+                    kept.append(told)
+        self.problems.extendleft(reversed(kept))
+        return found
+
+    def complains(self, place: TopicPartition) -> bool:
+        """Whether `complaint(place)` would find one."""
+        return any(
+            (told.place is None or told.place == place) and self.fetcher.stands(told)
+            for told in self.problems.copy()
+        )
+
+    def _drop_subscription_problems(self) -> None:
+        self.problems = deque([told for told in self.problems if told.place is not None])
+
     def drain(self) -> list[tuple[TopicPartition, pa.RecordBatch]]:
         """Everything that is ready, decoded; raises what must be told.  For callers on the loop."""
-        if self.problems:
-            raise self.problems.popleft()
+        told = self.complaint()
+        if told is not None:
+            raise told.error
         found = []
         while self.ready:
             fetched = self.ready.popleft()
@@ -237,17 +266,14 @@ class FetchEngine:
             self.cluster.want_metadata()
         elif name == "offset":
             self._spawn(self._find_offset(value))
-        elif name == "moved":
-            self.moved[value[0]] = value[1]
-            self.on_ready()
         elif name == "reset":
             place, offset, policy, why = value
             _log.warning(
                 "%s: position %s is out of range (%s); reset to %s", place, offset, why, policy
             )
 
-    def _raise(self, error: errors.PkError) -> None:
-        self.problems.append(error)
+    def _raise(self, told: Complaint) -> None:
+        self.problems.append(told)
         while len(self.problems) > 1000:
             self.problems.popleft()
         self.on_ready()

@@ -16,6 +16,10 @@ Invariants
   F2  bytes delivered and not consumed, plus credit at the broker, <= fetch_buffer_bytes per broker
       (one batch larger than that travels alone).
   F3  an offset that is out of range is reset by policy, or reported once; never skipped in silence.
+  F4  what is said of a position (data, a look-up's answer, a complaint) carries the id of that
+      position and is void once the slot has another: a seek and a new assignment settle all that
+      came before them, wherever it waits.  Only that a topic went away (rule L8) is said of the
+      assignment: a seek chooses an offset, it does not choose another log.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from pk.client.fetcher_events import (
     Ask,
     Assign,
     Broken,
+    Complaint,
     Consumed,
     Event,
     Fetched,
@@ -54,12 +59,13 @@ class _Slot:
     """One assigned partition."""
 
     __slots__ = (
-        "asking", "attempts", "failing_ms", "fetched_epoch", "halted", "key", "next", "node",
-        "paused",         "place", "position_id", "retry_ms", "set_id", "special",
+        "asking", "assigned_id", "attempts", "failing_ms", "fetched_epoch", "halted", "key", "next",
+        "node", "paused", "place", "position_id", "retry_ms", "set_id", "special",
     )  # fmt: skip
 
-    def __init__(self, place: TopicPartition) -> None:
+    def __init__(self, place: TopicPartition, assigned_id: int) -> None:
         self.place = place
+        self.assigned_id = assigned_id  #: another each time the partition is assigned
         self.key: PartitionKey | None = None
         self.next: int | None = None  #: the frontier: what the broker is asked for next
         self.special: int | None = None  #: LATEST or EARLIEST, to be looked up; None = by policy
@@ -100,8 +106,8 @@ class Fetcher:
         self._slots: dict[TopicPartition, _Slot] = {}
         self._by_key: dict[PartitionKey, _Slot] = {}
         self._sessions: dict[int, _Session] = {}
-        self._next_id = 1
-        self._paused = 0
+        self._next_id = 0  #: of the last assignment, position or setting; each is another
+        self.paused: frozenset[TopicPartition] = frozenset()  #: replaced, never changed
         self._todo: dict[TopicPartition, None] = {}  #: slots that are not set anywhere
         self._effects: list[Effect] = []
         self._timer: int | None = None
@@ -117,17 +123,17 @@ class Fetcher:
     def assignment(self) -> list[TopicPartition]:
         return list(self._slots)
 
-    @property
-    def any_paused(self) -> bool:
-        return self._paused > 0
-
-    def paused(self) -> list[TopicPartition]:
-        return [place for place, slot in self._slots.items() if slot.paused]
-
     def position_id(self, place: TopicPartition) -> int | None:
-        """Frames under another id are old."""
+        """What is said under another id is old (F4); safe in any thread."""
         slot = self._slots.get(place)
         return None if slot is None else slot.position_id
+
+    def stands(self, told: Complaint) -> bool:
+        """Whether a complaint is still to be told (F4); safe in any thread."""
+        if told.place is None:
+            return True
+        slot = self._slots.get(told.place)
+        return slot is not None and told.about in (slot.position_id, slot.assigned_id)
 
     def frontier(self, place: TopicPartition) -> int | None:
         slot = self._slots.get(place)
@@ -153,7 +159,6 @@ class Fetcher:
     def _on_assign(self, event: Assign, now_ms: int) -> None:
         for place in [place for place in self._slots if place not in event.places]:
             slot = self._slots.pop(place)
-            self._paused -= slot.paused
             self._unset(slot)
             self._todo.pop(place, None)
             if slot.key is not None:
@@ -161,8 +166,9 @@ class Fetcher:
         for place, start in event.places.items():
             if place in self._slots:
                 continue
-            slot = self._slots[place] = _Slot(place)
+            slot = self._slots[place] = _Slot(place, self._new_id())
             self._place(slot, start)
+        self._note_paused()
 
     def _on_seek(self, event: Seek, now_ms: int) -> None:
         slot = self._slots.get(event.place)
@@ -174,9 +180,9 @@ class Fetcher:
 
     def _place(self, slot: _Slot, start: int | None) -> None:
         """A new beginning: nothing that is under way counts any more."""
-        slot.position_id = self._next_id
-        self._next_id += 1
+        slot.position_id = self._new_id()
         slot.halted = slot.asking = False
+        slot.failing_ms = None
         slot.fetched_epoch = NONE
         slot.next = start if start is not None and start >= 0 else None
         slot.special = start if start is not None and start < 0 else None
@@ -189,12 +195,18 @@ class Fetcher:
                 raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
             if event.paused and not slot.paused:
                 slot.paused = True
-                self._paused += 1
                 self._unset(slot)
             elif slot.paused and not event.paused:
                 slot.paused = False
-                self._paused -= 1
                 self._todo[place] = None
+        self._note_paused()
+
+    def _note_paused(self) -> None:
+        self.paused = frozenset([place for place, slot in self._slots.items() if slot.paused])
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
 
     def _on_broken(self, event: Broken, now_ms: int) -> None:
         session = self._sessions.get(event.node)
@@ -212,6 +224,8 @@ class Fetcher:
                 self._todo[slot.place] = None
 
     def _on_consumed(self, event: Consumed, now_ms: int) -> None:
+        if not event.size:
+            return  # a position that was looked up came from no stream
         session = self._sessions[event.node]
         session.buffered -= event.size
         assert session.buffered >= 0, session.buffered
@@ -278,21 +292,22 @@ class Fetcher:
                 slot.failing_ms = now_ms
             elif now_ms - slot.failing_ms >= self.options.complain_ms:
                 slot.failing_ms = now_ms
-                self._complain(error)
+                self._complain(slot, error)
             return
         slot.retry_ms = now_ms + self.options.retry_backoff_max_ms
-        self._complain(error)
+        self._complain(slot, error)
 
     def _out_of_range(self, slot: _Slot, error: errors.PkError) -> None:
         policy = self.options.auto_offset_reset
         if policy == "none":
             slot.halted = True
             self._complain(
+                slot,
                 errors.NoOffsetForPartition(
                     f"{slot.place}: position {slot.next} is out of range ({error.message}) and "
                     "auto_offset_reset is none: seek, or choose earliest or latest",
                     **error.details,
-                )
+                ),
             )
             return
         self._effects.append(Publish("reset", (slot.place, slot.next, policy, error.message)))
@@ -308,12 +323,13 @@ class Fetcher:
         self._place(slot, None)
         slot.halted = True
         self._complain(
+            slot,
             errors.LogTruncated(
                 f"{slot.place}: an unclean election removed offsets from {end_offset} "
                 f"(epoch {epoch}) on; this consumer had fetched up to {before}",
                 topic=slot.place.topic, partition=str(slot.place.partition),
                 diverging_epoch=str(epoch), end_offset=str(end_offset),
-            )
+            ),
         )  # fmt: skip
 
     def _on_offset(self, event: OffsetFound, now_ms: int) -> None:
@@ -328,7 +344,11 @@ class Fetcher:
         slot.attempts = 0
         slot.failing_ms = None
         slot.next = event.offset
-        self._effects.append(Publish("moved", (slot.place, slot.next)))
+        at = slot.next
+        found = Fetched(
+            slot.place, slot.position_id, NONE, memoryview(b""), at, at, (), NONE, NONE
+        )  # in its place behind what was fetched before a reset
+        self._effects.append(Publish("data", found))
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -376,10 +396,11 @@ class Fetcher:
                 if policy == "none":
                     slot.halted = True
                     self._complain(
+                        slot,
                         errors.NoOffsetForPartition(
                             f"{slot.place} has no position and auto_offset_reset is none: "
                             "seek first, or choose earliest or latest"
-                        )
+                        ),
                     )
                     return None
                 special = EARLIEST if policy == "earliest" else LATEST
@@ -403,9 +424,8 @@ class Fetcher:
                 return True
             self._by_key.pop(slot.key, None)
             slot.key = None
-            self._complain(loss)
+            self._effects.append(Publish("error", Complaint(slot.place, slot.assigned_id, loss)))
             self._place(slot, EARLIEST if isinstance(loss, errors.TopicRecreated) else None)
-            self._effects.append(Publish("moved", (slot.place, None)))
         topic = self.metadata.topics.get(slot.place.topic)
         if topic is None or not 0 <= slot.place.partition < topic.partitions:
             return False
@@ -422,8 +442,7 @@ class Fetcher:
         assert slot.key is not None
         assert slot.next is not None
         slot.node = node
-        slot.set_id = self._next_id & 0xFFFFFFFF
-        self._next_id += 1
+        slot.set_id = self._new_id() & 0xFFFFFFFF
         session.ask.positions.append(
             PositionSet(slot.key, epoch, slot.next, slot.fetched_epoch, slot.set_id)
         )
@@ -443,8 +462,9 @@ class Fetcher:
         if not slot.paused:
             self._todo[slot.place] = None
 
-    def _complain(self, error: errors.PkError) -> None:
-        self._effects.append(Publish("error", error))
+    def _complain(self, slot: _Slot, error: errors.PkError) -> None:
+        """Of the slot's present position (F4)."""
+        self._effects.append(Publish("error", Complaint(slot.place, slot.position_id, error)))
 
     def _want_metadata(self) -> None:
         self.metadata.want()

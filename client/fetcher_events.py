@@ -122,7 +122,7 @@ class OffsetWanted:
 @dataclass(slots=True)
 class Fetched:
     """`Publish("data")`: whole batches that cover `[position, next_offset)`; the first may begin
-    before it.
+    before it.  A position that was looked up is said by one without batches.
     """
 
     place: TopicPartition
@@ -134,6 +134,19 @@ class Fetched:
     aborted: Sequence[AbortedTransaction]
     high_watermark: int
     last_stable_offset: int
+
+
+@dataclass(slots=True)
+class Complaint:
+    """`Publish("error")`: what the application must be told, as long as it stands.
+
+    `about` is the id of the position it is said of, or of the assignment if no seek settles it.
+    Whoever subscribed to a topic that is not there has no `place` to be told of.
+    """
+
+    place: TopicPartition | None
+    about: int
+    error: errors.PkError
 
 
 @dataclass(slots=True)

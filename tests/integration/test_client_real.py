@@ -299,6 +299,31 @@ def test_positions_seek_pause_and_times(server: EmbeddedServer, topic: str) -> N
             consumer.seek(TopicPartition(topic, 1), 0)
 
 
+def test_a_seek_right_behind_an_assignment_is_never_too_late(
+    server: EmbeddedServer, topic: str
+) -> None:
+    """The loop's thread looks at the partitions at once; the application's seek comes later."""
+    places = [TopicPartition(topic, partition) for partition in range(3)]
+    with Producer(server.address) as producer:
+        for place in places:
+            for i in range(10):
+                producer.send(topic, b"%d" % i, partition=place.partition)
+    for policy in ("none", "earliest", "latest"):
+        with Consumer(server.address, auto_offset_reset=policy) as consumer:
+            for turn in range(60):
+                consumer.assign(places)
+                for place in places:
+                    consumer.seek(place, turn % 10)
+                assert [consumer.position(place) for place in places] == [turn % 10] * 3
+                found: list[Any] = []
+                while len(found) < 3 * (10 - turn % 10):
+                    found += consumer.poll(10)
+                for place in places:
+                    mine = [r.offset for r in found if r.partition == place.partition]
+                    assert mine == list(range(turn % 10, 10))
+                consumer.assign([])
+
+
 def test_an_offset_out_of_range_without_a_policy_is_told(
     server: EmbeddedServer, topic: str, admin: AdminClient
 ) -> None:

@@ -1,8 +1,81 @@
-"""Lets the tests here import the fake broker."""
+"""Lets the tests here import the fake broker, and puts whole clients into a simulated world."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pk.client import connection, consumer
+from pk.sim.world import SimWorld
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
+
+
+class SimThread:
+    """Stands for the clients' `LoopThread`: a simulated loop that runs while somebody waits."""
+
+    def __init__(self, sim: SimWorld, name: str) -> None:
+        self.sim = sim
+        self.name = name
+        self.world = sim.world_of(name)
+        self.loop = self
+        self.thread = threading.Thread()  # never started: nobody is on it
+        self.compute = None
+
+    def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
+        async def call() -> None:
+            function(*arguments)
+
+        self.sim.spawn(self.name, call())
+
+    def run(self, work: Any, timeout_s: float | None = None) -> Any:
+        task = self.sim.spawn(self.name, work)
+        self.sim.run_until(task.done)
+        return task.result()
+
+    def now_s(self) -> float:
+        return self.sim.loop.time()
+
+
+class SimCondition:
+    """A condition whose waiting runs the simulation, an event at a time."""
+
+    def __init__(self, sim: SimWorld) -> None:
+        self.sim = sim
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+    def wait_for(self, predicate: Any, timeout_s: float | None = None) -> Any:
+        until = self.sim.loop.time() + (timeout_s if timeout_s is not None else 1e9)
+        while not predicate() and self.sim.loop.time() < until:
+            self.sim.loop.run_for_ms(1)
+        return predicate()
+
+
+@pytest.fixture
+def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThread]:
+    """Clients opened after this was called live in that simulated world."""
+
+    def make(sim: SimWorld) -> SimThread:
+        thread = SimThread(sim, "client")
+        monkeypatch.setattr(connection, "acquire", lambda: thread)
+        monkeypatch.setattr(connection, "release", lambda held: None)
+        monkeypatch.setattr(consumer, "monotonic_s", thread.now_s)
+        waiting = SimpleNamespace(Condition=lambda: SimCondition(sim))
+        monkeypatch.setattr(consumer, "threading", waiting)
+        return thread
+
+    return make

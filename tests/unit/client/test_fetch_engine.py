@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pk import errors
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Pause, Seek
+from pk.client.fetcher_events import Arrived, OffsetFound, Pause, Seek
 from pk.client.offsets import LATEST, lookup_offsets
 from pk.client.options import consumer_options
 from pk.log.columns import Marker, encode, encode_markers
@@ -332,8 +332,6 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
     b.cluster.create("t")
     b.on_client(b.engine.assign, [T0])
     b.drain_for(200)
-    from pk.client.fetcher_events import Arrived
-
     slot_id = b.engine.fetcher.position_id(T0)
     key = b.cluster.log("t").key
     set_id = b.engine.fetcher._slots[T0].set_id
@@ -343,6 +341,151 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
         b.drain()
     assert told.value.details["end_offset"] == "0"
     assert b.engine.fetcher.position_id(T0) != slot_id, "what was fetched before counts no more"
+
+
+# -- what is said of a position is void once there is another (fetcher F4) --------------------------
+
+
+def truncate(b: Bench) -> None:
+    """The broker says that the log was cut at offset 0."""
+    key = b.cluster.log("t").key
+    set_id = b.engine.fetcher._slots[T0].set_id
+    b.on_client(b.engine.step, Arrived(1, key, set_id, memoryview(b""), 0, diverging=(3, 0)))
+
+
+def complain_of_no_offset(b: Bench) -> None:
+    b.sim.loop.run_for_ms(300)
+
+
+def complain_of_the_range(b: Bench) -> None:
+    b.on_client(b.engine.step, Seek(T0, 99))
+    b.sim.loop.run_for_ms(300)
+
+
+def complain_of_a_truncation(b: Bench) -> None:
+    b.on_client(b.engine.step, Seek(T0, 2))
+    b.sim.loop.run_for_ms(300)
+    truncate(b)
+
+
+def complain_of_the_store(b: Bench) -> None:
+    b.brokers[1].on_fetch = lambda log, offset: (
+        errors.TierUnavailable("the store is down") if offset == 0 else None
+    )
+    b.on_client(b.engine.step, Seek(T0, 0))
+    b.sim.loop.run_for_ms(3000)
+
+
+COMPLAINTS = [
+    complain_of_no_offset, complain_of_the_range, complain_of_a_truncation, complain_of_the_store,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("complain", COMPLAINTS)
+def test_a_seek_settles_what_was_complained_of_before(bench: Any, complain: Any) -> None:
+    b = bench(auto_offset_reset="none", request_timeout_ms=1000)
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"0"])
+    put(b.cluster, T0, [b"1"])
+    b.on_client(b.engine.assign, [T0])
+    complain(b)
+    assert b.engine.problems, "it was complained of"
+    b.on_client(b.engine.step, Seek(T0, 1))
+    b.drain_for(300)
+    assert b.got[T0] == [(1, b"1")]
+
+
+@pytest.mark.parametrize("complain", COMPLAINTS)
+def test_an_assignment_settles_what_was_complained_of_before(bench: Any, complain: Any) -> None:
+    b = bench(auto_offset_reset="none", request_timeout_ms=1000)
+    b.cluster.create("t", 2)
+    put(b.cluster, T0, [b"0", b"1", b"2"])
+    b.on_client(b.engine.assign, [T0])
+    complain(b)
+    assert b.engine.problems, "it was complained of"
+    b.on_client(b.engine.assign, [])
+    assert b.engine.complaint() is None
+    complain_again = b.engine.problems
+    b.on_client(b.engine.assign, [T0])
+    b.on_client(b.engine.step, Seek(T0, 2))
+    b.drain_for(300)
+    assert not complain_again
+    assert b.got[T0] == [(2, b"2")]
+
+
+def test_a_complaint_waits_for_whom_it_concerns(bench: Any) -> None:
+    """One partition's position may be asked for while another has none yet."""
+    b = bench(auto_offset_reset="none")
+    b.cluster.create("t", 3)
+    places = [TopicPartition("t", number) for number in range(3)]
+    b.on_client(b.engine.assign, places)
+    b.sim.loop.run_for_ms(300)
+    engine = b.engine
+    assert [engine.complains(place) for place in places] == [True] * 3
+    b.on_client(engine.step, Seek(places[1], 0))
+    assert [engine.complains(place) for place in places] == [True, False, True]
+    assert engine.complaint(places[1]) is None
+    assert [engine.complaint().place, engine.complaint().place] == [places[0], places[2]]
+    assert engine.complaint() is None
+
+
+def test_a_seek_does_not_hide_that_the_topic_is_another(bench: Any) -> None:
+    """Rule L8: the offset sought was one of the old topic."""
+    b = bench(auto_offset_reset="none")
+    b.cluster.create("t")
+    b.on_client(b.engine.assign, [T0])
+    b.on_client(b.engine.step, Seek(T0, 0))
+    b.drain_for(300)
+    b.cluster.delete("t")
+    b.cluster.create("t")
+    b.grow()
+    b.sim.loop.run_for_ms(3000)
+    b.on_client(b.engine.step, Seek(T0, 0))
+    with pytest.raises(errors.TopicRecreated):
+        b.drain()
+    b.on_client(b.engine.assign, [])
+    assert b.engine.complaint() is None
+
+
+def test_an_answer_to_an_old_question_does_not_overwrite_a_seek(bench: Any) -> None:
+    """The look-up of earliest is under way when the application seeks."""
+    b = bench()
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"0", b"1", b"2"])
+    asked: list[Any] = []
+    b.engine._find_offset = lambda wanted: asked.append(wanted) or b.world.clock.sleep_ms(0)
+    b.on_client(b.engine.assign, [T0])
+    b.sim.loop.run_for_ms(300)
+    assert [wanted.place for wanted in asked] == [T0]
+    b.on_client(b.engine.step, Seek(T0, 2))
+    b.on_client(b.engine.step, OffsetFound(T0, asked[0].position_id, 0))
+    failed = OffsetFound(T0, asked[0].position_id, error=errors.InvalidRequest("no"))
+    b.on_client(b.engine.step, failed)
+    b.drain_for(300)
+    assert b.got[T0] == [(2, b"2")]
+
+
+def test_an_error_begins_to_last_anew_behind_a_seek(bench: Any) -> None:
+    b = bench(request_timeout_ms=1000)
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"0", b"1"])
+    b.brokers[1].on_fetch = lambda log, offset: errors.TierUnavailable("the store is down")
+    b.on_client(b.engine.assign, [T0])
+    b.sim.loop.run_for_ms(900)
+    b.on_client(b.engine.step, Seek(T0, 1))
+    b.drain_for(900)
+    with pytest.raises(errors.TierUnavailable):
+        b.drain_for(2000)
+
+
+def test_a_missing_topic_is_not_told_to_another_subscription(bench: Any) -> None:
+    b = bench(auto_offset_reset="latest")
+    b.cluster.create("there")
+    b.on_client(b.engine.subscribe, ["t"], None)
+    b.sim.loop.run_for_ms(5000)
+    assert b.engine.problems
+    b.on_client(b.engine.subscribe, ["there"], None)
+    b.drain_for(300)
 
 
 def test_an_error_that_lasts_is_told(bench: Any) -> None:

@@ -1,0 +1,193 @@
+"""The consumer as an application sees it, in a simulated world: no thread, no luck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from fake_broker import FakeBroker, FakeCluster
+
+from pk import Consumer, TopicPartition, errors
+from pk.log.columns import encode
+from pk.sim.world import SimWorld
+
+T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
+
+
+class World:
+    """A broker with topic t, and consumers of it."""
+
+    def __init__(self, thread_of: Any) -> None:
+        self.sim = SimWorld(1)
+        self.cluster = FakeCluster()
+        self.broker = FakeBroker(self.cluster, self.sim.world_of("b1"), 1)
+        self.sim.spawn("b1", self.broker.listen("b1:9292"))
+        self.sim.loop.run_for_ms(10)
+        self.cluster.create("t", 2)
+        thread_of(self.sim)
+        self.consumers: list[Consumer] = []
+
+    def consumer(self, **options: Any) -> Consumer:
+        made = Consumer("b1:9292", **{"retry_backoff_ms": 10, **options})
+        self.consumers.append(made)
+        return made
+
+    def put(self, place: TopicPartition, *values: bytes) -> None:
+        """One batch."""
+        rows = pa.record_batch([pa.array(values, pa.binary())], names=["value"])
+        self.cluster.log(*place).append(b"".join(encode(rows, default_timestamp=1000)))
+        self.broker.grew()
+
+    def pass_ms(self, duration_ms: int) -> None:
+        """Let everything arrive that is on its way."""
+        self.sim.loop.run_for_ms(duration_ms)
+
+    def close(self) -> None:
+        for consumer in self.consumers:
+            consumer.close()
+        self.sim.close()
+        assert not self.sim.loop.failures
+
+
+@pytest.fixture
+def world(sim_thread: Any) -> Any:
+    made = World(sim_thread)
+    yield made
+    made.close()
+
+
+def seen(records: list[Any]) -> list[tuple[int, int]]:
+    return [(record.partition, record.offset) for record in records]
+
+
+def test_a_seek_right_behind_an_assignment_is_never_too_late(world: Any) -> None:
+    """As in Kafka, where only a poll asks what auto_offset_reset says."""
+    world.put(T0, b"0", b"1")
+    world.put(T1, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="none")
+    consumer.assign([T0, T1])
+    world.pass_ms(500)  # the fetcher found out that it has no position, and said so
+    consumer.seek(T0, 1)
+    assert consumer.position(T0) == 1
+    consumer.seek(T1, 0)
+    world.pass_ms(500)
+    assert consumer.position(T1) == 0
+    assert seen(consumer.poll(1.0) + consumer.poll(1.0)) == [(0, 1), (1, 0), (1, 1)]
+
+
+def test_who_does_not_seek_is_told_by_the_next_poll(world: Any) -> None:
+    consumer = world.consumer(auto_offset_reset="none")
+    consumer.assign([T0, T1])
+    consumer.seek(T0, 0)
+    world.pass_ms(500)
+    with pytest.raises(errors.NoOffsetForPartition, match="t-1 has no position"):
+        consumer.position(T1)
+    assert consumer.poll(0.1) == [], "once"
+    consumer.assign([T0])
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    with pytest.raises(errors.NoOffsetForPartition, match="t-1 has no position"):
+        consumer.poll(1.0)
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest"])
+def test_a_position_that_was_looked_up_does_not_overwrite_a_seek(world: Any, policy: str) -> None:
+    world.put(T0, *[b"x"] * 10)
+    consumer = world.consumer(auto_offset_reset=policy)
+    consumer.assign([T0])
+    world.pass_ms(500)  # the answer came and nobody took it
+    consumer.seek(T0, 7)
+    world.pass_ms(500)
+    assert consumer.position(T0) == 7
+    assert seen(consumer.poll(1.0)) == [(0, 7), (0, 8), (0, 9)]
+
+
+def test_a_position_that_was_looked_up_is_not_that_of_a_later_assignment(world: Any) -> None:
+    world.put(T0, b"0")
+    consumer = world.consumer(auto_offset_reset="latest")
+    consumer.assign([T0])
+    world.pass_ms(500)
+    consumer.assign([])
+    world.put(T0, b"1")
+    consumer.assign([T0])
+    assert consumer.position(T0) == 2
+    consumer.seek_to_beginning()
+    assert consumer.position(T0) == 0
+
+
+def test_a_reset_takes_effect_behind_what_was_fetched_before_it(world: Any) -> None:
+    """Retention passes the position while older records still wait to be polled."""
+    world.put(T0, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="latest", max_poll_records=1)
+    consumer.assign([T0])
+    consumer.seek(T0, 0)
+    world.pass_ms(500)
+    log = world.cluster.log("t")
+    log.end = log.log_start = 50
+    world.sim.network.break_streams("client", "b1")
+    world.pass_ms(5000)
+    assert consumer.position(T0) == 0
+    assert seen(consumer.poll(1.0)) == [(0, 0)]
+    assert consumer.position(T0) == 1
+    assert seen(consumer.poll(1.0)) == [(0, 1)]
+    assert consumer.poll(0.1) == []
+    assert consumer.position(T0) == 50
+
+
+def test_what_was_read_of_a_deleted_topic_does_not_move_the_position_in_its_successor(
+    world: Any,
+) -> None:
+    """Rule L8."""
+    world.put(T0, *[b"old"] * 5)
+    consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=2)
+    consumer.assign([T0])
+    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+    world.cluster.delete("t")
+    world.cluster.create("t", 2)
+    world.broker.grew()
+    world.pass_ms(5000)
+    with pytest.raises(errors.TopicRecreated):
+        consumer.poll(1.0)
+    assert consumer.position(T0) == 0
+    world.put(T0, b"new")
+    assert [record.value for record in consumer.poll(1.0)] == [b"new"]
+
+
+def test_a_pause_does_not_change_the_order_of_what_was_fetched(world: Any) -> None:
+    """Frames of two partitions wait, interleaved; one partition is passed over for a while."""
+    consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=1)
+    consumer.assign([T0, T1])
+    for number in range(4):
+        world.put(T0, b"%d" % number)
+        world.pass_ms(100)
+        world.put(T1, b"%d" % number)
+        world.pass_ms(100)
+    assert seen(consumer.poll(1.0)) == [(0, 0)]
+    consumer.pause(T0)
+    assert consumer.paused() == [T0]
+    assert seen(consumer.poll(1.0)) == [(1, 0)]
+    assert seen(consumer.poll(1.0)) == [(1, 1)]
+    consumer.resume(T0)
+    rest = [seen(consumer.poll(1.0))[0] for _ in range(5)]
+    assert [place for place in rest if place[0] == 0] == [(0, 1), (0, 2), (0, 3)]
+    assert [place for place in rest if place[0] == 1] == [(1, 2), (1, 3)]
+
+
+def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_log(
+    world: Any,
+) -> None:
+    """KIP-320: the consumer goes on with the first record that the application has not seen."""
+    from pk.client.fetcher_events import Arrived
+
+    world.put(T0, *[b"x"] * 5)
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    assert next(consumer).offset == 0
+    engine = consumer._engine
+    set_id = engine.fetcher._slots[T0].set_id
+    cut = Arrived(1, world.cluster.log("t").key, set_id, memoryview(b""), 0, diverging=(3, 4))
+    consumer._call(lambda: engine.step(cut))
+    with pytest.raises(errors.LogTruncated):
+        consumer.position(T0)
+    assert next(consumer).offset == 1
