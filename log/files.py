@@ -196,6 +196,7 @@ class RealStorage:
         try:
             return RealFile(self, path, os.open(self._full(path), flags, 0o644))
         except FileNotFoundError:
+            self._check_there(f"opening {path}")
             raise
         except OSError as cause:
             self.fail(cause, f"opening {path}")
@@ -249,6 +250,7 @@ class RealStorage:
 
     def replace_file(self, path: str, data: bytes) -> None:
         self.check_writable()
+        self._check_there(f"replacing {path}")
         temporary = path + ".tmp"
         file = self.open(temporary, create=True)
         try:
@@ -265,9 +267,27 @@ class RealStorage:
         try:
             work()
         except FileNotFoundError:
+            self._check_there(doing)
             raise
         except OSError as cause:
             self.fail(cause, doing)
+
+    def _check_there(self, doing: str) -> None:
+        """Rule D2 for a directory that went: unmounted or removed under its owner, it has failed.
+
+        What its name leads to now is somebody else's, and what is missing there is not absent.
+        """
+        if self._lock_fd < 0:
+            return  # not ours: a reader, or before the lock
+        try:
+            if os.path.samestat(os.stat(self._full(LOCK_NAME)), os.fstat(self._lock_fd)):
+                return
+            why = errno.ESTALE
+        except OSError as cause:
+            why = cause.errno or errno.ENOENT
+        self.fail(
+            OSError(why, "its lock file is gone: it was unmounted, removed or replaced"), doing
+        )
 
     def free_bytes(self) -> int:
         found = os.statvfs(self.root)

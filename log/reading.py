@@ -52,9 +52,10 @@ class Readable:
         max_bytes: int,
         min_one_batch: bool = True,
         verify: bool = False,
+        verify_first: bool = False,
     ) -> Read:
         """Whole batches of `[offset, bound)`; empty if there are none.  `verify` checks every
-        checksum.
+        checksum, `verify_first` that of the first batch.
 
         Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
         L9)."""
@@ -85,8 +86,8 @@ class Readable:
                     offset=str(offset),
                     next_offset=str(begins),
                 )
-            if verify:
-                verify_batches(segment.path(), piece.data)
+            if verify or verify_first:
+                verify_batches(segment.path(), piece.data, first_only=not verify)
             epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
             return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
         return Read(b"", bound, bound, NONE)
@@ -202,13 +203,15 @@ class Readable:
         return [(offset, size - sizes[0]) for offset, size in zip(marks, sizes, strict=True)]
 
 
-def verify_batches(path: str, data: bytes) -> None:
+def verify_batches(path: str, data: bytes, *, first_only: bool = False) -> None:
     """Raises `CorruptLog` at the first checksum that does not match (rule L9)."""
     start = end = NONE
     try:
         for position, header in batches.iter_headers(data):
             start, end = header.base_offset, header.next_offset
             batches.check(memoryview(data)[position : position + header.length])
+            if first_only:
+                return
     except errors.CorruptBatch as cause:
         raise errors.CorruptLog(
             f"{path}: offsets [{start}, {end}) are damaged: {cause.message}",

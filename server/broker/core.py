@@ -81,6 +81,7 @@ class BrokerCore:
         self._alarm_ms = 0
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._suspected: dict[PartitionKey, None] = {}
+        self._offline: dict[WriteLane, None] = {}  #: lanes of directories known to have failed
 
     # -- what handlers ask -----------------------------------------------------------------------
 
@@ -177,9 +178,24 @@ class BrokerCore:
             if partition.problem is None:
                 self._damaged(partition, error)
             return
+        self._directory_offline(partition.lane, error)
+
+    def notice_failed_directories(self) -> None:
+        """B3 for what failed outside an append: a checkpoint, a new segment, a removal."""
+        for lane in self.lanes():
+            failure = lane.disk.storage.failed
+            if failure is not None and lane not in self._offline:
+                root = lane.disk.storage.root
+                told = f"{root} is offline: {failure}"
+                self._directory_offline(lane, errors.StorageFailed(told, directory=root))
+
+    def _directory_offline(self, lane: WriteLane, error: errors.PkError) -> None:
+        if lane not in self._offline:
+            self._offline[lane] = None
+            self.warn("directory_offline", directory=lane.disk.storage.root, error=error.message)
         for each in self.partitions.values():
-            if each.lane is partition.lane and each.problem is None:
-                each.fail(error)
+            if each.lane is lane and each.problem is None:
+                self._fail(each, error)
         self.link.beat_soon()
 
     def _damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
@@ -191,8 +207,11 @@ class BrokerCore:
             error=error.message,
             directory=partition.lane.disk.storage.root,
         )
+        self._fail(partition, error)
+
+    def _fail(self, partition: Partition, error: errors.PkError) -> None:
         partition.fail(error)
-        if partition.tiered:
+        if partition.tiered:  # the copier lets go of it
             self.feed.remove(partition.key, partition.topic)
             self.feed_moved.set()
 

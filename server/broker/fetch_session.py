@@ -49,6 +49,7 @@ class Position:
         Epoch  #: to be checked once against the epoch cache; NONE = nothing (left) to check
     )
     announce: bool = True  #: the reader has not been told the partition's bounds yet
+    arriving: bool = True  #: nothing was read since it was set: the first batch is verified
     available: int = 0  #: bytes noticed below the bound when it was last weighed
     cold: bool = False  #: the tier is being asked: nobody else moves this position meanwhile
 

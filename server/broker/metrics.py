@@ -26,6 +26,9 @@ class BrokerMetrics:
         self.write_queue = gauge("write_queue_bytes", "decided bytes not yet written", ("dir",))
         self.free = gauge("storage_free_bytes", "free space of a data directory", ("dir",))
         self.partitions = gauge("partitions", "partitions of this broker", ("state",))
+        self.offline_directories = gauge(
+            "offline_directories", "data directories whose disk failed since the start"
+        )
         self.hw_lag = gauge("high_watermark_lag", "records written and not committed")
         self.lso_lag = gauge("last_stable_offset_lag", "records committed and not stable")
         self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")

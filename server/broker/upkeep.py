@@ -83,6 +83,7 @@ class Upkeep:
             core.metrics.clock_step.set(self.guard.stepped_ms)
             await self._guarded("flush", self._flush_due(now_ms))
             await self._guarded("removing segments", self._remove_doomed(now_ms))
+            core.notice_failed_directories()
             if trusted:
                 self._turn_wheel()
             if now_ms >= checkpoint_at:
@@ -267,6 +268,7 @@ class Upkeep:
         metrics.tier_problems.set(problems)
         metrics.partitions.labels("leading").set(leading)
         metrics.partitions.labels("offline").set(offline + len(core.follower.unopened))
+        metrics.offline_directories.set(len(core.offline_directories()))
         metrics.parked.set(len(core.purgatory))
         metrics.in_contact.set(core.link.in_contact())
         for lane in core.lanes():

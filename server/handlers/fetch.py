@@ -8,6 +8,11 @@ moved (rule P6).
 A byte is copied three times in this process: page cache into the read, the reads into one frame,
 the frame into grpc's slice.
 
+The log's checksums are the readers' to verify: bytes go out as they lie on the disk.  One batch is
+looked at here, the first that is read after a position was set: a reader that tripped over damage
+sets its position there again, and so the broker learns of it and takes the partition offline (rule
+L9).
+
 For readers
   - a position is answered at least once, without payload if there is nothing to read yet: the
     reader learns the partition's bounds;
@@ -290,6 +295,7 @@ class FetchStream:
         if read.next_offset <= position.next_offset:
             session.again(position)
             return 0
+        position.arriving = position.arriving and not read.data
         entry = self._entry(reply, position, partition)
         entry.next_offset = read.next_offset
         entry.payload_bytes = len(read.data)
@@ -427,6 +433,7 @@ def _read_all(
                 bound=bound,
                 max_bytes=min(position.max_bytes, room),
                 min_one_batch=force,
+                verify_first=position.arriving,
             )
         except errors.PkError as error:
             done.append((None, error))

@@ -426,3 +426,26 @@ def test_dying_in_an_append_leaves_a_prefix() -> None:
         lengths.add(len(data))
     assert {0, 10} <= lengths
     assert len(lengths) > 5
+
+
+def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -> None:
+    """Rule D2: unmounted, removed or replaced; its name is not written to any more."""
+    home = tmp_path / "data"
+    storage = RealStorage(str(home))
+    storage.lock()
+    try:
+        storage.make_dir("topics")
+        with pytest.raises(FileNotFoundError):
+            storage.open("nothing")
+        assert storage.failed is None
+        home.rename(tmp_path / "elsewhere")
+        home.mkdir()
+        with pytest.raises(errors.StorageFailed, match="unmounted, removed or replaced"):
+            storage.replace_file("checkpoint", b"1")
+        assert storage.failed is not None
+        assert list(home.iterdir()) == []
+        storage.failed = None
+        with pytest.raises(errors.StorageFailed, match="unmounted"):
+            storage.open("topics/t-0/0.log", create=True)
+    finally:
+        storage.unlock()

@@ -148,3 +148,33 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
 
     rig.run(story)
     assert isinstance(damaged.problem, errors.CorruptLog)
+
+
+def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    """Bodies go out unread: what a checksum covers is found by readers, who ask again there."""
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        length = damaged.log.size_bytes // 3
+        flip(rig, length + 5_000)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0)))
+        reply, payload = await kit.fetched(stream)
+        assert not reply.partitions[0].HasField("error")
+        assert len(payload) == 3 * length  # the reader's checksums find it, and where
+        assert damaged.problem is None
+        await stream.send(kit.fetch(kit.position(0, offset=1, position_id=2)))
+        reply, _ = await kit.fetched(stream)
+        (entry,) = reply.partitions
+        assert (entry.position_id, entry.error.code) == (2, errors.CorruptLog.code)
+        assert LOG in entry.error.message
+        assert dict(entry.error.details) == {"offset": "1", "next_offset": "2"}
+        stream.close()
+        assert await ask(rig, kit, 0) == errors.CorruptLog.code
+        offline_once(rig, warnings, "offsets [1, 2) are damaged: checksum")
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)

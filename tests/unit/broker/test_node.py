@@ -288,6 +288,46 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
     assert cluster.do(cluster.produce(kit, three, 1)) == [0]
 
 
+def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rule L2: its partitions say so at once, to who describes, reads or writes them; the metric
+    counts.
+    """
+    cluster = make_cluster(6, disks=2, log_flush_offset_checkpoint_interval_ms=1_000)
+    cluster.start()
+    one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
+    for topic_id in (one, two):
+        cluster.do(cluster.produce(kit, topic_id, 1))
+    assert cluster.broker is not None
+    core = cluster.broker.core
+    root = core.partitions[PartitionKey(one, 0)].lane.disk.storage.root
+    warned: list[tuple[str, dict[str, Any]]] = []
+    core.warn = lambda event, **facts: warned.append((event, facts))
+    cluster.storages[root].fault = lambda operation, path: (
+        OSError("I/O error") if operation == "append" and path.endswith(".tmp") else None
+    )
+    cluster.world.loop.run_for_ms(6_000)
+
+    async def story() -> None:
+        caller = cluster.caller()
+        frame = await caller.call(wire.DescribePartitionsRequest(), timeout_ms=5_000)
+        problems = {
+            each.topic: each.error.code for each in frame.head.describe_partitions_reply.partitions
+        }
+        assert problems == {"one": errors.StorageFailed.code, "two": 0}
+        await caller.close()
+
+    cluster.do(story())
+    assert [event for event, _ in warned] == ["directory_offline"]
+    assert warned[0][1]["directory"] == root
+    assert core.metrics.offline_directories._value.get() == 1
+    for refused in (cluster.produce(kit, one, 1), cluster.read(kit, one)):
+        with pytest.raises(errors.StorageFailed, match=root):
+            cluster.do(refused)
+    assert cluster.do(cluster.produce(kit, two, 1)) == [3]
+
+
 def test_a_full_disk_pushes_back_and_resumes_by_itself(cluster: Cluster, kit: Any) -> None:
     """Retriable and typed, reads go on, topics created meanwhile appear once there is space."""
     cluster.start()

@@ -1,0 +1,193 @@
+"""Several data directories under one real node, one of which fails (rules L2, B3 of the broker)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.clock import block_s, monotonic_s
+
+pytestmark = pytest.mark.integration
+
+PATIENCE_S = 60
+SEGMENT_BYTES = 100_000
+RECORD_BYTES = 20_000
+
+
+class Node:
+    """`pk server start` with two directories; `b` is a mount point of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = "127.0.0.1:0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.home / "server.log").read_text()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "pk.cli", "server", "start", "--json"]
+        for name in "ab":
+            command += ["--dir", str(self.home / name)]
+        command += ["--listen", self.address, "--metrics", self.metrics]
+        with (self.home / "server.log").open("ab") as out:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out,
+                env={**os.environ, "PK_SUPERVISOR_PID": str(os.getpid())},
+                start_new_session=True,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], self.log
+        self.address = json.loads(self.process.stdout.readline())["address"]
+
+    def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def metric(self, name: str) -> float:
+        text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
+        (line,) = [each for each in text.splitlines() if each.startswith(f"{name} ")]
+        return float(line.split()[-1])
+
+    def values(self, topic: str, count: int) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        place = TopicPartition(topic, 0)
+        with Consumer(self.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([place])
+            deadline = monotonic_s() + PATIENCE_S
+            while len(found) < count:
+                assert monotonic_s() < deadline, f"{len(found)} of {count}"
+                found += [record.value for record in consumer.poll(0.5)]
+        return found
+
+
+def mount(*arguments: str) -> bool:
+    if shutil.which("mount") is None:
+        return False
+    return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    second = tmp_path / "b"
+    second.mkdir()
+    if not mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(second)):
+        pytest.skip("a file system of one's own needs the right to mount (run as root)")
+    made = Node(tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()
+        while subprocess.run(["umount", "-l", str(second)], capture_output=True).returncode == 0:
+            pass
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    deadline = monotonic_s() + PATIENCE_S
+    while not (answer := holds()):
+        assert monotonic_s() < deadline, "it never came true"
+        block_s(0.05)
+    return answer
+
+
+def read_only(place: Path) -> None:
+    """From now on every new file on it is refused; files that are open stay as they are."""
+    assert mount("--bind", str(place), str(place))
+    assert mount("-o", "remount,bind,ro", str(place))
+
+
+def unmounted(place: Path) -> None:
+    """The disk is pulled: its files live on for who has them open, its name leads to nothing."""
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("fails", [read_only, unmounted])
+def test_a_directory_that_fails_takes_its_own_partitions_offline(
+    node: Node, fails: Callable[[Path], None]
+) -> None:
+    """Typed for writers, readers and who describes; counted; the other directory goes on."""
+    node.start()
+    bad = node.home / "b"
+    with AdminClient(node.address) as admin, Producer(node.address, linger_ms=0) as producer:
+        for name in ("one", "two"):
+            admin.create_topic(name, configs={"segment_bytes": SEGMENT_BYTES, "retention_ms": -1})
+        where = {each.topic: each.directory for each in admin.describe_topics()}
+        assert set(where.values()) == {str(node.home / "a"), str(bad)}
+        lost = next(topic for topic in where if where[topic] == str(bad))
+        kept = "two" if lost == "one" else "one"
+        stored = {lost: 0, kept: 0}
+
+        def send(topic: str, count: int = 1) -> None:
+            for _ in range(count):
+                value = b"%04d" % stored[topic] + bytes(RECORD_BYTES)
+                producer.send(topic, value).result(PATIENCE_S)
+                stored[topic] += 1
+
+        two_segments = 2 * SEGMENT_BYTES // RECORD_BYTES
+        send(lost)
+        send(kept)
+        fails(bad)
+        with pytest.raises(errors.StorageFailed, match=str(bad)) as refused:
+            send(lost, two_segments)  # the next segment is a new file
+        assert refused.value.acts == "operator"
+        send(kept, two_segments)
+        assert [value[:4] for value in node.values(kept, stored[kept]) if value] == [
+            b"%04d" % number for number in range(stored[kept])
+        ]
+        with pytest.raises(errors.StorageFailed, match=str(bad)):
+            node.values(lost, 1)
+        described = {each.topic: each.error for each in admin.describe_topics()}
+        assert isinstance(described[lost], errors.StorageFailed)
+        assert described[kept] is None
+        told = subprocess.run(
+            [sys.executable, "-m", "pk.cli", "topics", "describe", lost, "--bootstrap",
+             node.address],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=True,
+        )  # fmt: skip
+        assert "partition 0: " in told.stdout
+        assert str(bad) in " ".join(told.stdout.split())
+        until(lambda: node.metric("pk_offline_directories") == 1)
+        assert node.metric('pk_partitions{state="offline"}') == 1
+        assert "directory_offline" in node.log
+        admin.create_topic("three", configs={"retention_ms": -1})
+        assert producer.send("three", b"x").result(PATIENCE_S).offset == 0
+        (three,) = admin.describe_topics(["three"])
+        assert three.directory == str(node.home / "a")
+    if fails is unmounted:
+        assert not list(bad.iterdir()), "what the name leads to now is somebody else's"
+        return  # a tmpfs that was unmounted is gone with the process
+    node.stop()
+    subprocess.run(["umount", str(bad)], check=True)
+    node.start()
+    for topic, count in stored.items():
+        found = node.values(topic, count)
+        assert [value[:4] for value in found if value] == [b"%04d" % n for n in range(count)]
+    with Producer(node.address) as producer:
+        assert producer.send(lost, b"again").result(PATIENCE_S).offset == stored[lost]
+    assert "BUG" not in node.log
