@@ -7,6 +7,7 @@ threads and does not survive a fork.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -154,6 +155,7 @@ class AdminClient:
                 option=next(iter(options)),
             )
         self._closed = False
+        self._ending = threading.Lock()
         self._thread = connection.acquire()
         try:
             self._cluster = Cluster(
@@ -419,9 +421,12 @@ class AdminClient:
 
     def close(self) -> None:
         """Disconnect.  Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        if threading.current_thread() is self._thread.thread:
+            raise errors.InvalidRequest("a delivery callback must not block")
+        with self._ending:  # of several threads that close, one does it
+            if self._closed:
+                return
+            self._closed = True
         connection.closed(self)
         try:
             self._thread.run(self._cluster.close(), _LOOP_SLACK_S)

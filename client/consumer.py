@@ -29,6 +29,7 @@ from pk.client.backlog import Backlog, Rows, Undecodable
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause, Seek
+from pk.client.futures import must_not_block
 from pk.client.offsets import EARLIEST, LATEST
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.serializers import Deserializer, deserializer
@@ -69,6 +70,7 @@ class Consumer:
         self._changed = threading.Condition()
         self._records: deque[Record] = deque()  #: handed out one by one by iteration
         self._closed = False
+        self._ending = threading.Lock()
         self._thread = connection.acquire()
         try:
             world = self._thread.world
@@ -437,10 +439,14 @@ class Consumer:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop reading and disconnect.  Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery
+        callback.
+        """
+        must_not_block(self._thread.thread)
+        with self._ending:  # of several threads that close, one does it
+            if self._closed:
+                return
+            self._closed = True
         connection.closed(self)
         self._on_ready()
         try:

@@ -10,6 +10,9 @@ Invariants
       resolved.
   F2  `position` (a record's place after the stable sort by partition) falls into exactly one part.
   F3  a callback runs exactly once, on the thread that resolves, or at once if the outcome is known.
+      Whatever it raises is logged and changes nothing.
+  F4  a delivery is *settled* when it is done and the callbacks of its parts have returned: what
+      `flush` and `close` wait for.  A future may know its outcome a moment earlier.
 """
 
 from __future__ import annotations
@@ -32,6 +35,14 @@ _log = logging.getLogger("pk.client")
 I64 = npt.NDArray[np.int64]
 #: `on_delivery(metadata, error)`: exactly one of both is None, as Kafka's onCompletion.
 OnDelivery = Callable[[RecordMetadata | None, errors.PkError | None], None]
+
+
+def must_not_block(thread: threading.Thread) -> None:
+    """Refuse to wait on the thread that would have to end the wait."""
+    if threading.current_thread() is thread:
+        raise errors.InvalidRequest(
+            "a delivery callback must not block: it runs on the sending thread"
+        )
 
 
 def new_lock() -> threading.Condition:
@@ -71,7 +82,7 @@ class Delivery:
 
     __slots__ = (
         "callbacks", "count", "inverse", "lock", "on_delivery", "order", "parts", "split",
-        "stamp_ms", "stamps", "topic", "unresolved", "waiters",
+        "stamp_ms", "stamps", "telling", "topic", "unresolved", "waiters",
     )  # fmt: skip
 
     def __init__(self, topic: str, lock: threading.Condition) -> None:
@@ -81,6 +92,7 @@ class Delivery:
         self.parts: list[Part] = []
         self.split = False
         self.unresolved = 0
+        self.telling = 0  #: how many resolutions have callbacks that did not return yet
         self.inverse: npt.NDArray[np.int64] | None = None  #: record index → position; None = same
         self.order: npt.NDArray[np.int64] | None = None  #: position → record index; None = same
         self.on_delivery: dict[int, OnDelivery] = {}  #: by record index
@@ -108,6 +120,10 @@ class Delivery:
     @property
     def done(self) -> bool:
         return self.split and not self.unresolved
+
+    @property
+    def settled(self) -> bool:
+        return self.split and not self.unresolved and not self.telling
 
     def part_of(self, index: int) -> tuple[Part, int] | None:
         """The part of record `index` and the record's place in it; None before the split."""
@@ -196,9 +212,18 @@ def resolve(
             if delivery.done and delivery.waiters is not None:
                 due += delivery.waiters
                 delivery.waiters = None
+        if due:
+            for delivery in deliveries.values():
+                delivery.telling += 1
         lock.notify_all()
+    if not due:
+        return
     for callback in due:
         _call(callback)
+    with lock:
+        for delivery in deliveries.values():
+            delivery.telling -= 1
+        lock.notify_all()
 
 
 def _tell(part: Part) -> None:
@@ -223,14 +248,14 @@ def _tell(part: Part) -> None:
             if stamps is not None:
                 stamp = int(stamps[index])
             call(RecordMetadata(topic, part.partition, base + place * step, stamp), None)
-        except Exception:
+        except BaseException:  # sys.exit() too: this is not the thread it was meant for
             _log.exception("a delivery callback failed")
 
 
 def _call(callback: Callable[[], None]) -> None:
     try:
         callback()
-    except Exception:
+    except BaseException:  # sys.exit() too: this is not the thread it was meant for
         _log.exception("a delivery callback failed")
 
 

@@ -115,6 +115,8 @@ class ProduceEngine:
         if found is None:
             await self.cluster.topic(topic, timeout_ms)
             found = self.intakes.get(topic)
+            if self.fatal is not None:  # closed meanwhile: no record may enter any more
+                raise self.fatal
         if found is None:
             size = self.options["batch_size"]
             found = Intake(

@@ -4,7 +4,10 @@ Safe to share between threads.  `send` appends to lists and returns; partitions 
 built and frames sent on the client's loop thread.  Nothing is sent twice or out of order as long as
 the producer is idempotent, which it is with acks=all unless switched off (docs/PROTOCOL.md L6, L7).
 
-Delivery callbacks run on the loop thread: they must not block.  A producer does not survive a fork.
+Delivery callbacks run on the loop thread, in the order of the offsets of a partition.  They may
+send, but must not block: `flush`, `close` and their kin refuse to be called there.  What a callback
+raises is logged.  `flush` returns when the callbacks of everything sent before have returned.  A
+producer does not survive a fork.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pk.client.accumulator import (
     split,
 )
 from pk.client.cluster import Cluster
-from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture
+from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture, must_not_block
 from pk.client.intake import Columns, Headers, Intake, record_size
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
@@ -65,6 +68,7 @@ class Producer:
         self._fast: dict[str, Intake] = {}  #: what the fast path may use
         self._poked = False
         self._closed = False
+        self._ending = threading.Lock()
         self._size_max: int = min(self._options["max_request_size"], self._options["buffer_memory"])
         self._thread = connection.acquire()
         try:
@@ -211,7 +215,11 @@ class Producer:
         """Have the loop look at the doors; many pokes, one look."""
         if not self._poked:
             self._poked = True
-            self._thread.loop.call_soon_threadsafe(self._on_poke)
+            try:
+                self._thread.loop.call_soon_threadsafe(self._on_poke)
+            except RuntimeError:  # another thread closed the producer, and what was sent has failed
+                if not self._closed:
+                    raise
 
     def _on_poke(self) -> None:
         self._poked = False
@@ -337,16 +345,20 @@ class Producer:
         return self._cluster.metadata.topic(topic).partitions
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything sent so far has an outcome (good or bad: ask the futures).
+        """Wait until everything sent so far has an outcome (good or bad: ask the futures), and its
+        callbacks have returned.
 
-        Raises `TimeoutError` after `timeout_s`.
+        Raises `TimeoutError` after `timeout_s`, `InvalidRequest` in a callback.
         """
+        must_not_block(self._thread.thread)
         if self._closed:
             return
-        begun = self._thread.run(self._begin_flush())
+        deadline = None if timeout_s is None else monotonic_s() + timeout_s
+        begun = self._thread.run(self._begin_flush(), timeout_s)
         with self._engine.done:
-            left = [delivery for delivery in begun if not delivery.done]
-            if not self._engine.done.wait_for(lambda: _all_done(left), timeout_s):
+            left = [delivery for delivery in begun if not delivery.settled]
+            rest_s = None if deadline is None else max(0.0, deadline - monotonic_s())
+            if not self._engine.done.wait_for(lambda: _all_settled(left), rest_s):
                 raise TimeoutError(f"{len(left)} sends have no outcome within {timeout_s} s")
 
     async def _begin_flush(self) -> list[Delivery]:
@@ -354,8 +366,9 @@ class Producer:
 
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
         """Flush for up to `timeout_s`, fail what is left with `ClosedError`, disconnect.
-        Idempotent.
+        Idempotent; all callbacks have returned then.  Raises `InvalidRequest` in a callback.
         """
+        must_not_block(self._thread.thread)
         if self._closed:
             return
         try:
@@ -364,13 +377,19 @@ class Producer:
         except TimeoutError:
             pass
         finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._ending:  # of several threads that close, one does it
+            if self._closed:
+                return
             self._closed = True
-            self._intakes, self._fast = {}, {}
-            connection.closed(self)
-            try:
-                self._thread.run(self._engine.close(), _LOOP_SLACK_S)
-            finally:
-                connection.release(self._thread)
+        self._intakes, self._fast = {}, {}
+        connection.closed(self)
+        try:
+            self._thread.run(self._engine.close(), _LOOP_SLACK_S)
+        finally:
+            connection.release(self._thread)
 
     def __enter__(self) -> Producer:
         return self
@@ -395,6 +414,6 @@ class Producer:
     abort_transaction: Callable[..., Any] = _transactions
 
 
-def _all_done(left: list[Delivery]) -> bool:
-    left[:] = [delivery for delivery in left if not delivery.done]
+def _all_settled(left: list[Delivery]) -> bool:
+    left[:] = [delivery for delivery in left if not delivery.settled]
     return not left

@@ -74,7 +74,7 @@ def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThrea
         monkeypatch.setattr(connection, "acquire", lambda: thread)
         monkeypatch.setattr(connection, "release", lambda held: None)
         monkeypatch.setattr(consumer, "monotonic_s", thread.now_s)
-        waiting = SimpleNamespace(Condition=lambda: SimCondition(sim))
+        waiting = SimpleNamespace(Condition=lambda: SimCondition(sim), Lock=threading.Lock)
         monkeypatch.setattr(consumer, "threading", waiting)
         return thread
 

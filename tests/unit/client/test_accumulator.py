@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,45 @@ def test_a_future_knows_its_record_through_any_split() -> None:
         futures[2].result(0)
     assert told == [(RecordMetadata("t", 7, 101, 5), None), (None, failure)]
     assert not futures[0].cancelled()
+
+
+class Watched(threading.Condition):
+    """Asks, whenever the waiting are woken, what they would see."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        super().__init__()
+        self.look = look
+        self.seen: list[Any] = []
+
+    def notify_all(self) -> None:
+        self.seen.append(self.look())
+        super().notify_all()
+
+
+def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_returned() -> None:
+    """What flush waits for: the last of a million callbacks, too."""
+    told: list[Any] = []
+    lock = Watched(lambda: (chunk.done, chunk.settled, len(told)))
+    chunk = Chunk("t", lock)
+    chunk.count = 4
+
+    def callback(*each: Any) -> None:
+        assert not chunk.settled
+        told.append(each)
+        raise SystemExit  # concerns nobody else
+
+    chunk.on_delivery = dict.fromkeys(range(3), callback)
+    parts = [chunk.add_part(0, 0, 2), chunk.add_part(1, 2, 2)]
+    chunk.split = True
+    futures = [future_of(chunk, index) for index in range(4)]
+    futures[3].add_done_callback(callback)
+    resolve(parts[:1], [10])
+    assert (chunk.done, chunk.settled, len(told)) == (False, False, 2)
+    resolve(parts[1:], [20])
+    assert lock.seen == [
+        (False, False, 0), (False, False, 2), (True, False, 2), (True, True, 4),
+    ]  # fmt: skip
+    assert futures[2].result(0).offset == 20
 
 
 def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
