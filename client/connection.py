@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pk import errors
 from pk.clock import SystemClock
-from pk.wire.grpc_network import GrpcNetwork
+from pk.wire.socket_network import PkNetwork
 from pk.world import World
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.world = World(
             clock=SystemClock(),
-            network=GrpcNetwork(),
+            network=PkNetwork(),
             rng=random.Random(),
             new_id=lambda: str(uuid.UUID(bytes=os.urandom(16), version=4)),
         )

@@ -145,11 +145,11 @@ def boot_id() -> str:
 
 def real_world(on_error: Callable[[str, BaseException], None] | None = None) -> World:
     """The operating system as a World."""
-    from pk.wire.grpc_network import GrpcNetwork  # the supervisor needs no grpc
+    from pk.wire.socket_network import PkNetwork  # the supervisor needs no grpc
 
     return World(
         clock=SystemClock(),
-        network=GrpcNetwork(on_error),
+        network=PkNetwork(on_error),
         rng=random.Random(),
         new_id=lambda: str(uuid.uuid4()),  # noqa: TID251 - this is where ids come from
     )
@@ -181,9 +181,9 @@ class Process:
 
     async def close(self) -> None:
         """Drop the network's connections."""
-        from pk.wire.grpc_network import GrpcNetwork
+        from pk.wire.socket_network import PkNetwork
 
-        if isinstance(self.world.network, GrpcNetwork):
+        if isinstance(self.world.network, PkNetwork):
             await self.world.network.close()
 
 

@@ -65,6 +65,8 @@ SHELLS = {
     "pk.clock",
     "pk.tracing",
     "pk.wire.grpc_network",
+    "pk.wire.socket_network",
+    "pk.wire.socket_stream",
     "pk.cli",
     "pk.log.files",
     "pk.client.admin",

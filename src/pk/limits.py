@@ -16,8 +16,8 @@ FRAME_BYTES = 4 * MIB
 FRAME_HEAD_BYTES_MAX = 8 * MIB
 #: The largest `max_message_bytes` that may be configured.
 MESSAGE_BYTES_MAX = 256 * MIB
-#: grpc message limit: the largest batch, its frame head and some slack.
-GRPC_MESSAGE_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
+#: The largest frame any carrier takes: the largest batch, its frame head and some slack.
+WIRE_FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
 #: Records of one batch: deltas are u32, Spark wants batches of at most some 10 k rows, memory is
 #: bounded.
 BATCH_RECORDS_MAX = 1_000_000
@@ -31,6 +31,8 @@ PURGATORY_MAX = 100_000
 FETCH_CREDIT_BYTES = 16 * MIB
 #: Concurrent streams of one kind per client address that the broker accepts.
 STREAMS_PER_PEER_MAX = 1024
+#: Connections a listener keeps at a time, of all peers.
+CONNECTIONS_MAX = 16_384
 #: Batches of one producer the broker remembers per partition (KIP-98: five).
 PRODUCER_BATCHES_REMEMBERED = 5
 #: Requests in flight per (producer, partition) that idempotence can order.
@@ -47,4 +49,4 @@ METADATA_RECORDS_PER_APPEND_MAX = 10_000
 assert PRODUCER_BATCHES_REMEMBERED >= IN_FLIGHT_MAX, (
     "a retry of any batch in flight must be recognised"
 )
-assert FRAME_BYTES + FRAME_HEAD_BYTES_MAX <= GRPC_MESSAGE_BYTES_MAX
+assert FRAME_BYTES + FRAME_HEAD_BYTES_MAX <= WIRE_FRAME_BYTES_MAX

@@ -1,8 +1,8 @@
 """What a node is handed instead of the operating system: clock, network, randomness, ids.
 
 World-generic code (◇ in docs/ARCHITECTURE.md) is ordinary `async` code over these protocols.  In
-production they are asyncio, grpc and files; in the simulator a virtual-time event loop, a seeded
-network and a simulated disk, and the code between is the same file.
+production they are asyncio, sockets, grpc and files; in the simulator a virtual-time event loop, a
+seeded network and a simulated disk, and the code between is the same file.
 
 A *stream* carries whole frames (pk.wire.frames) in order, both ways, with back-pressure: `send`
 returns when the frame is accepted, not when it arrived.  Three kinds exist per pair of peers:
@@ -45,7 +45,7 @@ class Stream(Protocol):
         """Hand a frame over; waits while the peer's window is full.  Raises `Disconnected`."""
         ...
 
-    async def recv(self) -> bytes | None:
+    async def recv(self) -> bytes | memoryview | None:
         """The next frame; None when the peer finished cleanly.  Raises `Disconnected`."""
         ...
 

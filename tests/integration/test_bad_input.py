@@ -26,7 +26,7 @@ from pk.log import columns
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, head_of, open_stream
-from pk.wire.grpc_network import GrpcNetwork
+from pk.wire.socket_network import PkNetwork
 from pk.world import StreamKind
 
 pytestmark = pytest.mark.integration
@@ -119,7 +119,7 @@ def produce(
     """Index of an entry → its base offset, the message and the error as a client gets it."""
 
     async def main() -> dict[int, tuple[int, str, errors.PkError | None]]:
-        network = GrpcNetwork()
+        network = PkNetwork()
         try:
             stream, _ = await open_stream(network, node.address, StreamKind.PRODUCE, HELLO)
             request = wire.ProduceRequest(acks=-1)

@@ -27,7 +27,7 @@ from pk.log import columns
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller, head_of, open_stream
-from pk.wire.grpc_network import GrpcNetwork
+from pk.wire.socket_network import PkNetwork
 from pk.world import Disconnected, StreamKind
 
 pytestmark = pytest.mark.integration
@@ -47,7 +47,7 @@ def batch(size: int, number: int = 0, **fields: Any) -> bytes:
 class Client:
     """One connection to a broker that may go and come back."""
 
-    def __init__(self, network: GrpcNetwork, address: str) -> None:
+    def __init__(self, network: PkNetwork, address: str) -> None:
         self.network = network
         self.address = address
         self.caller = Caller(network, CLOCK, address, HELLO)
@@ -112,7 +112,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(server: EmbeddedServer) -> AsyncIterator[Client]:
-    network = GrpcNetwork(lambda where, bug: None)
+    network = PkNetwork(lambda where, bug: None)
     client = Client(network, server.address)
     try:
         yield client

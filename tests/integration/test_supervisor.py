@@ -23,7 +23,7 @@ from pk import errors
 from pk.clock import SystemClock
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
-from pk.wire.grpc_network import GrpcNetwork
+from pk.wire.socket_network import PkNetwork
 
 pytestmark = pytest.mark.integration
 
@@ -98,7 +98,7 @@ def gone(pid: int) -> bool:
 
 def call(address: str, request: Any) -> wire.Head:
     async def main() -> wire.Head:
-        network = GrpcNetwork()
+        network = PkNetwork()
         caller = Caller(network, SystemClock(), address, wire.Hello(protocol=PROTOCOL))
         try:
             return (await caller.call(request, timeout_ms=20_000)).head

@@ -34,7 +34,7 @@ def encode(head: wire.Head, payload: Iterable[Buffer] = ()) -> bytes:
     return b"".join((_LENGTH.pack(len(raw)), raw, *payload))
 
 
-def decode(frame: bytes) -> Frame:
+def decode(frame: bytes | memoryview) -> Frame:
     """Raises `CorruptBatch` if the frame is cut short or its head does not parse."""
     if len(frame) < _LENGTH.size:
         raise errors.CorruptBatch(f"frame of {len(frame)} bytes has no head")
@@ -43,7 +43,7 @@ def decode(frame: bytes) -> Frame:
         raise errors.CorruptBatch(f"frame of {len(frame)} bytes announces a head of {size}")
     end = _LENGTH.size + size
     try:
-        head = wire.Head.FromString(frame[_LENGTH.size : end])
+        head = wire.Head.FromString(bytes(frame[_LENGTH.size : end]))
     except (DecodeError, RuntimeError) as cause:
         raise errors.CorruptBatch(f"frame head does not parse: {cause}") from cause
     return Frame(head, memoryview(frame)[end:])

@@ -1,4 +1,4 @@
-"""The real network: streams of frames over grpc.aio, raw bytes end to end (rules P3, W1).
+"""Streams of frames over grpc.aio, raw bytes end to end (rules P3, W1): what carries control.
 
 One generic service, `/pk.Stream/{control,produce,fetch}`; a message is one frame, or several small
 ones that were queued together.  No serializer touches a payload.  Each stream has two pumps, tasks
@@ -59,8 +59,8 @@ WINDOW_BYTES = limits.MIB
 WINDOW_FRAMES = 256
 
 _COMMON: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.WIRE_FRAME_BYTES_MAX),
+    ("grpc.max_receive_message_length", limits.WIRE_FRAME_BYTES_MAX),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -492,7 +492,7 @@ class _GrpcListener:
         except RuntimeError as cause:
             raise _bind_error(address) from cause
         self._address = (
-            address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+            address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
         )
         await self._server.start()
 

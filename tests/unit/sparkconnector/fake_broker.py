@@ -14,7 +14,7 @@ from pk.log import batch as batches
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import accept_stream, error_head, head_of, serve_control
-from pk.wire.grpc_network import GrpcNetwork
+from pk.wire.socket_network import PkNetwork
 from pk.world import Disconnected, StreamKind
 
 
@@ -58,7 +58,7 @@ class FakeBroker:
 
     def __enter__(self) -> FakeBroker:
         self._thread.start()
-        self._network = GrpcNetwork()
+        self._network = PkNetwork()
         serve = self._network.listen("127.0.0.1:0", self._handle)
         self._listener = asyncio.run_coroutine_threadsafe(serve, self._loop).result(10)
         self.address = self._listener.address
