@@ -1,0 +1,355 @@
+"""The real network: one port, data on plain sockets, control over grpc.aio (rule P3).
+
+    connect(CONTROL)         -> pk.wire.grpc_network, which speaks HTTP/2
+    connect(PRODUCE | FETCH) -> a connection of its own, opened by `PKS1 | kind`, then SocketStream
+
+A listener looks at the first bytes of each connection: what opens HTTP/2 is handed, byte by byte,
+to a grpc server behind it, so that a broker has one address for everything and a firewall one
+rule.  Why data does not travel over grpc: docs/design/0003-carrier.md.
+
+Rules
+  N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed; the opening
+      is answered, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
+  N7  What a listener accepted is bounded in number; beyond it connections wait in the backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import platform
+import secrets
+import socket
+import stat
+from collections.abc import Coroutine
+from typing import Any
+
+from pk import limits
+from pk.wire.grpc_network import (
+    CONNECT_TIMEOUT_MS,
+    HANDLER_GRACE_S,
+    KEEPALIVE_MS,
+    GrpcNetwork,
+    Report,
+)
+from pk.wire.socket_stream import SocketStream
+from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
+
+_MAGIC = b"PKS1"
+_KINDS = {b"P": StreamKind.PRODUCE, b"F": StreamKind.FETCH}
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+_OPENING_BYTES = len(_MAGIC) + 1
+_HTTP2 = b"PRI *"  # how every HTTP/2 connection begins (RFC 9113 §3.4)
+_BACKLOG = 1024
+_ABSTRACT = "unix-abstract:"  # Linux: a socket without a file
+_SPLICE_BYTES = 64 * limits.KIB
+#: After the process ran out of descriptors: how long nothing is accepted.
+_ACCEPT_PAUSE_S = 0.2
+
+
+def _tune(sock: socket.socket) -> None:
+    """No delay for small frames; a host that vanished is noticed within seconds."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_MS // 1000),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", KEEPALIVE_MS // 1000),
+        ("TCP_USER_TIMEOUT", 2 * KEEPALIVE_MS),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`HOST:PORT`, the host perhaps in brackets.  Raises `ValueError`."""
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        raise ValueError(f"{address}: not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def _dial(address: str) -> socket.socket:
+    """A connected socket.  Raises `OSError` or `ValueError`."""
+    loop = asyncio.get_running_loop()
+    targets: list[tuple[int, Any]]
+    if address.startswith("unix:"):
+        targets = [(socket.AF_UNIX, address.removeprefix("unix:"))]
+    elif address.startswith(_ABSTRACT):
+        targets = [(socket.AF_UNIX, "\0" + address.removeprefix(_ABSTRACT))]
+    else:
+        host, port = split_address(address)
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        targets = [(family, where) for family, _, _, _, where in found]
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
+    for family, where in targets:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _tune(sock)
+            await loop.sock_connect(sock, where)
+        except OSError as cause:
+            sock.close()
+            failure = cause
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+async def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    """Raises `Disconnected` if the peer says less."""
+    loop, got = asyncio.get_running_loop(), b""
+    while len(got) < size:
+        more = await loop.sock_recv(sock, size - len(got))
+        if not more:
+            raise Disconnected("the peer closed the connection before it was open")
+        got += more
+    return got
+
+
+class PkNetwork:
+    """`pk.world.Network` of a real process.  Belongs to the event loop it is first used on."""
+
+    def __init__(
+        self, on_error: Report | None = None, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+    ) -> None:
+        self._on_error = on_error
+        self._connect_timeout_ms = connect_timeout_ms
+        self._control = GrpcNetwork(on_error, connect_timeout_ms=connect_timeout_ms)
+        self._streams: dict[SocketStream, None] = {}
+
+    async def connect(self, address: str, kind: StreamKind) -> Stream:
+        """Open a stream.  Raises `Disconnected`, at once if nobody listens."""
+        if kind is StreamKind.CONTROL:
+            return await self._control.connect(address, kind)
+        sock: socket.socket | None = None
+        try:
+            async with asyncio.timeout(self._connect_timeout_ms / 1000):
+                sock = await _dial(address)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(sock, _MAGIC + _LETTERS[kind])
+                answer = await _read_exactly(sock, len(_MAGIC))
+            if answer != _MAGIC:
+                raise Disconnected(f"{address} does not speak pk's protocol")
+        except BaseException as cause:
+            if sock is not None:
+                sock.close()
+            if isinstance(cause, TimeoutError):
+                why = f"no answer within {self._connect_timeout_ms} ms"
+                raise Disconnected(why) from cause
+            if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
+                raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
+            raise
+        stream = SocketStream(sock, address, lambda: self._streams.pop(stream, None))
+        self._streams[stream] = None
+        return stream
+
+    async def listen(self, address: str, handler: StreamHandler) -> Listener:
+        """Serve streams.  Raises `OSError` with the cause if the address cannot be had."""
+        listener = _PkListener(handler, self._on_error)
+        await listener.start(address, self._control)
+        return listener
+
+    async def close(self) -> None:
+        """Open streams break."""
+        for stream in list(self._streams):
+            stream.abort("the network was closed")
+        await self._control.close()
+
+
+class _PkListener:
+    def __init__(self, handler: StreamHandler, on_error: Report | None) -> None:
+        self._handler = handler
+        self._on_error = on_error
+        self._loop = asyncio.get_running_loop()
+        self._sock: socket.socket | None = None
+        self._address = ""
+        self._behind: Listener | None = None  # grpc's own address, for this process alone
+        self._accepting: asyncio.Task[None] | None = None
+        self._streams: dict[SocketStream, None] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}  # one per accepted connection
+        self._room = asyncio.Semaphore(limits.CONNECTIONS_MAX)  # N7
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def start(self, address: str, control: GrpcNetwork) -> None:
+        self._sock = _bind(address)
+        try:
+            self._address = address
+            if not address.startswith("unix:"):
+                port = self._sock.getsockname()[1]
+                self._address = f"{address.rpartition(':')[0]}:{port}"
+            self._behind = await control.listen(_private_address(), self._handler)
+        except BaseException:
+            self._sock.close()
+            raise
+        self._accepting = self._loop.create_task(self._accept(self._sock))
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            await self._room.acquire()
+            try:
+                sock, where = await self._loop.sock_accept(listening)
+            except asyncio.CancelledError:
+                raise
+            except OSError as cause:
+                self._room.release()
+                if self._on_error is not None:  # out of descriptors or memory: it may pass
+                    self._on_error(f"accepting on {self._address}", cause)
+                waiting = self._loop.create_future()
+                self._loop.call_later(_ACCEPT_PAUSE_S, waiting.cancel)
+                await asyncio.wait((waiting,))
+                continue
+            peer = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else self._address
+            task = self._loop.create_task(self._serve(sock, peer))
+            self._tasks[task] = None
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        self._room.release()
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        """One connection, until its handler ends."""
+        try:
+            _tune(sock)
+            async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):  # N6
+                opening = await _read_exactly(sock, _OPENING_BYTES)
+                kind = _kind_of(opening)
+                if kind is not None:
+                    await self._loop.sock_sendall(sock, _MAGIC)
+        except (OSError, TimeoutError):
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        if opening == _HTTP2:
+            await self._hand_over(sock, opening)
+        elif kind is not None:
+            await self._run(kind, sock, peer)
+        else:
+            sock.close()  # not pk
+
+    async def _run(self, kind: StreamKind, sock: socket.socket, peer: str) -> None:
+        stream = SocketStream(sock, peer, lambda: self._streams.pop(stream, None))
+        self._streams[stream] = None
+        try:
+            await self._handler(kind, stream)
+        except Disconnected:
+            pass
+        except Exception as bug:
+            if self._on_error is not None:
+                self._on_error(f"serving a {kind.value} stream of {peer}", bug)
+        finally:
+            stream.close()
+
+    async def _hand_over(self, sock: socket.socket, opening: bytes) -> None:
+        """Carry a control connection to grpc and back, until either side is through."""
+        assert self._behind is not None
+        try:
+            behind = await _dial(self._behind.address)
+        except OSError:
+            sock.close()
+            return
+        ways: list[Coroutine[Any, Any, None]] = [_carry(sock, behind), _carry(behind, sock)]
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self._loop.sock_sendall(behind, opening)
+            tasks = [self._loop.create_task(way) for way in ways]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            sock.close()
+            behind.close()
+
+    async def close(self, grace_ms: int) -> None:
+        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        assert self._accepting is not None
+        assert self._sock is not None
+        assert self._behind is not None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._sock.close()
+        if self._address.startswith("unix:"):
+            _unlink(self._address.removeprefix("unix:"))
+        control = self._loop.create_task(self._behind.close(grace_ms))
+        if self._streams:
+            await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
+        for stream in list(self._streams):
+            stream.abort("the server shuts down")
+        await control
+        left = list(self._tasks)
+        if left:  # they learn of it from recv or send
+            await asyncio.wait(left, timeout=HANDLER_GRACE_S)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def _kind_of(opening: bytes) -> StreamKind | None:
+    return _KINDS.get(opening[len(_MAGIC) :]) if opening.startswith(_MAGIC) else None
+
+
+async def _carry(source: socket.socket, sink: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        while data := await loop.sock_recv(source, _SPLICE_BYTES):
+            await loop.sock_sendall(sink, data)
+    except OSError:
+        pass
+
+
+def _private_address() -> str:
+    """Where grpc listens behind the public address."""
+    if platform.system() == "Linux":
+        return f"{_ABSTRACT}pk-{os.getpid()}-{secrets.token_hex(8)}"
+    return "127.0.0.1:0"
+
+
+def _bind(address: str) -> socket.socket:
+    """A listening socket.  Raises `OSError` that names the address."""
+    sock: socket.socket | None = None
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            _unlink(path)  # of a process that was killed; the directory's lock excludes others
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.bind(path)
+        else:
+            host, port = split_address(address)
+            info = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            sock = socket.socket(info[0], info[1])
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(info[4])
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as cause:
+        if sock is not None:
+            sock.close()
+        why = f"cannot listen on {address}: {cause.strerror or cause}"
+        raise OSError(cause.errno or errno.EADDRINUSE, why) from cause
+    except ValueError as cause:
+        raise OSError(errno.EINVAL, f"cannot listen on {address}: not HOST:PORT") from cause
+    return sock
+
+
+def _unlink(path: str) -> None:
+    """Remove a socket file; anything else at that path stays, and binding will say so."""
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    except OSError:
+        pass

@@ -1,0 +1,321 @@
+"""What only the socket carrier has: its opening, its lengths, its one port (N1–N7)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pk import limits
+from pk.wire.socket_network import PkNetwork
+from pk.wire.socket_stream import SocketStream
+from pk.world import Disconnected, Stream, StreamKind
+
+PATIENCE_S = 20
+END = b"\xff\xff\xff\xff"
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test()
+
+    asyncio.run(main())
+
+
+def pair() -> tuple[SocketStream, socket.socket, list[str]]:
+    """A stream, the raw other end of its socket, and a list that tells when it is closed."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    freed: list[str] = []
+    return SocketStream(ours, "peer", lambda: freed.append("freed")), theirs, freed
+
+
+def framed(frame: bytes) -> bytes:
+    return struct.pack("<I", len(frame)) + frame
+
+
+async def turn(times: int = 20) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_frames_are_cut_out_of_any_pieces(seed: int) -> None:
+    """N1: sizes around the scratch buffer's, delivered in pieces of any size."""
+    rng = random.Random(seed)
+    scratch = 64 * limits.KIB
+    sizes = [0, 1, 3, 4, 5, scratch - 5, scratch - 4, scratch - 3, scratch, 3 * scratch + 1]
+    frames = [rng.randbytes(rng.choice(sizes)) for _ in range(60)]
+
+    async def test() -> None:
+        stream, theirs, freed = pair()
+        whole = b"".join(map(framed, frames)) + END
+        loop = asyncio.get_running_loop()
+
+        async def feed() -> None:
+            at = 0
+            while at < len(whole):
+                step = rng.choice([1, 4, 100, scratch - 1, scratch, 3 * scratch])
+                await loop.sock_sendall(theirs, whole[at : at + step])
+                at += step
+
+        feeding = loop.create_task(feed())
+        assert [await stream.recv() for _ in frames] == frames
+        assert await stream.recv() is None
+        await feeding
+        stream.close()
+        assert await loop.sock_recv(theirs, 100) == END
+        assert freed == ["freed"]
+        theirs.close()
+
+    run(test)
+
+
+def test_an_announced_length_beyond_the_limit_breaks_the_stream() -> None:
+    """N1: before any memory is taken for it."""
+
+    async def test() -> None:
+        stream, theirs, freed = pair()
+        theirs.send(struct.pack("<I", limits.WIRE_FRAME_BYTES_MAX + 1))
+        with pytest.raises(Disconnected, match="announced a frame of"):
+            await stream.recv()
+        assert freed == ["freed"]
+        theirs.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\x05\x00", framed(b"whole")[:-1], framed(bytes(200_000))[:-9]]
+)
+def test_a_connection_that_ends_without_the_end_mark_is_a_break(said: bytes) -> None:
+    """N2"""
+
+    async def test() -> None:
+        stream, theirs, freed = pair()
+        await asyncio.get_running_loop().sock_sendall(theirs, said)
+        theirs.close()
+        with pytest.raises(Disconnected):
+            await stream.recv()
+        with pytest.raises(Disconnected):
+            await stream.send(b"late")
+        assert freed == ["freed"]
+
+    run(test)
+
+
+def test_a_closed_stream_whose_peer_says_nothing_is_given_up(monkeypatch: Any) -> None:
+    monkeypatch.setattr("pk.wire.socket_stream.CLOSE_TIMEOUT_MS", 30)
+
+    async def test() -> None:
+        stream, theirs, freed = pair()
+        stream.close()
+        while not freed:
+            await asyncio.sleep(0.005)
+        theirs.close()
+
+    run(test)
+
+
+class Greedy(socket.socket):
+    """A socket whose peer takes everything at once."""
+
+    def sendmsg(self, buffers: Any, *_more: Any) -> int:
+        return sum(map(len, buffers))
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 5000), (limits.MIB, 30)])
+def test_a_sender_lets_others_run(size: int, count: int) -> None:
+    """N5: though nothing makes it wait."""
+
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        greedy = Greedy(ours.family, ours.type, fileno=ours.detach())
+        stream = SocketStream(greedy, "peer", lambda: None)
+        turns, stop = 0, False
+
+        async def other() -> None:
+            nonlocal turns
+            while not stop:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.get_running_loop().create_task(other())
+        frame = bytes(size)
+        for _ in range(count):
+            await stream.send(frame)
+        stop = True
+        await task
+        assert turns >= 10
+        stream.abort("the test is over")
+        theirs.close()
+
+    run(test)
+
+
+async def _echo(_kind: StreamKind, stream: Stream) -> None:
+    while (frame := await stream.recv()) is not None:
+        await stream.send(frame)
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"PKS1Z", b"\x16\x03\x01\x02\x00\x01", b"PKS1"]
+)
+def test_what_does_not_open_as_pk_is_closed_and_the_rest_is_served(
+    said: bytes, monkeypatch: Any
+) -> None:
+    """N6"""
+    monkeypatch.setattr("pk.wire.socket_network.CONNECT_TIMEOUT_MS", 100)
+
+    async def test() -> None:
+        network, loop = PkNetwork(), asyncio.get_running_loop()
+        listener = await network.listen("127.0.0.1:0", _echo)
+        host, _, port = listener.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.setblocking(False)
+            await loop.sock_sendall(stranger, said)
+            try:
+                assert await loop.sock_recv(stranger, 100) == b""
+            except ConnectionResetError:
+                pass  # closed with some of what was said unread
+        for kind in StreamKind:
+            stream = await network.connect(listener.address, kind)
+            await stream.send(b"hello")
+            assert await stream.recv() == b"hello"
+            stream.close()
+        await listener.close(100)
+        await network.close()
+
+    run(test)
+
+
+def test_a_peer_that_accepts_and_says_nothing_cannot_be_connected_to() -> None:
+    """N6: a stopped process still has a backlog that takes connections."""
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            network = PkNetwork(connect_timeout_ms=100)
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            for kind in StreamKind:
+                with pytest.raises(Disconnected):
+                    await network.connect(address, kind)
+            await network.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:notaport", "unix:/nonexistent/x.sock"])
+def test_an_address_that_is_none(address: str) -> None:
+    async def test() -> None:
+        network = PkNetwork()
+        with pytest.raises(OSError, match="cannot listen on"):
+            await network.listen(address, _echo)
+        with pytest.raises(Disconnected):
+            await network.connect(address, StreamKind.FETCH)
+        await network.close()
+
+    run(test)
+
+
+def test_connections_beyond_the_bound_wait(monkeypatch: Any) -> None:
+    """N7"""
+    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+
+    async def test() -> None:
+        network = PkNetwork(connect_timeout_ms=200)
+        listener = await network.listen("127.0.0.1:0", _echo)
+        first = await network.connect(listener.address, StreamKind.FETCH)
+        second = await network.connect(listener.address, StreamKind.FETCH)
+        with pytest.raises(Disconnected):
+            await network.connect(listener.address, StreamKind.FETCH)
+        first.close()
+        assert await first.recv() is None
+        while True:
+            try:
+                third = await network.connect(listener.address, StreamKind.FETCH)
+                break
+            except Disconnected:
+                await asyncio.sleep(0.01)
+        await third.send(b"x")
+        assert await third.recv() == b"x"
+        second.close()
+        third.close()
+        await listener.close(500)
+        await network.close()
+
+    run(test)
+
+
+def test_descriptors_do_not_grow() -> None:
+    async def test() -> None:
+        network = PkNetwork()
+        listener = await network.listen("127.0.0.1:0", _echo)
+
+        async def some(kind: StreamKind) -> None:
+            for _ in range(20):
+                stream = await network.connect(listener.address, kind)
+                await stream.send(b"x")
+                assert await stream.recv() == b"x"
+                stream.close()
+                while await stream.recv() is not None:
+                    pass
+
+        async def settled(bound: int) -> int:
+            while (count := len(os.listdir("/proc/self/fd"))) > bound:
+                await asyncio.sleep(0.01)
+            return count
+
+        await some(StreamKind.FETCH)
+        before = len(os.listdir("/proc/self/fd"))
+        await some(StreamKind.FETCH)
+        await some(StreamKind.PRODUCE)
+        await settled(before)
+        await listener.close(100)
+        await network.close()
+
+    run(test)
+
+
+def test_a_killed_process_is_noticed_at_once() -> None:
+    """R7: on a data stream, too."""
+    code = (
+        "import asyncio\n"
+        "from pk.wire.socket_network import PkNetwork\n"
+        "async def main():\n"
+        "    async def serve(kind, stream):\n"
+        "        await stream.send(b'here')\n"
+        "        await stream.recv()\n"
+        "    listener = await PkNetwork().listen('127.0.0.1:0', serve)\n"
+        "    print(listener.address, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+
+        async def test() -> None:
+            network = PkNetwork()
+            streams = [await network.connect(address, kind) for kind in StreamKind]
+            for stream in streams:
+                assert await stream.recv() == b"here"
+            child.kill()
+            for stream in streams:
+                with pytest.raises(Disconnected):
+                    await stream.recv()
+            for kind in StreamKind:
+                with pytest.raises(Disconnected):
+                    await network.connect(address, kind)
+            await network.close()
+
+        run(test)
