@@ -21,6 +21,9 @@ from pk.log.storage import Storage
 from pk.types import NONE, PartitionKey, TopicPartition
 
 FORMAT = 0
+#: What format 0 means in this build: a hash of a sample of every file as it is written, which
+#: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
+LAYOUT = "7beab2d9fc5e26f5"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
@@ -42,6 +45,7 @@ class Format(NamedTuple):
     cluster_id: str
     node_id: int
     directory_id: str
+    layout: str = LAYOUT
 
 
 class Run(NamedTuple):
@@ -71,6 +75,7 @@ def read_format(storage: Storage) -> Format | None:
             str(found["cluster_id"]),
             int(found["node_id"]),
             str(found["directory_id"]),
+            str(found.get("layout", "")),
         )
     except (KeyError, TypeError, ValueError) as cause:
         raise errors.CorruptLog(f"{storage.root}/{FORMAT_FILE} is damaged: {cause}") from cause
@@ -100,10 +105,11 @@ def check_format(
             f"not to node {node_id} of cluster {cluster_id or 'any'}",
             directory=storage.root,
         )
-    if found.format == 0 and found.build != build:
+    if found.format == 0 and found.layout != LAYOUT:
         raise errors.DirectoryOfAnotherBuild(
-            f"{storage.root} has format 0 of build {found.build}, this is {build}: "
-            "format 0 is not kept between builds; use that build or an empty directory",
+            f"{storage.root} has format 0 of build {found.build} (layout {found.layout or 'none'}),"
+            f" this is {build} (layout {LAYOUT}): format 0 is not kept between builds that write "
+            "other bytes; use that build or an empty directory",
             directory=storage.root,
         )
 

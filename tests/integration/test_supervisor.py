@@ -152,6 +152,8 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     assert "broker_left" in err
     assert "broker_fenced" not in err  # nothing failed
     assert all(gone(pid) for pid in ready["pids"].values())
+    identity = tmp_path / "data" / "pk.json"  # an upgrade that writes the same bytes goes on
+    identity.write_text(json.dumps({**json.loads(identity.read_text()), "build": "0.0.1"}))
     again = start("--dir", directory, "--listen", "127.0.0.1:0").line()
     assert again["cluster_id"] == ready["cluster_id"]
     assert topics(again["address"]) == {"flights": [1, 1]}
@@ -225,7 +227,8 @@ def test_two_servers_on_one_directory(start: Callable[..., Server], tmp_path: Pa
     ("content", "name"),
     [
         (
-            '{"format": 0, "build": "0.0.0", "cluster_id": "c", "node_id": 1, "directory_id": "d"}',
+            '{"format": 0, "build": "BUILD", "cluster_id": "c", "node_id": 1, "directory_id": "d", '
+            '"layout": "0123456789abcdef"}',
             "DirectoryOfAnotherBuild",
         ),
         ('{"format": 99}', "NewerFormat"),

@@ -143,7 +143,6 @@ def test_a_life_and_the_next() -> None:
     [
         ({"cluster_id": "other"}, errors.DirectoryOfAnotherCluster, "node 1 of cluster c"),
         ({"node_id": 2}, errors.DirectoryOfAnotherCluster, "not to node 2"),
-        ({"build": "b2"}, errors.DirectoryOfAnotherBuild, "build b1"),
     ],
 )
 def test_other_peoples_directories(
@@ -157,6 +156,28 @@ def test_other_peoples_directories(
             await house.manager(**given).open()
         assert [storage.files() for storage in house.storages] == before
         await (await house.opened()).close()  # none stayed locked
+
+    run(main)
+
+
+@pytest.mark.parametrize("layout", ["0123456789abcdef", None])
+def test_format_0_is_read_by_builds_that_write_the_same_bytes_only(layout: str | None) -> None:
+    """Another version is no other format, and the same version no proof of the same one."""
+
+    async def main() -> None:
+        house = House()
+        (storage,) = house.storages
+        await (await house.opened()).close()
+        await (await house.opened(build="b2")).close()
+        known = json.loads(storage.read_file("pk.json"))
+        assert known["build"] == "b1"
+        del known["layout"]
+        if layout is not None:
+            known["layout"] = layout
+        storage.replace_file("pk.json", json.dumps(known).encode())
+        with pytest.raises(errors.DirectoryOfAnotherBuild, match=r"build b1 .*layout") as told:
+            await house.opened()
+        assert told.value.acts == "operator"
 
     run(main)
 

@@ -1,0 +1,139 @@
+"""The fingerprint of format 0: `LAYOUT` is a hash of the very bytes that this build writes.
+
+A sample is written that touches every file of a data directory: batches with and without keys,
+headers, nulls, gaps and wide timestamps, producers, an aborted transaction, two epochs, a roll, the
+checkpoints.  Compressed bodies are left out, their bytes are the libraries'; so are the metadata
+records' values, of which the declaration counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from typing import Any
+
+import pyarrow as pa
+from google.protobuf.descriptor import Descriptor
+
+from pk import settings
+from pk.log import batch as batches
+from pk.log import columns, directory
+from pk.log.columns import Marker
+from pk.log.manager import LogManager
+from pk.log.plan import LogConfig
+from pk.server.quorum import log as quorum_log
+from pk.server.quorum.machine import Vote
+from pk.sim.disk import SimDisk, SimStorage
+from pk.types import PartitionKey, TopicPartition
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+NOW = 1_700_000_000_000
+CONFIG = LogConfig.of(
+    settings.TOPIC.resolve({"segment_bytes": 14 * 1024, "index_interval_bytes": 1024})
+)
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+def rows(count: int, *, rich: bool = False) -> pa.RecordBatch:
+    values = [b"%d" % n * (n % 50 + 1) for n in range(count)]
+    if not rich:
+        return pa.record_batch({"value": pa.array(values, pa.binary())})
+    keys = [None if n % 3 == 0 else b"k%d" % n for n in range(count)]
+    headers = [[{"key": "h", "value": None if n % 2 else b"x"}] * (n % 3) for n in range(count)]
+    stamps = [NOW + n * 10_000_000_000 for n in range(count)]
+    return pa.record_batch(
+        {
+            "value": pa.array([None if n % 5 == 0 else v for n, v in enumerate(values)]),
+            "key": pa.array(keys, pa.binary()),
+            "timestamp": pa.array(stamps, pa.int64()),
+            "headers": pa.array(headers, HEADERS),
+            "offset": pa.array([2 * n for n in range(count)], pa.int64()),
+        }
+    )
+
+
+def sample() -> list[bytes]:
+    """What producers and the broker itself append, in this order."""
+    plain = {"default_timestamp": NOW}
+    open_transaction = {**plain, "producer_id": 9, "producer_epoch": 1, "transactional": True}
+    whole = [columns.encode(rows(40), **plain)]
+    whole += [
+        columns.encode(rows(30), **plain, producer_id=7, producer_epoch=0, base_sequence=turn * 30)
+        for turn in range(7)
+    ]
+    whole.append(columns.encode(rows(20, rich=True), **plain, keep_offsets=True))
+    whole.append(columns.encode(rows(5), **open_transaction, base_sequence=0))
+    whole.append(columns.encode_markers([Marker(9, 1, False)], NOW))
+    whole.append(columns.encode(rows(5), **open_transaction, base_sequence=5))
+    whole += [columns.encode(rows(400), **plain) for _ in range(2)]
+    return [b"".join(parts) for parts in whole]
+
+
+class Clock:
+    """Time stands still."""
+
+    wall_ms = monotonic_ms = staticmethod(lambda: NOW)
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        await asyncio.sleep(0)
+
+
+async def written() -> dict[str, bytes]:
+    """Every file of a directory in which the sample lies, as its process leaves it."""
+    storage = SimStorage("d")
+    no_network: Any = None
+    clock: Any = Clock()
+    world = World(clock, no_network, random.Random(1), lambda: "id")
+    disk = SimDisk(storage, clock, random.Random(1))
+    manager = LogManager([disk], node_id=1, cluster_id="c", build="b", world=world, boot_id="boot")
+    await manager.open()
+    await manager.load(lambda topic_id, tp: CONFIG)
+    key = PartitionKey("topic-id", 0)
+    log = await manager.create(TopicPartition("t", 0), "topic-id", CONFIG)
+    for turn, raw in enumerate(sample()):
+        log.decide(batches.check(raw), raw, leader_epoch=turn // 5, now_ms=NOW, from_client=False)
+    plan = log.take_writes()
+    assert plan is not None
+    log.perform(plan)
+    log.complete(plan)
+    assert log.segment_count > 1
+    log.advance_log_start(3)
+    manager.set_high_watermark(key, log.written_end)
+    manager.remember_broker_epoch(5)
+    await manager.close()
+    vote = quorum_log._state_bytes(Vote(3, 1, "d"), 8)
+    files = storage.files() | {quorum_log.QUORUM_STATE: vote}
+    identity = files.pop(directory.FORMAT_FILE)
+    assert b"layout" in identity
+    return files
+
+
+def declared(message: Descriptor, seen: dict[str, list[tuple[object, ...]]]) -> None:
+    """The fields of a message and of those it is made of."""
+    if message.full_name not in seen:
+        seen[message.full_name] = [
+            (each.number, each.name, each.type, each.is_repeated) for each in message.fields
+        ]
+        for each in message.fields:
+            if each.message_type is not None:
+                declared(each.message_type, seen)
+
+
+def test_the_fingerprint_is_that_of_the_bytes_this_build_writes() -> None:
+    files = asyncio.run(written())
+    suffixes = {name.rpartition(".")[2] for name in files if name.startswith("topics/t-0/0")}
+    assert suffixes == {"log", "index", "timeindex", "txnindex", "snapshot"}
+    records: dict[str, list[tuple[object, ...]]] = {}
+    declared(wire.MetadataRecord.DESCRIPTOR, records)
+    assert len(records) > 10
+    told = hashlib.sha256()
+    for name in sorted(files):
+        told.update(b"%b %d\n%b" % (name.encode(), len(files[name]), files[name]))
+    told.update(repr(sorted(records.items())).encode())
+    found = told.hexdigest()[:16]
+    assert found == directory.LAYOUT, (
+        "what is written to the disk has changed: directories of earlier builds are refused from "
+        f'now on; if that is meant, set LAYOUT = "{found}" and say so in CHANGELOG.md'
+    )
