@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pk import limits
-from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
+from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 if TYPE_CHECKING:
     from pk.sim.world import SimLoop, SimNode
@@ -241,7 +241,8 @@ class _End:
 
     # -- the Stream protocol ---------------------------------------------------------------------
 
-    async def send(self, frame: bytes) -> None:
+    async def send(self, *pieces: Buffer) -> None:
+        frame = b"".join(pieces)
         self._check_open()
         network = self._network
         while self._piped_bytes >= network.window_bytes or self._piped >= network.window_frames:

@@ -5,8 +5,8 @@ most COLD_MAX reads from the tier, which run beside the pump: a hot position nev
 one.  When everything was sent the pump sleeps until a partition's bound moves; waking costs what
 moved (rule P6).
 
-A byte is copied three times in this process: page cache into the read, the reads into one frame,
-the frame into grpc's slice.
+A byte is copied twice in this process, both times by the kernel: page cache into the read, the
+read into the socket.
 
 The log's checksums are the readers' to verify: bytes go out as they lie on the disk.  One batch is
 looked at here, the first that is read after a position was set: a reader that tripped over damage
@@ -222,10 +222,10 @@ class FetchStream:
                 break
         session.first_again([plan.position for plan in plans])
         if reply.partitions:
-            raw = frames.encode(head_of(reply), pieces)
+            frame = frames.pieces(head_of(reply), pieces)
             session.sent(sent, self._core.clock.monotonic_ms())
-            self._core.metrics.fetched(len(raw))
-            await self._stream.send(raw)
+            self._core.metrics.fetched(sum(map(len, frame)))
+            await self._stream.send(*frame)
         else:
             session.sent(0, self._core.clock.monotonic_ms())
 

@@ -5,7 +5,8 @@ off the socket and starts their checks, the *appender* decides the checked frame
 came, the *replier* sends what was answered meanwhile.  Heavy frames are checked off the loop (CRC,
 structure, decompression, every length: rule L13), light ones at once.  No byte of a payload is
 copied here: the batches are views into the frame until the directory's lane writes them.  So a byte
-is copied twice in this process: grpc's slice into the frame, the frame into the page cache.
+is copied twice in this process, both times by the kernel: the socket into the frame, the frame
+into the page cache.
 
 Invariants
   D1  FIFO per stream: batches are decided in the order they came, hence FIFO per partition; answers

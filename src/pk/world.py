@@ -22,6 +22,8 @@ from typing import Protocol
 
 from pk.clock import Clock
 
+Buffer = bytes | bytearray | memoryview
+
 
 class StreamKind(enum.StrEnum):
     """Which service of the peer a stream speaks to."""
@@ -41,8 +43,11 @@ class Stream(Protocol):
     @property
     def peer(self) -> str: ...
 
-    async def send(self, frame: bytes) -> None:
-        """Hand a frame over; waits while the peer's window is full.  Raises `Disconnected`."""
+    async def send(self, *pieces: Buffer) -> None:
+        """Hand a frame over, whole or in pieces; waits while the peer's window is full.
+
+        The pieces must not change afterwards.  Raises `Disconnected`.
+        """
         ...
 
     async def recv(self) -> bytes | memoryview | None:

@@ -117,6 +117,27 @@ async def _send_all(stream: Stream, frames: list[bytes]) -> None:
         await stream.send(frame)
 
 
+def test_pieces_arrive_as_one_frame(run: Run) -> None:
+    frames: list[list[bytes | bytearray | memoryview]] = [
+        [b"head", memoryview(bytes(300_000)), bytearray(b"tail")],
+        [b"", b""],
+        [memoryview(b"alone")],
+        [b"x"] * 2000,
+    ]
+
+    async def test(nets: Nets) -> None:
+        listener = await nets.server.listen(nets.address, echo)
+        stream = await nets.connect(listener.address, StreamKind.PRODUCE)
+        for pieces in frames:
+            await stream.send(*pieces)
+        for pieces in frames:
+            assert await stream.recv() == b"".join(pieces)
+        stream.close()
+        await listener.close(0)
+
+    run(test)
+
+
 def test_a_large_frame_travels(run: Run) -> None:
     frame = bytes(range(256)) * (12 * limits.MIB // 256)
 

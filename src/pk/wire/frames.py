@@ -15,8 +15,7 @@ from google.protobuf.message import DecodeError
 
 from pk import errors, limits
 from pk.wire import pk_pb2 as wire
-
-Buffer = bytes | bytearray | memoryview
+from pk.world import Buffer as Buffer
 
 _LENGTH = struct.Struct("<I")
 
@@ -30,8 +29,13 @@ class Frame(NamedTuple):
 
 def encode(head: wire.Head, payload: Iterable[Buffer] = ()) -> bytes:
     """One copy: the pieces of the payload are joined behind the head."""
+    return b"".join(pieces(head, payload))
+
+
+def pieces(head: wire.Head, payload: Iterable[Buffer] = ()) -> list[Buffer]:
+    """No copy: the same frame in pieces, for `Stream.send`."""
     raw = head.SerializeToString()
-    return b"".join((_LENGTH.pack(len(raw)), raw, *payload))
+    return [_LENGTH.pack(len(raw)) + raw, *payload]
 
 
 def decode(frame: bytes | memoryview) -> Frame:

@@ -37,7 +37,7 @@ import grpc
 import grpc.aio
 
 from pk import limits
-from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
+from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception goes
 
@@ -137,8 +137,10 @@ class _GrpcStream:
     def peer(self) -> str:
         return self._peer
 
-    async def send(self, frame: bytes) -> None:
+    async def send(self, *pieces: Buffer) -> None:
         """Queue a frame; waits while the window is full.  Raises `Disconnected`."""
+        first = pieces[0]
+        frame = first if len(pieces) == 1 and isinstance(first, bytes) else b"".join(pieces)
         while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_FRAMES:
             self._check_open()
             await self._wait(self._writable)

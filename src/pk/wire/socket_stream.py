@@ -27,12 +27,13 @@ from types import coroutine
 import numpy as np
 
 from pk import limits
-from pk.world import Disconnected
+from pk.world import Buffer, Disconnected
 
 CLOSE_TIMEOUT_MS = 2_000
 #: N3: `send` waits while more than this is queued; the reader stays this much ahead.
 WINDOW_BYTES = limits.FRAME_BYTES
 WINDOW_FRAMES = 256
+WINDOW_PIECES = 1024
 
 _LENGTH = struct.Struct("<I")
 _END = 0xFFFFFFFF
@@ -88,23 +89,23 @@ class SocketStream:
     def peer(self) -> str:
         return self._peer
 
-    async def send(self, frame: bytes | memoryview) -> None:
+    async def send(self, *pieces: Buffer) -> None:
         """Write a frame, or queue what the socket does not take; waits while the window is full.
 
-        The frame must not change afterwards.  Raises `Disconnected`.
+        Raises `Disconnected`.
         """
         if self._unpaused >= _BREATH_BYTES:
             self._unpaused = 0
             await _breathe()
-        while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= 2 * WINDOW_FRAMES:
+        while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_PIECES:
             self._check_open()
             self._unpaused = 0
             await self._wait(self._writable)
         self._check_open()
-        size = len(frame)
+        size = sum(map(len, pieces))
         self._unpaused += size + _SEND_COST_BYTES
         self._outbox.append(memoryview(_LENGTH.pack(size)))
-        self._outbox.append(memoryview(frame))
+        self._outbox.extend(map(memoryview, pieces))
         self._outbox_bytes += size + _LENGTH.size
         if not self._writing:
             self._on_writable()
@@ -324,7 +325,7 @@ class SocketStream:
             count -= len(first)
             outbox.popleft()
         while outbox and not len(outbox[0]):
-            outbox.popleft()  # an empty frame behind its length
+            outbox.popleft()  # an empty piece
 
 
 def _wake_one(waiters: deque[asyncio.Future[None]]) -> bool:
