@@ -40,10 +40,6 @@ RECORD_OVERHEAD = 16
 COLUMN_OVERHEAD = 4
 #: A batch to which less than 1/8 of its size could be added counts as full.
 FULL_SHARE = 8
-#: From so many items on `pa.array` is worth its first call, which imports pandas where that is
-#: installed (half a second).
-_MANY = 4096
-
 _BINARY = pa.binary()
 _OFFSET = struct.Struct("<i")
 #: Columns of a piece; `timestamp` is there only if rows of it differ.
@@ -55,19 +51,25 @@ _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
 
 def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
-    """A `binary` column of Python bytes."""
+    """A `binary` column of Python bytes.
+
+    As fast as `pa.array` or faster (25 to 40 ns an item), and without its first call, which imports
+    pandas where that is installed: 0.3 s on the thread that sends.  Items that are None need it.
+    """
     if items is None:
         return absent(count, _BINARY)
-    if count >= _MANY:
-        return pa.array(items, _BINARY)
     try:
         data = b"".join(items)  # type: ignore[arg-type]
     except TypeError:
         return pa.array(items, _BINARY)
-    offsets = np.empty(count + 1, np.int32)
-    offsets[0] = 0
-    lengths = np.fromiter(map(len, items), np.int32, count)  # type: ignore[arg-type]
-    np.cumsum(lengths, out=offsets[1:])
+    lengths = list(map(len, items))  # type: ignore[arg-type]
+    first = lengths[0] if count else 0
+    offsets = np.zeros(count + 1, np.int32)
+    if lengths.count(first) == count:
+        offsets[1:] = first
+    else:
+        offsets[1:] = lengths
+    np.cumsum(offsets, out=offsets)
     return pa.Array.from_buffers(
         _BINARY, count, [None, pa.py_buffer(offsets), pa.py_buffer(data)], 0
     )

@@ -104,6 +104,11 @@ class ProduceEngine:
         self._closed = False
         cluster.on_change.append(lambda: self.step(Wake()))
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Producer id and epoch as granted last; safe in any thread."""
+        return self._sender.granted
+
     # -- what the façade calls, on the loop --------------------------------------------------------
 
     def start(self) -> None:

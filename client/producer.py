@@ -344,6 +344,15 @@ class Producer:
             self._open(topic)
         return self._cluster.metadata.topic(topic).partitions
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The producer id and epoch that the broker granted last; (-1, -1) before the first batch
+        needed them, and without idempotence.
+
+        A partition that closes a gap goes on in a later epoch of its own (KIP-360).
+        """
+        return self._engine.identity
+
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything sent so far has an outcome (good or bad: ask the futures), and its
         callbacks have returned.

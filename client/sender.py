@@ -124,6 +124,7 @@ class Sender:
         self._next_correlation = 1
         self.producer_id = NONE
         self.epoch = NONE
+        self.granted = (NONE, NONE)  #: both, as they came last; replaced at once
         self._id_wanted = False
         self.fatal: errors.PkError | None = None
         self._flushing = False
@@ -174,7 +175,7 @@ class Sender:
         self._flushing = self._flushing or event.flush
 
     def _on_id(self, event: IdGranted, now_ms: int) -> None:
-        self.producer_id, self.epoch = event.producer_id, event.epoch
+        self.producer_id, self.epoch = self.granted = event.producer_id, event.epoch
         self._id_wanted = False
 
     def _on_written(self, event: Written, now_ms: int) -> None:

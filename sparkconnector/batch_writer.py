@@ -164,8 +164,8 @@ class TaskWriter:
 
 def identity(producer: Any) -> tuple[int, int]:
     """The producer's id and epoch."""
-    machine = producer._engine._sender
-    return int(machine.producer_id), int(machine.epoch)
+    producer_id, epoch = producer.identity
+    return int(producer_id), int(epoch)
 
 
 def write_all(sink: Sink, columns: Columns, batches: Iterator[pa.RecordBatch]) -> PkCommit:

@@ -42,6 +42,14 @@ def test_a_column_holds_what_it_was_made_of(items: list[bytes | None]) -> None:
     assert binary_column(items, len(items)).to_pylist() == items
 
 
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_column_of_items_of_one_length(count: int, size: int) -> None:
+    items = [bytes([i] * size) for i in range(count)]
+    assert binary_column(items, count).to_pylist() == items
+    assert binary_column([*items, b"longer"], count + 1).to_pylist() == [*items, b"longer"]
+
+
 def test_a_long_column_too() -> None:
     items = [b"%d" % i if i % 3 else None for i in range(10_000)]
     assert binary_column(items, len(items)).to_pylist() == items

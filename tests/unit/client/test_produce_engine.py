@@ -147,6 +147,19 @@ def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None
     b.run(work)
 
 
+def test_the_identity_is_what_the_broker_granted(bench: Any) -> None:
+    b = bench()
+    b.cluster.create("t")
+    assert b.engine.identity == (-1, -1)
+
+    async def work() -> None:
+        await b.send("t", b"x")
+        await b.engine.flush(10_000)
+
+    b.run(work)
+    assert b.engine.identity == b.broker.produced[0][1:3]
+
+
 def test_acks_0_tells_no_offset_and_needs_no_answer(bench: Any) -> None:
     b = bench(acks="0")
     b.cluster.create("t")
