@@ -437,9 +437,9 @@ def test_a_killed_process_is_noticed_at_once() -> None:
             child.kill()
             async with asyncio.timeout(grpc_network.KEEPALIVE_MS / 1000):
                 with pytest.raises(Disconnected):
-                    await stream.recv()
+                    pytest.fail(f"received {await stream.recv()!r}")
                 with pytest.raises(Disconnected):
-                    await network.connect(address, StreamKind.CONTROL)
+                    pytest.fail(f"connected: {await network.connect(address, StreamKind.CONTROL)}")
             await network.close()
 
         asyncio.run(main())

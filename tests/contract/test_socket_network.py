@@ -312,10 +312,10 @@ def test_a_killed_process_is_noticed_at_once() -> None:
             child.kill()
             for stream in streams:
                 with pytest.raises(Disconnected):
-                    await stream.recv()
+                    pytest.fail(f"received {await stream.recv()!r}")
             for kind in StreamKind:
                 with pytest.raises(Disconnected):
-                    await network.connect(address, kind)
+                    pytest.fail(f"connected: {await network.connect(address, kind)}")
             await network.close()
 
         run(test)

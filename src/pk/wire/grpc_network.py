@@ -392,6 +392,12 @@ class GrpcNetwork:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 await call.wait_for_connection()
+                await call.initial_metadata()  # the peer itself answered, not its kernel's backlog
+                if call.done() and await call.code() != grpc.StatusCode.OK:
+                    raise Disconnected(f"unavailable: {await call.details()}"[:300])
+        except Disconnected:
+            self._release(key, channel, broken=True)
+            raise
         except asyncio.CancelledError:
             call.cancel()
             self._release(key, channel, broken=True)
