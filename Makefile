@@ -81,8 +81,8 @@ soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory,
 	$(PY) tests/soak/run.py --minutes $(MINUTES) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.jars ## side by side with Apache Kafka (NAME=produce_columnar, or all)
-	$(PY) -m bench $(NAME) --json $(ARGS)
+bench: $(VENV)/.jars ## side by side with Apache Kafka (NAME=produce_columnar, or all), into docs/bench.md
+	$(PY) -m bench $(NAME) --json --write docs/bench.md $(ARGS)
 
 .PHONY: peer
 peer: $(VENV)/.jars ## the same scenarios on Apache Kafka

@@ -3,9 +3,11 @@
 How a figure is made
   M1  Both sides run in one invocation, each a broker of its own on loopback, one node, four
       partitions.  Rounds are interleaved and alternate who goes first; the figure is the median.
-  M2  The side not measured is stopped: SIGSTOP to every one of its processes.  After SIGCONT
-      nothing is timed until the side has answered metadata, stored and returned a record on every
-      partition, and kept its leader epochs for two seconds (`sides.settle`).
+      Bytes on disk are the same in every round: they are taken once.
+  M2  The side not measured is stopped: SIGSTOP to every one of its processes, its Spark session
+      included.  After SIGCONT nothing is timed until the side has answered metadata, stored and
+      returned a record on every partition, and kept its leader epochs for two seconds
+      (`sides.settle`); a Spark session has answered a query.
   M3  Every client is a process of its own, started afresh each round, and warmed with the first
       million records of its run.  Its parent reads the lines that it prints and takes what `/proc`
       says of all processes of the side when the steady window opens and when it closes, so neither
@@ -17,8 +19,14 @@ How a figure is made
   M6  Before anything else a file of `TOUCH_BYTES` is written and removed: a virtual machine pays up
       to four times as much for the first use of a page of memory as for the next; the side that
       writes first would pay it for both.
+  M7  Spark: one session a role and a run (local[2], the same settings), and in it an untimed pass
+      of the very query before the first timed one.  A round that did not see every record fails.
+  M8  What pk is compared with besides Kafka: itself on an empty topic (deep_log), and Spark's own
+      Parquet reader on the tier's files (cold_read).
 
-`Side` (sides.py) is one system under test; a `Case` (cases.py) is one named benchmark; `runs.watch`
-is one client process under watch.  `kafka/` holds Apache Kafka's configuration and how it is
-started; `pk_side.py` and `pk_client.py` are pk's half.
+`Side` (sides.py) is one system under test; a `Case` (cases.py) is one named benchmark, its `plan`
+(plans/) is how a round goes, `measuring.Bench` runs the rounds; `runs.watch` is one client process
+under watch, `spark/` a Spark session.  `kafka/` holds Apache Kafka's configuration and how it is
+started; `pk_side.py` and `pk_client.py` are pk's half.  `report.py` makes lines and keeps the store
+(docs/bench.jsonl), `page.py` the page and the plot.
 """

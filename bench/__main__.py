@@ -1,7 +1,8 @@
-"""`python -m bench NAME … [--json] [--rounds N] [--records N] [--compression none,lz4]`.
+"""`python -m bench NAME … [--json] [--rounds N] [--scale X] [--only VARIANT,…] [--write FILE]`.
 
 NAME is one of the cases, several of them, or `all`.  With `--json` standard output is one line a
-case; what happens meanwhile goes to standard error.
+case; what happens meanwhile goes to standard error.  A case that fails is told and left out, the
+others are measured; the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from bench import cases, report
-from bench.cases import Bench
+from bench import cases, page, report
+from bench.measuring import Bench
 from bench.runs import RunFailed
 from bench.sides import SideFailed
 
@@ -35,14 +37,15 @@ def _arguments() -> argparse.Namespace:
         "--rounds", type=int, default=5, help="interleaved rounds; the figure is their median (5)"
     )
     parser.add_argument(
-        "--records", type=int, help="records of one run of pk, warm-up included (1,000,000)"
+        "--scale", type=float, default=1.0, help="so many times the records of a round (1)"
     )
     parser.add_argument(
-        "--compression",
-        default="none,lz4",
-        help="codecs to measure, the first is the headline (none,lz4)",
+        "--only", default="", help="variants to measure, where a case has them (none,lz4,idle,…)"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page docs/bench.md")
+    parser.add_argument("--size-gb", type=float, default=20.0, help="the log of deep_log (20)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="merge into the page FILE and its store"
+    )
     parser.add_argument(
         "--keep",
         type=Path,
@@ -50,9 +53,10 @@ def _arguments() -> argparse.Namespace:
         help="work in DIR and keep it (default: a temporary folder)",
     )
     given = parser.parse_args()
-    given.codecs = given.compression.split(",")
-    if unknown := [codec for codec in given.codecs if codec not in cases.COMPRESSIONS]:
-        parser.error(f"unknown compression {unknown[0]!r}")
+    given.only = [name for name in given.only.split(",") if name]
+    known = {variant.name for case in cases.CASES for variant in case.variants}
+    if unknown := [name for name in given.only if name not in known]:
+        parser.error(f"unknown variant {unknown[0]!r}")
     if given.rounds < 1:
         parser.error("--rounds must be at least 1")
     return given
@@ -60,6 +64,23 @@ def _arguments() -> argparse.Namespace:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _measured(given: argparse.Namespace, bench: Bench, name: str) -> dict[str, object] | None:
+    """The line of a case; None if it failed."""
+    begin = time.monotonic()
+    try:
+        results = bench.measure(cases.BY_NAME[name], given.rounds, given.scale, given.only)
+    except (SideFailed, RunFailed) as failure:
+        _say(f"{name}: {type(failure).__name__}: {failure}")
+        return None
+    line = report.line(results, bench.descriptions(), given.size_gb)
+    _say(f"{name}: {time.monotonic() - begin:.0f} s")
+    if given.json:
+        print(json.dumps(line), flush=True)
+    if given.write:
+        page.write(given.write, [line])
+    return line
 
 
 def main() -> int:
@@ -70,33 +91,22 @@ def main() -> int:
     names = list(cases.BY_NAME) if "all" in given.names else list(dict.fromkeys(given.names))
     folder = given.keep or Path(tempfile.mkdtemp(prefix="pk-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
     try:
-        with Bench(PkSide(), KafkaSide(), folder, _say) as bench:
-            descriptions = {side.name: side.description for side in (bench.pk, bench.peer)}
-            for name in names:
-                case = cases.BY_NAME[name]
-                codecs = [codec for codec in given.codecs if codec in case.codecs]
-                results = [
-                    bench.measure(case, codec, given.rounds, given.records)
-                    for codec in codecs or case.codecs[:1]
-                ]
-                lines.append(report.line(results, descriptions))
-                if given.json:
-                    print(json.dumps(lines[-1]), flush=True)
+        tiered = PkSide(tiered=True)
+        with Bench(PkSide(), KafkaSide(), folder, _say, tiered, given.size_gb) as bench:
+            lines = [_measured(given, bench, name) for name in names]
     except (SideFailed, RunFailed) as failure:
         _say(f"{type(failure).__name__}: {failure}")
         return 1
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+    done = [line for line in lines if line is not None]
     if not given.json:
         from rich.console import Console
 
-        Console().print(report.table(lines))
-    if given.write:
-        report.write_page(given.write, lines)
-    return 0
+        Console().print(report.table(done))
+    return 0 if len(done) == len(lines) else 1
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
-"""The benchmarks by name, and how one is measured on both sides (rules M1–M5 of the package)."""
+"""The benchmarks by name: what is measured, against whom, how much of it, and what it must reach.
+
+A case has variants (codecs, or figures of one and the same round); each is one row of the table.
+How a round goes is the case's `plan` (plans.py and its neighbours).
+"""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from bench import sides, values
-from bench.runs import Sample
-from bench.sides import Side
-from pk.limits import MIB
+RECORDS_S = "records/s"
 
-COMPRESSIONS = ("none", "lz4")
-#: Between rounds: deleted topics vanish and the disk takes a breath.
-PAUSE_S = 1.5
-#: Rule M6: what the topics of two rounds of both sides take.
-TOUCH_BYTES = 5 * 1024 * MIB
 
-Say = Callable[[str], None]
+@dataclass(slots=True, frozen=True)
+class Variant:
+    """One row.  `least` 0 = reported without a floor."""
+
+    name: str
+    codec: str = "none"
+    unit: str = RECORDS_S
+    least: float = 0.0  #: ratio that must be reached
+    aim: float = 0.0
+    less_is_better: bool = False  #: then the ratio is peer ÷ pk
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,205 +30,232 @@ class Case:
     name: str
     what: str
     against: str
-    direction: str  #: produce | consume | latency
+    plan: str
     pk_modes: tuple[str, ...]
     peer_modes: tuple[str, ...]
-    least: float  #: ratio that must be reached
-    aim: float
+    variants: tuple[Variant, ...]
     records: int  #: a run, warm-up included, on pk; `peer_records` on the peer
     peer_records: int
-    unit: str = "records/s"
-    codecs: tuple[str, ...] = COMPRESSIONS
-    less_is_better: bool = False  #: then the ratio is peer ÷ pk
+    joint: bool = False  #: one round gives all variants: `Sample.figures` by name
+    records_least: int = 0  #: the Java tools need some seconds, whatever `--scale` says
+    exact: bool = False  #: every round would give the same bytes: one is enough
 
 
-CASES = (
+def _codecs(least: float, aim: float) -> tuple[Variant, ...]:
+    return tuple(Variant(codec, codec, least=least, aim=aim) for codec in ("none", "lz4"))
+
+
+def _bytes(name: str, least: float, aim: float) -> Variant:
+    return Variant(name, "zstd", "bytes", least, aim, less_is_better=True)
+
+
+_CLIENTS = (
     Case(
         name="produce_columnar",
         what="batches built from Python lists of bytes inside the timing, acks=all",
         against="Java ProducerPerformance",
-        direction="produce",
+        plan="produce",
         pk_modes=("lists", "prebuilt"),
         peer_modes=("java",),
-        least=5.0,
-        aim=8.0,
+        variants=_codecs(5.0, 8.0),
         records=12_000_000,
         peer_records=7_000_000,
+        records_least=7_000_000,
     ),
     Case(
         name="consume_columnar",
         what="poll_batches, value bytes counted",
         against="Java ConsumerPerformance",
-        direction="consume",
+        plan="consume",
         pk_modes=("batches",),
         peer_modes=("java",),
-        least=2.5,
-        aim=5.0,
+        variants=_codecs(2.5, 5.0),
         records=12_000_000,
         peer_records=12_000_000,
+        records_least=6_000_000,
     ),
     Case(
         name="produce_record",
         what="send per record, acks=all",
         against="the better of the Java and the confluent-kafka producer",
-        direction="produce",
+        plan="produce",
         pk_modes=("record",),
         peer_modes=("java", "confluent"),
-        least=1.5,
-        aim=2.5,
+        variants=_codecs(1.5, 2.5),
         records=5_000_000,
         peer_records=7_000_000,
+        records_least=7_000_000,
     ),
     Case(
         name="consume_record",
         what="record by record, value bytes counted",
         against="confluent-kafka",
-        direction="consume",
+        plan="consume",
         pk_modes=("records",),
         peer_modes=("confluent",),
-        least=3.0,
-        aim=5.0,
+        variants=_codecs(3.0, 5.0),
         records=6_000_000,
         peer_records=4_000_000,
+        records_least=2_000_000,
     ),
     Case(
         name="latency",
-        what="p99 of produce to consume, one record in flight, acks=all",
-        against="Java EndToEndLatency (whole milliseconds, 30,000 messages)",
-        direction="latency",
+        what="p99 of produce to consume, one 100-byte record in flight, acks=all: 5,000 after "
+        "1,000 of warm-up; alone, and while another client produces 20 MB/s",
+        against="Java EndToEndLatency (30,000 messages, cut to whole milliseconds)",
+        plan="latency",
         pk_modes=("latency",),
         peer_modes=("java",),
-        least=1.0,
-        aim=1.5,
+        variants=(
+            Variant("idle", "none", "ms", 1.0, 1.5, less_is_better=True),
+            Variant("20 MB/s", "none", "ms", 1.0, 1.5, less_is_better=True),
+        ),
         records=6_000,
         peer_records=30_000,
-        unit="ms",
-        codecs=("none",),
-        less_is_better=True,
+        records_least=3_000,
+    ),
+    Case(
+        name="small_requests",
+        what="64 clients on one partition, one record in flight each, linger 0, acks=all",
+        against="confluent-kafka, 64 producers",
+        plan="small",
+        pk_modes=("small",),
+        peer_modes=("small",),
+        variants=(Variant("none", unit="requests/s"),),
+        records=0,
+        peer_records=0,
+    ),
+    Case(
+        name="partitions_1000",
+        what="1,000 partitions on one broker: created with all leaders known, columnar produce and "
+        "consume across them (batches of 64 KiB), memory of the server after it, CPU at rest",
+        against="Kafka's Java clients and broker",
+        plan="partitions",
+        pk_modes=("pk",),
+        peer_modes=("java",),
+        variants=(
+            Variant("create", unit="s", less_is_better=True),
+            Variant("produce"),
+            Variant("consume"),
+            Variant("memory", unit="MB", less_is_better=True),
+            Variant("idle CPU", unit="% of a core", less_is_better=True),
+        ),
+        records=8_000_000,
+        peer_records=8_000_000,
+        records_least=7_000_000,
+        joint=True,
+    ),
+    Case(
+        name="deep_log",
+        what="produce, and fetch of the tail, on a topic that holds the deep log ({size_gb:g} GB)",
+        against="pk itself, on an empty topic",
+        plan="deep",
+        pk_modes=("deep",),
+        peer_modes=("empty",),
+        variants=(
+            Variant("produce", least=0.95, aim=1.0),
+            Variant("tail fetch", least=0.95, aim=1.0),
+        ),
+        records=12_000_000,
+        peer_records=12_000_000,
+        records_least=3_000_000,
+        joint=True,
     ),
 )
+
+_CONNECTOR = "Spark's Kafka connector"
+_SPARK = (
+    Case(
+        name="spark_read",
+        what='count and sum of value lengths, local[2], hot log; also with option columns="value"',
+        against=_CONNECTOR,
+        plan="spark_read",
+        pk_modes=("plain", "columns"),
+        peer_modes=("kafka",),
+        variants=_codecs(1.7, 2.5),
+        records=10_000_000,
+        peer_records=10_000_000,
+    ),
+    Case(
+        name="spark_stream",
+        what='AvailableNow to the noop sink, hot log; also with option columns="value"',
+        against=_CONNECTOR,
+        plan="spark_stream",
+        pk_modes=("plain", "columns"),
+        peer_modes=("kafka",),
+        variants=_codecs(1.7, 3.0),
+        records=8_000_000,
+        peer_records=8_000_000,
+    ),
+    Case(
+        name="spark_sink",
+        what="rows of a Parquet file of 100-byte values written to a topic, acks=all",
+        against="Spark's Kafka sink",
+        plan="spark_sink",
+        pk_modes=("plain",),
+        peer_modes=("kafka",),
+        variants=_codecs(2.0, 3.0),
+        records=4_000_000,
+        peer_records=4_000_000,
+    ),
+    Case(
+        name="spark_read_cold",
+        what='the same count and sum over the tier through format("pk"); also with option '
+        'columns="value"',
+        against=f"{_CONNECTOR}, the same records in Kafka's log",
+        plan="spark_cold",
+        pk_modes=("plain", "columns"),
+        peer_modes=("kafka",),
+        variants=(Variant("none", least=2.0, aim=2.5),),
+        records=10_000_000,
+        peer_records=10_000_000,
+    ),
+    Case(
+        name="cold_read",
+        what='count and sum of value lengths, format("pk") over the tier only; also with option '
+        'columns="value"',
+        against="spark.read.parquet on the same files",
+        plan="spark_parquet",
+        pk_modes=("plain", "columns"),
+        peer_modes=("parquet",),
+        variants=(Variant("zstd", least=0.5, aim=0.9),),
+        records=20_000_000,
+        peer_records=20_000_000,
+    ),
+)
+
+_STORED = (
+    Case(
+        name="stored_bytes",
+        what="the flights as JSON, same keys, values and timestamps, zstd 3, batches of 1 MiB of "
+        "records before compression; closed segments with their indexes",
+        against="Kafka's segments",
+        plan="stored",
+        pk_modes=("segments",),
+        peer_modes=("segments",),
+        variants=(_bytes("zstd 3", 0.85, 1.1),),
+        records=336_776,
+        peer_records=336_776,
+        exact=True,
+    ),
+    Case(
+        name="stored_bytes_tier",
+        what="the same records in the tier, Delta log included: as tiering wrote them (zstd 3), "
+        "and rewritten with tiering's own writer at zstd 9 (what a compaction would give)",
+        against="Kafka's segments",
+        plan="stored_tier",
+        pk_modes=("table",),
+        peer_modes=("segments",),
+        variants=(
+            _bytes("zstd 3, as written", 1.0, 1.25),
+            _bytes("zstd 9, rewritten", 1.2, 1.5),
+        ),
+        records=336_776,
+        peer_records=336_776,
+        exact=True,
+        joint=True,
+    ),
+)
+
+CASES = (*_CLIENTS, *_SPARK, *_STORED)
 BY_NAME = {case.name: case for case in CASES}
-
-
-@dataclass(slots=True)
-class Result:
-    """All rounds of one case and compression: samples by mode of each side."""
-
-    case: Case
-    compression: str
-    pk: dict[str, list[Sample]] = field(default_factory=dict)
-    peer: dict[str, list[Sample]] = field(default_factory=dict)
-
-    @property
-    def peer_mode(self) -> str:
-        """The better one."""
-        best = min if self.case.less_is_better else max
-        return best(self.peer, key=lambda mode: median(self.peer[mode]))
-
-    @property
-    def ratio(self) -> float:
-        pk, peer = median(self.pk[self.case.pk_modes[0]]), median(self.peer[self.peer_mode])
-        return peer / pk if self.case.less_is_better else pk / peer
-
-
-def median(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.value for sample in samples)
-
-
-def touch(path: Path, size: int) -> None:
-    """Rule M6."""
-    block = bytes(MIB)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(size // MIB):
-            file.write(block)
-    path.unlink()
-
-
-class Bench:
-    """Two sides, one of them stopped at any time."""
-
-    def __init__(self, pk: Side, peer: Side, folder: Path, say: Say) -> None:
-        self.pk, self.peer = pk, peer
-        self._folder = folder
-        self._values = folder / "values.txt"
-        self._say = say
-        self._awake: Side | None = None
-        self._numbers = itertools.count(1)
-
-    def __enter__(self) -> Bench:
-        self._say("touching the page cache")
-        touch(self._folder / "touch", TOUCH_BYTES)
-        values.write(self._values, values.make())
-        for side in (self.pk, self.peer):
-            self._say(f"starting {side.name}")
-            side.start(self._folder / side.name)
-            sides.settle(side)
-            sides.freeze(side)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for side in (self.pk, self.peer):
-            side.stop()
-
-    def _wake(self, side: Side) -> None:
-        """Rule M2."""
-        if self._awake is side:
-            return
-        if self._awake is not None:
-            sides.freeze(self._awake)
-        self._awake = side
-        sides.thaw(side)
-
-    def measure(self, case: Case, compression: str, rounds: int, records: int | None) -> Result:
-        """Interleaved rounds of `case`; `records` overrides those of one run of pk."""
-        result = Result(case, compression)
-        scale = 1.0 if records is None else records / case.records
-        counts = {"pk": int(case.records * scale), "kafka": int(case.peer_records * scale)}
-        topics = self._fill(case, compression, counts) if case.direction == "consume" else {}
-        for number in range(rounds):
-            turn = [(self.pk, case.pk_modes, result.pk), (self.peer, case.peer_modes, result.peer)]
-            for side, modes, samples in turn if number % 2 == 0 else reversed(turn):
-                self._wake(side)
-                for mode in modes:
-                    sample = self._round(side, case, compression, mode, counts[side.name], topics)
-                    samples.setdefault(mode, []).append(sample)
-                    label = f"{case.name} {compression} round {number + 1}/{rounds}"
-                    self._say(f"{label} {side.name} {mode}: {sample.value:,.6g} {case.unit}")
-        for side in (self.pk, self.peer):
-            if side.name in topics:
-                self._wake(side)
-                side.delete_topic(topics[side.name])
-        return result
-
-    def _fill(self, case: Case, compression: str, counts: dict[str, int]) -> dict[str, str]:
-        topics: dict[str, str] = {}
-        for side, mode in ((self.pk, "prebuilt"), (self.peer, "fill")):
-            self._wake(side)
-            topics[side.name] = topic = f"{case.name}-{compression}-{next(self._numbers)}".replace(
-                "_", "-"
-            )
-            self._say(f"filling {topic} of {side.name}")
-            side.create_topic(topic)
-            side.produce(topic, self._values, counts[side.name], compression, mode)
-        return topics
-
-    def _round(
-        self,
-        side: Side,
-        case: Case,
-        compression: str,
-        mode: str,
-        records: int,
-        topics: dict[str, str],
-    ) -> Sample:
-        if case.direction == "consume":
-            return side.consume(topics[side.name], records, mode)
-        topic = f"{case.name}-{mode}-{next(self._numbers)}".replace("_", "-")
-        side.create_topic(topic)
-        try:
-            if case.direction == "latency":
-                return side.latency(topic, records)
-            return side.produce(topic, self._values, records, compression, mode)
-        finally:
-            side.delete_topic(topic)
-            time.sleep(PAUSE_S)

@@ -4,7 +4,9 @@ Prints `open` when the warm-up is over and `close {figures}` at the end (`runs.p
 
   lists     produce: each batch is built from a Python list of `BATCH_ROWS` bytes while timed
   prebuilt  produce: the Arrow batches exist already
+  random    produce: as prebuilt, values that no codec makes smaller
   record    produce: `send` per record
+  paced     produce: `--rate` records a second in small batches, until the process is ended
   batches   consume: `poll_batches`, rows and value bytes counted in Arrow
   records   consume: record by record, value bytes counted in Python
   latency   one record in flight: sent, acknowledged and received before the next; p99 in ms
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -30,6 +33,9 @@ from bench import values as vocabulary
 BATCH_ROWS = 10_000
 #: Futures looked at while sending: enough that the look never waits for what is in flight.
 _OUTSTANDING = 256
+#: `paced` hands over this often, and says its rate as ProducerPerformance does.
+_PACE_S = 0.01
+_WINDOW_S = 5.0
 _SHARES = {"p50_ms": 0.5, "value": 0.99, "p999_ms": 0.999}
 
 
@@ -40,6 +46,13 @@ def _say(kind: str, **figures: float) -> None:
 def _lists(path: Path) -> list[list[bytes]]:
     known = vocabulary.read(path)
     return [known[at : at + BATCH_ROWS] for at in range(0, len(known), BATCH_ROWS)]
+
+
+def _random_lists() -> list[list[bytes]]:
+    size = vocabulary.VALUE_BYTES
+    noise = os.urandom(16 * BATCH_ROWS * size)
+    values = [noise[at : at + size] for at in range(0, len(noise), size)]
+    return [values[at : at + BATCH_ROWS] for at in range(0, len(values), BATCH_ROWS)]
 
 
 def _batch(rows: list[bytes]) -> pa.RecordBatch:
@@ -62,7 +75,7 @@ def _send_batches(producer: Any, topic: str, batches: Iterator[pa.RecordBatch]) 
 
 
 def _send_records(producer: Any, topic: str, rows: Iterator[bytes], count: int) -> int:
-    """`send` per record; nobody looks at the futures, `_check_stored` looks at the log instead."""
+    """`send` per record; nobody looks at the futures, `_stored` looks at the log instead."""
     send = producer.send
     for value in islice(rows, count):
         send(topic, value)
@@ -70,22 +83,21 @@ def _send_records(producer: Any, topic: str, rows: Iterator[bytes], count: int) 
     return count
 
 
-def _check_stored(given: argparse.Namespace, sent: int) -> None:
-    """Every record of the run is in the topic, none twice."""
+def _stored(given: argparse.Namespace) -> int:
+    """How many records the topic holds: every one of a run must be there, none twice."""
     from pk import Consumer, TopicPartition
 
     consumer = Consumer(given.bootstrap)
     places = [TopicPartition(given.topic, number) for number in range(given.partitions)]
     stored = sum(consumer.end_offsets(places).values())
     consumer.close()
-    if stored != sent:
-        raise RuntimeError(f"{stored} records are stored, {sent} were sent")
+    return stored
 
 
 def produce(given: argparse.Namespace) -> None:
     from pk import Producer
 
-    lists = _lists(given.values)
+    lists = _random_lists() if given.mode == "random" else _lists(given.values)
     ready = [_batch(rows) for rows in lists]
 
     def load(producer: Any, count: int) -> int:
@@ -94,13 +106,17 @@ def produce(given: argparse.Namespace) -> None:
             return _send_batches(
                 producer, given.topic, (_batch(lists[n % len(lists)]) for n in turns)
             )
-        if given.mode == "prebuilt":
+        if given.mode in ("prebuilt", "random"):
             return _send_batches(producer, given.topic, (ready[n % len(ready)] for n in turns))
         return _send_records(
             producer, given.topic, cycle(row for rows in lists for row in rows), count
         )
 
-    with Producer(given.bootstrap, acks="all", compression=given.compression) as producer:
+    options = {"batch_size": given.batch_bytes} if given.batch_bytes else {}
+    before = _stored(given)
+    with Producer(
+        given.bootstrap, acks="all", compression=given.compression, **options
+    ) as producer:
         warmed = load(producer, given.warm_up)
         gc.collect()
         _say("open")
@@ -108,7 +124,31 @@ def produce(given: argparse.Namespace) -> None:
         sent = load(producer, given.records - given.warm_up)
         elapsed = time.perf_counter() - start
         _say("close", value=sent / elapsed, records=sent)
-    _check_stored(given, warmed + sent)
+    if _stored(given) - before != warmed + sent:
+        raise RuntimeError(f"{_stored(given) - before} are stored, {warmed + sent} were sent")
+
+
+def paced(given: argparse.Namespace) -> None:
+    from pk import Producer
+
+    rows = max(1, int(given.rate * _PACE_S))
+    known = vocabulary.read(given.values)
+    batches = cycle(_batch(known[at : at + rows]) for at in range(0, len(known) - rows, rows))
+    futures: deque[Any] = deque()
+    with Producer(given.bootstrap, acks="all", compression=given.compression) as producer:
+        begin = told = time.perf_counter()
+        sent = told_sent = 0
+        for batch in batches:
+            futures.append(producer.send_batch(given.topic, batch))
+            sent += batch.num_rows
+            while futures and (len(futures) > _OUTSTANDING or futures[0].done()):
+                futures.popleft().result(timeout=60)
+            now = time.perf_counter()
+            if now - told >= _WINDOW_S:
+                rate = (sent - told_sent) / (now - told)
+                print(f"{sent - told_sent} records sent, {rate:.1f} records/sec", flush=True)
+                told, told_sent = now, sent
+            time.sleep(max(0.0, begin + sent / given.rate - now))
 
 
 def consume(given: argparse.Namespace) -> None:
@@ -117,8 +157,9 @@ def consume(given: argparse.Namespace) -> None:
     consumer = Consumer(given.bootstrap, auto_offset_reset="earliest")
     partitions = [TopicPartition(given.topic, number) for number in range(given.partitions)]
     consumer.assign(partitions)
+    starts = [int(text) for text in given.starts.split(",")] if given.starts else []
     for partition in partitions:
-        consumer.seek(partition, 0)
+        consumer.seek(partition, starts[partition.partition] if starts else 0)
     count = _count_batches if given.mode == "batches" else _count_records
     rows = size = 0
     opened, start = 0, 0.0
@@ -193,7 +234,9 @@ def _count_records(consumer: Any) -> Iterator[tuple[int, int]]:
 _MODES = {
     "lists": produce,
     "prebuilt": produce,
+    "random": produce,
     "record": produce,
+    "paced": paced,
     "batches": consume,
     "records": consume,
     "latency": latency,
@@ -205,7 +248,10 @@ def main() -> int:
     parser.add_argument("mode", choices=_MODES)
     parser.add_argument("--bootstrap", required=True)
     parser.add_argument("--topic", required=True)
-    parser.add_argument("--records", type=int, required=True, help="warm-up included")
+    parser.add_argument("--records", type=int, default=0, help="warm-up included")
+    parser.add_argument("--rate", type=float, default=0.0, help="paced: records a second")
+    parser.add_argument("--batch-bytes", type=int, help="batch_size instead of the default")
+    parser.add_argument("--starts", default="", help="offsets to consume from, by partition")
     parser.add_argument("--warm-up", type=int, default=1_000_000)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--partitions", type=int, default=4)

@@ -6,32 +6,40 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from bench import processes, runs
+from bench import processes, runs, small_client
 from bench.runs import Sample
 from bench.sides import PARTITIONS, PROBE_TOPIC, SideFailed
 
 WARM_UP = 1_000_000
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30
+TIER_TIMEOUT_S = 300
 
 
 class PkSide:
-    """One pk node (supervisor, controller, broker) and its Python clients."""
+    """One pk node (supervisor, controller, broker) and its Python clients; `tiered`: with a tier
+    in the same folder."""
 
-    name = "pk"
-    description = "pk, one node without a tier, default settings, its Python client"
-
-    def __init__(self) -> None:
+    def __init__(self, tiered: bool = False) -> None:
+        self.tiered = tiered
+        self.name = "pk with a tier" if tiered else "pk"
+        tier = "with a file:// tier" if tiered else "without a tier"
+        self.description = f"pk, one node {tier}, default settings, its Python client"
+        self._folder = Path()
         self._process: subprocess.Popen[str] | None = None
         self._admin: Any = None
         self.address = ""
 
     def start(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         command = [
             sys.executable,
             "-m",
@@ -44,6 +52,9 @@ class PkSide:
         ]
         # a deleted topic's files go at once, as on the other side
         command += ["--listen", "127.0.0.1:0", "--set", "file_delete_delay_ms=1000"]
+        if self.tiered:
+            (folder / "tier").mkdir(exist_ok=True)
+            command += ["--tier-url", (folder / "tier").as_uri()]
         with (folder / "pk.err").open("wb") as errors:
             self._process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -82,8 +93,37 @@ class PkSide:
     def pids(self) -> list[int]:
         return [] if self._process is None else processes.children(self._process.pid)
 
-    def create_topic(self, topic: str, partitions: int = PARTITIONS) -> None:
-        self._admin.create_topic(topic, partitions=partitions)
+    def create_topic(
+        self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
+    ) -> None:
+        self._admin.create_topic(topic, partitions=partitions, configs=configs)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while any(state.leader < 0 for state in self._admin.describe_topics([topic])):
+            if time.monotonic() > deadline:
+                raise SideFailed(f"not all of {topic}'s {partitions} partitions have a leader")
+            time.sleep(0.01)
+
+    def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:
+        self._admin.alter_configs(topic, configs)
+
+    def ends(self, topic: str) -> list[int]:
+        """Where each partition ends."""
+        found = self._admin.offsets(topic)
+        return [found[place] for place in sorted(found, key=lambda place: place.partition)]
+
+    def tier(self, topic: str) -> Path:
+        """The folder of the topic's table, once it holds the whole log."""
+        deadline = time.monotonic() + TIER_TIMEOUT_S
+        while True:
+            states = self._admin.describe_topics([topic])
+            if all(state.tiered_end == state.log_end for state in states):
+                return Path(unquote(urlsplit(self._admin.describe_tier(topic).uri).path))
+            if time.monotonic() > deadline:
+                raise SideFailed(f"{topic} is not tiered: {states}")
+            time.sleep(0.2)
+
+    def segment_files(self, topic: str) -> list[Path]:
+        return sorted((self._folder / "data" / "topics").glob(f"{topic}-*/*"))
 
     def delete_topic(self, topic: str) -> None:
         self._admin.delete_topic(topic)
@@ -135,17 +175,44 @@ class PkSide:
         return runs.watch(command, runs.read_line, self.pids())
 
     def produce(
-        self, topic: str, values: Path, records: int, compression: str, mode: str
+        self,
+        topic: str,
+        values: Path,
+        records: int,
+        compression: str,
+        mode: str,
+        batch_bytes: int | None = None,
     ) -> Sample:
-        return self._client(
-            mode, topic, records, "--values", str(values), "--compression", compression
-        )
+        more = ["--values", str(values), "--compression", compression]
+        more += ["--partitions", str(len(self._admin.describe_topics([topic])))]
+        if batch_bytes is not None:
+            more += ["--batch-bytes", str(batch_bytes)]
+        warm_up = 0 if mode == "random" else WARM_UP
+        return self._client(mode, topic, records, *more, warm_up=warm_up)
 
     def latency(self, topic: str, records: int) -> Sample:
         return self._client("latency", topic, records, warm_up=1_000)
 
-    def consume(self, topic: str, records: int, mode: str) -> Sample:
-        return self._client(mode, topic, records, "--partitions", str(PARTITIONS))
+    def background(self, topic: str, values: Path, records_s: int) -> list[str]:
+        command = [sys.executable, "-m", "bench.pk_client", "paced", "--bootstrap", self.address]
+        return [*command, "--topic", topic, "--values", str(values), "--rate", str(records_s)]
+
+    def small(self, topic: str, clients: int, seconds: float) -> Sample:
+        command = small_client.command("pk", self.address, topic, clients, seconds)
+        return runs.watch(command, runs.read_line, self.pids())
+
+    def consume(
+        self,
+        topic: str,
+        records: int,
+        mode: str,
+        partitions: int = PARTITIONS,
+        starts: Sequence[int] = (),
+    ) -> Sample:
+        more = ["--partitions", str(partitions)]
+        if starts:
+            more += ["--starts", ",".join(map(str, starts))]
+        return self._client(mode, topic, records, *more)
 
 
 def _epochs(states: Any) -> dict[int, int]:

@@ -31,6 +31,18 @@ def cpu_s(pids: Iterable[int]) -> float:
     return total / _TICKS
 
 
+def tree_cpu_s(root: int) -> float:
+    """As `cpu_s` of a process and its descendants, with what those that ended had used."""
+    total = 0
+    for pid in children(root):
+        try:
+            fields = _stat(pid)
+        except OSError:
+            continue
+        total += sum(int(number) for number in fields[11:15])
+    return total / _TICKS
+
+
 def reset_peak(pids: Iterable[int]) -> None:
     """Peak memory counts from here."""
     for pid in pids:
@@ -42,11 +54,20 @@ def reset_peak(pids: Iterable[int]) -> None:
 
 def peak_rss_mb(pids: Iterable[int]) -> float:
     """Sum of the processes' peaks since `reset_peak` (an upper bound of the peak of the sum)."""
+    return _memory_mb(pids, "VmHWM:")
+
+
+def rss_mb(pids: Iterable[int]) -> float:
+    """Sum of the processes' memory now."""
+    return _memory_mb(pids, "VmRSS:")
+
+
+def _memory_mb(pids: Iterable[int], name: str) -> float:
     total = 0
     for pid in pids:
         try:
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
+                if line.startswith(name):
                     total += int(line.split()[1])
         except OSError:
             continue

@@ -1,4 +1,9 @@
-"""What a measurement says: one JSON line, a rich table, and the page docs/bench.md."""
+"""What a measurement says: one JSON line a case, a rich table, and the store of all lines.
+
+A line is the figures of its first variant, flat, with the other variants under their names.  The
+store (docs/bench.jsonl) keeps one line a case; a new run replaces what it measured and nothing
+else, so every variant carries its own time, rounds and load.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.cases import BY_NAME, Result, median
+from bench.cases import BY_NAME, Case
+from bench.measuring import Result, median
 from bench.runs import Sample
+
+Figures = Mapping[str, Any]
+_HEAD = ("name", "what", "against", "sides", "machine")
+
+
+class Row(NamedTuple):
+    """One variant of one line."""
+
+    name: str
+    variant: str
+    figures: Figures
+    head: Figures
 
 
 def machine() -> dict[str, Any]:
@@ -32,7 +50,6 @@ def machine() -> dict[str, Any]:
         "memory_gb": round(int(memory.split()[1]) / 2**20, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "load": round(os.getloadavg()[1], 1),
     }
 
 
@@ -61,157 +78,157 @@ def rounded(value: float) -> float:
     return round(value) if value >= 1000 else round(value, 3)
 
 
-def facts(result: Result) -> dict[str, Any]:
-    """One compression's figures."""
-    case = result.case
+def _middle(samples: Sequence[Sample]) -> dict[str, float]:
+    """Medians of what else a round told."""
+    return {
+        name: rounded(statistics.median(each.figures[name] for each in samples))
+        for name in samples[0].figures
+    }
+
+
+def facts(result: Result, sides: Figures | None = None) -> dict[str, Any]:
+    """One variant's figures."""
+    case, variant = result.case, result.variant
     pk, peer = result.pk[case.pk_modes[0]], result.peer[result.peer_mode]
     pk_costs, peer_costs = costs(pk), costs(peer)
     found: dict[str, Any] = {
+        "variant": variant.name,
+        "unit": variant.unit,
         "pk": rounded(median(pk)),
         "peer": rounded(median(peer)),
         "ratio": round(result.ratio, 2),
+        "at_least": variant.least,
+        "aim": variant.aim,
+        "less_is_better": variant.less_is_better,
         "pk_runs": [rounded(sample.value) for sample in pk],
         "peer_runs": [rounded(sample.value) for sample in peer],
         "peer_client": result.peer_mode,
-        "compression": result.compression,
     }
     for key in ("cpu_s_per_m_records", "peak_rss_mb"):
         found[key] = {"pk": pk_costs[key], "peer": peer_costs[key]}
-    for mode in case.pk_modes[1:]:
-        found[mode] = {
-            "pk": rounded(median(result.pk[mode])),
-            "pk_runs": [rounded(s.value) for s in result.pk[mode]],
-        }
-    for mode in result.peer:
-        if mode != result.peer_mode:
-            found[f"peer_{mode}"] = rounded(median(result.peer[mode]))
-    return found
-
-
-def line(results: Sequence[Result], descriptions: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON line of a case: the first codec at the top, the others under their names."""
-    case = results[0].case
-    first, *others = results
-    head = {"name": case.name, "unit": case.unit, **facts(first)}
-    head |= {result.compression: facts(result) for result in others}
-    head |= {"at_least": case.least, "aim": case.aim, "rounds": len(first.pk[case.pk_modes[0]])}
-    head |= {
-        "what": case.what,
-        "against": case.against,
-        "sides": dict(descriptions),
-        "machine": machine(),
+    if not case.joint or case.variants[0] == variant:
+        found["figures"] = {"pk": _middle(pk), "peer": _middle(peer)}
+    others = {mode: result.pk[mode] for mode in case.pk_modes[1:]}
+    found["pk_modes"] = {
+        mode: {"pk": rounded(median(runs)), "pk_runs": [rounded(s.value) for s in runs]}
+        for mode, runs in others.items()
     }
-    head["at"] = datetime.now(UTC).isoformat(timespec="seconds")
-    return head
-
-
-def blocks(
-    lines: Sequence[Mapping[str, Any]],
-) -> list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(name, compression, figures, head) of every compression of every line."""
-    found = []
-    for head in lines:
-        found.append((str(head["name"]), str(head["compression"]), head, head))
-        found += [
-            (str(head["name"]), name, part, head)
-            for name, part in head.items()
-            if isinstance(part, dict) and part.get("compression") == name
-        ]
+    found["peer_modes"] = {
+        mode: {"peer": rounded(median(runs)), "peer_runs": [rounded(s.value) for s in runs]}
+        for mode, runs in result.peer.items()
+        if mode != result.peer_mode
+    }
+    found |= {"rounds": len(pk), "load": round(os.getloadavg()[1], 1)}
+    found["at"] = datetime.now(UTC).isoformat(timespec="seconds")
     return found
 
 
-def _pair(figures: Mapping[str, Any], key: str, side: str) -> str:
+def line(
+    results: Sequence[Result], descriptions: Mapping[str, str], size_gb: float = 20.0
+) -> dict[str, Any]:
+    """The JSON line of a case: its first variant at the top, the others under their names."""
+    case = results[0].case
+    what = case.what.format(size_gb=size_gb)
+    head = {"what": what, "against": case.against, "sides": dict(descriptions)}
+    head["machine"] = machine()
+    return _composed(case, {each.variant.name: facts(each) for each in results}, head)
+
+
+def _composed(case: Case, by_variant: Mapping[str, Figures], head: Figures) -> dict[str, Any]:
+    names = [each.name for each in case.variants if each.name in by_variant]
+    whole: dict[str, Any] = {"name": case.name, **by_variant[names[0]]}
+    whole |= {name: by_variant[name] for name in names[1:]}
+    return whole | dict(head)
+
+
+def _parts(whole: Figures) -> dict[str, Figures]:
+    """Figures by variant: the inverse of `_composed`."""
+    under = {
+        name: part
+        for name, part in whole.items()
+        if isinstance(part, dict) and part.get("variant") == name
+    }
+    flat = {k: v for k, v in whole.items() if k not in under and k not in _HEAD}
+    return {whole["variant"]: flat, **under}
+
+
+def rows(lines: Sequence[Figures]) -> list[Row]:
+    """Every variant of every line."""
+    return [
+        Row(str(head["name"]), variant, figures, head)
+        for head in lines
+        for variant, figures in _parts(head).items()
+    ]
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def stored(path: Path) -> list[Figures]:
+    """The lines of the store; none if there is none."""
+    if not path.exists():
+        return []
+    return [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+
+
+def merged(old: Sequence[Figures], new: Sequence[Figures]) -> list[dict[str, Any]]:
+    """`old` with what `new` measured, in the order of the cases; a case that is no more goes."""
+    found: dict[str, dict[str, Any]] = {}
+    for whole in (*old, *new):
+        name = str(whole["name"])
+        case = BY_NAME.get(name)
+        if case is None:
+            continue
+        known = found.get(name, {})
+        parts = {**(_parts(known) if known else {}), **_parts(whole)}
+        valid = {each.name for each in case.variants}
+        parts = {variant: part for variant, part in parts.items() if variant in valid}
+        if parts:
+            head = {key: whole[key] for key in _HEAD[1:]}
+            head["sides"] = {**known.get("sides", {}), **whole["sides"]}
+            found[name] = _composed(case, parts, head)
+    return [found[name] for name in BY_NAME if name in found]
+
+
+# -- a terminal ------------------------------------------------------------------------------------
+
+
+def pair(figures: Figures, key: str, side: str) -> str:
+    """Client + server; a dash where nothing was counted."""
     both = figures[key][side]
-    return (
-        f"{both['client']:.2f} + {both['server']:.2f}"
-        if "cpu" in key
-        else f"{both['client']:.0f} + {both['server']:.0f}"
-    )
+    if not both["client"] and not both["server"]:
+        return "–"
+    digits = 2 if "cpu" in key else 0
+    return f"{both['client']:.{digits}f} + {both['server']:.{digits}f}"
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> Any:
+def floor(figures: Figures, name: str = "at_least") -> str:
+    return f"{figures[name]:g}" if figures[name] else "–"
+
+
+def reached(figures: Figures) -> bool:
+    return bool(figures["ratio"] >= figures["at_least"])
+
+
+def costs_cells(figures: Figures) -> list[str]:
+    keys = ("cpu_s_per_m_records", "peak_rss_mb")
+    return [pair(figures, key, side) for key in keys for side in ("pk", "peer")]
+
+
+def table(lines: Sequence[Figures]) -> Any:
     """For people at a terminal."""
     from rich.table import Table
 
     made = Table(title="pk beside Apache Kafka", caption="medians; CPU and memory: client + server")
-    for column in (
-        "benchmark",
-        "codec",
-        "unit",
-        "pk",
-        "Kafka",
-        "ratio",
-        "at least",
-        "CPU s / M: pk",
-        "Kafka",
-        "MB: pk",
-        "Kafka",
-    ):
-        made.add_column(
-            column, justify="left" if column in ("benchmark", "codec", "unit") else "right"
-        )
-    for name, compression, figures, head in blocks(lines):
-        colour = "green" if figures["ratio"] >= head["at_least"] else "red"
-        cells = [name, compression, str(head["unit"]), f"{figures['pk']:,}", f"{figures['peer']:,}"]
-        cells += [f"[{colour}]{figures['ratio']:.2f}[/]", f"{head['at_least']:g}"]
-        made.add_row(*cells, *_costs_cells(figures))
+    left = ("benchmark", "variant", "unit")
+    numbers = ("pk", "peer", "ratio", "at least", "CPU s / M: pk", "peer", "MB: pk", "peer")
+    for column in (*left, *numbers):
+        made.add_column(column, justify="left" if column in left else "right")
+    for row in rows(lines):
+        figures = row.figures
+        colour = "green" if reached(figures) else "red"
+        cells = [row.name, row.variant, str(figures["unit"])]
+        cells += [f"{figures['pk']:,}", f"{figures['peer']:,}"]
+        cells += [f"[{colour}]{figures['ratio']:.2f}[/]", floor(figures)]
+        made.add_row(*cells, *costs_cells(figures))
     return made
-
-
-def _costs_cells(figures: Mapping[str, Any]) -> list[str]:
-    keys = ("cpu_s_per_m_records", "peak_rss_mb")
-    return [_pair(figures, key, side) for key in keys for side in ("pk", "peer")]
-
-
-_INTRODUCTION = """# pk beside Apache Kafka
-
-Made by `make bench` (`python -m bench all --write docs/bench.md`); how a figure is made stands in
-`bench/__init__.py`.
-
-Measured {at} on {cores} cores of {cpu}, {memory_gb} GB, Linux {kernel}, Python {python}.  Broker
-and client share the machine on both sides; ratios matter, not absolutes.  Figures are medians of
-{rounds} interleaved rounds; costs are client + server.  The load average of the last five minutes
-was {load}; the benchmark itself makes about 2.
-"""
-
-_COLUMNS = ("benchmark", "codec", "pk", "Kafka", "ratio", "at least")
-_COST_COLUMNS = ("CPU s / M records: pk", "Kafka", "peak MB: pk", "Kafka")
-
-
-def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """docs/bench.md from the JSON lines of a run."""
-    head = lines[0]
-    words = [_INTRODUCTION.format(at=head["at"], rounds=head["rounds"], **head["machine"])]
-    words += [*(f"- **{name}**: {text}" for name, text in head["sides"].items()), ""]
-    columns = (*_COLUMNS, *_COST_COLUMNS)
-    words += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name, compression, figures, whole in blocks(lines):
-        cells = [name, compression, f"{figures['pk']:,} {whole['unit']}", f"{figures['peer']:,}"]
-        cells += [f"**{figures['ratio']:.2f}**", f"{whole['at_least']:g}", *_costs_cells(figures)]
-        words.append(f"| {' | '.join(cells)} |")
-    words += ["", "What each is, and every run:", ""]
-    words += [_runs_line(*block) for block in blocks(lines)]
-    return "\n".join(words) + "\n"
-
-
-def _runs_line(
-    name: str, compression: str, figures: Mapping[str, Any], head: Mapping[str, Any]
-) -> str:
-    runs = f"pk {_runs(figures['pk_runs'])}; Kafka {_runs(figures['peer_runs'])}"
-    for mode in BY_NAME[name].pk_modes[1:]:
-        if mode in figures:
-            runs += f"; pk {mode} {_runs(figures[mode]['pk_runs'])}"
-    what = f"{head['what']}, against {head['against']}"
-    return f"- {name}, {compression}: {what}. Runs ({head['unit']}): {runs}."
-
-
-def _runs(numbers: Sequence[float]) -> str:
-    return ", ".join(
-        f"{number / 1e6:.2f} M" if number > 1e5 else f"{number:g}" for number in numbers
-    )
-
-
-def write_page(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """The page, and the lines it was made from beside it."""
-    path.write_text(page(lines))
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))

@@ -2,12 +2,14 @@
 
 `settle` is rule M2: it ends only when the side has answered metadata, a record of now was stored
 and returned on every partition of a probe topic, and the leader epochs seen then are the same two
-seconds later.
+seconds later.  A Spark session is a party too: it is stopped with its side, and has to answer a
+query before it is timed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,10 +26,11 @@ class SideFailed(Exception):
     """A side did not start, or did not come back after a stop."""
 
 
-class Side(Protocol):
-    """pk, or Apache Kafka."""
+class Party(Protocol):
+    """Something with processes that must stand still while others are measured."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def description(self) -> str: ...
@@ -37,48 +40,100 @@ class Side(Protocol):
     def stop(self) -> None: ...
 
     def pids(self) -> list[int]:
-        """Every process of the side's server."""
+        """Every process of it, parents first."""
         ...
 
     def probe(self) -> dict[int, int]:
-        """Metadata; a record stored and returned on each partition; the leader epochs."""
+        """A side: metadata; a record stored and returned on each partition; the leader epochs."""
         ...
 
-    def create_topic(self, topic: str, partitions: int = PARTITIONS) -> None: ...
+
+class Side(Party, Protocol):
+    """pk, or Apache Kafka."""
+
+    address: str
+
+    def create_topic(
+        self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
+    ) -> None:
+        """Returns when every partition has a leader."""
+        ...
 
     def delete_topic(self, topic: str) -> None: ...
 
+    def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None: ...
+
     def produce(
-        self, topic: str, values: Path, records: int, compression: str, mode: str
+        self,
+        topic: str,
+        values: Path,
+        records: int,
+        compression: str,
+        mode: str,
+        batch_bytes: int | None = None,
     ) -> Sample: ...
 
-    def consume(self, topic: str, records: int, mode: str) -> Sample: ...
+    def consume(
+        self,
+        topic: str,
+        records: int,
+        mode: str,
+        partitions: int = PARTITIONS,
+        starts: Sequence[int] = (),
+    ) -> Sample:
+        """From the beginning, or from `starts` by partition."""
+        ...
 
     def latency(self, topic: str, records: int) -> Sample:
         """p99 in ms of one record in flight at a time, from before it is sent to its receipt."""
         ...
 
+    def background(self, topic: str, values: Path, records_s: int) -> list[str]:
+        """The command of a client that produces so much until it is ended; it prints windows
+        (`N records sent, R records/sec`)."""
+        ...
 
-def freeze(side: Side) -> None:
-    processes.freeze(side.pids())
+    def small(self, topic: str, clients: int, seconds: float) -> Sample:
+        """Acknowledged requests a second of clients with one record in flight each."""
+        ...
+
+    def ends(self, topic: str) -> list[int]:
+        """Where each partition ends."""
+        ...
+
+    def segment_files(self, topic: str) -> list[Path]:
+        """Log and index files of all partitions on disk."""
+        ...
 
 
-def thaw(side: Side) -> None:
-    processes.thaw(side.pids())
-    settle(side)
+class TieredSide(Side, Protocol):
+    """pk with a tier."""
+
+    def tier(self, topic: str) -> Path:
+        """The folder of the topic's table, once it holds the whole log."""
+        ...
 
 
-def settle(side: Side) -> None:
+def freeze(party: Party) -> None:
+    processes.freeze(party.pids())
+
+
+def thaw(party: Party) -> None:
+    processes.thaw(party.pids())
+    settle(party)
+
+
+def settle(party: Party) -> None:
     """Rule M2.  Raises `SideFailed` if the side does not come back."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     last: Exception | None = None
     while time.monotonic() < deadline:
         try:
-            before = side.probe()
+            before = party.probe()
             time.sleep(STEADY_S)
-            if side.probe() == before:
+            if party.probe() == before:
                 return
         except Exception as trouble:  # whatever the client library raises while the side comes back
             last = trouble
             time.sleep(0.2)
-    raise SideFailed(f"{side.name} did not settle within {SETTLE_TIMEOUT_S:.0f} s: {last!r}")
+    raise SideFailed(f"{party.name} did not settle within {SETTLE_TIMEOUT_S:.0f} s: {last!r}")

@@ -69,6 +69,12 @@ class ProducerReader:
         return Mark("close", figures)
 
 
+def window_rate(line: str) -> float | None:
+    """Records a second, if the line is a window of a producer."""
+    found = _SENT.search(line)
+    return float(found[2]) if found else None
+
+
 def latency_reader(line: str) -> Mark | None:
     """A `Reader` of EndToEndLatency's last line."""
     found = re.match(r"Percentiles: 50th = (\d+), 99th = (\d+), 99\.9th = (\d+)", line)

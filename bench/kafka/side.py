@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+)
 
-from bench import runs
+from bench import runs, small_client
 from bench.kafka.broker import VERSION, KafkaBroker, options, properties
 from bench.kafka.readers import ConsumerReader, ProducerReader, latency_reader
 from bench.sides import PARTITIONS, PROBE_TOPIC, SideFailed
@@ -18,6 +26,7 @@ from bench.values import VALUE_BYTES
 
 WARM_UP = 1_000_000
 _CALL_S = 10.0
+_ENDLESS = 10**9
 _PRODUCER_PROGRAM = "org.apache.kafka.tools.ProducerPerformance"
 _LATENCY_PROGRAM = "org.apache.kafka.tools.EndToEndLatency"
 _CONSUMER_PROGRAM = "org.apache.kafka.tools.ConsumerPerformance"
@@ -30,6 +39,7 @@ class KafkaSide:
 
     def __init__(self) -> None:
         self.broker = KafkaBroker()
+        self.address = ""
         self._admin: Any = None
         self._folder = Path()
 
@@ -47,6 +57,7 @@ class KafkaSide:
     def start(self, folder: Path) -> None:
         self._folder = folder
         self.broker.start(folder)
+        self.address = self.broker.address
         self._admin = AdminClient({"bootstrap.servers": self.broker.address, "log_level": 0})
         self.create_topic(PROBE_TOPIC)
 
@@ -57,11 +68,40 @@ class KafkaSide:
     def pids(self) -> list[int]:
         return self.broker.pids()
 
-    def create_topic(self, topic: str, partitions: int = PARTITIONS) -> None:
-        futures = self._admin.create_topics(
-            [NewTopic(topic, partitions, 1)], operation_timeout=_CALL_S
-        )
+    def create_topic(
+        self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
+    ) -> None:
+        new = NewTopic(topic, partitions, 1, config=dict(configs or {}))
+        futures = self._admin.create_topics([new], operation_timeout=_CALL_S)
         futures[topic].result(_CALL_S)
+        deadline = time.monotonic() + _CALL_S
+        while True:
+            known = self._admin.list_topics(topic, timeout=_CALL_S).topics[topic].partitions
+            if len(known) == partitions and all(one.leader >= 0 for one in known.values()):
+                return
+            if time.monotonic() > deadline:
+                raise SideFailed(f"not all of {topic}'s {partitions} partitions have a leader")
+            time.sleep(0.01)
+
+    def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:
+        entries = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in configs.items()
+        ]
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+        self._admin.incremental_alter_configs([resource])[resource].result(_CALL_S)
+
+    def ends(self, topic: str) -> list[int]:
+        consumer = Consumer({"bootstrap.servers": self.address, "group.id": "bench-ends"})
+        try:
+            count = len(consumer.list_topics(topic, timeout=_CALL_S).topics[topic].partitions)
+            places = (TopicPartition(topic, number) for number in range(count))
+            return [consumer.get_watermark_offsets(each, timeout=_CALL_S)[1] for each in places]
+        finally:
+            consumer.close()
+
+    def segment_files(self, topic: str) -> list[Path]:
+        return sorted((self._folder / "data").glob(f"{topic}-*/*"))
 
     def delete_topic(self, topic: str) -> None:
         self._admin.delete_topics([topic], operation_timeout=_CALL_S)[topic].result(_CALL_S)
@@ -128,7 +168,13 @@ class KafkaSide:
         return runs.watch([*command, "--warm-up", str(WARM_UP)], runs.read_line, self.pids())
 
     def produce(
-        self, topic: str, values: Path, records: int, compression: str, mode: str
+        self,
+        topic: str,
+        values: Path,
+        records: int,
+        compression: str,
+        mode: str,
+        batch_bytes: int | None = None,
     ) -> runs.Sample:
         """ProducerPerformance, or confluent-kafka's producer, over the same values.
 
@@ -137,22 +183,29 @@ class KafkaSide:
         if mode == "confluent":
             more = ("--values", str(values), "--compression", compression)
             return self._confluent("record", topic, records, *more)
-        settings = {**properties("producer.properties"), "compression.type": compression}
-        pairs = [f"{key}={value}" for key, value in settings.items()]
-        arguments = [
-            "--topic",
-            topic,
-            "--num-records",
-            str(records),
-            "--throughput",
-            "-1",
-            "--payload-file",
-            str(values),
-        ]
-        arguments += ["--producer-props", f"bootstrap.servers={self.broker.address}", *pairs]
-        command = self.broker.command("client.options", _PRODUCER_PROGRAM, *arguments)
+        settings = {"compression.type": compression}
+        if batch_bytes is not None:
+            settings["batch.size"] = str(batch_bytes)
+        command = self._producer(topic, values, records, -1, settings)
         warm_up = 0 if mode == "fill" else WARM_UP
         return runs.watch(command, ProducerReader(records, warm_up), self.pids())
+
+    def _producer(
+        self, topic: str, values: Path, records: int, rate: int, more: Mapping[str, str]
+    ) -> list[str]:
+        settings = {**properties("producer.properties"), **more}
+        arguments = ["--topic", topic, "--num-records", str(records)]
+        arguments += ["--throughput", str(rate), "--payload-file", str(values)]
+        arguments += ["--producer-props", f"bootstrap.servers={self.address}"]
+        arguments += [f"{key}={value}" for key, value in settings.items()]
+        return self.broker.command("client.options", _PRODUCER_PROGRAM, *arguments)
+
+    def background(self, topic: str, values: Path, records_s: int) -> list[str]:
+        return self._producer(topic, values, _ENDLESS, records_s, {})
+
+    def small(self, topic: str, clients: int, seconds: float) -> runs.Sample:
+        command = small_client.command("kafka", self.address, topic, clients, seconds)
+        return runs.watch(command, runs.read_line, self.pids())
 
     def latency(self, topic: str, records: int) -> runs.Sample:
         """EndToEndLatency, as it comes: acks=all, values of 100 bytes."""
@@ -162,10 +215,18 @@ class KafkaSide:
         sample.records = records
         return sample
 
-    def consume(self, topic: str, records: int, mode: str) -> runs.Sample:
+    def consume(
+        self,
+        topic: str,
+        records: int,
+        mode: str,
+        partitions: int = PARTITIONS,
+        starts: Sequence[int] = (),
+    ) -> runs.Sample:
         """ConsumerPerformance, or confluent-kafka's consumer, from the beginning of the topic."""
+        assert not starts, "Java's tool has no offsets to start from"
         if mode == "confluent":
-            return self._confluent("records", topic, records, "--partitions", str(PARTITIONS))
+            return self._confluent("records", topic, records, "--partitions", str(partitions))
         config = self._folder / "consumer.properties"
         config.write_text(
             "".join(f"{key}={value}\n" for key, value in properties("consumer.properties").items())

@@ -1,0 +1,174 @@
+"""How a case is measured: interleaved rounds, one role awake at a time (rules M1, M2, M6)."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bench import plans, sides, values
+from bench.cases import Case, Variant
+from bench.runs import Sample
+from bench.sides import Party, Side, TieredSide
+from bench.spark.worker import SparkSession
+from pk.limits import MIB
+
+#: Between rounds: deleted topics vanish and the disk takes a breath.
+PAUSE_S = 1.5
+#: Rule M6: what the topics of two rounds of both sides take.
+TOUCH_BYTES = 5 * 1024 * MIB
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Result:
+    """All rounds of one row: samples by mode of each role."""
+
+    case: Case
+    variant: Variant
+    pk: dict[str, list[Sample]] = field(default_factory=dict)
+    peer: dict[str, list[Sample]] = field(default_factory=dict)
+
+    @property
+    def peer_mode(self) -> str:
+        """The better one."""
+        best = min if self.variant.less_is_better else max
+        return best(self.peer, key=lambda mode: median(self.peer[mode]))
+
+    @property
+    def ratio(self) -> float:
+        pk, peer = median(self.pk[self.case.pk_modes[0]]), median(self.peer[self.peer_mode])
+        above, below = (peer, pk) if self.variant.less_is_better else (pk, peer)
+        return above / below if below else 0.0
+
+
+def median(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.value for sample in samples)
+
+
+def touch(path: Path, size: int) -> None:
+    """Rule M6."""
+    block = bytes(MIB)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // MIB):
+            file.write(block)
+    path.unlink()
+
+
+class Bench:
+    """The sides, started when first needed; all that are not measured are stopped (rule M2)."""
+
+    def __init__(
+        self,
+        pk: Side,
+        peer: Side,
+        folder: Path,
+        say: Say,
+        tiered: TieredSide | None = None,
+        size_gb: float = 20.0,
+    ) -> None:
+        self.pk, self.peer = pk, peer
+        self._tiered = tiered
+        self.folder = folder
+        self.values = folder / "values.txt"
+        self.say = say
+        self.size_gb = size_gb
+        self.sessions: dict[str, SparkSession] = {}  #: by kind; started as any other party
+        self._started: list[Party] = []
+        self._awake: list[Party] = []
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Bench:
+        self.say("touching the page cache")
+        touch(self.folder / "touch", TOUCH_BYTES)
+        values.write(self.values, values.make())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for party in reversed(self._started):
+            party.stop()
+
+    @property
+    def tiered(self) -> TieredSide:
+        assert self._tiered is not None, "no side with a tier was given"
+        return self._tiered
+
+    def descriptions(self) -> dict[str, str]:
+        """Of the sides that were measured."""
+        return {party.name: party.description for party in self._started}
+
+    def wake(self, *wanted: Party) -> None:
+        """These and nobody else; in their order, each settled before the next (rule M2)."""
+        for party in reversed([one for one in self._awake if one not in wanted]):
+            sides.freeze(party)
+            self._awake.remove(party)
+        for party in wanted:
+            if party in self._awake:
+                continue
+            if party in self._started:
+                sides.thaw(party)
+            else:
+                self.say(f"starting {party.name}")
+                self._started.append(party)
+                party.start(self.folder / party.name)
+                sides.settle(party)
+            self._awake.append(party)
+
+    def fresh(self, prefix: str) -> str:
+        """A topic's name that was never used."""
+        return f"{prefix}-{next(self._numbers)}".replace("_", "-").replace(" ", "-")
+
+    def measure(
+        self, case: Case, rounds: int, scale: float = 1.0, only: Iterable[str] = ()
+    ) -> list[Result]:
+        """Every variant of a case, or those named in `only`."""
+        chosen = [v for v in case.variants if v.name in only] or list(case.variants)
+        rounds = 1 if case.exact else rounds
+        if case.joint:
+            whole = self._rounds(case, case.variants[0], rounds, scale)
+            return [_share(whole, variant) for variant in chosen]
+        return [self._rounds(case, variant, rounds, scale) for variant in chosen]
+
+    def _rounds(self, case: Case, variant: Variant, rounds: int, scale: float) -> Result:
+        result = Result(case, variant)
+        counts = {
+            role: max(int(count * scale), min(case.records_least, count))
+            for role, count in (("pk", case.records), ("peer", case.peer_records))
+        }
+        plan = plans.load(case.plan)(self, case, variant, counts)
+        try:
+            plan.prepare()
+            for number in range(rounds):
+                turn = [("pk", case.pk_modes, result.pk), ("peer", case.peer_modes, result.peer)]
+                for role, modes, samples in turn if number % 2 == 0 else reversed(turn):
+                    for mode in modes:
+                        self.wake(*plan.parties(role))
+                        sample = plan.round(role, mode)
+                        samples.setdefault(mode, []).append(sample)
+                        self._tell(case, variant, f"{number + 1}/{rounds} {role} {mode}", sample)
+                        time.sleep(0 if case.exact else PAUSE_S)
+        finally:
+            plan.close()
+        return result
+
+    def _tell(self, case: Case, variant: Variant, where: str, sample: Sample) -> None:
+        figures = ", ".join(f"{name} {number:,.6g}" for name, number in sample.figures.items())
+        what = f"{sample.value:,.6g} {variant.unit}" if not case.joint else ""
+        name = case.name if case.joint else f"{case.name} {variant.name}"
+        self.say(f"{name} round {where}: {what} {f'({figures})' if figures else ''}")
+
+
+def _share(whole: Result, variant: Variant) -> Result:
+    """What joint rounds say of one variant."""
+
+    def of(samples: dict[str, list[Sample]]) -> dict[str, list[Sample]]:
+        return {
+            mode: [replace(each, value=each.figures[variant.name]) for each in every]
+            for mode, every in samples.items()
+        }
+
+    return Result(whole.case, variant, of(whole.pk), of(whole.peer))

@@ -1,0 +1,74 @@
+"""How a round of a case goes: one class a kind of round, found by the name in the case.
+
+A plan gets the bench, its case and variant, and how many records each role's run has.  `parties`
+says who is awake while a role is measured; everybody else is stopped (rule M2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from bench.cases import Case, Variant
+from bench.runs import Sample
+from bench.sides import Party, Side
+
+if TYPE_CHECKING:
+    from bench.measuring import Bench
+
+_HOMES = {
+    "produce": ("clients", "Produce"),
+    "consume": ("clients", "Consume"),
+    "latency": ("clients", "Latency"),
+    "small": ("clients", "Small"),
+    "partitions": ("partitions", "Partitions"),
+    "deep": ("deep", "Deep"),
+    "spark_read": ("spark", "HotRead"),
+    "spark_stream": ("spark", "HotStream"),
+    "spark_sink": ("spark", "Sink"),
+    "spark_cold": ("spark", "ColdRead"),
+    "spark_parquet": ("spark", "ParquetRead"),
+    "stored": ("stored", "Segments"),
+    "stored_tier": ("stored", "Table"),
+}
+
+
+class Plan(Protocol):
+    """One case and variant under measurement."""
+
+    def prepare(self) -> None: ...
+
+    def parties(self, role: str) -> tuple[Party, ...]: ...
+
+    def round(self, role: str, mode: str) -> Sample: ...
+
+    def close(self) -> None: ...
+
+
+class Base:
+    """What most plans share: pk against the peer, nothing to prepare."""
+
+    def __init__(
+        self, bench: Bench, case: Case, variant: Variant, counts: Mapping[str, int]
+    ) -> None:
+        self.bench, self.case, self.variant, self.counts = bench, case, variant, counts
+
+    def side(self, role: str) -> Side:
+        return self.bench.pk if role == "pk" else self.bench.peer
+
+    def parties(self, role: str) -> tuple[Party, ...]:
+        return (self.side(role),)
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def load(name: str) -> Callable[..., Plan]:
+    """The class of a plan; what it imports (Spark) is loaded only with it."""
+    module, which = _HOMES[name]
+    found: Callable[..., Plan] = getattr(import_module(f"bench.plans.{module}"), which)
+    return found

@@ -1,0 +1,151 @@
+"""Rounds in Spark: one session a role and a run, warmed by an untimed pass, both stopped in turns.
+
+pk's connector runs with its defaults; the option `columns="value"` is a mode of its own, reported
+beside them.  Kafka's connector gets the tuned settings of Kafka's clients (kafka/*.properties).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.kafka.broker import properties
+from bench.plans import Base
+from bench.plans.clients import Filled
+from bench.runs import Sample
+from bench.sides import Party, Side
+from bench.spark.worker import SparkSession
+
+_SOURCE_FILES = 4
+#: What is tiered waits for nothing.
+_TIERED = {"tier_max_lag_ms": "1000"}
+
+
+class _Sessions(Base):
+    """The two sessions; each awake with its side."""
+
+    peer_kind = "kafka"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sessions = {
+            role: session_of(self.bench, kind)
+            for role, kind in (("pk", "pk"), ("peer", self.peer_kind))
+        }
+        self._warm: set[tuple[str, str]] = set()
+
+    def parties(self, role: str) -> tuple[Party, ...]:
+        return (self.side(role), self.sessions[role])
+
+    def timed(self, role: str, mode: str, **command: Any) -> Sample:
+        """Untimed once, then timed."""
+        session, records = self.sessions[role], self.counts[role]
+        pids = [pid for one in self.parties(role) if one is not session for pid in one.pids()]
+        if (role, mode) not in self._warm:
+            session.timed(pids, records, **command)
+            self._warm.add((role, mode))
+        return session.timed(pids, records, **command)
+
+
+def session_of(bench: Any, kind: str) -> SparkSession:
+    """One session of a kind in a whole run."""
+    known: dict[str, SparkSession] = bench.sessions
+    if kind not in known:
+        known[kind] = SparkSession(kind)
+    return known[kind]
+
+
+def source(side: Side, role: str, topic: str, mode: str) -> dict[str, Any]:
+    """`format` and `options` that read a whole topic."""
+    options = {"subscribe": topic, "startingOffsets": "earliest"}
+    if role == "pk":
+        if mode == "columns":
+            options["columns"] = "value"
+        return {"format": "pk", "options": {"pk.bootstrap.servers": side.address, **options}}
+    tuned = {f"kafka.{key}": value for key, value in properties("consumer.properties").items()}
+    options |= {"kafka.bootstrap.servers": side.address, **tuned}
+    return {"format": "kafka", "options": options}
+
+
+class HotRead(_Sessions, Filled):
+    def round(self, role: str, mode: str) -> Sample:
+        where = source(self.side(role), role, self.topics[role], mode)
+        return self.timed(role, mode, do="read", **where)
+
+
+class HotStream(_Sessions, Filled):
+    def round(self, role: str, mode: str) -> Sample:
+        where = source(self.side(role), role, self.topics[role], mode)
+        return self.timed(role, mode, do="stream", folder=str(self.bench.folder), **where)
+
+
+class Sink(_Sessions):
+    """A topic of its own for every round (rule M5); the source is the same folder for both."""
+
+    def prepare(self) -> None:
+        bench = self.bench
+        self._source = bench.folder / bench.fresh("source")
+        bench.wake(self.sessions["pk"])
+        self.sessions["pk"].ask(
+            do="values", values=str(bench.values), source=str(self._source),
+            rows=self.counts["pk"], files=_SOURCE_FILES,
+        )  # fmt: skip
+
+    def round(self, role: str, mode: str) -> Sample:
+        side = self.side(role)
+        topic = self.bench.fresh("sink")
+        side.create_topic(topic)
+        if role == "pk":
+            options = {"pk.bootstrap.servers": side.address, "pk.acks": "all"}
+            options |= {"pk.compression": self.variant.codec, "topic": topic}
+        else:
+            tuned = properties("producer.properties")
+            options = {f"kafka.{key}": value for key, value in tuned.items()}
+            options |= {"kafka.bootstrap.servers": side.address, "topic": topic}
+            options["kafka.compression.type"] = self.variant.codec
+        name = "pk" if role == "pk" else "kafka"
+        try:
+            return self.timed(
+                role, mode, do="write", format=name, options=options,
+                source=str(self._source), rows=self.counts[role],
+            )  # fmt: skip
+        finally:
+            side.delete_topic(topic)
+
+
+class ColdRead(HotRead):
+    """pk reads the tier only: it holds the whole log.  Kafka reads its log."""
+
+    def side(self, role: str) -> Side:
+        return self.bench.tiered if role == "pk" else self.bench.peer
+
+    def configs(self, role: str) -> dict[str, str]:
+        return _TIERED if role == "pk" else {}
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.bench.wake(self.side("pk"))
+        self.table = self.bench.tiered.tier(self.topics["pk"])
+
+
+class ParquetRead(ColdRead):
+    """The peer is Spark itself, on the files of the same table."""
+
+    peer_kind = "parquet"
+
+    def prepare(self) -> None:
+        super().prepare()
+        # only what the table lists: the folder may hold files that no commit names
+        from deltalake import DeltaTable
+
+        self._files = DeltaTable(self.table).file_uris()
+
+    def fill_roles(self) -> tuple[tuple[str, str], ...]:
+        return (("pk", "prebuilt"),)
+
+    def parties(self, role: str) -> tuple[Party, ...]:
+        return super().parties(role) if role == "pk" else (self.sessions["peer"],)
+
+    def round(self, role: str, mode: str) -> Sample:
+        if role == "pk":
+            return super().round(role, mode)
+        return self.timed(role, mode, do="read", format="parquet", paths=[self._files])

@@ -1,0 +1,124 @@
+"""A Spark session as a `Party`: stopped and continued with its side, asked one thing at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import processes
+from bench.runs import ROOT, RunFailed, Sample
+from bench.spark.session import MASTER, MEMORY
+
+_START_S = 300.0
+_COMMAND_S = 600.0
+
+
+class SparkSession:
+    """The process, its JVM and its Python workers."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.name = f"spark of {kind}"
+        self.description = f"one session a run, {MASTER}, {MEMORY}, warmed by an untimed pass"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors = Path()
+        self._rest = b""
+
+    def start(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._errors = folder / "spark.err"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bench.spark.session", self.kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+            )
+        self._reply(_START_S)
+
+    def pids(self) -> list[int]:
+        return [] if self._process is None else processes.children(self._process.pid)
+
+    def probe(self) -> dict[int, int]:
+        return {0: int(self.ask(do="ping")["rows"])}
+
+    def ask(self, **command: Any) -> dict[str, float]:
+        """Raises `RunFailed` with what the session said."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._reply(_COMMAND_S)
+
+    def _reply(self, timeout_s: float) -> dict[str, float]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            *lines, self._rest = self._rest.split(b"\n")
+            for at, line in enumerate(lines):
+                if line.startswith(b"reply "):
+                    self._rest = b"\n".join([*lines[at + 1 :], self._rest])
+                    found: dict[str, Any] = json.loads(line[6:])
+                    if "error" in found:
+                        raise RunFailed(f"{self.name}: {found['error']}")
+                    return found
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise RunFailed(f"{self.name} gave no answer in {timeout_s:g} s{self._words()}")
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                raise RunFailed(f"{self.name} ended{self._words()}")
+            self._rest += chunk
+
+    def _words(self) -> str:
+        return "\n" + self._errors.read_text(errors="replace")[-3000:]
+
+    def timed(self, server: list[int], records: int, **command: Any) -> Sample:
+        """One command that must see exactly `records` rows, with what it cost."""
+        assert self._process is not None
+        processes.reset_peak([*self.pids(), *server])
+        before = processes.tree_cpu_s(self._process.pid), processes.cpu_s(server)
+        reply = self.ask(**command)
+        after = processes.tree_cpu_s(self._process.pid), processes.cpu_s(server)
+        if reply["rows"] != records:
+            raise RunFailed(f"{self.name}: {reply['rows']} rows instead of {records}: {command}")
+        return Sample(
+            value=records / reply["seconds"],
+            records=records,
+            client_cpu_s=after[0] - before[0],
+            server_cpu_s=after[1] - before[1],
+            client_peak_mb=processes.peak_rss_mb(self.pids()),
+            server_peak_mb=processes.peak_rss_mb(server),
+            figures={"seconds": reply["seconds"]},
+        )
+
+    def stop(self) -> None:
+        """End of input, then SIGKILL to what is left of the tree."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        tree = processes.children(process.pid)
+        processes.thaw(tree)
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            for pid in tree:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
