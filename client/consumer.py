@@ -16,8 +16,7 @@ import contextlib
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,7 +31,8 @@ from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause,
 from pk.client.futures import must_not_block
 from pk.client.offsets import EARLIEST, LATEST
 from pk.client.options import bootstrap_of, consumer_options
-from pk.client.serializers import Deserializer, deserializer
+from pk.client.records import Lines
+from pk.client.serializers import deserializer
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
@@ -68,7 +68,7 @@ class Consumer:
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._changed = threading.Condition()
-        self._records: deque[Record] = deque()  #: handed out one by one by iteration
+        self._lines: deque[Lines] = deque()  #: handed out record by record
         self._closed = False
         self._ending = threading.Lock()
         self._thread = connection.acquire()
@@ -121,7 +121,7 @@ class Consumer:
         if not names and compiled is None:
             self.unsubscribe()
             return
-        self._records.clear()
+        self._drop_lines(())
         self._call(lambda: self._engine.subscribe(names, compiled))
         self._backlog.purge()
 
@@ -136,8 +136,7 @@ class Consumer:
         if bad:
             raise errors.InvalidPartitions(f"{bad[0]} is no partition")
         self._call(lambda: self._engine.assign(places))
-        kept = set(places)
-        self._records = deque(r for r in self._records if (r.topic, r.partition) in kept)
+        self._drop_lines(places)
         self._backlog.purge()
 
     def assignment(self) -> list[TopicPartition]:
@@ -170,7 +169,7 @@ class Consumer:
 
         position_id = self._call(seek)
         self._backlog.begin(place, position_id, offset if offset >= 0 else None)
-        self._records = deque(r for r in self._records if (r.topic, r.partition) != place)
+        self._drop_lines([each.place for each in self._lines if each.place != place])
 
     def pause(self, *partitions: TopicPartition) -> None:
         """Poll gives nothing of these until `resume`; what was fetched is kept."""
@@ -218,18 +217,26 @@ class Consumer:
         A record that cannot be deserialised raises `SerializationError` when it is the next one,
         every time until a seek passes it; the records before it are returned first.
         """
-        if self._records:
-            records = list(self._records)
-            self._records.clear()
-            return records
+        lines: Collection[Lines] = self._lines
+        if not any(lines):
+            lines = self._poll_lines(timeout_s)
         found: list[Record] = []
+        for each in lines:
+            found += each.rest()
+        self._lines.clear()
+        return found
+
+    def _poll_lines(self, timeout_s: float) -> list[Lines]:
+        """What `poll` returns, not made into records yet."""
+        found: list[Lines] = []
         slices = self._slices(self._options["max_poll_records"], timeout_s)
         for index, item in enumerate(slices):
             try:
-                found += self._to_records(item.place, item.rows)
+                found.append(self._to_lines(item.place, item.rows))
             except errors.SerializationError:
                 good = self._good_prefix(item.place, item.rows)
-                found += self._to_records(item.place, item.rows.slice(0, good))
+                if good:
+                    found.append(self._to_lines(item.place, item.rows.slice(0, good)))
                 rest = item._replace(rows=item.rows.slice(good))
                 for later in reversed([rest, *slices[index + 1 :]]):
                     self._backlog.put_back(later)
@@ -242,7 +249,7 @@ class Consumer:
         """How many rows can be deserialised before the first that cannot."""
         for index in range(rows.num_rows):
             try:
-                self._to_records(place, rows.slice(index, 1))
+                self._to_lines(place, rows.slice(index, 1))
             except errors.SerializationError:
                 return index
         return len(rows)
@@ -264,39 +271,33 @@ class Consumer:
             if deadline is None:
                 return found
 
-    def _to_records(self, place: TopicPartition, rows: pa.RecordBatch) -> list[Record]:
-        """Rows as objects, column by column."""
-        topic, partition = place
-        keys: list[Any] = rows.column("key").to_pylist()
-        values: list[Any] = rows.column("value").to_pylist()
-        keys = _applied(self._key_deserializer, topic, keys)
-        values = _applied(self._value_deserializer, topic, values)
-        offsets = rows.column("offset").to_pylist()
-        stamps = rows.column("timestamp").cast(pa.int64()).to_pylist()
-        headers = rows.column("headers")
-        lists: Iterable[Any] = repeat(())
-        if len(headers.flatten()):
-            lists = [
-                tuple((item["key"], item["value"]) for item in row or ())
-                for row in headers.to_pylist()
-            ]
-        columns = (repeat(topic), repeat(partition), offsets, stamps, keys, values, lists)
-        return _records(rows.num_rows, columns)
+    def _to_lines(self, place: TopicPartition, rows: pa.RecordBatch) -> Lines:
+        return Lines(place, rows, self._key_deserializer, self._value_deserializer)
 
     def __iter__(self) -> Iterator[Record]:
-        return self
+        """Record by record; waits for the next as long as it takes, until `close`."""
+        while self._refill():
+            yield from self._lines[0].iterator
 
     def __next__(self) -> Record:
-        """The next record; waits for it as long as it takes, until `close`."""
-        while not self._records:
+        while self._refill():
+            for record in self._lines[0].iterator:
+                return record
+        raise StopIteration
+
+    def _refill(self) -> bool:
+        """Have records to hand out; False once the consumer is closed and they are used up."""
+        while True:
+            while self._lines:
+                if self._lines[0]:
+                    return True
+                self._lines.popleft()
             if self._closed:
-                raise StopIteration
+                return False
             try:
-                self._records.extend(self.poll(1.0))
+                self._lines.extend(self._poll_lines(1.0))
             except errors.ClosedError:
-                raise StopIteration from None
-        record = self._records.popleft()
-        return record
+                return False
 
     def _take(self, limit: int | None = None) -> Rows | None:
         """The next rows that are neither paused nor void; raises what must be told."""
@@ -345,10 +346,16 @@ class Consumer:
 
     def _next_record_of(self, place: TopicPartition) -> int | None:
         """The offset of the next record that iteration holds of a partition."""
-        for record in self._records:
-            if (record.topic, record.partition) == place:
-                return record.offset
+        for each in self._lines:
+            if each.place == place and each:
+                return each.next_offset
         return None
+
+    def _drop_lines(self, keep: Collection[TopicPartition]) -> None:
+        """Hand out nothing more of what was polled, but for these partitions."""
+        for each in self._lines:
+            if each.place not in keep:
+                each.drop()  # an iteration that is under way sees it too
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -493,21 +500,3 @@ class Consumer:
     commit = _groups
     committed = _groups
     group_metadata = _groups
-
-
-_SETTERS = [getattr(Record, name).__set__ for name in Record.__slots__]
-
-
-def _records(count: int, columns: Iterable[Iterable[Any]]) -> list[Record]:
-    """Records from columns in the order of the fields.
-
-    Slot by slot in C: a frozen dataclass's own constructor takes more than twice as long.
-    """
-    records: list[Record] = list(map(object.__new__, repeat(Record, count)))
-    for setter, column in zip(_SETTERS, columns, strict=True):
-        deque(map(setter, records, column), maxlen=0)
-    return records
-
-
-def _applied(function: Deserializer | None, topic: str, items: list[Any]) -> list[Any]:
-    return items if function is None else [function(topic, item) for item in items]

@@ -6,7 +6,6 @@ unless a name says otherwise; a topic id is the canonical 36-character text of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Offset = int
@@ -88,8 +87,7 @@ class BatchMetadata(NamedTuple):
     record_count: int
 
 
-@dataclass(slots=True, frozen=True)
-class Record:
+class Record(NamedTuple):
     """One record as a consumer sees it; `headers` keep their order and may repeat a key."""
 
     topic: str
@@ -98,4 +96,4 @@ class Record:
     timestamp_ms: int
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...] = field(default=())
+    headers: tuple[tuple[str, bytes | None], ...] = ()

@@ -191,3 +191,37 @@ def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_lo
     with pytest.raises(errors.LogTruncated):
         consumer.position(T0)
     assert next(consumer).offset == 1
+
+
+def test_iteration_goes_on_where_a_poll_or_a_seek_in_its_midst_left_it(world: Any) -> None:
+    world.put(T0, *[b"%d" % number for number in range(10)])
+    consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=6)
+    consumer.assign([T0])
+    found = []
+    for record in consumer:
+        found.append(record.offset)
+        if record.offset == 2:
+            assert consumer.position(T0) == 3
+            found += [each.offset for each in consumer.poll()]
+            assert consumer.position(T0) == 6
+        elif record.offset == 7 and len(found) == 8:
+            consumer.seek(T0, 5)
+        elif record.offset == 9:
+            break
+    assert found == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9]
+
+
+def test_a_poll_behind_an_iteration_that_a_seek_cut_off_waits_for_records(world: Any) -> None:
+    world.put(T0, b"0", b"1", b"2")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    assert next(consumer).offset == 0
+    consumer.seek(T0, 2)
+    assert seen(consumer.poll(1.0)) == [(0, 2)]
+    world.put(T0, b"3")
+    assert next(iter(consumer)).offset == 3
+    consumer.assign([T1])
+    world.put(T1, b"0")
+    assert seen(consumer.poll(1.0)) == [(1, 0)]
+    consumer.close()
+    assert list(consumer) == []
