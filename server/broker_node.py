@@ -290,6 +290,7 @@ def main(run: RunConfig) -> int:
 
 async def _serve_process(process: Process) -> None:
     from pk.log.files import RealDisk, RealStorage
+    from pk.server.metrics_endpoint import serve_metrics
 
     disks: list[Disk] = [RealDisk(RealStorage(path)) for path in process.run.dirs]
     node = BrokerNode(
@@ -311,11 +312,7 @@ async def _serve_process(process: Process) -> None:
         await node.close()
         return
     await starting
-    http = None
-    if process.run.server["metrics"]:
-        http = await tracing.serve_http(
-            process.run.server["metrics"], process.metrics, process.health
-        )
+    http = await serve_metrics(process)
     process.ready(node.address)
     await process.stopping.wait()
     process.health.not_ready = "shutting down"

@@ -341,6 +341,7 @@ def main(run: RunConfig) -> int:
 
 async def _serve_process(process: Process) -> None:
     from pk.log.files import RealDisk, RealStorage
+    from pk.server.metrics_endpoint import serve_metrics
 
     disk = RealDisk(RealStorage(process.run.metadata_dir))
     node = ControllerNode(
@@ -351,10 +352,13 @@ async def _serve_process(process: Process) -> None:
         on_fatal=lambda _failure: process.stopping.set(),
     )
     await node.start()
+    http = await serve_metrics(process)
     process.ready(node.address)
     await process.stopping.wait()
     process.health.not_ready = "shutting down"
     await node.close()
+    if http is not None:
+        http.close()
     await disk.close()
     if node.failed is not None:
         raise node.failed

@@ -34,6 +34,7 @@ from pk import errors, tracing
 from pk.clock import SystemClock, block_s
 from pk.log import directory as directories
 from pk.log.files import RealStorage
+from pk.server.metrics_endpoint import socket_names
 from pk.server.run_config import EXIT_OK, RunConfig, remove_sockets
 from pk.server.settings import Resolved, is_loopback
 
@@ -414,5 +415,5 @@ def serve(
     try:
         return asyncio.run(main())
     finally:
-        remove_sockets(config.run_dir, ("controller", "tier"))
+        remove_sockets(config.run_dir, ("controller", "tier", *socket_names(config).values()))
         lock.unlock()

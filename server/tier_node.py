@@ -390,11 +390,14 @@ def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
 def main(run: RunConfig) -> int:
     """`python -m pk.server tier`."""
     from pk.server.run_config import process_main
+    from pk.tiering import resources
 
+    resources.settle()
     return process_main("tier", run, _serve_process)
 
 
 async def _serve_process(process: Process) -> None:
+    from pk.server.metrics_endpoint import serve_metrics
     from pk.server.run_config import RunConfig
     from pk.tiering.shell import RealTier
 
@@ -413,7 +416,11 @@ async def _serve_process(process: Process) -> None:
         log=process.log,
     )
     await node.start()
+    http = await serve_metrics(process)
     process.ready(node.address)
     await process.stopping.wait()
+    process.health.not_ready = "shutting down"
     await node.close()
+    if http is not None:
+        http.close()
     await real.close()

@@ -8,8 +8,8 @@ gaps, each batch has one leader epoch and one timestamp type.
 Invariants
   F1  rows stand in offset order; a file holds exactly the rows of its range that are neither
       markers nor aborted.
-  F2  memory is bounded by one decoded batch and the output: rows leave as soon as a row group is
-      full.
+  F2  memory is bounded by one decoded batch, one row group and the output: rows leave as soon as a
+      row group is full, from the batches they came in. The output's memory is used again (sink.py).
   F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
@@ -33,11 +33,17 @@ from pk.log import columns
 from pk.log.batch import Header
 from pk.tiering import rowhash
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
+from pk.tiering.sink import Sink
 from pk.types import NONE, AbortedTransaction, Offset
 
 ROWS_PER_GROUP = 16_384
 GROUP_BYTES = 4 * 1024 * 1024
 ZSTD_LEVEL = 3
+#: A row group of more batches than this is put together first: many small pieces cost more to hash
+#: and to encode than their copy does.
+PIECES_MAX = 8
+#: The Parquet writer's many small writes reach the sink in pieces of this size.
+SINK_BUFFER_BYTES = 256 * 1024
 #: A key column with more distinct values than this share is stored plain.
 _KEY_DISTINCT_SHARE = 0.5
 #: Batches of a cold fetch aim at this size, like a producer's.
@@ -152,37 +158,59 @@ def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
 
 
 class FileBuilder:
-    """Rows in, one Parquet file out (F2)."""
+    """Rows in, one Parquet file out, in the memory of `sink` (F2)."""
 
-    def __init__(self, level: int = ZSTD_LEVEL) -> None:
+    def __init__(self, level: int = ZSTD_LEVEL, sink: Sink | None = None) -> None:
         self._level = level
-        self._sink = pa.BufferOutputStream()
+        self._sink = sink or Sink()
+        self._sink.clear()
+        self._out = pa.output_stream(self._sink, buffer_size=SINK_BUFFER_BYTES)
         self._writer: pq.ParquetWriter | None = None
-        self._waiting: list[pa.RecordBatch] = []
+        self._waiting: list[pa.RecordBatch] = []  #: the next row group
         self._waiting_rows = 0
         self._waiting_bytes = 0
-        self.rows = 0
+        self._rows = 0
         self._sum = 0
         self._offsets = (NONE, NONE)
         self._stamps: tuple[int, int] | None = None
         self._null_keys = 0
         self._null_values = 0
 
-    @property
-    def size(self) -> int:
-        """Bytes of output so far."""
-        return int(self._sink.tell())
-
     def add(self, rows: pa.RecordBatch) -> None:
         """Append rows in the columns of a file, offsets above all before."""
-        if not rows.num_rows:
-            return
-        self._note(rows)
-        self._waiting.append(rows)
-        self._waiting_rows += rows.num_rows
-        self._waiting_bytes += rows.nbytes
-        if self._waiting_rows >= ROWS_PER_GROUP or self._waiting_bytes >= GROUP_BYTES:
-            self._flush(last=False)
+        while rows.num_rows:
+            fits = self._fits(rows)
+            if fits:
+                piece = rows.slice(0, fits)
+                self._waiting.append(piece)
+                self._waiting_rows += fits
+                self._waiting_bytes += piece.nbytes
+                rows = rows.slice(fits)
+            if rows.num_rows:
+                self._flush()
+
+    def _fits(self, rows: pa.RecordBatch) -> int:
+        """How many of the first rows the waiting row group takes (F3)."""
+        head = rows.slice(0, ROWS_PER_GROUP - self._waiting_rows)
+        spare = GROUP_BYTES - self._waiting_bytes
+        if not head.num_rows or head.nbytes <= spare:
+            return int(head.num_rows)
+        fits = int(np.searchsorted(np.cumsum(_row_bytes(head)), spare, side="right"))
+        return fits if fits or self._waiting else 1
+
+    def _flush(self) -> None:
+        """Write the waiting row group."""
+        pieces = self._waiting
+        if len(pieces) > PIECES_MAX:
+            pieces = [pa.concat_batches(pieces)]
+        for piece in pieces:
+            self._note(piece)
+        group = pa.Table.from_batches(pieces, FILE_SCHEMA)
+        if self._writer is None:
+            options = _writer_options(pieces[0], self._level)
+            self._writer = pq.ParquetWriter(self._out, FILE_SCHEMA, **options)
+        self._writer.write_table(group, row_group_size=group.num_rows)
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def _note(self, rows: pa.RecordBatch) -> None:
         offsets = rows.column("offset")
@@ -194,47 +222,23 @@ class FileBuilder:
         if self._stamps is not None:
             low, high = min(low, self._stamps[0]), max(high, self._stamps[1])
         self._stamps = (low, high)
-        self.rows += rows.num_rows
+        self._rows += rows.num_rows
         self._sum = (self._sum + rowhash.row_sum(rows)) % SUM_MODULUS
         self._null_keys += rows.column("key").null_count
         self._null_values += rows.column("value").null_count
 
-    def _flush(self, *, last: bool) -> None:
-        """Write full row groups; the rest waits unless it is the `last`."""
-        merged = _merge(self._waiting)
-        ends = cut(merged, ROWS_PER_GROUP, GROUP_BYTES)
-        at = 0
-        for index, end in enumerate(ends):
-            if index == len(ends) - 1 and not last and len(ends) > 1:
-                break  # the remainder
-            group = merged.slice(at, end - at)
-            self._open(group).write_batch(group, row_group_size=end - at)
-            at = end
-        rest = merged.slice(at)
-        self._waiting = [rest] if rest.num_rows else []
-        self._waiting_rows, self._waiting_bytes = rest.num_rows, 0
-        if rest.num_rows:
-            self._waiting_bytes = rest.nbytes
-
-    def _open(self, sample: pa.RecordBatch) -> pq.ParquetWriter:
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(
-                self._sink, FILE_SCHEMA, **_writer_options(sample, self._level)
-            )
-        return self._writer
-
     def finish(self) -> BuiltFile | None:
-        """The file; None if no row came."""
-        if not self.rows:
+        """The file, valid until the sink is used again; None if no row came."""
+        if self._waiting:
+            self._flush()
+        if self._writer is None:
             return None
-        if self._waiting_rows:
-            self._flush(last=True)
-        assert self._writer is not None
         assert self._stamps is not None
         self._writer.close()
+        self._out.close()
         return BuiltFile(
-            data=memoryview(self._sink.getvalue()),
-            rows=self.rows,
+            data=self._sink.data(),
+            rows=self._rows,
             row_sum=self._sum,
             min_offset=self._offsets[0],
             max_offset=self._offsets[1],
@@ -243,12 +247,6 @@ class FileBuilder:
             null_keys=self._null_keys,
             null_values=self._null_values,
         )
-
-
-def _merge(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return pa.concat_batches(batches)
 
 
 def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
@@ -323,11 +321,11 @@ def build_file(
 # -- back ------------------------------------------------------------------------------------------
 
 
-def canonical(table: pa.Table) -> pa.RecordBatch:
+def canonical(table: pa.Table, schema: pa.Schema = FILE_SCHEMA) -> pa.RecordBatch:
     """Rows read from any file of the table (outside maintenance may have written it) in our
-    columns."""
+    columns, or some of them."""
     arrays = []
-    for field in FILE_SCHEMA:
+    for field in schema:
         index = table.schema.get_field_index(field.name)
         if index < 0:
             arrays.append(pa.nulls(table.num_rows, field.type))
@@ -337,7 +335,7 @@ def canonical(table: pa.Table) -> pa.RecordBatch:
             column = column.cast(field.type)
         chunks = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
         arrays.append(chunks)
-    return pa.RecordBatch.from_arrays(arrays, schema=FILE_SCHEMA)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def in_offset_order(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.RecordBatch:

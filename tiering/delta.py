@@ -309,12 +309,14 @@ class DeltaLogTable:
 
     async def vacuum(self, retention_ms: int) -> int:
         async with self._turn:
-            handle, self._handle = self._handle, None
-            return await self._tables.run(
+            handle, self._handle = self._handle, None  # E1
+            handle, removed = await self._tables.run(
                 f"vacuuming {self._uri}", lambda: self._vacuum(handle, retention_ms)
             )
+            self._handle = handle
+            return removed
 
-    def _vacuum(self, handle: DeltaTable | None, retention_ms: int) -> int:
+    def _vacuum(self, handle: DeltaTable | None, retention_ms: int) -> tuple[DeltaTable, int]:
         try:
             if handle is None:
                 handle = DeltaTable(self._uri, storage_options=self._tables.options)
@@ -327,7 +329,7 @@ class DeltaLogTable:
             )
         except Exception as cause:
             raise translated(self._uri, "vacuuming", cause) from cause
-        return len(removed)
+        return handle, len(removed)
 
 
 def _write(

@@ -49,10 +49,12 @@ PARTITION_COLUMN = "partition"
 READER_VERSION = 1
 WRITER_VERSION = 2
 
-#: Properties of a table made by pk.  Spark cannot set the first one, but honours it.
+#: Properties of a table made by pk.  Spark cannot set the first one, but honours it.  deltalake
+#: reads the commits since the last checkpoint all at once, each in a thread of its own: twenty
+#: bound the threads (and what opening a table costs); a table has one commit a second at most.
 TABLE_PROPERTIES = {
     "delta.isolationLevel": "WriteSerializable",
-    "delta.checkpointInterval": "100",
+    "delta.checkpointInterval": "20",
     "delta.logRetentionDuration": "interval 30 days",
     "delta.deletedFileRetentionDuration": "interval 7 days",
 }

@@ -133,15 +133,7 @@ class Wake:
 
 
 OwnerEvent = (
-    Submit
-    | ClaimPartition
-    | PartitionsSeen
-    | Loaded
-    | Committed
-    | Vacuumed
-    | Failed
-    | Close
-    | Wake
+    Submit | ClaimPartition | PartitionsSeen | Loaded | Committed | Vacuumed | Failed | Close | Wake
 )
 
 
@@ -301,7 +293,8 @@ class Owner:
         if work and (now_ms >= state.not_before_ms or urgent):
             self._ask(Load(self._partitions()), effects)
             return
-        if self._vacuum_due() and now_ms >= state.next_vacuum_ms and not work:
+        # also while work waits out the pause between commits: under load there always is some
+        if self._vacuum_due() and now_ms >= state.next_vacuum_ms:
             state.next_vacuum_ms = now_ms + self._settings.vacuum_interval_ms
             state.removed_since_vacuum = False
             self._ask(Vacuum(self._settings.vacuum_retention_ms), effects)
@@ -312,7 +305,7 @@ class Owner:
         due = []
         if work:
             due.append(state.not_before_ms)
-        elif self._vacuum_due():
+        if self._vacuum_due():
             due.append(state.next_vacuum_ms)
         if state.log_starts:
             due.append(max(state.next_refresh_ms, state.not_before_ms))
@@ -320,7 +313,9 @@ class Owner:
         effects.append(SetTimer(TIMER, min(due) if due else None))
 
     def _vacuum_due(self) -> bool:
-        return self._settings.vacuum_interval_ms > 0 and self._state.removed_since_vacuum
+        state = self._state
+        asked_for = self._settings.vacuum_interval_ms > 0 and state.snapshot is not None
+        return asked_for and state.removed_since_vacuum and not state.attempts
 
     def _partitions(self) -> list[int]:
         known = dict.fromkeys(self._state.log_starts)

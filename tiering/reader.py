@@ -14,6 +14,7 @@ Invariants
       beside it.
   G4  a file that is gone raises `FileGone`: the caller reloads the table and plans anew.
   G5  two readers of the same row group share one download.
+  G6  nothing is remembered of a file that the table does not name any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -122,6 +123,12 @@ class _Cache:
     def __contains__(self, key: Any) -> bool:
         return key in self._items
 
+    def drop(self, doomed: Callable[[Any], bool]) -> None:
+        """Let go of every item whose key is `doomed`."""
+        for key in [key for key in self._items if doomed(key)]:
+            _, gone = self._items.pop(key)
+            self.bytes -= gone
+
 
 class TierReader:
     """Cold reads of every topic of this node."""
@@ -140,6 +147,11 @@ class TierReader:
     @property
     def cached_bytes(self) -> int:
         return self._rows.bytes
+
+    def keep_files(self, home: str, files: Container[str]) -> None:
+        """Forget what the newest version of the table at `home` does not name any more."""
+        for cache in (self._footers, self._rows):
+            cache.drop(lambda key: key[0] == home and key[1] not in files)
 
     async def fetch(self, place: Place, offset: Offset, end: Offset, max_bytes: int) -> Fetched:
         """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one.
@@ -266,6 +278,24 @@ class TierReader:
         self._rows.put(key, rows, rows.nbytes)
         return rows
 
+    async def _times(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+        """When each row of a row group was; from its rows if they are at hand, else not kept: the
+        next question is about another row group."""
+        key = (place.home, spot.file.path, spot.group.number)
+        cached = self._rows.get(key)
+        if cached is not None:
+            self.hits += 1
+            return cached
+        return await self._once(("times", key), lambda: self._load_times(place, spot))
+
+    async def _load_times(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+        group, path = spot.group, f"{place.home}/{spot.file.path}"
+        self.misses += 1
+        parts = [await self._get(path, part.start, part.size) for part in group.times]
+        return await self._compute(
+            lambda: parquet_parts.read_times(spot.footer, group, parts, spot.file.size)
+        )
+
     async def _get(self, path: str, start: int, size: int) -> bytes:
         try:
             return await self._store.get_range(path, start, size)
@@ -339,7 +369,7 @@ class TierReader:
                     continue
                 if best is not None and group.min_offset > best.offset:
                     continue
-                rows = await self._group(place, _Spot(file, footer, group))
+                rows = await self._times(place, _Spot(file, footer, group))
                 best = _earlier(best, _first_at(rows, timestamp_ms, from_offset))
         return best
 

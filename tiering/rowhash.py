@@ -74,21 +74,29 @@ def _mix(values: U64) -> U64:
 
 
 def _polynomials(data: npt.NDArray[np.uint8], starts: I64, length: int) -> U64:
-    """The sums of the rows of one `length` that begin at `starts`."""
-    words = (length + 7) // 8
+    """The sums of the rows of one `length` that begin at `starts`, in ascending order.
+
+    Rows without anything between them are a matrix already and are not gathered first.
+    """
+    count, words = len(starts), (length + 7) // 8
     powers = _POWERS[:words] if words <= len(_POWERS) else _powers(_R, words)
-    windows: npt.NDArray[np.uint8] = np.ndarray(
-        (len(data) - length + 1, length), np.uint8, data, strides=(1, 1)
+    first = int(starts[0])
+    adjoin = int(starts[-1]) - first == (count - 1) * length
+    matrix: npt.NDArray[np.uint8] = np.ndarray(
+        (count, length) if adjoin else (len(data) - length + 1, length),
+        np.uint8,
+        data,
+        first if adjoin else 0,
+        (length, 1) if adjoin else (1, 1),
     )
-    out = np.empty(len(starts), np.uint64)
-    step = max(1, _BLOCK_BYTES // (8 * words))
-    for low in range(0, len(starts), step):
-        rows = windows[starts[low : low + step]]
-        padded = np.zeros((len(rows), 8 * words), np.uint8)
-        padded[:, :length] = rows
-        terms = padded.view("<u8")
-        terms *= powers
-        np.sum(terms, axis=1, dtype=np.uint64, out=out[low : low + step])
+    out = np.empty(count, np.uint64)
+    step = min(count, max(1, _BLOCK_BYTES // (8 * words)))
+    block = np.zeros((step, 8 * words), np.uint8)
+    for low in range(0, count, step):
+        high = min(low + step, count)
+        padded = block[: high - low]
+        padded[:, :length] = matrix[low:high] if adjoin else matrix[starts[low:high]]
+        np.matmul(padded.view("<u8"), powers, out=out[low:high])
     return out
 
 
@@ -104,23 +112,32 @@ def hash_bytes(column: pa.Array) -> U64:
     kind: Any = np.int64 if wide else np.int32
     offsets = np.frombuffer(offsets_buffer, kind, rows + 1, column.offset * np.dtype(kind).itemsize)
     first, last = int(offsets[0]), int(offsets[-1])
-    lengths: I64 = np.diff(offsets).astype(np.int64)
     starts: I64 = offsets[:-1].astype(np.int64) - first
+    lengths: I64 = (offsets[1:] - offsets[:-1]).astype(np.int64)
     hashed = lengths.astype(np.uint64) * _LENGTH
     if last > first:
         data = np.frombuffer(data_buffer, np.uint8, last - first, first)
-        order = np.argsort(lengths, kind="stable")
-        ends = np.flatnonzero(np.diff(lengths[order], append=-1))
-        at = 0
-        for end in (ends + 1).tolist():
-            same, at = order[at:end], end
-            length = int(lengths[same[0]])
-            if length:
-                hashed[same] += _polynomials(data, starts[same], length)
+        length = int(lengths[0])
+        if length * rows == last - first and bool((lengths == length).all()):
+            hashed += _polynomials(data, starts, length)
+        else:
+            _add_by_length(hashed, data, starts, lengths)
     hashed = _mix(hashed)
     if column.null_count:
         hashed[column.is_null().to_numpy(zero_copy_only=False)] = _NULL
     return hashed
+
+
+def _add_by_length(hashed: U64, data: npt.NDArray[np.uint8], starts: I64, lengths: I64) -> None:
+    """Add each row's polynomial to `hashed`, the rows of one length at a time."""
+    order = np.argsort(lengths, kind="stable")
+    ends = np.flatnonzero(np.diff(lengths[order], append=-1))
+    at = 0
+    for end in (ends + 1).tolist():
+        same, at = order[at:end], end
+        length = int(lengths[same[0]])
+        if length:
+            hashed[same] += _polynomials(data, starts[same], length)
 
 
 def _hash_headers(column: pa.Array) -> U64:

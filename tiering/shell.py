@@ -1,9 +1,8 @@
-"""The real tier's hands: store, tables, threads, and how much of the CPU they may take."""
+"""The real tier's hands: store, tables, and the threads of both."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +15,6 @@ from pk.tiering.fsspec_store import open_store
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.worker import Lanes
 
-NICENESS = 10
 UPLOAD_THREADS = 2
 
 
@@ -26,9 +24,7 @@ class RealTier:
     Raises `StoreRefused` for an URL that pk has not been tried on.
     """
 
-    def __init__(self, server: Mapping[str, Any], clock: Clock, *, nice: bool = True) -> None:
-        if nice:
-            os.nice(NICENESS)  # bulk work never delays the broker (rule P1)
+    def __init__(self, server: Mapping[str, Any], clock: Clock) -> None:
         chosen = StoreSettings.of(server)
         self.store = open_store(chosen, clock)
         self.tables = DeltaTables(chosen, self.store, clock)

@@ -17,6 +17,7 @@ from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
 from pk.log.storage import Storage
 from pk.tiering import convert
 from pk.tiering.convert import BuiltFile
+from pk.tiering.sink import Sink
 from pk.types import NONE, AbortedTransaction, Epoch, Offset
 
 #: Log bytes read at a time: memory is this, one decoded batch and the file being made.
@@ -48,14 +49,15 @@ def copy(
     limit: Offset,
     max_bytes: int,
     aborted: Sequence[AbortedTransaction],
+    sink: Sink | None = None,
 ) -> Copied:
-    """Whole batches from `start` on, until about `max_bytes` of log or `limit`.
+    """Whole batches from `start` on, until about `max_bytes` of log or `limit`, built in `sink`.
 
     Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or `InvalidRecord` (rule
     L9).
     """
     reader = open_readonly(source.storage, source.path)
-    builder = convert.FileBuilder()
+    builder = convert.FileBuilder(sink=sink)
     at, taken, epoch = start, 0, NONE
     while at < limit and taken < max_bytes:
         size = min(READ_BYTES, max_bytes - taken)

@@ -33,6 +33,7 @@ from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound
+from pk.tiering.sink import Sink
 from pk.tiering.table import Commit, DataFile, Table, TableFactory
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -120,6 +121,7 @@ class TierWorker:
         self._on_report = on_report
         self._on_bug = on_bug
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
+        self._sinks: list[Sink] = []  #: idle ones, at most UPLOADS_MAX
         self._heading = asyncio.Semaphore(HEADS_MAX)
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
@@ -190,7 +192,7 @@ class TierWorker:
         if topic is None or topic.led.pop(key.partition, None) is None:
             return
         self.outbox.pop(key, None)
-        self._set_timer((topic.topic_id, key.partition), None, _nothing)
+        self._set_timer((topic.topic_id, key.partition), None, lambda: None)
         self._step_owner(topic, owning.PartitionsSeen({}, gone=[key.partition]))
 
     def topic(self, topic_id: str, name: str) -> TopicTier:
@@ -219,8 +221,8 @@ class TierWorker:
         self._perform_owner(topic, topic.owner.step(owning.Close(), self._now_ms()))
         for partition in topic.led:
             self.outbox.pop(PartitionKey(topic_id, partition), None)
-            self._set_timer((topic_id, partition), None, _nothing)
-        self._set_timer((topic_id, NONE), None, _nothing)
+            self._set_timer((topic_id, partition), None, lambda: None)
+        self._set_timer((topic_id, NONE), None, lambda: None)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -368,7 +370,8 @@ class TierWorker:
                 case SetTimer(at_ms=at_ms):
                     wake = functools.partial(self._step_owner, topic, owning.Wake())
                     self._set_timer((topic.topic_id, NONE), at_ms, wake)
-                case Publish(name=owning.SNAPSHOT):
+                case Publish(name=owning.SNAPSHOT, value=snapshot):
+                    self.reader.keep_files(topic.home, snapshot.files)
                     for led in list(topic.led.values()):
                         self._show_table(topic, led)
                 case Publish(value=problem):
@@ -487,29 +490,30 @@ class TierWorker:
             AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
             for each in told.aborted
         ]
+        sink = self._sinks.pop() if self._sinks else Sink()
 
         def make() -> uploads.Copied:
             if asked.replaces is not None:
                 aborted.extend(uploads.aborted_from(source, asked.start))
-            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted)
+            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted, sink)
 
         try:
             copied = await self._lanes.upload(make)
+            add = None
+            if copied.file is not None:
+                end, attempt = copied.end, self.world.new_id().replace("-", "")[:16]
+                name = layout.DataName(
+                    told.partition, asked.start, end, asked.leader_epoch, attempt
+                )
+                path = layout.data_path(name)
+                await self.store.put(f"{topic.home}/{path}", copied.file.data)
+                self._count_upload(copied, repaired=asked.replaces is not None)
+                add = self._add_file(path, name, copied)
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise
-        if copied.file is None:
-            return copying.Uploaded(asked, copied.end, copied.epoch, None)
-        attempt = self.world.new_id().replace("-", "")[:16]
-        name = layout.DataName(told.partition, asked.start, copied.end, asked.leader_epoch, attempt)
-        path = layout.data_path(name)
-        try:
-            await self.store.put(f"{topic.home}/{path}", copied.file.data)
-        except errors.PkError:
-            self.counts.failed_uploads += 1
-            raise
-        self._count_upload(copied, repaired=asked.replaces is not None)
-        return copying.Uploaded(asked, copied.end, copied.epoch, self._add_file(path, name, copied))
+        self._sinks.append(sink)  # not after a failure: a write under way may still read it (S1)
+        return copying.Uploaded(asked, copied.end, copied.epoch, add)
 
     def _count_upload(self, copied: uploads.Copied, *, repaired: bool) -> None:
         assert copied.file is not None
@@ -575,10 +579,6 @@ class TierWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.reader.close()
-
-
-def _nothing() -> None:
-    return None
 
 
 def _answer(request: Any, reply: Any) -> None:

@@ -4,7 +4,8 @@ loop.
 A line is `time level role event key=value …`, on stderr, one write call, so that the lines of
 several processes do not mix.  Metrics are prometheus_client's, in a registry of the process's
 own; the endpoint is a minimal HTTP/1.1 server on the process's event loop (`/metrics`,
-`/healthz`, `/readyz`)."""
+`/healthz`, `/readyz`).  A node has one endpoint for its users: the broker's shows, under the label
+`role`, what the others serve on sockets of their own, asked when it is asked."""
 
 from __future__ import annotations
 
@@ -13,10 +14,17 @@ import datetime
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from pk import errors
@@ -27,6 +35,9 @@ LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_0
 LAG_TICK_MS = 50
 REQUEST_BYTES_MAX = 8192
 REQUEST_TIMEOUT_S = 5.0
+#: Another process of the node answers within this, or its metrics are left out.
+OTHER_TIMEOUT_S = 1.0
+UNIX = "unix:"
 
 
 def _text(value: object) -> str:
@@ -124,15 +135,31 @@ class Health:
         self.not_ready: str | None = "starting"
 
 
-async def serve_http(address: str, metrics: Metrics, health: Health) -> asyncio.Server:
-    """Serve /metrics, /healthz and /readyz on HOST:PORT.  Raises `AddressInUse`."""
+async def serve_http(
+    address: str, metrics: Metrics, health: Health, others: Mapping[str, str] | None = None
+) -> asyncio.Server:
+    """Serve /metrics, /healthz and /readyz on HOST:PORT or unix:PATH; `others` are the addresses of
+    the node's other processes by role.  Raises `AddressInUse`."""
+    ProcessCollector(registry=metrics.registry)
+    up = metrics.gauge("up", "whether the process answered just now", ("role",)) if others else None
+
+    async def everything() -> bytes:
+        found = {}
+        for role, other in (others or {}).items():
+            text = await _ask(other)
+            if up is not None:
+                up.labels(role).set(text is not None)
+            if text is not None:
+                found[role] = text
+        return merged(metrics.text(), found)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 raw = await reader.readuntil(b"\r\n\r\n")
                 path = raw.split(b" ", 2)[1].split(b"?")[0] if raw.count(b" ") >= 2 else b""
-                writer.write(_answer(path, metrics, health))
+                text = await everything() if path == b"/metrics" else b""
+                writer.write(_answer(path, text, health))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass
@@ -141,6 +168,9 @@ async def serve_http(address: str, metrics: Metrics, health: Health) -> asyncio.
 
     host, _, port = address.rpartition(":")
     try:
+        if address.startswith(UNIX):
+            path = address.removeprefix(UNIX)
+            return await asyncio.start_unix_server(serve, path, limit=REQUEST_BYTES_MAX)
         return await asyncio.start_server(
             serve, host.strip("[]"), int(port), limit=REQUEST_BYTES_MAX
         )
@@ -148,13 +178,55 @@ async def serve_http(address: str, metrics: Metrics, health: Health) -> asyncio.
         raise errors.AddressInUse(f"metrics cannot listen on {address}: {cause}") from cause
 
 
-def _answer(path: bytes, metrics: Metrics, health: Health) -> bytes:
+def _answer(path: bytes, text: bytes, health: Health) -> bytes:
     status, kind, body = "200 OK", "text/plain; charset=utf-8", b"ok\n"
     if path == b"/metrics":
-        kind, body = CONTENT_TYPE_LATEST, metrics.text()
+        kind, body = CONTENT_TYPE_LATEST, text
     elif path == b"/readyz" and health.not_ready is not None:
         status, body = "503 Service Unavailable", f"{health.not_ready}\n".encode()
     elif path not in (b"/healthz", b"/readyz"):
         status, body = "404 Not Found", b"try /metrics, /healthz or /readyz\n"
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + body
+
+
+async def _ask(address: str) -> bytes | None:
+    """The metrics of another process of this node; None if it does not answer."""
+    try:
+        async with asyncio.timeout(OTHER_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(address.removeprefix(UNIX))
+            try:
+                writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                return body if head.startswith(b"HTTP/1.1 200 ") else None
+            finally:
+                writer.close()
+    except (TimeoutError, OSError):
+        return None
+
+
+def merged(own: bytes, others: Mapping[str, bytes]) -> bytes:
+    """One text of several: each family once, the samples of the others with their role."""
+    families: dict[str, list[str]] = {}
+    for role, text in [("", own), *others.items()]:
+        lines: list[str] = []
+        told = False
+        for line in text.decode().splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                told = name in families
+                lines = families.setdefault(name, [])
+            if not line.startswith("#"):
+                lines.append(_labelled(line, role) if role else line)
+            elif not told:
+                lines.append(line)
+    return "".join(f"{line}\n" for lines in families.values() for line in lines).encode()
+
+
+def _labelled(sample: str, role: str) -> str:
+    """`name 1` and `name{a="b"} 1` with the label role in front."""
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f'{name}{{role="{role}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{role="{role}"}} {value}'

@@ -4,8 +4,9 @@
 
 Half the peak of columnar produce (measured first, in the same run), 4 partitions, 128 MiB segments,
 `retention_bytes` 1 GiB and `local_retention_bytes` 256 MiB a partition; files that leave the table
-are vacuumed at once.  Figures count from the moment when retention is steady: log_start has moved
-on every partition, and a settling time has passed.  Goals: figures.py.  Exit 1 = a goal is broken.
+are vacuumed by pk, every few seconds.  Figures count from the moment when retention is steady:
+log_start has moved on every partition, and a settling time has passed.  Goals: figures.py.
+Exit 1 = a goal is broken.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.request
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from figures import MIB, Sample, Verdict, disk_verdict, process_verdicts, quantile, table
+from figures import (
+    MIB,
+    Sample,
+    Verdict,
+    disk_verdict,
+    lag_verdict,
+    median,
+    process_verdicts,
+    rate_verdict,
+    table,
+)
 
-from pk import AdminClient, errors
+from pk import AdminClient
 from pk.cli.embedded import EmbeddedServer
 from pk.clock import block_s, monotonic_s
 
@@ -49,11 +60,14 @@ TOPIC_SETTINGS = {
     "local_drop_delay_ms": DELAY_S * 1000,
     "file_delete_delay_ms": DELAY_S * 1000,
 }
-SERVER_SETTINGS = {"log_retention_check_interval_ms": 1_000}
+SERVER_SETTINGS = {
+    "log_retention_check_interval_ms": 1_000,
+    "tier_vacuum_interval_ms": 3_000,
+    "tier_vacuum_retention_ms": 0,
+}
 PEAK_S = 10.0
 SETTLE_S = 30.0
 SAMPLE_S = 2.0
-VACUUM_S = 3.0
 LOAD = Path(__file__).parent / "load.py"
 
 
@@ -83,15 +97,28 @@ def disk_bytes(root: Path) -> int:
     return total
 
 
-def loop_lag(address: str) -> dict[str, dict[float, float]]:
-    """Histogram buckets of `pk_loop_lag_ms` by role."""
+@dataclass(slots=True, frozen=True)
+class Told:
+    """What the endpoint says at one moment."""
+
+    lag: Mapping[str, Mapping[float, float]]  #: buckets of `pk_loop_lag_ms` by role
+    tier_lag: int  #: stable records that the tier does not cover yet
+    vacuumed: int
+
+
+def told(address: str) -> Told:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
         text = reply.read().decode()
-    found: dict[str, dict[float, float]] = defaultdict(dict)
+    lag: dict[str, dict[float, float]] = defaultdict(dict)
     for labels, value in re.findall(r"^pk_loop_lag_ms_bucket\{(.*)\} (\S+)$", text, re.MULTILINE):
         pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        found[pairs.get("role", "broker")][float(pairs["le"])] = float(value)
-    return dict(found)
+        lag[pairs.get("role", "broker")][float(pairs["le"])] = float(value)
+
+    def value(name: str) -> int:
+        found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+    return Told(dict(lag), value("pk_tier_lag"), value("pk_tier_vacuumed_files"))
 
 
 def load(address: str, topic: str, seconds: float, rate: float | None) -> subprocess.Popen[str]:
@@ -110,32 +137,8 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
     return result
 
 
-class Vacuum(threading.Thread):
-    """Removes what left the table, at once: sweeping is not pk's (rule T5)."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(daemon=True)
-        self.uri = uri
-        self.stop = threading.Event()
-        self.removed = 0
-        self.failures: list[str] = []
-
-    def run(self) -> None:
-        from deltalake import DeltaTable
-
-        while not self.stop.wait(VACUUM_S):
-            try:
-                self.removed += len(
-                    DeltaTable(self.uri).vacuum(
-                        retention_hours=0, dry_run=False, enforce_retention_duration=False
-                    )
-                )
-            except Exception as failure:  # a commit may win the race; the next turn sweeps
-                self.failures.append(repr(failure))
-
-
 class Watch:
-    """Samples every process and the disk while the load runs."""
+    """Samples every process, the disk and the tier's lag while the load runs."""
 
     def __init__(self, server: EmbeddedServer, root: Path, metrics: str) -> None:
         self.server = server
@@ -144,8 +147,10 @@ class Watch:
         self.pids = server.pids()
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.disk: list[tuple[float, int, int]] = []
+        self.tier_lag: list[tuple[float, int]] = []
         self.steady_at: float | None = None
-        self.lag_before: dict[str, dict[float, float]] = {}
+        self.before: Told | None = None
+        self.after: Told | None = None
 
     def look(self, admin: AdminClient) -> None:
         now = monotonic_s()
@@ -154,16 +159,18 @@ class Watch:
         for role, pid in self.pids.items():
             self.samples[role].append(sample(pid, now))
         self.disk.append((now, disk_bytes(self.root / "node"), disk_bytes(self.root / "tier")))
+        self.after = told(self.metrics)
+        self.tier_lag.append((now, self.after.tier_lag))
         if self.steady_at is None:
             states = admin.describe_topics([TOPIC])
             if all(state.log_start > 0 and state.local_log_start > 0 for state in states):
                 self.steady_at = now + SETTLE_S
-                print(f"retention moves on every partition; figures count in {SETTLE_S:g} s")
-        elif not self.lag_before and now >= self.steady_at:
-            self.lag_before = loop_lag(self.metrics)
+                print(f"retention moves; figures count in {SETTLE_S:g} s", flush=True)
+        elif self.before is None and now >= self.steady_at:
+            self.before = self.after
 
     def verdicts(self) -> list[Verdict]:
-        if self.steady_at is None or not self.lag_before:
+        if self.steady_at is None or self.before is None or self.after is None:
             return [Verdict("retention", "never became steady", "log_start moves", False)]
         found: list[Verdict] = []
         for role, samples in self.samples.items():
@@ -171,13 +178,15 @@ class Watch:
         steady = [each for each in self.disk if each[0] >= self.steady_at]
         found.append(disk_verdict("local logs", [local for _, local, _ in steady], local_bound()))
         found.append(disk_verdict("tier", [tier for _, _, tier in steady], tier_bound()))
-        for role, after in loop_lag(self.metrics).items():
-            before = self.lag_before.get(role, {})
-            window = {bound: count - before.get(bound, 0) for bound, count in after.items()}
-            p50, p99 = (quantile(window, q) for q in (0.5, 0.99))
-            found.append(
-                Verdict(f"{role}: loop lag", f"p50 {p50:.2f} ms, p99 {p99:.1f} ms", "", None)
-            )
+        for role in self.pids:
+            if role != "supervisor":  # it has no loop that anyone waits for
+                before, after = self.before.lag.get(role, {}), self.after.lag.get(role, {})
+                found.append(lag_verdict(role, before, after))
+        lags = [lag for at, lag in self.tier_lag if at >= self.steady_at]
+        figure = f"median {median(lags):,.0f} records, at most {max(lags):,}"
+        found.append(Verdict("tier: behind the log", figure, "", None))
+        vacuumed = self.after.vacuumed - self.before.vacuumed
+        found.append(Verdict("vacuum", f"{vacuumed} files removed", "some", vacuumed > 0))
         return found
 
 
@@ -208,34 +217,24 @@ def run(minutes: float, root: Path, rate: float | None) -> dict[str, Any]:
         admin.create_topic(TOPIC, partitions=PARTITIONS, configs=TOPIC_SETTINGS)
         process = load(server.address, TOPIC, minutes * 60, rate)
         watch = Watch(server, root, metrics)
-        vacuum: Vacuum | None = None
         try:
             while process.poll() is None:
                 watch.look(admin)
-                if vacuum is None and (uri := table_uri(admin)):
-                    vacuum = Vacuum(uri)
-                    vacuum.start()
                 block_s(SAMPLE_S)
             result = finish(process, 120)
             verdicts = watch.verdicts()
         finally:
             process.kill()
-            if vacuum is not None:
-                vacuum.stop.set()
-                vacuum.join()
     sent = result["records_per_s"]
-    verdicts.append(Verdict("load", f"{sent:,.0f} records/s", f"{rate:,.0f} asked for", None))
-    removed = vacuum.removed if vacuum else 0
-    verdicts.append(Verdict("vacuum", f"{removed} files removed", "", None))
-    return {"minutes": minutes, **result, "verdicts": [asdict(v) for v in verdicts]}
-
-
-def table_uri(admin: AdminClient) -> str:
-    try:
-        tier = admin.describe_tier(TOPIC)
-    except errors.RetriableError:
-        return ""
-    return str(tier.uri) if sum(each.files for each in tier.partitions) else ""
+    verdicts.append(rate_verdict(sent, rate))
+    return {
+        "minutes": minutes,
+        **result,
+        "verdicts": [asdict(v) for v in verdicts],
+        "samples": {role: [astuple(s) for s in each] for role, each in watch.samples.items()},
+        "disk": watch.disk,
+        "tier_lag": watch.tier_lag,
+    }
 
 
 def main() -> int:

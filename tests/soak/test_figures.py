@@ -31,22 +31,40 @@ def broken(process: list[Sample]) -> list[str]:
 def test_a_steady_process_is_kept() -> None:
     assert broken(samples()) == []
     assert broken(samples(0.9)) == []
-    assert broken(samples(odd=4)) == []
+    assert broken(samples(odd=30)) == []  # once, in the middle of something
 
 
 def test_each_breach_is_told() -> None:
     assert broken(samples(1.2)) == ["broker: RssAnon slope"]
-    assert broken(samples(odd=5)) == ["broker: descriptors"]
+    leaking = [
+        Sample(s.at_s, s.rss_anon_bytes, 40 + int(s.at_s // 40), s.threads) for s in samples()
+    ]
+    assert broken(leaking) == ["broker: descriptors"]
+    assert broken(samples()[: figures.SAMPLES_MIN - 1]) == ["broker"]
+    assert figures.rate_verdict(94, 100).kept is False
+    assert figures.rate_verdict(96, 100).kept is True
+    assert figures.lag_verdict("tier", {}, {}).kept is False
     assert figures.disk_verdict("log", [1, 5], bound=4).kept is False
     assert figures.disk_verdict("log", [1, 4], bound=4).kept is True
 
 
 @pytest.mark.parametrize(
     ("points", "slope"),
-    [([], 0), ([(1, 5)], 0), ([(0, 1), (2, 5)], 2), ([(0, 0), (1, 4), (2, 2)], 1)],
+    [
+        ([], 0),
+        ([(1, 5)], 0),
+        ([(0, 1), (2, 5)], 2),
+        ([(0, 0), (1, 4), (2, 2)], 1),
+        ([(at, 2 * at) for at in range(9)] + [(4.5, 900)], 2),  # one odd sample moves nothing
+    ],
 )
 def test_slope(points: list[tuple[float, float]], slope: float) -> None:
     assert figures.slope_per_s(points) == pytest.approx(slope)
+
+
+def test_loop_lag_is_what_came_between_two_readings() -> None:
+    before, after = {1.0: 100.0, 10.0: 100.0}, {1.0: 150.0, 10.0: 200.0}
+    assert figures.lag_verdict("tier", before, after).figure == "p50 1.00 ms, p99 9.8 ms"
 
 
 def test_quantiles_of_a_cumulative_histogram() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,42 @@ def test_the_endpoint() -> None:
         await server.wait_closed()
 
     asyncio.run(main())
+
+
+def test_texts_of_several_processes_become_one() -> None:
+    own = b"# HELP pk_a what\n# TYPE pk_a gauge\npk_a 1.0\n"
+    other = (
+        b"# HELP pk_a what\n# TYPE pk_a gauge\npk_a 2.0\n"
+        b'# HELP pk_b else\n# TYPE pk_b counter\npk_b_total{x="y"} 3.0\n'
+    )
+    assert tracing.merged(own, {"tier": other}).decode().splitlines() == [
+        "# HELP pk_a what",
+        "# TYPE pk_a gauge",
+        "pk_a 1.0",
+        'pk_a{role="tier"} 2.0',
+        "# HELP pk_b else",
+        "# TYPE pk_b counter",
+        'pk_b_total{role="tier",x="y"} 3.0',
+    ]
+
+
+def test_one_endpoint_shows_the_processes_behind_it(tmp_path: Path) -> None:
+    """One that is away is left out, and said to be away."""
+
+    async def story() -> None:
+        tier = tracing.Metrics()
+        tier.counter("files", "files").inc(7)
+        address = f"unix:{tmp_path}/tier"
+        behind = await tracing.serve_http(address, tier, tracing.Health())
+        others = {"tier": address, "controller": f"unix:{tmp_path}/nobody"}
+        front = await tracing.serve_http("127.0.0.1:0", tracing.Metrics(), tracing.Health(), others)
+        port = front.sockets[0].getsockname()[1]
+        body = await _get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert b'pk_files_total{role="tier"} 7.0' in body
+        assert b'process_open_fds{role="tier"}' in body
+        assert b'pk_up{role="tier"} 1.0' in body
+        assert b'pk_up{role="controller"} 0.0' in body
+        behind.close()
+        front.close()
+
+    asyncio.run(story())

@@ -16,6 +16,7 @@ from pk.log import batch as log_batch
 from pk.log import columns
 from pk.tiering import convert, rowhash
 from pk.tiering.layout import FILE_SCHEMA
+from pk.tiering.sink import Sink
 from pk.types import AbortedTransaction
 
 MAX = 1 << 26
@@ -156,6 +157,47 @@ def test_row_groups_are_bounded_by_rows_and_bytes() -> None:
     assert table_file is not None
     metadata = pq.read_metadata(pa.BufferReader(table_file.data))
     assert max(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)) <= 4
+
+
+def test_many_small_batches_make_one_row_group() -> None:
+    small = [memoryview(plain(3, i * 3)) for i in range(4 * convert.PIECES_MAX)]
+    built = convert.build_file(small, start=0, limit=2**62, aborted=(), decoded_bytes_max=MAX)
+    assert built is not None
+    table = pq.read_table(pa.BufferReader(built.data))
+    assert table.column("offset").to_pylist() == list(range(3 * len(small)))
+    assert built.row_sum == rowhash.row_sum(convert.canonical(table))
+    assert pq.read_metadata(pa.BufferReader(built.data)).num_row_groups == 1
+
+
+def test_a_sink_takes_one_file_after_another() -> None:
+    """A smaller file after a larger one holds nothing of it; both are what a fresh sink gets."""
+    value = np.random.default_rng(1).bytes(1 << 20)
+    buffers = [
+        [encode([(1, b"k", value, [])] * 5, 0)],
+        [plain(10, 0)],
+        [encode([(1, None, value[::-1], [])] * 7, 100)],
+    ]
+    used = Sink()
+    for each in buffers:
+        files = []
+        for sink in (used, Sink()):
+            builder = convert.FileBuilder(sink=sink)
+            for batch in map(memoryview, each):
+                header = log_batch.read_header(batch)
+                convert.add_batch(builder, header, batch, 0, 2**62, (), MAX)
+            built = builder.finish()
+            assert built is not None
+            files.append(bytes(built.data))
+        assert files[0] == files[1]
+
+
+def test_an_unusually_large_file_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pk.tiering.sink.KEPT_BYTES_MAX", 2 << 20)
+    sink = Sink()
+    sink.write(bytes(5 << 20))
+    assert len(sink.data()) == 5 << 20
+    sink.clear()
+    assert sink._memory.nbytes <= 2 << 20
 
 
 def test_log_append_time_is_kept_as_such() -> None:

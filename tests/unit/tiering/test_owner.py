@@ -309,6 +309,25 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
     assert seen == [5_000]
 
 
+def test_vacuum_comes_between_commits_that_never_end() -> None:
+    it = Driver(vacuum_interval_ms=2_000, vacuum_retention_ms=0, commit_interval_ms=1_000)
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [], end=0))
+    vacuums = 0
+    for turn in range(10):
+        it.step(Submit(turn, append(turn * 10, turn * 10 + 10)))  # work waits at any time
+        if isinstance(it.asked[-1], owning.Load):
+            it.loaded(snapshot(1 + turn, [], end=turn * 10))
+            it.committed()
+        assert it.timer is not None
+        it.now_ms = max(it.now_ms + 1, it.timer)
+        it.step(owning.Wake())
+        if isinstance(it.asked[-1], owning.Vacuum):
+            vacuums += 1
+            it.asked.pop()
+            it.step(owning.Vacuumed(0))
+    assert vacuums == 1  # nothing was removed since
+
+
 def test_who_waits_on_a_topic_that_goes_is_told() -> None:
     it = Driver().step(Submit("a", append(0, 10))).step(owning.Close())
     assert isinstance(it.answers["a"], errors.UnknownTopicId)

@@ -217,3 +217,53 @@ def test_the_first_offset_of_a_time(
         assert (found.offset if found else None) == (min(fits) if fits else None)
 
     run(test())
+
+
+def test_a_look_up_by_time_reads_three_columns() -> None:
+    """T11; retention asks this of every partition: neither the values nor the memory for them."""
+
+    async def test() -> None:
+        tier = Tier([list(range(1_000))], 1_000, group=1_000)
+        (file,) = tier.place.snapshot.files.values()
+        asked: list[int] = []
+        get_range = tier.store.get_range
+
+        async def counted(path: str, start: int, size: int) -> bytes:
+            asked.append(size)
+            return await get_range(path, start, size)
+
+        tier.store.get_range = counted  # type: ignore[method-assign]
+        found = await tier.reader.offset_for_time(tier.place, 700, 0)
+        assert found == (700, 700, 14)
+        footer, *parts = asked
+        assert footer <= file.size
+        assert 0 < sum(parts) < file.size * 2 // 3
+        assert tier.reader.cached_bytes == 0
+        await tier.reader.fetch(tier.place, 0, 1_000, 10**6)
+        asked.clear()
+        assert await tier.reader.offset_for_time(tier.place, 7, 0) == (7, 7, 0)
+        assert asked == []  # the rows are at hand
+
+    run(test())
+
+
+def test_files_that_left_the_table_are_forgotten() -> None:
+    """G6."""
+
+    async def test() -> None:
+        tier = Tier([list(range(10)), list(range(10, 20))], 20)
+        await tier.reader.fetch(tier.place, 0, 20, 10**6)
+        before = tier.reader.cached_bytes
+        first, second = tier.place.snapshot.files
+        tier.reader.keep_files("another/table", [])
+        assert tier.reader.cached_bytes == before
+        tier.reader.keep_files(HOME, [second])
+        assert 0 < tier.reader.cached_bytes < before
+        tier.reads.clear()
+        await tier.reader.fetch(tier.place, 10, 20, 10**6)
+        assert tier.reads == []
+        await tier.reader.fetch(tier.place, 0, 10, 10**6)
+        assert set(tier.reads) == {f"{HOME}/{first}"}
+        assert len(tier.reads) == 3  # the footer and two row groups
+
+    run(test())

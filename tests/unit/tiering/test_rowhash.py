@@ -99,7 +99,23 @@ def test_values_that_change_places_are_noticed() -> None:
     assert rowhash.row_sum(batch(moved)) != rowhash.row_sum(batch(moved[::-1]))
 
 
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(0, 5), st.booleans())
+def test_rows_of_one_length_are_a_matrix(length: int, count: int, cut: int, odd: bool) -> None:
+    """Adjoining rows are not gathered; a longer one in between, or a null, parts them."""
+    values: list[bytes | None] = [
+        bytes((i * 7 + j) % 256 for j in range(length)) for i in range(count)
+    ]
+    if odd:
+        values[count // 2 : count // 2] = [b"x" * (length + 3), None]
+    column = pa.array(values, pa.binary())
+    assert rowhash.hash_bytes(column).tolist() == [one(value) for value in values]
+    rest = rowhash.hash_bytes(column.slice(min(cut, len(values))))
+    assert rest.tolist() == [one(value) for value in values[cut:]]
+
+
 def test_rows_larger_than_a_block() -> None:
     big = np.random.default_rng(1).bytes(300_001)
     column = pa.array([big, b"", big[:-1], None], pa.binary())
     assert rowhash.hash_bytes(column).tolist() == [one(big), one(b""), one(big[:-1]), NULL]
+    same = pa.array([big[i : i + 90_001] for i in range(5)], pa.binary())
+    assert rowhash.hash_bytes(same).tolist() == [one(value) for value in same.to_pylist()]
