@@ -39,6 +39,8 @@ from pk.types import Record, TopicPartition
 
 _LOOP_SLACK_S = 5.0
 _CLOSE_S = 5.0
+#: Credit that is given back at once, as a share of fetch_buffer_bytes, while there is enough.
+_PORTIONS = 8
 
 
 class OffsetAndTimestamp(NamedTuple):
@@ -69,6 +71,7 @@ class Consumer:
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._changed = threading.Condition()
         self._lines: deque[Lines] = deque()  #: handed out record by record
+        self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
         self._closed = False
         self._ending = threading.Lock()
         self._thread = connection.acquire()
@@ -327,8 +330,20 @@ class Consumer:
         raise error
 
     def _consumed(self, fetched: Fetched) -> None:
-        if fetched.payload:
-            self._post(Consumed(fetched.node, len(fetched.payload)))
+        """Give credit back, a portion at a time: each time wakes the loop's thread."""
+        if not fetched.payload:
+            return
+        node = fetched.node
+        size = self._eaten.pop(node, 0) + len(fetched.payload)
+        portion: int = self._options["fetch_buffer_bytes"] // _PORTIONS
+        if size < portion and self._engine.fetcher.well_supplied(node):
+            self._eaten[node] = size
+        else:
+            self._post(Consumed(node, size))
+
+    def _owing(self) -> list[int]:
+        """Brokers that wait for credit which was kept back when they had enough."""
+        return [node for node in self._eaten if not self._engine.fetcher.well_supplied(node)]
 
     def _wait(self, deadline: float | None, timeout_s: float) -> float | None:
         """Wait for something to arrive; None = time is up."""
@@ -337,9 +352,16 @@ class Consumer:
         if now >= deadline:
             return None
         engine, backlog = self._engine, self._backlog
+        for node in self._owing():
+            self._post(Consumed(node, self._eaten.pop(node)))
         with self._changed:
             self._changed.wait_for(
-                lambda: engine.problems or self._closed or backlog.waits(engine.fetcher.paused),
+                lambda: (
+                    engine.problems
+                    or self._closed
+                    or backlog.waits(engine.fetcher.paused)
+                    or self._owing()
+                ),
                 deadline - now,
             )
         return deadline

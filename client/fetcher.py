@@ -135,6 +135,13 @@ class Fetcher:
         slot = self._slots.get(told.place)
         return slot is not None and told.about in (slot.position_id, slot.assigned_id)
 
+    def well_supplied(self, node: int) -> bool:
+        """Whether the broker has credit for half the buffer: no hurry to give any back.  Safe in
+        any thread, for whoever has taken all that arrived: what comes later is taken later.
+        """
+        session = self._sessions.get(node)
+        return session is not None and session.credit * 2 >= self.options.buffer_bytes
+
     def frontier(self, place: TopicPartition) -> int | None:
         slot = self._slots.get(place)
         return None if slot is None else slot.next

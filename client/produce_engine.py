@@ -397,7 +397,7 @@ class _Link:
                 continue  # given up meanwhile (E2)
             frame = self._queue[0]
             try:
-                raw = await self._encode(frame)
+                pieces = await self._encode(frame)
             except Exception as cause:
                 self._queue.popleft()
                 self._refuse(frame, cause)
@@ -406,7 +406,7 @@ class _Link:
                 continue
             self._queue.popleft()
             try:
-                await stream.send(raw)
+                await stream.send(*pieces)
             except Disconnected as cause:
                 if stream is self._stream:
                     self._broke(errors.BrokerUnavailable(f"broker {self._node}: {cause}"))
@@ -438,11 +438,11 @@ class _Link:
         self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         return stream
 
-    async def _encode(self, frame: Frame) -> bytes:
+    async def _encode(self, frame: Frame) -> list[Buffer]:
         options = self._engine.options
         codec, level = options["compression"], options["compression_level"]
 
-        def build() -> bytes:
+        def build() -> list[Buffer]:
             payload: list[Buffer] = []
             request = wire.ProduceRequest(
                 acks=self._engine.acks,
@@ -457,12 +457,12 @@ class _Link:
                     batch_bytes=sum(map(len, parts)),
                 )
                 payload += parts
-            return frames.encode(head_of(request, correlation_id=frame.correlation_id), payload)
+            return frames.pieces(head_of(request, correlation_id=frame.correlation_id), payload)
 
         if codec == "none" or self._engine.compute is None:
             return build()
-        raw: bytes = await self._engine.compute(build)
-        return raw
+        pieces: list[Buffer] = await self._engine.compute(build)
+        return pieces
 
     async def _read(self, stream: Stream) -> None:
         why: errors.PkError

@@ -89,13 +89,13 @@ def _objects(column: pa.Array, function: Deserializer | None, topic: str) -> Ite
 
 def _stamps(column: pa.Array) -> Iterable[int]:
     stamps = column.view(_INT64).to_numpy()
-    if len(stamps) and bool(np.all(stamps == stamps[0])):  # of one chunk: the usual case
-        return repeat(int(stamps[0]))
+    if len(stamps) and stamps[0] == stamps[-1] and bool(np.all(stamps == stamps[0])):
+        return repeat(int(stamps[0]))  # of one chunk: the usual case
     found: list[int] = stamps.tolist()
     return found
 
 
 def _headers(column: pa.Array) -> Iterable[tuple[tuple[str, bytes | None], ...]]:
-    if column.null_count == len(column) or not len(column.flatten()):
+    if column.null_count == len(column) or not len(column.values):
         return repeat(())
     return [tuple((item["key"], item["value"]) for item in row or ()) for row in column.to_pylist()]

@@ -225,3 +225,39 @@ def test_a_poll_behind_an_iteration_that_a_seek_cut_off_waits_for_records(world:
     assert seen(consumer.poll(1.0)) == [(1, 0)]
     consumer.close()
     assert list(consumer) == []
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 2000, 1 << 20])
+def test_credit_is_given_back_in_portions_and_never_too_late(
+    world: Any, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = world.consumer(auto_offset_reset="earliest", fetch_buffer_bytes=buffer_bytes)
+    given: list[int] = []
+    post = consumer._post
+    monkeypatch.setattr(consumer, "_post", lambda event: given.append(event.size) or post(event))
+    consumer.assign([T0, T1])
+    found: list[Any] = []
+    for number in range(60):
+        world.put((T0, T1)[number % 2], b"%d" % number * 20)
+        if number % 5 == 4:
+            while len(found) <= number:
+                more = consumer.poll(1.0)
+                assert more, f"{len(found)} of {number + 1} came"
+                found += more
+    assert len(found) == 60
+    if buffer_bytes == 1 << 20:
+        assert not given, "there was credit enough: nobody had to be woken"
+
+
+def test_credit_kept_back_is_given_when_a_paused_partition_used_up_the_rest(world: Any) -> None:
+    consumer = world.consumer(auto_offset_reset="earliest", fetch_buffer_bytes=8000)
+    consumer.assign([T0, T1])
+    world.put(T1, b"x" * 500)
+    assert seen(consumer.poll(1.0)) == [(1, 0)]
+    assert consumer._eaten, "kept back"
+    for _ in range(7):
+        world.put(T0, b"x" * 900)
+    world.pass_ms(100)
+    consumer.pause(T0)
+    assert consumer.poll(0.1) == []
+    assert not consumer._eaten
