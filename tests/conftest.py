@@ -20,6 +20,11 @@ settings.register_profile("ci", max_examples=150, **_COMMON)
 settings.register_profile("long", max_examples=3000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+# A JVM of the tests lives for a minute and shares two cores with workers and a server: the first
+# compiler alone has it up in half the time.  Spark's own way to say so, for sessions of any kind.
+for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
+    os.environ.setdefault(_name, "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 # Helpers shared across suites: imported by their plain names; the repository's root is not on
 # sys.path.
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))

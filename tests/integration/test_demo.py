@@ -12,7 +12,6 @@ import pytest
 
 from pk import errors
 from pk.cli import demo
-from pk.cli.proof import spark_sql
 
 FLIGHTS = 20_000
 
@@ -36,40 +35,6 @@ def test_the_demo_proves_itself_on_a_part_of_the_flights(tmp_path: Path) -> None
     assert proof["input"]["content"] == proof["log"]["content"]
     assert int(proof["log"]["checksum"]) > 0
     assert "tiered_end" in told
-
-
-@pytest.mark.spark
-@pytest.mark.timeout(600)
-def test_spark_sql_computes_what_duckdb_computes() -> None:
-    """Two engines, one definition, on keys and values that are null, empty and not text."""
-    import pyarrow as pa
-
-    from pk.cli.proof import duckdb_sql
-    from pk.sparkconnector import session
-
-    rows = [(0, 0, b"AA", b"{}"), (0, 1, None, b"\x00\xff"), (3, 1 << 40, b"", None)]
-    partition, offset, key, value = zip(*rows, strict=True)
-    table = pa.table(
-        {
-            "partition": pa.array(partition, pa.int32()),
-            "offset": pa.array(offset, pa.int64()),
-            "key": pa.array(key, pa.binary()),
-            "value": pa.array(value, pa.binary()),
-        }
-    )
-    spark = session("proof", master="local[1]")
-    try:
-        schema = "partition int, `offset` bigint, key binary, value binary"
-        spark.createDataFrame([tuple(row) for row in rows], schema).createOrReplaceTempView("log")
-        row = spark.sql(spark_sql("log")).first()
-        found = demo.sums(row["rows"], row["checksum"], row["content"])
-    finally:
-        spark.stop()
-    import duckdb
-
-    with duckdb.connect() as db:
-        db.register("log", table)
-        assert demo.sums(*db.execute(duckdb_sql("log")).fetchone()) == found
 
 
 def test_only_a_demos_directory_is_cleared(tmp_path: Path) -> None:

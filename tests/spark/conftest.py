@@ -108,6 +108,31 @@ def spark() -> Iterator[Any]:
 
 
 @pytest.fixture
+def patiently() -> Callable[..., Any]:
+    """`patiently(start, wait)`: `wait(start())`, again if Spark gave up on a worker of its own.
+
+    Every start of a streaming query starts a Python of its own, for which Spark 4.2 waits 10 s and
+    has no setting; `pk.sparkconnector.session` brings that down to half a second of work.  A
+    machine too busy even for that is no failure of ours.
+    """
+    from pyspark.errors import StreamingQueryException
+
+    def started(start: Callable[[], Any], wait: Callable[[Any], object]) -> Any:
+        for _ in range(5):
+            query = start()
+            try:
+                wait(query)
+            except StreamingQueryException as cause:
+                if "connect back" not in str(cause):
+                    raise
+                continue
+            return query
+        raise AssertionError("the machine is too busy for Spark's Python workers")
+
+    return started
+
+
+@pytest.fixture
 def load(spark, cluster) -> Callable[..., Any]:
     """`load(topic, **options)`: a batch read."""
 

@@ -90,7 +90,7 @@ def test_bad_writes_are_refused_before_a_task_runs(spark, cluster, options, word
         write(frame, cluster, **options).mode("append").save()
 
 
-def test_from_topic_to_topic(spark, cluster, tmp_path):
+def test_from_topic_to_topic(spark, cluster, tmp_path, patiently):
     """A query that reads one topic and writes another; a restart goes on."""
     source, target = cluster.topic(2, tier_enable=False), cluster.topic(3, tier_enable=False)
     cluster.fill(source, 500)
@@ -98,7 +98,7 @@ def test_from_topic_to_topic(spark, cluster, tmp_path):
     def run() -> None:
         reader = spark.readStream.format("pk").option("pk.bootstrap.servers", cluster.address)
         frame = reader.options(subscribe=source, startingOffsets="earliest", includeHeaders="true")
-        query = (
+        writer = (
             frame.load()
             .select("key", "value", "headers")
             .writeStream.format("pk")
@@ -106,9 +106,9 @@ def test_from_topic_to_topic(spark, cluster, tmp_path):
             .option("topic", target)
             .option("checkpointLocation", str(tmp_path))
             .trigger(availableNow=True)
-            .start()
         )
-        assert query.awaitTermination(300)
+        query = patiently(writer.start, lambda query: query.awaitTermination(300))
+        assert not query.isActive
         assert query.exception() is None
 
     run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 
 import pytest
 from pyspark.errors import StreamingQueryException
@@ -17,25 +18,15 @@ def stream(spark, cluster, topic, **options):
     return reader.options(**given).load()
 
 
-def patiently(start, wait):
-    """`wait(start())`, again if Spark gave up on a worker of its own.
-
-    It allows a Python worker 10 s to start; a machine too busy for that is no failure of ours.
+@pytest.fixture
+def run_available(patiently):
+    """`run_available(frame, checkpoint, into)`: until everything there is now has been read; the
+    query.
     """
-    for _ in range(5):
-        query = start()
-        try:
-            wait(query)
-        except StreamingQueryException as cause:
-            if "failed to connect back" not in str(cause):
-                raise
-            continue
-        return query
-    raise AssertionError("the machine is too busy for Spark's Python workers")
+    return partial(_run_available, patiently)
 
 
-def run_available(frame, checkpoint, into):
-    """Run until everything there is now has been read; returns the query."""
+def _run_available(patiently, frame, checkpoint, into):
     writer = (
         frame.selectExpr("partition", "offset", "CAST(value AS STRING) AS value")
         .writeStream.format("parquet")
@@ -51,7 +42,7 @@ def seen(spark, into) -> list[tuple[int, int]]:
     return sorted(tuple(row) for row in found)
 
 
-def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_path):
+def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_path, run_available):
     topic = cluster.topic(2, tier_enable=False)
     cluster.fill(topic, 1000)
     stop = threading.Event()
@@ -83,7 +74,9 @@ def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_pat
     assert seen(spark, tmp_path / "out") == expected
 
 
-def test_a_batch_that_was_not_committed_is_read_again_alike(spark, cluster, tmp_path):
+def test_a_batch_that_was_not_committed_is_read_again_alike(
+    spark, cluster, tmp_path, run_available
+):
     """A crash between the offset log and the commit: same range, no gap, no other end."""
     topic = cluster.topic(2, tier_enable=False)
     cluster.fill(topic, 300)
@@ -103,7 +96,7 @@ def test_a_batch_that_was_not_committed_is_read_again_alike(spark, cluster, tmp_
     )
 
 
-def test_an_idle_query_makes_no_batches_and_wakes_up(spark, cluster, tmp_path):
+def test_an_idle_query_makes_no_batches_and_wakes_up(spark, cluster, tmp_path, patiently):
     topic = cluster.topic(11, tier_enable=False)
     cluster.fill(topic, 20)
     writer = stream(spark, cluster, topic).writeStream.format("noop")
@@ -124,7 +117,9 @@ def test_an_idle_query_makes_no_batches_and_wakes_up(spark, cluster, tmp_path):
         query.stop()
 
 
-def test_records_that_aged_out_fail_the_query_unless_told_otherwise(spark, cluster, tmp_path):
+def test_records_that_aged_out_fail_the_query_unless_told_otherwise(
+    spark, cluster, tmp_path, run_available
+):
     topic = cluster.topic(1, tier_enable=False)
     cluster.fill(topic, 50)
     run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
@@ -137,7 +132,7 @@ def test_records_that_aged_out_fail_the_query_unless_told_otherwise(spark, clust
     assert seen(spark, tmp_path / "out") == [(0, o) for o in (*range(50), *range(70, 100))]
 
 
-def test_a_recreated_topic_is_named(spark, cluster, tmp_path):
+def test_a_recreated_topic_is_named(spark, cluster, tmp_path, run_available):
     """Rule L8."""
     topic = cluster.topic(1, tier_enable=False)
     cluster.fill(topic, 50)
