@@ -53,8 +53,9 @@ _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
     """A `binary` column of Python bytes.
 
-    As fast as `pa.array` or faster (25 to 40 ns an item), and without its first call, which imports
-    pandas where that is installed: 0.3 s on the thread that sends.  Items that are None need it.
+    About as fast as `pa.array` (1 us more a column, as much per item, less for large ones), and
+    without its first call, which imports pandas where that is installed: 0.3 s on the thread that
+    sends.  Items that are None need it.
     """
     if items is None:
         return absent(count, _BINARY)

@@ -244,7 +244,7 @@ class ProduceEngine:
         rows, explicit = chunk.rows()
         topic = self.cluster.metadata.topics[intake.topic]
         available = self.cluster.metadata.available(topic)
-        with intake.lock:
+        with intake.sticky_lock:
             chosen = place(rows, explicit, topic.partitions, intake.sticky, available, chunk.size)
         runs = split(rows, chosen, chunk)
         if len(runs) == 1:

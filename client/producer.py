@@ -108,14 +108,18 @@ class Producer:
         `BufferExhausted`, `ClosedError`.
         """
         if type(value) is bytes and headers is None and partition is None and timestamp_ms is None:
-            # The fast path: no call besides lock, len and append.  What does not fit, or is not
-            # just bytes, goes the long way.
-            intake = self._fast.get(topic)
-            if intake is not None:
-                size = len(value) + 16  # RECORD_OVERHEAD
-                if key is not None:
-                    size += len(key) if type(key) is bytes else 1 << 62
-                intake.acquire()
+            # The fast path: no call besides len and append.  What does not fit, is not just bytes,
+            # or meets another thread, goes the long way.
+            size = len(value) + 16  # RECORD_OVERHEAD
+            if key is not None:
+                size += len(key) if type(key) is bytes else 1 << 62
+            try:
+                intake = self._fast[topic]
+                tokens = intake.tokens
+                del tokens[0]
+            except LookupError:
+                pass
+            else:
                 try:
                     room = intake.room - size
                     if room >= 0:
@@ -136,7 +140,7 @@ class Producer:
                         intake.room = room
                         return future
                 finally:
-                    intake.release()
+                    tokens.append(None)
         return self._send_slow(topic, value, key, headers, partition, timestamp_ms, on_delivery)
 
     def _send_slow(
@@ -286,7 +290,7 @@ class Producer:
             and whole is not None
             and whole <= min(limit, self._size_max)
         ):
-            with intake.lock:
+            with intake.sticky_lock:
                 turn = intake.sticky.current(available)
                 intake.sticky.filled(whole)
             return [(turn, 0, rows, whole)]
@@ -300,7 +304,7 @@ class Producer:
         if keyless and explicit is None:
             runs = [(-1, 0, rows)]  # whole batches, each to the partition whose turn it is
         else:
-            with intake.lock:
+            with intake.sticky_lock:
                 total = int(row_sizes.sum())
                 chosen = place(rows, explicit, topic.partitions, intake.sticky, available, total)
             runs = split(rows, chosen, delivery)
@@ -311,7 +315,7 @@ class Producer:
                 size = int(run_sizes[start:end].sum())
                 part = target
                 if target < 0:
-                    with intake.lock:
+                    with intake.sticky_lock:
                         part = intake.sticky.current(available)
                         intake.sticky.filled(size)
                 pieces.append((part, first + start, run.slice(start, end - start), size))

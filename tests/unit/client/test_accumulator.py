@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,9 @@ from pk.client.accumulator import (
     split,
 )
 from pk.client.futures import BatchFuture, Delivery, SendFuture, new_lock, resolve
-from pk.client.intake import Budget, Chunk, Intake
+from pk.client.intake import Budget, Chunk, Intake, Turnstile
 from pk.client.partitioner import Sticky, partition_of
+from pk.client.producer import Producer
 from pk.clock import SystemClock
 from pk.log.columns import decode
 from pk.types import BatchMetadata, PartitionKey, RecordMetadata
@@ -317,3 +319,68 @@ def test_a_batch_that_failed_as_one_raises_that_error() -> None:
     chunk.split = True
     resolve(parts, [-1, -1], error=errors.DeliveryTimedOut("late"))
     assert isinstance(BatchFuture(chunk).exception(0), errors.DeliveryTimedOut)
+
+
+# -- the door --------------------------------------------------------------------------------------
+
+
+def race() -> bool:
+    """Four threads send while this one takes; whether every future knows its own record."""
+    budget = Budget(1 << 40)
+    intake = Intake("t", 20_000, sticky(), budget, new_lock())
+    clock = SystemClock()
+    producer = Producer.__new__(Producer)
+    producer._fast = {"t": intake}
+    producer._send_slow = lambda topic, value, *_: intake.offer(  # type: ignore[method-assign]
+        value, None, None, None, None, None, len(value) + 16, clock
+    )
+    sent: list[list[tuple[bytes, SendFuture]]] = [[] for _ in range(4)]
+
+    def send(number: int) -> None:
+        for i in range(3000):
+            value = b"%d-%d" % (number, i)
+            sent[number].append((value, producer.send("t", value)))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    taken: list[Any] = []
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            taken += intake.take(1 << 60)
+        taken += intake.take(1 << 60)
+    finally:
+        sys.setswitchinterval(before)
+    stored = [value for chunk in taken for value in chunk.values]
+    ordered = [
+        [value for value in stored if value.startswith(b"%d-" % number)]
+        == [b"%d-%d" % (number, i) for i in range(3000)]
+        for number in range(4)
+    ]
+    known = [
+        future._delivery.values[future._index] is value  # type: ignore[attr-defined]
+        for each in sent
+        for value, future in each
+        if future._index < len(future._delivery.values)  # type: ignore[attr-defined]
+    ]
+    size = sum(chunk.size for chunk in taken)
+    return len(known) == 12_000 and all(known) and all(ordered) and size == budget.used
+
+
+def test_threads_that_send_at_once_and_the_one_that_takes_exclude_each_other() -> None:
+    assert all(race() for _ in range(3))
+
+
+def test_a_turnstile_gives_back_whatever_was_raised() -> None:
+    turnstile = Turnstile()
+
+    def inside() -> None:
+        with turnstile:
+            assert not turnstile.tokens
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        inside()
+    assert len(turnstile.tokens) == 1
