@@ -36,7 +36,7 @@ class Case:
     variants: tuple[Variant, ...]
     records: int  #: a run, warm-up included, on pk; `peer_records` on the peer
     peer_records: int
-    joint: bool = False  #: one round gives all variants: `Sample.figures` by name
+    joint: bool = False  #: one round gives all variants: `Sample.parts` by name
     records_least: int = 0  #: the Java tools need some seconds, whatever `--scale` says
     exact: bool = False  #: every round would give the same bytes: one is enough
 
@@ -173,8 +173,9 @@ _SPARK = (
         pk_modes=("plain", "columns"),
         peer_modes=("kafka",),
         variants=_codecs(1.7, 2.5),
-        records=10_000_000,
-        peer_records=10_000_000,
+        records=6_000_000,
+        peer_records=6_000_000,
+        records_least=2_000_000,
     ),
     Case(
         name="spark_stream",
@@ -184,8 +185,9 @@ _SPARK = (
         pk_modes=("plain", "columns"),
         peer_modes=("kafka",),
         variants=_codecs(1.7, 3.0),
-        records=8_000_000,
-        peer_records=8_000_000,
+        records=6_000_000,
+        peer_records=6_000_000,
+        records_least=2_000_000,
     ),
     Case(
         name="spark_sink",
@@ -195,8 +197,8 @@ _SPARK = (
         pk_modes=("plain",),
         peer_modes=("kafka",),
         variants=_codecs(2.0, 3.0),
-        records=4_000_000,
-        peer_records=4_000_000,
+        records=3_000_000,
+        peer_records=3_000_000,
     ),
     Case(
         name="spark_read_cold",
@@ -207,8 +209,9 @@ _SPARK = (
         pk_modes=("plain", "columns"),
         peer_modes=("kafka",),
         variants=(Variant("none", least=2.0, aim=2.5),),
-        records=10_000_000,
-        peer_records=10_000_000,
+        records=6_000_000,
+        peer_records=6_000_000,
+        records_least=2_000_000,
     ),
     Case(
         name="cold_read",
@@ -219,8 +222,9 @@ _SPARK = (
         pk_modes=("plain", "columns"),
         peer_modes=("parquet",),
         variants=(Variant("zstd", least=0.5, aim=0.9),),
-        records=20_000_000,
-        peer_records=20_000_000,
+        records=10_000_000,
+        peer_records=10_000_000,
+        records_least=2_000_000,
     ),
 )
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import plans, sides, values
@@ -114,7 +114,7 @@ class Bench:
             else:
                 self.say(f"starting {party.name}")
                 self._started.append(party)
-                party.start(self.folder / party.name)
+                party.start(self.folder / party.name.replace(" ", "-"))
                 sides.settle(party)
             self._awake.append(party)
 
@@ -156,7 +156,8 @@ class Bench:
         return result
 
     def _tell(self, case: Case, variant: Variant, where: str, sample: Sample) -> None:
-        figures = ", ".join(f"{name} {number:,.6g}" for name, number in sample.figures.items())
+        told = sample.figures | {name: part.value for name, part in sample.parts.items()}
+        figures = ", ".join(f"{name} {number:,.6g}" for name, number in told.items())
         what = f"{sample.value:,.6g} {variant.unit}" if not case.joint else ""
         name = case.name if case.joint else f"{case.name} {variant.name}"
         self.say(f"{name} round {where}: {what} {f'({figures})' if figures else ''}")
@@ -167,8 +168,7 @@ def _share(whole: Result, variant: Variant) -> Result:
 
     def of(samples: dict[str, list[Sample]]) -> dict[str, list[Sample]]:
         return {
-            mode: [replace(each, value=each.figures[variant.name]) for each in every]
-            for mode, every in samples.items()
+            mode: [each.parts[variant.name] for each in every] for mode, every in samples.items()
         }
 
     return Result(whole.case, variant, of(whole.pk), of(whole.peer))

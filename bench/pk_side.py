@@ -215,5 +215,12 @@ class PkSide:
         return self._client(mode, topic, records, *more)
 
 
+def table_files(folder: Path) -> list[Path]:
+    """The files that the newest version of a table lists: a folder may hold others."""
+    from deltalake import DeltaTable
+
+    return [Path(unquote(urlsplit(uri).path)) for uri in DeltaTable(folder).file_uris()]
+
+
 def _epochs(states: Any) -> dict[int, int]:
     return {each.partition: each.leader_epoch for each in states}

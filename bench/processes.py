@@ -31,6 +31,14 @@ def cpu_s(pids: Iterable[int]) -> float:
     return total / _TICKS
 
 
+def name(pid: int) -> str:
+    """The program's name; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def tree_cpu_s(root: int) -> float:
     """As `cpu_s` of a process and its descendants, with what those that ended had used."""
     total = 0

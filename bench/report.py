@@ -106,11 +106,14 @@ def facts(result: Result, sides: Figures | None = None) -> dict[str, Any]:
     }
     for key in ("cpu_s_per_m_records", "peak_rss_mb"):
         found[key] = {"pk": pk_costs[key], "peer": peer_costs[key]}
-    if not case.joint or case.variants[0] == variant:
-        found["figures"] = {"pk": _middle(pk), "peer": _middle(peer)}
+    found["figures"] = {"pk": _middle(pk), "peer": _middle(peer)}
     others = {mode: result.pk[mode] for mode in case.pk_modes[1:]}
     found["pk_modes"] = {
-        mode: {"pk": rounded(median(runs)), "pk_runs": [rounded(s.value) for s in runs]}
+        mode: {
+            "pk": rounded(median(runs)),
+            "pk_runs": [rounded(s.value) for s in runs],
+            **costs(runs),
+        }
         for mode, runs in others.items()
     }
     found["peer_modes"] = {

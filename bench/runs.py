@@ -46,6 +46,13 @@ class Sample:
     client_peak_mb: float
     server_peak_mb: float
     figures: dict[str, float] = field(default_factory=dict)
+    #: A joint round's samples, by variant.
+    parts: dict[str, Sample] = field(default_factory=dict)
+
+
+def bare(value: float, figures: dict[str, float] | None = None) -> Sample:
+    """A figure that has no costs of its own: bytes, seconds of a call."""
+    return Sample(value, 0, 0, 0, 0, 0, figures or {})
 
 
 Reader = Callable[[str], Mark | None]

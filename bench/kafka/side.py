@@ -26,6 +26,7 @@ from bench.values import VALUE_BYTES
 
 WARM_UP = 1_000_000
 _CALL_S = 10.0
+_CREATE_S = 60.0  #: a thousand partitions on a busy machine
 _ENDLESS = 10**9
 _PRODUCER_PROGRAM = "org.apache.kafka.tools.ProducerPerformance"
 _LATENCY_PROGRAM = "org.apache.kafka.tools.EndToEndLatency"
@@ -72,9 +73,9 @@ class KafkaSide:
         self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
     ) -> None:
         new = NewTopic(topic, partitions, 1, config=dict(configs or {}))
-        futures = self._admin.create_topics([new], operation_timeout=_CALL_S)
-        futures[topic].result(_CALL_S)
-        deadline = time.monotonic() + _CALL_S
+        futures = self._admin.create_topics([new], operation_timeout=_CREATE_S)
+        futures[topic].result(_CREATE_S)
+        deadline = time.monotonic() + _CREATE_S
         while True:
             known = self._admin.list_topics(topic, timeout=_CALL_S).topics[topic].partitions
             if len(known) == partitions and all(one.leader >= 0 for one in known.values()):

@@ -4,6 +4,7 @@ and on a new one, in the same server."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from bench.plans import Base
@@ -55,8 +56,7 @@ class Deep(Base):
             if role == "peer":
                 side.delete_topic(topic)
         os.sync()  # nobody pays for what the round before left in the page cache
-        produced.figures = {"produce": produced.value, "tail fetch": fetched.value}
-        return produced
+        return replace(produced, parts={"produce": produced, "tail fetch": fetched})
 
     def close(self) -> None:
         if self._topic:

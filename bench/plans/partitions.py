@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from bench import processes
 from bench.plans import Base
-from bench.runs import Sample
+from bench.runs import Sample, bare
 
 PARTITIONS = 1000
 #: Small enough that every partition gets batches.
@@ -36,16 +38,15 @@ class Partitions(Base):
             idle = (processes.cpu_s(side.pids()) - before) / _IDLE_S
         finally:
             side.delete_topic(topic)
-        sample.figures = {
-            "create": created_s,
-            "produce": sample.value,
-            "consume": read.value,
-            "memory": memory,
-            "idle CPU": 100 * idle,
-            "partitions written": used,
+        parts = {
+            "create": bare(created_s),
+            "produce": replace(sample, figures={"partitions written": used}),
+            "consume": read,
+            "memory": bare(memory),
+            "idle CPU": bare(100 * idle),
         }
-        return sample
+        return replace(sample, parts=parts)
 
 
-def _log(path: object) -> bool:
-    return str(path).endswith(".log")
+def _log(path: Path) -> bool:
+    return path.suffix == ".log"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.kafka.broker import properties
+from bench.pk_side import table_files
 from bench.plans import Base
 from bench.plans.clients import Filled
 from bench.runs import Sample
@@ -134,10 +135,7 @@ class ParquetRead(ColdRead):
 
     def prepare(self) -> None:
         super().prepare()
-        # only what the table lists: the folder may hold files that no commit names
-        from deltalake import DeltaTable
-
-        self._files = DeltaTable(self.table).file_uris()
+        self._files = [str(path) for path in table_files(self.table)]
 
     def fill_roles(self) -> tuple[tuple[str, str], ...]:
         return (("pk", "prebuilt"),)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+from bench.pk_side import table_files
 from bench.plans import Base
-from bench.runs import RunFailed, Sample
+from bench.runs import RunFailed, Sample, bare
 from bench.sides import PARTITIONS, Side
 from pk.cli.flights import Flight, archive, read_flights
 from pk.limits import MIB
@@ -166,12 +167,7 @@ class Segments(Base):
             figures = closed_bytes(side, topic, len(self.flights))
         finally:
             side.delete_topic(topic)
-        return _weighed(figures["log"] + figures["indexes"], figures)
-
-
-def _weighed(size: float, figures: dict[str, float]) -> Sample:
-    """Bytes cost no time: there are no other costs."""
-    return Sample(size, 0, 0, 0, 0, 0, figures)
+        return bare(figures["log"] + figures["indexes"], figures)
 
 
 class Table(Segments):
@@ -184,8 +180,7 @@ class Table(Segments):
         names = [variant.name for variant in self.case.variants]
         if role == "peer":
             sample = super().round(role, mode)
-            sample.figures |= dict.fromkeys(names, sample.value)
-            return sample
+            return replace(sample, parts=dict.fromkeys(names, sample))
         side, topic = self.bench.tiered, self.bench.fresh("stored")
         side.create_topic(topic, configs={"tier_max_lag_ms": _TIER_LAG_MS})
         try:
@@ -196,25 +191,20 @@ class Table(Segments):
         finally:
             side.delete_topic(topic)
         log = written["delta log"]
-        figures = {names[0]: written["parquet"] + log, names[1]: rewritten + log, **written}
-        return _weighed(figures[names[0]], figures)
+        first = bare(written["parquet"] + log, written)
+        second = bare(rewritten + log, {**written, "parquet": rewritten})
+        return replace(first, parts=dict(zip(names, (first, second), strict=True)))
 
 
 def weights(folder: Path) -> dict[str, float]:
     """Bytes of the files that the newest version lists, and of the Delta log."""
     files = [path for path in (folder / "_delta_log").iterdir() if path.is_file()]
-    data = _data_files(folder)
+    data = table_files(folder)
     return {
         "parquet": sum(path.stat().st_size for path in data),
         "delta log": sum(path.stat().st_size for path in files),
         "files": len(data),
     }
-
-
-def _data_files(folder: Path) -> list[Path]:
-    from deltalake import DeltaTable
-
-    return [Path(unquote(urlsplit(uri).path)) for uri in DeltaTable(folder).file_uris()]
 
 
 def recompressed(folder: Path, level: int) -> int:
@@ -224,7 +214,7 @@ def recompressed(folder: Path, level: int) -> int:
     from pk.tiering.convert import FileBuilder, canonical
 
     size = 0
-    for path in _data_files(folder):
+    for path in table_files(folder):
         builder = FileBuilder(level)
         builder.add(canonical(parquet.ParquetFile(path).read()))
         built = builder.finish()

@@ -87,20 +87,27 @@ class SparkSession:
         """One command that must see exactly `records` rows, with what it cost."""
         assert self._process is not None
         processes.reset_peak([*self.pids(), *server])
-        before = processes.tree_cpu_s(self._process.pid), processes.cpu_s(server)
+        before = self._cpu_s(server)
         reply = self.ask(**command)
-        after = processes.tree_cpu_s(self._process.pid), processes.cpu_s(server)
+        spent = [after - early for early, after in zip(before, self._cpu_s(server), strict=True)]
         if reply["rows"] != records:
             raise RunFailed(f"{self.name}: {reply['rows']} rows instead of {records}: {command}")
         return Sample(
             value=records / reply["seconds"],
             records=records,
-            client_cpu_s=after[0] - before[0],
-            server_cpu_s=after[1] - before[1],
+            client_cpu_s=spent[0],
+            server_cpu_s=spent[2],
             client_peak_mb=processes.peak_rss_mb(self.pids()),
             server_peak_mb=processes.peak_rss_mb(server),
-            figures={"seconds": reply["seconds"]},
+            figures={"seconds": reply["seconds"], "CPU s of the JVM alone": spent[1]},
         )
+
+    def _cpu_s(self, server: list[int]) -> tuple[float, float, float]:
+        """Of the session as a whole, of its JVM, of the server."""
+        assert self._process is not None
+        root = self._process.pid
+        machine = [pid for pid in self.pids() if processes.name(pid) == "java"]
+        return processes.tree_cpu_s(root), processes.cpu_s(machine), processes.cpu_s(server)
 
     def stop(self) -> None:
         """End of input, then SIGKILL to what is left of the tree."""
