@@ -7,7 +7,7 @@ Goals, once retention is steady, in each process
       leaves that band; a sample in the middle of a checkpoint or an upload may stand outside
   F3  disk in use stays under the bound that the topic's settings imply
   F4  the load reached the rate that was asked for, but for a twentieth
-Reported without a goal: loop lag p50 and p99, latest and largest values.
+Reported without a goal: loop lag p50 and p99, CPU, the machine's load, how far the tier is behind.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Sample:
     rss_anon_bytes: int
     descriptors: int
     threads: int
+    cpu_s: float = 0.0  #: since its start
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +114,9 @@ def process_verdicts(name: str, samples: Sequence[Sample]) -> list[Verdict]:
                 share_within(values) >= NEAR_SHARE_MIN,
             )
         )
+    took = samples[-1].at_s - samples[0].at_s
+    cores = (samples[-1].cpu_s - samples[0].cpu_s) / took
+    verdicts.append(Verdict(f"{name}: CPU", f"{cores:.2f} cores", "", None))
     return verdicts
 
 

@@ -2,13 +2,15 @@
 
     python tests/soak/load.py --bootstrap HOST:PORT --topic T --seconds S [--rate RECORDS_PER_S]
 
-Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line at the end.
+Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line at the end, also
+when SIGTERM ends it early.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections import deque
 from typing import Any
 
@@ -37,12 +39,15 @@ def batches() -> list[pa.RecordBatch]:
     return made
 
 
+asked_to_stop: list[int] = []
+
+
 def run(producer: Producer, topic: str, seconds: float, rate: float | None) -> dict[str, Any]:
     ready = batches()
     outstanding: deque[Any] = deque()
     begin = monotonic_s()
     sent = worst_ms = 0
-    while (elapsed := monotonic_s() - begin) < seconds:
+    while (elapsed := monotonic_s() - begin) < seconds and not asked_to_stop:
         if rate is not None and sent > elapsed * rate:
             block_s(min(0.05, sent / rate - elapsed))
             continue
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rate", type=float, default=None)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: asked_to_stop.append(number))
     with Producer(given.bootstrap) as producer:
         print(json.dumps(run(producer, given.topic, given.seconds, given.rate)), flush=True)
 

@@ -68,6 +68,9 @@ SERVER_SETTINGS = {
 PEAK_S = 10.0
 SETTLE_S = 30.0
 SAMPLE_S = 2.0
+#: Local logs of so many times their bound end the soak: the tier does not keep up, and what it has
+#: not copied is not dropped; this machine's disk shall not fill up.
+GIVE_UP_TIMES = 8
 LOAD = Path(__file__).parent / "load.py"
 
 
@@ -82,7 +85,9 @@ def sample(pid: int, at_s: float) -> Sample:
     status = Path(f"/proc/{pid}/status").read_text()
     rss = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
     threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
-    return Sample(at_s, rss, len(os.listdir(f"/proc/{pid}/fd")), threads)
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return Sample(at_s, rss, len(os.listdir(f"/proc/{pid}/fd")), threads, cpu_s)
 
 
 def disk_bytes(root: Path) -> int:
@@ -148,6 +153,7 @@ class Watch:
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.disk: list[tuple[float, int, int]] = []
         self.tier_lag: list[tuple[float, int]] = []
+        self.load: list[tuple[float, float]] = []
         self.steady_at: float | None = None
         self.before: Told | None = None
         self.after: Told | None = None
@@ -161,6 +167,7 @@ class Watch:
         self.disk.append((now, disk_bytes(self.root / "node"), disk_bytes(self.root / "tier")))
         self.after = told(self.metrics)
         self.tier_lag.append((now, self.after.tier_lag))
+        self.load.append((now, os.getloadavg()[0]))
         if self.steady_at is None:
             states = admin.describe_topics([TOPIC])
             if all(state.log_start > 0 and state.local_log_start > 0 for state in states):
@@ -185,6 +192,9 @@ class Watch:
         lags = [lag for at, lag in self.tier_lag if at >= self.steady_at]
         figure = f"median {median(lags):,.0f} records, at most {max(lags):,}"
         found.append(Verdict("tier: behind the log", figure, "", None))
+        loads = [load for at, load in self.load if at >= self.steady_at]
+        figure = f"median {median(loads):.1f} on {os.cpu_count()} cores"
+        found.append(Verdict("machine: load average", figure, "", None))
         vacuumed = self.after.vacuumed - self.before.vacuumed
         found.append(Verdict("vacuum", f"{vacuumed} files removed", "some", vacuumed > 0))
         return found
@@ -220,6 +230,10 @@ def run(minutes: float, root: Path, rate: float | None) -> dict[str, Any]:
         try:
             while process.poll() is None:
                 watch.look(admin)
+                if watch.disk[-1][1] > GIVE_UP_TIMES * local_bound():
+                    print("given up: the tier does not keep up with the load", flush=True)
+                    process.terminate()
+                    break
                 block_s(SAMPLE_S)
             result = finish(process, 120)
             verdicts = watch.verdicts()

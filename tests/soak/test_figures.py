@@ -25,7 +25,7 @@ def samples(mib_per_min: float = 0.0, *, odd: int = 0) -> list[Sample]:
 
 
 def broken(process: list[Sample]) -> list[str]:
-    return [v.what for v in figures.process_verdicts("broker", process) if not v.kept]
+    return [v.what for v in figures.process_verdicts("broker", process) if v.kept is False]
 
 
 def test_a_steady_process_is_kept() -> None:

@@ -1,0 +1,88 @@
+"""A directory as a store: large objects past the page cache, whatever their memory and length."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pk import errors, settings
+from pk.clock import SystemClock
+from pk.tiering import fsspec_store
+from pk.tiering.fsspec_store import DIRECT_BYTES_MIN, DirectoryStore
+from pk.tiering.sink import BLOCK_BYTES, Sink
+from pk.tiering.store_settings import StoreSettings
+
+
+def store_in(folder: Path) -> DirectoryStore:
+    given = settings.SERVER.resolve({"tier_url": folder.as_uri()})
+    return DirectoryStore(StoreSettings.of(given), SystemClock())
+
+
+def filled(size: int) -> Sink:
+    sink = Sink()
+    sink.write(np.random.default_rng(size).bytes(size))
+    return sink
+
+
+def put(store: DirectoryStore, path: str, data: Any) -> None:
+    async def story() -> None:
+        await store.put(path, data)
+        await store.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("more", [0, 1, BLOCK_BYTES - 1, 3 * BLOCK_BYTES + 5])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_what_is_put_is_there(tmp_path: Path, more: int, aligned: bool) -> None:
+    data = filled(DIRECT_BYTES_MIN + more).data()
+    put(store_in(tmp_path), "a/b", data if aligned else data[1:])
+    assert (tmp_path / "a/b").read_bytes() == bytes(data if aligned else data[1:])
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_whole_blocks_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    real = os.open
+
+    def noted(path: Any, flags: int, *more: Any) -> int:
+        opened.append(flags)
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(fsspec_store.os, "open", noted)
+    put(store_in(tmp_path), "large", filled(DIRECT_BYTES_MIN + 7).data())
+    assert any(flags & os.O_DIRECT for flags in opened)
+    opened.clear()
+    put(store_in(tmp_path), "small", filled(DIRECT_BYTES_MIN - 7).data())
+    assert not any(flags & os.O_DIRECT for flags in opened)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """EINVAL: through the cache; anything else is a failure like any other."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(fsspec_store.os, "open", refusing)
+    data = filled(DIRECT_BYTES_MIN + 7).data()
+    if number == errno.EINVAL:
+        put(store_in(tmp_path), "a", data)
+        assert (tmp_path / "a").read_bytes() == bytes(data)
+    else:
+        with pytest.raises(errors.TierUnavailable):
+            put(store_in(tmp_path), "a", data)
+        assert list(tmp_path.iterdir()) == []
