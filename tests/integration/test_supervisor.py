@@ -96,6 +96,13 @@ def gone(pid: int) -> bool:
     return stat[stat.rindex(")") + 2] == "Z"
 
 
+def pending(pid: int) -> set[int]:
+    """The signals that a stopped process has yet to see."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line[:7] == "ShdPnd:"]
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def call(address: str, request: Any) -> wire.Head:
     async def main() -> wire.Head:
         network = PkNetwork()
@@ -274,7 +281,7 @@ def test_a_second_interrupt_kills(start: Callable[..., Server], tmp_path: Path) 
     ready = server.line()
     os.kill(ready["pids"]["broker"], signal.SIGSTOP)  # it cannot drain
     server.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    until(lambda: signal.SIGTERM in pending(ready["pids"]["broker"]))  # the drain has begun
     code, _ = server.stop(signal.SIGINT)
     assert code != 0
     assert all(gone(pid) for pid in ready["pids"].values())
