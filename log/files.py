@@ -296,7 +296,11 @@ class RealStorage:
     def lock(self) -> None:
         if self._lock_fd >= 0:
             return
-        fd = os.open(self._full(LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.check_writable()
+        try:
+            fd = os.open(self._full(LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as cause:
+            self.fail(cause, "locking the directory")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:

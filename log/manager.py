@@ -58,10 +58,11 @@ class Directory:
     moving: list[Mapping[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
     high_watermarks: Offsets = field(default_factory=dict)
     written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
+    failure: Exception | None = None  #: why it could not be opened
 
     @property
     def failed(self) -> Exception | None:
-        return self.disk.storage.failed
+        return self.failure or self.disk.storage.failed
 
 
 class LogManager:
@@ -114,7 +115,7 @@ class LogManager:
                     self.directories.append(await disk.write(partial(self._open_directory, disk)))
                 except errors.StorageFailed as failure:
                     failures.append(failure)
-                    self.directories.append(Directory(disk, "", False, NONE))
+                    self.directories.append(Directory(disk, "", False, NONE, failure=failure))
             if failures and len(failures) == len(self._disks):
                 raise failures[0]
         except BaseException:
@@ -173,7 +174,10 @@ class LogManager:
         for directory in self.directories:
             if directory.failed is None:
                 storage = directory.disk.storage
-                names = await directory.disk.read(partial(storage.list, self._root))
+                try:
+                    names = await directory.disk.read(partial(storage.list, self._root))
+                except errors.StorageFailed:
+                    continue  # M4
                 jobs += [(directory, name) for name in names]
         gate = asyncio.Semaphore(16)
 

@@ -157,7 +157,7 @@ class BrokerNode:
             address=self.address,
             rack=str(run.server["rack"]),
             boot_id=self._boot_id,
-            directory_ids=tuple(each.directory_id for each in directories),
+            directory_ids=tuple(each.directory_id for each in directories if each.directory_id),
             # The boot id speaks for itself: the controller compares it with its own record.
             clean_shutdown=all(each.closed_properly for each in directories),
             previous_broker_epoch=max(each.previous_broker_epoch for each in directories),
@@ -288,11 +288,35 @@ def main(run: RunConfig) -> int:
     return process_main("broker", run, _serve_process)
 
 
-async def _serve_process(process: Process) -> None:
+def open_disks(run: RunConfig) -> list[Disk]:
+    """The node's directories.  One that is not what the supervisor found or made there when the
+    node was started has failed: unmounted, say, its name leads to an empty one.
+    """
+    from pk.log import directory
     from pk.log.files import RealDisk, RealStorage
+
+    disks: list[Disk] = []
+    for path, directory_id in zip(run.dirs, run.directory_ids, strict=True):
+        storage = RealStorage(path)
+        try:
+            found = directory.read_format(storage)
+        except errors.StorageFailed as failure:
+            storage.failed = failure
+        else:
+            if found is None or found.directory_id != directory_id:
+                storage.failed = errors.StorageFailed(
+                    f"{path} is not the directory that this node was started with (id "
+                    f"{directory_id}): mount it again and restart",
+                    directory=path,
+                )
+        disks.append(RealDisk(storage))
+    return disks
+
+
+async def _serve_process(process: Process) -> None:
     from pk.server.metrics_endpoint import serve_metrics
 
-    disks: list[Disk] = [RealDisk(RealStorage(path)) for path in process.run.dirs]
+    disks = open_disks(process.run)
     node = BrokerNode(
         process.world,
         disks,

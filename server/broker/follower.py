@@ -15,6 +15,8 @@ Invariants
       creation is tried again while the cause may pass
   M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
       T4)
+  M6  a partition that is in no working directory is not created anew while a directory has failed:
+      it is offline, its records are there
 """
 
 from __future__ import annotations
@@ -173,10 +175,28 @@ class MetadataFollower:
             )
         for key, _log in sorted(self._core.manager.logs().items()):
             self._adopt(key)
+        self._miss_failed_directories()
         self._loaded = True
         changes = _Changes()
         changes.me = True
         await self._react(changes)
+
+    def _miss_failed_directories(self) -> None:
+        """M6: what no working directory holds lies in the failed one."""
+        failed = [each for each in self._core.manager.directories if each.failed is not None]
+        if not failed:
+            return
+        root = failed[0].disk.storage.root
+        for topic, number, _ in self.image.partitions_of(self._core.node_id):
+            key = PartitionKey(topic.topic_id, number)
+            if key not in self._core.partitions and key not in self.unopened:
+                error = errors.StorageFailed(
+                    f"{topic.name}-{number} is in no directory that works, so it is taken to be in "
+                    f"{root}, which failed: {failed[0].failed}",
+                    directory=root,
+                )
+                self.unopened[key] = error
+                self._core.warn("partition_offline", partition=str(key), error=error.message)
 
     def start(self) -> None:
         """Follow from here on."""

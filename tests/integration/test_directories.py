@@ -70,6 +70,12 @@ class Node:
         assert process.stdout is not None
         process.stdout.close()
 
+    def broker(self) -> int | None:
+        try:
+            return int((self.home / "a" / "run" / "broker.pid").read_text())
+        except (OSError, ValueError):
+            return None
+
     def metric(self, name: str) -> float:
         text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
         (line,) = [each for each in text.splitlines() if each.startswith(f"{name} ")]
@@ -116,6 +122,12 @@ def until(holds: Callable[[], Any]) -> Any:
     return answer
 
 
+def holds(node: Node, topic: str, count: int) -> None:
+    """Exactly what was stored, in order."""
+    found = node.values(topic, count)
+    assert [value[:4] for value in found if value] == [b"%04d" % n for n in range(count)]
+
+
 def read_only(place: Path) -> None:
     """From now on every new file on it is refused; files that are open stay as they are."""
     assert mount("--bind", str(place), str(place))
@@ -125,6 +137,19 @@ def read_only(place: Path) -> None:
 def unmounted(place: Path) -> None:
     """The disk is pulled: its files live on for who has them open, its name leads to nothing."""
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def check_visible(node: Node, topic: str, bad: Path) -> None:
+    """What an operator sees: the command line, the metrics, the log."""
+    told = subprocess.run(
+        [sys.executable, "-m", "pk.cli", "topics", "describe", topic, "--bootstrap", node.address],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    assert "partition 0: " in told.stdout
+    assert str(bad) in " ".join(told.stdout.split())
+    until(lambda: node.metric("pk_offline_directories") == 1)
+    assert node.metric('pk_partitions{state="offline"}') == 1
+    assert "directory_offline" in node.log
 
 
 @pytest.mark.parametrize("fails", [read_only, unmounted])
@@ -157,28 +182,28 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
             send(lost, two_segments)  # the next segment is a new file
         assert refused.value.acts == "operator"
         send(kept, two_segments)
-        assert [value[:4] for value in node.values(kept, stored[kept]) if value] == [
-            b"%04d" % number for number in range(stored[kept])
-        ]
+        holds(node, kept, stored[kept])
         with pytest.raises(errors.StorageFailed, match=str(bad)):
             node.values(lost, 1)
         described = {each.topic: each.error for each in admin.describe_topics()}
         assert isinstance(described[lost], errors.StorageFailed)
         assert described[kept] is None
-        told = subprocess.run(
-            [sys.executable, "-m", "pk.cli", "topics", "describe", lost, "--bootstrap",
-             node.address],
-            capture_output=True, text=True, timeout=PATIENCE_S, check=True,
-        )  # fmt: skip
-        assert "partition 0: " in told.stdout
-        assert str(bad) in " ".join(told.stdout.split())
-        until(lambda: node.metric("pk_offline_directories") == 1)
-        assert node.metric('pk_partitions{state="offline"}') == 1
-        assert "directory_offline" in node.log
+        check_visible(node, lost, bad)
         admin.create_topic("three", configs={"retention_ms": -1})
         assert producer.send("three", b"x").result(PATIENCE_S).offset == 0
         (three,) = admin.describe_topics(["three"])
         assert three.directory == str(node.home / "a")
+        # a broker that starts anew finds the directory dead: its records are there, not gone
+        old = node.broker()
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        until(lambda: node.broker() not in (None, old))
+        with pytest.raises(errors.StorageFailed, match=f"{lost}-0 is in no directory that works"):
+            node.values(lost, 1)
+        with pytest.raises(errors.StorageFailed, match=str(bad)):
+            send(lost)
+        send(kept)
+        holds(node, kept, stored[kept])
     if fails is unmounted:
         assert not list(bad.iterdir()), "what the name leads to now is somebody else's"
         return  # a tmpfs that was unmounted is gone with the process
@@ -186,8 +211,7 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
     subprocess.run(["umount", str(bad)], check=True)
     node.start()
     for topic, count in stored.items():
-        found = node.values(topic, count)
-        assert [value[:4] for value in found if value] == [b"%04d" % n for n in range(count)]
+        holds(node, topic, count)
     with Producer(node.address) as producer:
         assert producer.send(lost, b"again").result(PATIENCE_S).offset == stored[lost]
     assert "BUG" not in node.log

@@ -275,6 +275,7 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
         key.topic_id: partition.lane.disk.storage.root for key, partition in partitions.items()
     }
     assert roots[one] != roots[two]
+    assert cluster.do(cluster.produce(kit, one, 1)) == [0]
     cluster.storages[roots[one]].fault = lambda operation, path: (
         OSError("I/O error") if operation in ("append", "sync") else None
     )
@@ -286,6 +287,29 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
         cluster.do(cluster.read(kit, one))
     three = cluster.do(cluster.create("three"))
     assert cluster.do(cluster.produce(kit, three, 1)) == [0]
+
+    # a new process finds the directory dead: its logs are there and not to be had, not gone
+    cluster.kill("broker", roots[one])
+    cluster.storages[roots[two]].crash()
+    dead = OSError("I/O error")
+    cluster.storages[roots[one]].fault = lambda operation, path: dead
+    cluster.start_broker()
+    for refused in (cluster.produce(kit, one, 1), cluster.read(kit, one)):
+        with pytest.raises(errors.StorageFailed, match=roots[one]):
+            cluster.do(refused)
+    assert cluster.do(cluster.read(kit, two)) == 6
+    assert cluster.do(cluster.produce(kit, three, 1)) == [3]
+    four = cluster.do(cluster.create("four"))
+    assert cluster.do(cluster.produce(kit, four, 1)) == [0]
+
+    # the disk answers again
+    for name in roots[one], roots[two]:
+        cluster.storages[name].fault = None
+        cluster.kill("broker", name)
+    cluster.start_broker()
+    assert cluster.do(cluster.read(kit, one)) == 3
+    assert cluster.do(cluster.produce(kit, one, 1)) == [3]
+    assert [cluster.do(cluster.read(kit, topic)) for topic in (two, three, four)] == [6, 6, 3]
 
 
 def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
