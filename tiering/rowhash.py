@@ -15,8 +15,8 @@ Definition, all arithmetic modulo 2^64, `R` = 0x9E3779B97F4A7C15 (odd):
 A sum is taken modulo 2^63.  The offset is in the row's hash, so equal rows at swapped offsets
 differ.
 
-Rows of one length are hashed together, as a matrix of words times the powers of R; lengths repeat
-in real data, so the loop below runs per distinct length and block, never per row.
+Rows of as many words are hashed together, as a matrix of words times the powers of R: the loops
+below run per number of words and block, never per row.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def _powers(base: int, count: int) -> U64:
 
 
 _POWERS = _powers(_R, 1 << 10)
+#: Which bytes of a row's last word are its own, by its length modulo 8.
+_TAILS: U64 = np.array([2**64 - 1, *((1 << 8 * n) - 1 for n in range(1, 8))], np.uint64)
 
 
 def _mix(values: U64) -> U64:
@@ -73,30 +75,44 @@ def _mix(values: U64) -> U64:
     return mixed
 
 
-def _polynomials(data: npt.NDArray[np.uint8], starts: I64, length: int) -> U64:
-    """The sums of the rows of one `length` that begin at `starts`, in ascending order.
+def _powers_of(words: int) -> U64:
+    return _POWERS[:words] if words <= len(_POWERS) else _powers(_R, words)
 
-    Rows without anything between them are a matrix already and are not gathered first.
-    """
-    count, words = len(starts), (length + 7) // 8
-    powers = _POWERS[:words] if words <= len(_POWERS) else _powers(_R, words)
-    first = int(starts[0])
-    adjoin = int(starts[-1]) - first == (count - 1) * length
-    matrix: npt.NDArray[np.uint8] = np.ndarray(
-        (count, length) if adjoin else (len(data) - length + 1, length),
-        np.uint8,
-        data,
-        first if adjoin else 0,
-        (length, 1) if adjoin else (1, 1),
-    )
+
+def _adjoining(data: npt.NDArray[np.uint8], count: int, length: int) -> U64:
+    """The sums of `count` rows of one `length` without anything between them: a matrix already."""
+    words = (length + 7) // 8
+    powers = _powers_of(words)
+    matrix = data.reshape(count, length)
     out = np.empty(count, np.uint64)
     step = min(count, max(1, _BLOCK_BYTES // (8 * words)))
     block = np.zeros((step, 8 * words), np.uint8)
     for low in range(0, count, step):
         high = min(low + step, count)
         padded = block[: high - low]
-        padded[:, :length] = matrix[low:high] if adjoin else matrix[starts[low:high]]
+        padded[:, :length] = matrix[low:high]
         np.matmul(padded.view("<u8"), powers, out=out[low:high])
+    return out
+
+
+def _scattered(data: npt.NDArray[np.uint8], starts: I64, lengths: I64, words: int) -> U64:
+    """The sums of the rows of `words` words each that begin at `starts`.
+
+    Their last words are read to the end, whatever stands there, and then cut: seven bytes more of
+    `data` than the rows take are asked for.
+    """
+    count, width = len(starts), 8 * words
+    powers = _powers_of(words)
+    windows: npt.NDArray[np.uint8] = np.ndarray(
+        (len(data) - width + 1, width), np.uint8, data, strides=(1, 1)
+    )
+    out = np.empty(count, np.uint64)
+    step = max(1, _BLOCK_BYTES // width)
+    for low in range(0, count, step):
+        high = min(low + step, count)
+        terms = windows[starts[low:high]].view("<u8")
+        terms[:, -1] &= _TAILS[lengths[low:high] & 7]
+        np.matmul(terms, powers, out=out[low:high])
     return out
 
 
@@ -119,25 +135,27 @@ def hash_bytes(column: pa.Array) -> U64:
         data = np.frombuffer(data_buffer, np.uint8, last - first, first)
         length = int(lengths[0])
         if length * rows == last - first and bool((lengths == length).all()):
-            hashed += _polynomials(data, starts, length)
+            hashed += _adjoining(data, rows, length)
         else:
-            _add_by_length(hashed, data, starts, lengths)
+            _add_scattered(hashed, data, starts, lengths)
     hashed = _mix(hashed)
     if column.null_count:
         hashed[column.is_null().to_numpy(zero_copy_only=False)] = _NULL
     return hashed
 
 
-def _add_by_length(hashed: U64, data: npt.NDArray[np.uint8], starts: I64, lengths: I64) -> None:
-    """Add each row's polynomial to `hashed`, the rows of one length at a time."""
-    order = np.argsort(lengths, kind="stable")
-    ends = np.flatnonzero(np.diff(lengths[order], append=-1))
+def _add_scattered(hashed: U64, data: npt.NDArray[np.uint8], starts: I64, lengths: I64) -> None:
+    """Add each row's sum to `hashed`, the rows of one number of words at a time."""
+    readable = np.concatenate([data, np.zeros(7, np.uint8)])
+    words = (lengths + 7) >> 3
+    order = np.argsort(words, kind="stable")
+    ends = np.flatnonzero(np.diff(words[order], append=-1))
     at = 0
     for end in (ends + 1).tolist():
         same, at = order[at:end], end
-        length = int(lengths[same[0]])
-        if length:
-            hashed[same] += _polynomials(data, starts[same], length)
+        count = int(words[same[0]])
+        if count:
+            hashed[same] += _scattered(readable, starts[same], lengths[same], count)
 
 
 def _hash_headers(column: pa.Array) -> U64:

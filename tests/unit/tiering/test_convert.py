@@ -156,7 +156,16 @@ def test_row_groups_are_bounded_by_rows_and_bytes() -> None:
     )
     assert table_file is not None
     metadata = pq.read_metadata(pa.BufferReader(table_file.data))
-    assert max(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)) <= 4
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3] * 6 + [2]
+
+
+def test_a_batch_that_does_not_fit_begins_a_row_group() -> None:
+    three, two = bytes(3 << 20), bytes(2 << 20)
+    batches = [encode([(1, None, three, [])], 0), encode([(1, None, two, [])], 1)]
+    views = [memoryview(each) for each in batches]
+    built = convert.build_file(views, start=0, limit=2**62, aborted=(), decoded_bytes_max=MAX)
+    assert built is not None
+    assert pq.read_metadata(pa.BufferReader(built.data)).num_row_groups == 2
 
 
 def test_many_small_batches_make_one_row_group() -> None:

@@ -309,23 +309,22 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
     assert seen == [5_000]
 
 
-def test_vacuum_comes_between_commits_that_never_end() -> None:
-    it = Driver(vacuum_interval_ms=2_000, vacuum_retention_ms=0, commit_interval_ms=1_000)
-    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [], end=0))
-    vacuums = 0
-    for turn in range(10):
-        it.step(Submit(turn, append(turn * 10, turn * 10 + 10)))  # work waits at any time
-        if isinstance(it.asked[-1], owning.Load):
-            it.loaded(snapshot(1 + turn, [], end=turn * 10))
-            it.committed()
-        assert it.timer is not None
-        it.now_ms = max(it.now_ms + 1, it.timer)
-        it.step(owning.Wake())
-        if isinstance(it.asked[-1], owning.Vacuum):
-            vacuums += 1
-            it.asked.pop()
-            it.step(owning.Vacuumed(0))
-    assert vacuums == 1  # nothing was removed since
+def test_vacuum_comes_in_the_pause_between_commits_that_never_end() -> None:
+    it = Driver(vacuum_interval_ms=500, vacuum_retention_ms=0, commit_interval_ms=1_000)
+    files = [data(0, 0, 10)]
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, files, end=10))
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(snapshot(1, files, end=10))
+    assert it.committed().removes
+    paused_ms = it.now_ms
+    it.step(Submit("a", append(10, 20)))  # work waits at any time
+    assert it.timer is not None
+    it.now_ms = it.timer
+    it.step(owning.Wake())
+    assert isinstance(it.asked[-1], owning.Vacuum)
+    assert it.now_ms < paused_ms + 1_000
+    it.asked.pop()
+    it.step(owning.Vacuumed(1))
+    assert it.timer == paused_ms + 1_000  # then the work
 
 
 def test_who_waits_on_a_topic_that_goes_is_told() -> None:
