@@ -261,3 +261,21 @@ def test_credit_kept_back_is_given_when_a_paused_partition_used_up_the_rest(worl
     consumer.pause(T0)
     assert consumer.poll(0.1) == []
     assert not consumer._eaten
+
+
+def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any) -> None:
+    """Rule L13: nothing of the bad batch is given out, and it is never skipped."""
+    for value in (b"0", b"1", b"2"):
+        world.put(T0, value)
+    log = world.cluster.log("t")
+    base, following, raw = log.batches[1]
+    log.batches[1] = (base, following, raw[:-1] + bytes([raw[-1] ^ 1]))
+    consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=1)
+    consumer.assign([T0])
+    assert seen(consumer.poll(1.0)) == [(0, 0)]
+    for _ in range(2):
+        with pytest.raises(errors.CorruptBatch, match=r"t-0 at offset 1: .*; seek past it"):
+            consumer.poll(1.0)
+        assert consumer.position(T0) == 1
+    consumer.seek(T0, 2)
+    assert seen(consumer.poll(1.0)) == [(0, 2)]
