@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -88,6 +89,8 @@ def main() -> int:
     from bench.pk_side import PkSide
 
     given = _arguments()
+    # ended from outside: the sides are stopped and the folder goes, as at the normal end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = list(cases.BY_NAME) if "all" in given.names else list(dict.fromkeys(given.names))
     folder = given.keep or Path(tempfile.mkdtemp(prefix="pk-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
