@@ -2,10 +2,10 @@
 
 Called once, before Arrow and deltalake are loaded; only the tier's own process does it.
 
-The process runs at a slightly lower priority (rule P1, server/run_config.py) and no lower: copying
-takes about a third of the CPU time that a broker and its producers spend on the same records, and
-on a busy machine it must still get that much.  The broker keeps what is not tiered: a copier that
-is behind for ever fills its disk.
+The process runs at a slightly lower priority (rule P1, server/run_config.py) and no lower: to copy
+a record costs two to three times the CPU time that the broker spends to take it in (`make soak`
+tells both), and on a busy machine the copier must still get it.  The broker keeps what is not
+tiered: a copier that is behind for ever fills its disk.
 
 Rules
   Z1  the number of threads is fixed, not the machine's: a few copy, the rest waits for the store
@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: deltalake's runtime: one thread plans, one waits for the store; it works a tenth of the time.
+#: deltalake's runtime: a table has one commit a second at most, and one call at a time.
 DELTA_THREADS = 2
 #: Arrow's own pools do next to nothing here: files are written by the upload threads themselves.
 ARROW_THREADS = 1
