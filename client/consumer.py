@@ -198,21 +198,8 @@ class Consumer:
         Returns [] if nothing came within `timeout_s`.  Offsets within a partition only grow, and
         may have gaps.
         """
-        found: list[tuple[TopicPartition, pa.RecordBatch]] = []
-        left: int = self._options["max_poll_records"]
-        deadline: float | None = None
-        while True:
-            while left > 0:
-                item = self._take()
-                if item is None:
-                    break
-                found.append((item.place, item.rows))
-                left -= item.rows.num_rows
-            if found:
-                return found
-            deadline = self._wait(deadline, timeout_s)
-            if deadline is None:
-                return found
+        found = self._gather(self._options["max_poll_records"], timeout_s, cut=False)
+        return [(item.place, item.rows) for item in found]
 
     def poll(self, timeout_s: float = 1.0) -> list[Record]:
         """At most max_poll_records records; [] if nothing came within `timeout_s`.
@@ -232,7 +219,7 @@ class Consumer:
     def _poll_lines(self, timeout_s: float) -> list[Lines]:
         """What `poll` returns, not made into records yet."""
         found: list[Lines] = []
-        slices = self._slices(self._options["max_poll_records"], timeout_s)
+        slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
         for index, item in enumerate(slices):
             try:
                 found.append(self._to_lines(item.place, item.rows))
@@ -257,13 +244,17 @@ class Consumer:
                 return index
         return len(rows)
 
-    def _slices(self, limit: int, timeout_s: float) -> list[Rows]:
-        """Like `poll_batches`, but never more than `limit` rows: a batch may be cut."""
+    def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[Rows]:
+        """What is there, about `limit` rows; with `cut` never more, though a batch be cut.
+
+        An error ends the gathering: it is raised at once if there is nothing to return, else by
+        the next call.  Rows that were taken are returned whatever happens.
+        """
         found: list[Rows] = []
         deadline: float | None = None
         while True:
             while limit > 0:
-                item = self._take(limit)
+                item = self._take(limit if cut else None, quiet=bool(found))
                 if item is None:
                     break
                 found.append(item)
@@ -302,16 +293,24 @@ class Consumer:
             except errors.ClosedError:
                 return False
 
-    def _take(self, limit: int | None = None) -> Rows | None:
-        """The next rows that are neither paused nor void; raises what must be told."""
-        self._check_open()
-        told = self._engine.complaint()
-        if told is not None:
-            self._raise(told)
+    def _take(self, limit: int | None, *, quiet: bool) -> Rows | None:
+        """The next rows that are neither paused nor void; raises what must be told.
+
+        `quiet`: gives None instead, and leaves it for the next call.
+        """
+        if quiet and (self._closed or self._engine.complains()):
+            return None
+        if not quiet:
+            self._check_open()
+            told = self._engine.complaint()
+            if told is not None:
+                self._raise(told)
         try:
             return self._backlog.take(self._engine.fetcher.paused, limit)
         except Undecodable as bad:
             self._seek(bad.place, bad.position)  # never skipped: fetched again, raised again
+            if quiet:
+                return None
             cause = bad.cause
             raise type(cause)(
                 f"{bad.place} at offset {bad.position}: {cause.message}; seek past it to go on",

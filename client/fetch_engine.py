@@ -194,10 +194,10 @@ class FetchEngine:
         self.problems.extendleft(reversed(kept))
         return found
 
-    def complains(self, place: TopicPartition) -> bool:
+    def complains(self, place: TopicPartition | None = None) -> bool:
         """Whether `complaint(place)` would find one."""
         return any(
-            (told.place is None or told.place == place) and self.fetcher.stands(told)
+            (place is None or told.place in (None, place)) and self.fetcher.stands(told)
             for told in self.problems.copy()
         )
 

@@ -9,6 +9,7 @@ import pytest
 from fake_broker import FakeBroker, FakeCluster
 
 from pk import Consumer, TopicPartition, errors
+from pk.client.fetcher_events import Complaint
 from pk.log.columns import encode
 from pk.sim.world import SimWorld
 
@@ -279,3 +280,58 @@ def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any) -> N
         assert consumer.position(T0) == 1
     consumer.seek(T0, 2)
     assert seen(consumer.poll(1.0)) == [(0, 2)]
+
+
+@pytest.mark.parametrize("way", ["poll", "poll_batches"])
+def test_what_was_gathered_before_an_error_is_returned_first(world: Any, way: str) -> None:
+    """A damaged batch, or a complaint, behind good rows: the rows come, the next call raises."""
+
+    def read() -> list[tuple[int, int]]:
+        if way == "poll":
+            return seen(consumer.poll(1.0))
+        return [
+            (place.partition, offset)
+            for place, rows in consumer.poll_batches(1.0)
+            for offset in rows.column("offset").to_pylist()
+        ]
+
+    for value in (b"0", b"1", b"2"):
+        world.put(T0, value)
+    world.put(T1, b"3", b"4")
+    log = world.cluster.log("t")
+    base, following, raw = log.batches[1]
+    log.batches[1] = (base, following, raw[:-1] + bytes([raw[-1] ^ 1]))
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    found: list[tuple[int, int]] = []
+    while len(found) < 3:
+        found += read()
+    with pytest.raises(errors.CorruptBatch, match="t-0 at offset 1"):
+        read()
+    assert sorted(found) == [(0, 0), (1, 0), (1, 1)]
+    assert consumer.position(T0) == 1
+
+
+def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any) -> None:
+    world.put(T0, b"0")
+    world.put(T1, b"1")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    backlog, engine = consumer._backlog, consumer._engine
+    take = backlog.take
+
+    def take_and_complain(*arguments: Any) -> Any:
+        """The loop complains while the application's thread is gathering."""
+        backlog.take = take
+        found = take(*arguments)
+        about = engine.fetcher.position_id(T1)
+        engine._raise(Complaint(T1, about, errors.CorruptLog("the disk of t-1 failed")))
+        return found
+
+    backlog.take = take_and_complain
+    first = consumer.poll(1.0)
+    with pytest.raises(errors.CorruptLog):
+        consumer.poll(1.0)
+    assert sorted(seen([*first, *consumer.poll(1.0)])) == [(0, 0), (1, 0)]
