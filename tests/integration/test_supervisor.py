@@ -96,6 +96,12 @@ def gone(pid: int) -> bool:
     return stat[stat.rindex(")") + 2] == "Z"
 
 
+def stopped(pid: int) -> bool:
+    """Every thread of it: one that still runs would take the next signal."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat[stat.rindex(")") + 2] == "T" for stat in stats)
+
+
 def pending(pid: int) -> set[int]:
     """The signals that a stopped process has yet to see."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -280,6 +286,7 @@ def test_a_second_interrupt_kills(start: Callable[..., Server], tmp_path: Path) 
     server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
     ready = server.line()
     os.kill(ready["pids"]["broker"], signal.SIGSTOP)  # it cannot drain
+    until(lambda: stopped(ready["pids"]["broker"]))
     server.process.send_signal(signal.SIGINT)
     until(lambda: signal.SIGTERM in pending(ready["pids"]["broker"]))  # the drain has begun
     code, _ = server.stop(signal.SIGINT)
