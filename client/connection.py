@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pk import errors
+from pk.client.waiting import FOREVER_S, Bell
 from pk.clock import SystemClock
 from pk.wire.socket_network import PkNetwork
 from pk.world import World
@@ -73,12 +74,29 @@ class LoopThread:
             raise errors.InvalidRequest(
                 "a delivery callback must not block: it runs on the sending thread"
             )
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        bell = Bell()
+        begun: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self.loop.create_task(work)
+            task.add_done_callback(lambda _: bell.ring())
+            begun.append(task)
+
+        def ended() -> bool:
+            return (bool(begun) and begun[0].done()) or not self.thread.is_alive()
+
+        self.loop.call_soon_threadsafe(begin)
         try:
-            return future.result(timeout_s)
-        except (KeyboardInterrupt, concurrent.futures.TimeoutError):
-            future.cancel()
+            if not bell.wait_for(ended, FOREVER_S if timeout_s is None else timeout_s):
+                raise TimeoutError(f"not within {timeout_s} s")
+        except BaseException:  # Ctrl-C, above all
+            self.loop.call_soon_threadsafe(lambda: begun and begun[0].cancel())
             raise
+        if not begun:
+            work.close()
+        if not begun or not begun[0].done() or begun[0].cancelled():
+            raise errors.ClosedError("the client was closed meanwhile")
+        return begun[0].result()
 
     async def compute(self, work: Callable[[], Any]) -> Any:
         """CPU-bound work on one other thread, one piece at a time."""

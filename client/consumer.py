@@ -33,6 +33,7 @@ from pk.client.offsets import EARLIEST, LATEST
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.records import Lines
 from pk.client.serializers import deserializer
+from pk.client.waiting import Bell
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
@@ -69,7 +70,7 @@ class Consumer:
         self._options = o = consumer_options(options)
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
-        self._changed = threading.Condition()
+        self._bell = Bell()
         self._lines: deque[Lines] = deque()  #: handed out record by record
         self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
         self._closed = False
@@ -89,15 +90,11 @@ class Consumer:
             connection.release(self._thread)
             raise
         engine = self._engine
-        engine.on_ready = self._on_ready
+        engine.on_ready = self._bell.ring
         self._backlog = Backlog(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
         connection.close_at_exit(self, self.close)
-
-    def _on_ready(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- what to read ------------------------------------------------------------------------------
 
@@ -182,8 +179,7 @@ class Consumer:
     def resume(self, *partitions: TopicPartition) -> None:
         places = [TopicPartition(*each) for each in partitions]
         self._call(lambda: self._engine.step(Pause(places, False)))
-        with self._changed:
-            self._changed.notify_all()
+        self._bell.ring()
 
     def paused(self) -> list[TopicPartition]:
         self._check_open()
@@ -353,16 +349,15 @@ class Consumer:
         engine, backlog = self._engine, self._backlog
         for node in self._owing():
             self._post(Consumed(node, self._eaten.pop(node)))
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    engine.problems
-                    or self._closed
-                    or backlog.waits(engine.fetcher.paused)
-                    or self._owing()
-                ),
-                deadline - now,
-            )
+        self._bell.wait_for(
+            lambda: (
+                engine.problems
+                or self._closed
+                or backlog.waits(engine.fetcher.paused)
+                or self._owing()
+            ),
+            deadline - now,
+        )
         return deadline
 
     def _next_record_of(self, place: TopicPartition) -> int | None:
@@ -400,15 +395,14 @@ class Consumer:
             left = deadline - monotonic_s()
             if left <= 0:
                 raise errors.RequestTimedOut(f"{place}: no position within {seconds:g} s")
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._closed
-                        or self._engine.complains(place)
-                        or self._backlog.position(place) is not None
-                    ),
-                    left,
-                )
+            self._bell.wait_for(
+                lambda: (
+                    self._closed
+                    or self._engine.complains(place)
+                    or self._backlog.position(place) is not None
+                ),
+                left,
+            )
 
     def beginning_offsets(
         self, partitions: Iterable[TopicPartition], timeout_s: float | None = None
@@ -476,7 +470,7 @@ class Consumer:
                 return
             self._closed = True
         connection.closed(self)
-        self._on_ready()
+        self._bell.ring()
         try:
             self._thread.run(self._engine.close(), _CLOSE_S)
         finally:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pk import errors
+from pk.client.waiting import Monitor
 from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
 
 _log = logging.getLogger("pk.client")
@@ -43,11 +44,6 @@ def must_not_block(thread: threading.Thread) -> None:
         raise errors.InvalidRequest(
             "a delivery callback must not block: it runs on the sending thread"
         )
-
-
-def new_lock() -> threading.Condition:
-    """What a producer's deliveries notify and their askers wait on."""
-    return threading.Condition()
 
 
 class Part:
@@ -81,13 +77,13 @@ class Delivery:
     """The fate of `count` records of one topic."""
 
     __slots__ = (
-        "callbacks", "count", "inverse", "lock", "on_delivery", "order", "parts", "split",
+        "callbacks", "count", "inverse", "monitor", "on_delivery", "order", "parts", "split",
         "stamp_ms", "stamps", "telling", "topic", "unresolved", "waiters",
     )  # fmt: skip
 
-    def __init__(self, topic: str, lock: threading.Condition) -> None:
+    def __init__(self, topic: str, monitor: Monitor) -> None:
         self.topic = topic
-        self.lock = lock  #: of the producer; notified when any part is resolved
+        self.monitor = monitor  #: of the producer; notified when any part is resolved
         self.count = 0
         self.parts: list[Part] = []
         self.split = False
@@ -150,7 +146,7 @@ class Delivery:
         return RecordMetadata(self.topic, part.partition, offset, stamp)
 
     def call_when_done(self, index: int, callback: Callable[[], None]) -> None:
-        with self.lock:
+        with self.monitor.lock:
             if self.outcome(index) is None:
                 if self.callbacks is None:
                     self.callbacks = []
@@ -190,8 +186,8 @@ def resolve(
     """Settle `parts`, wake whoever waits, run the callbacks that are due."""
     due: list[Callable[[], None]] = []
     deliveries: dict[int, Delivery] = {}
-    lock = parts[0].delivery.lock
-    with lock:
+    monitor = parts[0].delivery.monitor
+    with monitor.lock:
         for part, base_offset in zip(parts, base_offsets, strict=True):
             if part.resolved:
                 continue
@@ -215,15 +211,15 @@ def resolve(
         if due:
             for delivery in deliveries.values():
                 delivery.telling += 1
-        lock.notify_all()
+        monitor.notify_all()
     if not due:
         return
     for callback in due:
         _call(callback)
-    with lock:
+    with monitor.lock:
         for delivery in deliveries.values():
             delivery.telling -= 1
-        lock.notify_all()
+        monitor.notify_all()
 
 
 def _tell(part: Part) -> None:
@@ -300,8 +296,8 @@ class SendFuture:
         delivery, index = self._delivery, self._index
         outcome = delivery.outcome(index)
         if outcome is None:
-            with delivery.lock:
-                delivery.lock.wait_for(lambda: delivery.outcome(index) is not None, timeout)
+            with delivery.monitor.lock:
+                delivery.monitor.wait_for(lambda: delivery.outcome(index) is not None, timeout)
                 outcome = delivery.outcome(index)
         if outcome is None:
             raise TimeoutError(f"not acknowledged within {timeout} s; it may still be")
@@ -339,7 +335,7 @@ class BatchFuture:
         def call() -> None:
             callback(self)
 
-        with delivery.lock:
+        with delivery.monitor.lock:
             if not delivery.done:
                 if delivery.waiters is None:
                     delivery.waiters = []
@@ -349,8 +345,8 @@ class BatchFuture:
 
     def _wait(self, timeout: float | None) -> list[BatchMetadata] | errors.PkError:
         delivery = self._delivery
-        with delivery.lock:
-            delivery.lock.wait_for(lambda: delivery.done, timeout)
+        with delivery.monitor.lock:
+            delivery.monitor.wait_for(lambda: delivery.done, timeout)
             outcome = delivery.batches()
         if outcome is None:
             raise TimeoutError(f"not acknowledged within {timeout} s; it may still be")

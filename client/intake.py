@@ -27,6 +27,7 @@ from pk import errors
 from pk.client.accumulator import RECORD_OVERHEAD, absent, binary_column, rows_of
 from pk.client.futures import Delivery, OnDelivery, SendFuture
 from pk.client.partitioner import Sticky
+from pk.client.waiting import Monitor
 from pk.clock import Clock, block_s
 from pk.log.columns import HEADER_TYPE
 from pk.types import NONE
@@ -45,12 +46,12 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self._space = threading.Condition()
+        self._space = Monitor()
         self._closed: errors.PkError | None = None
 
     def try_reserve(self, size: int) -> bool:
         """Take `size` bytes if they are there; a request larger than the limit needs it empty."""
-        with self._space:
+        with self._space.lock:
             if self._closed is not None:
                 raise self._closed
             if self.used and self.used + size > self.limit:
@@ -60,20 +61,20 @@ class Budget:
 
     def wait(self, size: int, timeout_s: float) -> None:
         """Block until `size` bytes may be there, or time is up: then try again."""
-        with self._space:
+        with self._space.lock:
             self._space.wait_for(
                 lambda: self._closed is not None or not self.used or self.used + size <= self.limit,
                 timeout_s,
             )
 
     def release(self, size: int) -> None:
-        with self._space:
+        with self._space.lock:
             self.used -= size
             assert self.used >= 0, self.used
             self._space.notify_all()
 
     def close(self, error: errors.PkError) -> None:
-        with self._space:
+        with self._space.lock:
             self._closed = error
             self._space.notify_all()
 
@@ -113,8 +114,8 @@ class Chunk(Delivery):
         "ready", "size", "values",
     )  # fmt: skip
 
-    def __init__(self, topic: str, lock: threading.Condition) -> None:
-        super().__init__(topic, lock)
+    def __init__(self, topic: str, monitor: Monitor) -> None:
+        super().__init__(topic, monitor)
         self.values: list[bytes | None] = []
         self.keys: list[bytes | None] | None = None  #: None until the first key
         self.headers: dict[int, Headers] | None = None
@@ -158,8 +159,8 @@ class Columns(Delivery):
 
     __slots__ = ("opened_ms", "pieces", "ready")
 
-    def __init__(self, topic: str, lock: threading.Condition) -> None:
-        super().__init__(topic, lock)
+    def __init__(self, topic: str, monitor: Monitor) -> None:
+        super().__init__(topic, monitor)
         self.pieces: list[tuple[int, int, pa.RecordBatch, int]] = []
         self.opened_ms = 0
         self.ready = False
@@ -179,7 +180,7 @@ class Intake:
         chunk_bytes: int,
         sticky: Sticky,
         budget: Budget,
-        done: threading.Condition,
+        done: Monitor,
     ) -> None:
         self.topic = topic
         self.chunk_bytes = chunk_bytes

@@ -22,7 +22,7 @@ from typing import Any
 from pk import errors
 from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, place, sizes, split
 from pk.client.cluster import Cluster
-from pk.client.futures import Delivery, new_lock, resolve
+from pk.client.futures import Delivery, resolve
 from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake
 from pk.client.partitioner import Sticky
 from pk.client.sender import Sender
@@ -40,6 +40,7 @@ from pk.client.sender_events import (
     Wake,
     Written,
 )
+from pk.client.waiting import Monitor
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Buffer
 from pk.types import NONE, PartitionKey
@@ -77,7 +78,7 @@ class ProduceEngine:
         self.acks = acks_of(options["acks"])
         self.compute = compute
         self.budget = Budget(options["buffer_memory"])
-        self.done = new_lock()
+        self.done = Monitor()
         self.intakes: dict[str, Intake] = {}
         self.marked: dict[str, Intake] = {}  #: something was left there
         self.fatal: errors.PkError | None = None
@@ -169,7 +170,7 @@ class ProduceEngine:
         loop = asyncio.get_running_loop()
         for delivery in self.begin_flush():
             settled: asyncio.Future[None] = loop.create_future()
-            with delivery.lock:
+            with delivery.monitor.lock:
                 if delivery.done:
                     continue
                 if delivery.waiters is None:

@@ -368,7 +368,7 @@ class Producer:
             return
         deadline = None if timeout_s is None else monotonic_s() + timeout_s
         begun = self._thread.run(self._begin_flush(), timeout_s)
-        with self._engine.done:
+        with self._engine.done.lock:
             left = [delivery for delivery in begun if not delivery.settled]
             rest_s = None if deadline is None else max(0.0, deadline - monotonic_s())
             if not self._engine.done.wait_for(lambda: _all_settled(left), rest_s):

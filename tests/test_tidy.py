@@ -76,6 +76,7 @@ SHELLS = {
     "pk.client.intake",
     "pk.client.producer",
     "pk.client.registry",
+    "pk.client.waiting",
     "pk.tiering.delta",
     "pk.tiering.fsspec_store",
     "pk.tiering.resources",

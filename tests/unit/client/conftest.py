@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,23 +42,17 @@ class SimThread:
         return self.sim.loop.time()
 
 
-class SimCondition:
-    """A condition whose waiting runs the simulation, an event at a time."""
+class SimBell:
+    """A bell whose waiting runs the simulation, an event at a time."""
 
     def __init__(self, sim: SimWorld) -> None:
         self.sim = sim
 
-    def __enter__(self) -> None:
+    def ring(self) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def notify_all(self) -> None:
-        pass
-
-    def wait_for(self, predicate: Any, timeout_s: float | None = None) -> Any:
-        until = self.sim.loop.time() + (timeout_s if timeout_s is not None else 1e9)
+    def wait_for(self, predicate: Any, timeout_s: float) -> Any:
+        until = self.sim.loop.time() + timeout_s
         while not predicate() and self.sim.loop.time() < until:
             self.sim.loop.run_for_ms(1)
         return predicate()
@@ -74,8 +67,7 @@ def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThrea
         monkeypatch.setattr(connection, "acquire", lambda: thread)
         monkeypatch.setattr(connection, "release", lambda held: None)
         monkeypatch.setattr(consumer, "monotonic_s", thread.now_s)
-        waiting = SimpleNamespace(Condition=lambda: SimCondition(sim), Lock=threading.Lock)
-        monkeypatch.setattr(consumer, "threading", waiting)
+        monkeypatch.setattr(consumer, "Bell", lambda: SimBell(sim))
         return thread
 
     return make

@@ -27,10 +27,11 @@ from pk.client.accumulator import (
     sizes,
     split,
 )
-from pk.client.futures import BatchFuture, Delivery, SendFuture, new_lock, resolve
+from pk.client.futures import BatchFuture, Delivery, SendFuture, resolve
 from pk.client.intake import Budget, Chunk, Intake, Turnstile
 from pk.client.partitioner import Sticky, partition_of
 from pk.client.producer import Producer
+from pk.client.waiting import Monitor
 from pk.clock import SystemClock
 from pk.log.columns import decode
 from pk.types import BatchMetadata, PartitionKey, RecordMetadata
@@ -74,7 +75,7 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
     normal, chosen = normalise(batch, 0)
     assert chosen is not None
     explicit = chosen.fill_null(-1).to_numpy()
-    delivery = Delivery("t", new_lock())
+    delivery = Delivery("t", Monitor())
     delivery.count = len(rows)
     where = place(normal, explicit, 5, sticky(), range(5), 100)
     seen: dict[int, tuple[int, int]] = {}
@@ -128,7 +129,7 @@ def test_counted_size_covers_what_a_batch_takes(rows: list[Any]) -> None:
     total = int(sizes(normal).sum())
     whole = size_of(normal)
     assert whole is None or whole >= 1
-    delivery = Delivery("t", new_lock())
+    delivery = Delivery("t", Monitor())
     piece = Piece(normal, total, delivery.add_part(0, 0, len(rows)), 5, 0, 0)
     encoded = b"".join(Batch("t", KEY, piece).encode("none", 3))
     validity = 3 * (len(rows) + 7)
@@ -156,7 +157,7 @@ def test_a_small_topic_limit_bounds_the_batch() -> None:
 
 def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
     rows, _ = normalise(pa.record_batch([pa.array([b"x"])], names=["value"]), 0)
-    part = Delivery("t", new_lock()).add_part(0, 0, 1)
+    part = Delivery("t", Monitor()).add_part(0, 0, 1)
     batch = Batch("t", KEY, Piece(rows, 10, part, 7, 0, 0))
     batch.producer_id, batch.epoch, batch.sequence = 4, 0, 9
     first = batch.encode("lz4", 3)
@@ -172,7 +173,7 @@ def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
 
 def test_memory_is_reserved_before_a_record_is_taken_and_given_back_when_sealed() -> None:
     budget = Budget(1000)
-    intake = Intake("t", 400, sticky(), budget, new_lock())
+    intake = Intake("t", 400, sticky(), budget, Monitor())
     clock = SystemClock()
 
     def offer(size: int) -> SendFuture | None:
@@ -217,7 +218,7 @@ def test_waiting_for_memory_ends_when_it_is_released() -> None:
 
 
 def chunk_of(count: int) -> Chunk:
-    chunk = Chunk("t", new_lock())
+    chunk = Chunk("t", Monitor())
     chunk.count = count
     chunk.stamp_ms = 5
     return chunk
@@ -257,7 +258,7 @@ def test_a_future_knows_its_record_through_any_split() -> None:
     assert not futures[0].cancelled()
 
 
-class Watched(threading.Condition):
+class Watched(Monitor):
     """Asks, whenever the waiting are woken, what they would see."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
@@ -327,7 +328,7 @@ def test_a_batch_that_failed_as_one_raises_that_error() -> None:
 def race() -> bool:
     """Four threads send while this one takes; whether every future knows its own record."""
     budget = Budget(1 << 40)
-    intake = Intake("t", 20_000, sticky(), budget, new_lock())
+    intake = Intake("t", 20_000, sticky(), budget, Monitor())
     clock = SystemClock()
     producer = Producer.__new__(Producer)
     producer._fast = {"t": intake}

@@ -1,0 +1,72 @@
+"""Waiting that a signal may end at any instruction.
+
+Handlers of signals run on the main thread between two instructions of Python code, and Ctrl-C
+raises there: inside `threading.Condition.__enter__`, too, behind the acquire and before the `with`
+that would give back.  The lock then stays held for ever, and the loop's thread hangs on it at the
+next notification, closing included.  A plain `Lock` has no such instruction: its methods are C.
+
+Invariants
+  W1  whatever is raised at whatever instruction of the waiting thread, `ring` and a `with lock` of
+      another thread do not block because of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pk.clock import monotonic_s
+
+#: A timeout for those who have none.
+FOREVER_S = 1e9
+#: A second thread on the same bell may have taken the ring: look again after this.
+_LOOK_AGAIN_S = 1.0
+
+
+class Bell:
+    """One thread waits, any may ring.  At rest its lock is held by nobody in particular; a ring
+    that nobody waited for is heard by the next wait.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # it rings already
+
+    def wait_for(self, holds: Callable[[], Any], timeout_s: float) -> Any:
+        """Until `holds()` is true, or time is up; returns its last answer."""
+        deadline = monotonic_s() + timeout_s
+        while not (answer := holds()):
+            left = deadline - monotonic_s()
+            if left <= 0:
+                break
+            self._lock.acquire(timeout=min(left, _LOOK_AGAIN_S))
+        return answer
+
+
+class Monitor:
+    """A lock, and the condition of what it guards: `with monitor.lock:`, never with the condition
+    (module docstring).
+    """
+
+    __slots__ = ("_condition", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._condition = threading.Condition(self.lock)
+
+    def notify_all(self) -> None:
+        """Wake who waits; the lock is held."""
+        self._condition.notify_all()
+
+    def wait_for(self, holds: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Until `holds()` is true, or time is up; returns its last answer.  The lock is held."""
+        return self._condition.wait_for(holds, timeout_s)

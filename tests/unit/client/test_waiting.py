@@ -1,0 +1,114 @@
+"""W1: Ctrl-C at any instruction of a wait leaves nothing locked."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from pk.client import waiting
+from pk.client.waiting import Bell, Monitor
+
+#: Behind these CPython looks whether a signal came.
+LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th place where a signal's handler could run."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.behind: dict[Any, str] = {}  #: frame → the instruction before
+
+    def __call__(self, frame: Any, event: str, _argument: Any) -> Any:
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if self.behind.get(frame) in LOOKS:
+                if not self.left:
+                    raise KeyboardInterrupt
+                self.left -= 1
+            self.behind[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self
+
+
+def interrupted_everywhere(work: Callable[[], Any], check: Callable[[], None]) -> int:
+    """Run `work` once for each such place, interrupted there; how many there were."""
+    for number in count():
+        before = sys.gettrace()
+        sys.settrace(Interrupt(number))
+        try:
+            work()
+        except (KeyboardInterrupt, RuntimeError):
+            sys.settrace(before)
+            check()
+        else:
+            return number
+        finally:
+            sys.settrace(before)
+    raise AssertionError
+
+
+def test_a_bell_can_be_rung_and_heard_after_any_interrupt() -> None:
+    bell = Bell()
+
+    def check() -> None:
+        bell.ring()
+        bell.ring()
+        answers = iter([False, True])
+        assert bell.wait_for(lambda: next(answers), 60.0)
+
+    assert interrupted_everywhere(lambda: bell.wait_for(lambda: False, 0.001), check) > 5
+
+
+def test_a_monitor_is_free_after_any_interrupt() -> None:
+    monitor = Monitor()
+
+    def work() -> None:
+        with monitor.lock:
+            monitor.wait_for(lambda: False, 0.001)
+            monitor.notify_all()
+
+    def check() -> None:
+        assert monitor.lock.acquire(timeout=10)
+        monitor.notify_all()
+        monitor.lock.release()
+
+    assert interrupted_everywhere(work, check) > 10
+
+
+def test_the_test_would_find_what_a_plain_condition_does() -> None:
+    condition = threading.Condition(threading.Lock())
+
+    def work() -> None:
+        with condition:
+            pass
+
+    def check() -> None:
+        assert condition.acquire(blocking=False)
+        condition.release()
+
+    with pytest.raises(AssertionError):
+        interrupted_everywhere(work, check)
+
+
+def test_a_ring_before_the_wait_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_LOOK_AGAIN_S", 3600.0)
+    bell, seen = Bell(), threading.Event()
+    bell.ring()
+    answers = iter([False, True])
+    assert bell.wait_for(lambda: next(answers), 3600.0)
+
+    def set_and_ring() -> None:
+        seen.set()
+        bell.ring()
+
+    thread = threading.Thread(target=set_and_ring)
+    thread.start()
+    assert bell.wait_for(seen.is_set, 3600.0)
+    thread.join()
+    assert not bell.wait_for(lambda: False, 0.0)
