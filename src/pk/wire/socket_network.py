@@ -49,7 +49,11 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 def _tune(sock: socket.socket) -> None:
-    """No delay for small frames; a host that vanished is noticed within seconds."""
+    """No delay for small frames; a host that vanished while idle is noticed within seconds.
+
+    No TCP_USER_TIMEOUT: it would also cut off a peer that is merely slow to read (a full disk's
+    queue, say).  What is under way to a vanished host is given up by the requests' own timeouts.
+    """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return
@@ -59,7 +63,6 @@ def _tune(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", KEEPALIVE_MS // 1000),
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", KEEPALIVE_MS // 1000),
-        ("TCP_USER_TIMEOUT", 2 * KEEPALIVE_MS),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
