@@ -201,8 +201,10 @@ class Watch:
 
 
 def local_bound() -> int:
-    """Per partition: the hot set, the active segment, one closing, and what waits to be deleted."""
-    return PARTITIONS * (LOCAL_RETENTION + 4 * SEGMENT)
+    """Per partition: what retention keeps at most, however far the tier is behind, the active
+    segment, one closing, and what waits to be deleted.
+    """
+    return PARTITIONS * (RETENTION + 4 * SEGMENT)
 
 
 def tier_bound() -> int:
