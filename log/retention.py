@@ -6,11 +6,10 @@ Walked from the oldest segment; the first that must stay ends the walk.  A segme
   R2  retention_ms is set and its newest record is older, or
   R3  retention_bytes is set and the log without it still has as many bytes.
 With a tier (tiered_end >= 0) R2 and R3 use the local_ settings, and
-  R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), unless it
-      lies below log_start;
+  R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
+      its age;
   R5  dropping moves local_log_start only; log_start moves past what topic retention has expired
-      (rule T9: log_start first, then the rows below it), whether the tier has it or not: a tier
-      that is away or slow must not keep for ever what the topic may not keep at all.
+      *and* the tier covers (rule T9: log_start first, then the rows below it).
 Always
   R6  nothing at or above the high watermark goes, log_start never passes the hold;
   R7  the active segment does not go; if its newest record expired and everything before it goes, it
@@ -57,8 +56,6 @@ def plan(
     drop: list[int] = []
     reason = ""
     start = log_start
-    if tiered and config.deletes:
-        start = max(start, _expired_end(segments, config, total, high_watermark, hold, now_ms))
     roll = False
     for segment in segments:
         active = segment is segments[-1]
@@ -81,6 +78,13 @@ def plan(
         reason = reason or why
         if not tiered:
             start = max(start, segment.next_offset)
+    if tiered and config.deletes:
+        start = max(
+            start,
+            _expired_end(
+                segments, config.retention_ms, min(tiered_end, high_watermark), hold, now_ms
+            ),
+        )
     return RetentionPlan(start, tuple(drop), roll, reason)
 
 
@@ -112,25 +116,16 @@ def _local(config: LogConfig) -> tuple[int, int]:
 
 
 def _expired_end(
-    segments: Sequence[SegmentFacts],
-    config: LogConfig,
-    total: int,
-    high_watermark: int,
-    hold: int | None,
-    now_ms: int,
+    segments: Sequence[SegmentFacts], keep_ms: int, bound: int, hold: int | None, now_ms: int
 ) -> int:
     """R5: where the local segments end that topic retention has expired whole."""
     end = 0
-    limit = high_watermark if hold is None else min(high_watermark, hold)
+    if keep_ms < 0:
+        return end
+    limit = bound if hold is None else min(bound, hold)
     for segment in segments:
-        old = (
-            config.retention_ms >= 0
-            and segment.max_timestamp != NO_TIMESTAMP
-            and now_ms - segment.max_timestamp > config.retention_ms
-        )
-        total -= segment.size
-        behind = segment is not segments[-1] and 0 <= config.retention_bytes <= total
-        if not (old or behind) or segment.next_offset > limit:
+        expired = segment.max_timestamp != NO_TIMESTAMP and now_ms - segment.max_timestamp > keep_ms
+        if not expired or segment.next_offset > limit:
             break
         end = segment.next_offset
     return end

@@ -153,9 +153,7 @@ class Upkeep:
         if partition.tiered:
             await self._expire_in_tier(partition)
         log, now_ms = partition.log, self._core.clock.wall_ms()
-        plan = log.retention_plan(
-            now_ms, min(partition.high_watermark, partition.last_stable_offset)
-        )
+        plan = log.retention_plan(now_ms, partition.high_watermark)
         if plan.roll and log.roll():
             partition.lane.submit(partition, 0)
             self._core.retain_soon(key)  # the next tick plans again, with the new segment written
@@ -215,14 +213,12 @@ class Upkeep:
     async def _drop(self, partition: Partition, plan: RetentionPlan) -> None:
         core, log = self._core, partition.log
         end = max(each.next_offset for each in log.segments if each.base_offset in plan.drop)
-        stays = max(log.local_log_start, plan.log_start)  # below it nothing need be tiered
-        if partition.tiered and end > stays:
-            missing = await core.tier.confirm(partition, stays, end)
+        if partition.tiered and end > log.local_log_start:  # below log_start nothing need be tiered
+            missing = await core.tier.confirm(partition, log.local_log_start, end)
             if missing:  # T6: the tier uploads them again; until then nothing is dropped
                 core.metrics.tier_missing.inc(len(missing))
                 return
-            stable = min(partition.high_watermark, partition.last_stable_offset)
-            again = log.retention_plan(core.clock.wall_ms(), stable)
+            again = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
             plan = again._replace(drop=tuple(base for base in again.drop if base < end))
             if not plan.drop:
                 return

@@ -201,10 +201,8 @@ class Watch:
 
 
 def local_bound() -> int:
-    """Per partition: what retention keeps at most, however far the tier is behind, the active
-    segment, one closing, and what waits to be deleted.
-    """
-    return PARTITIONS * (RETENTION + 4 * SEGMENT)
+    """Per partition: the hot set, the active segment, one closing, and what waits to be deleted."""
+    return PARTITIONS * (LOCAL_RETENTION + 4 * SEGMENT)
 
 
 def tier_bound() -> int:

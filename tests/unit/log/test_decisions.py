@@ -228,24 +228,11 @@ def test_retention(
         ("R4, nothing confirmed", {"local_retention_ms": 1, "droppable_end": 0}, (), 0),
         ("R1 beats R4", {"log_start": 150, "droppable_end": 0}, (0,), 150),
         (
-            "R5, expired, covered or not",
+            "R5, expired and covered",
             {"retention_ms": 15_000, "tiered_end": 150, "droppable_end": 0},
-            (0, 100),
-            200,
-        ),
-        (
-            "R5, too large, covered or not",
-            {"retention_bytes": 2500, "tiered_end": 0, "droppable_end": 0},
-            (0,),
+            (),
             100,
         ),
-        (
-            "R5, not beyond what is committed",
-            {"retention_ms": 15_000, "droppable_end": 0, "high_watermark": 150},
-            (0,),
-            100,
-        ),
-        ("R5, small enough", {"retention_bytes": 3001, "droppable_end": 0}, (), 0),
         ("R5, hold", {"retention_ms": 15_000, "hold": 100}, (0, 100), 100),
     ],
 )
