@@ -67,6 +67,7 @@ SHELLS = {
     "pk.wire.grpc_network",
     "pk.wire.socket_network",
     "pk.wire.socket_stream",
+    "pk.wire.waiters",
     "pk.cli",
     "pk.log.files",
     "pk.client.admin",

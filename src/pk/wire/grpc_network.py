@@ -37,6 +37,7 @@ import grpc
 import grpc.aio
 
 from pk import limits
+from pk.wire.waiters import Waiters, wait_in, wake_all
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception goes
@@ -116,10 +117,10 @@ class _GrpcStream:
         self._outbox_bytes = 0
         self._end: str | None = None  # the other side's end: "" clean, text = why it broke
         self._closed = False  # this side called close()
-        self._readable: deque[asyncio.Future[None]] = deque()  # tasks in recv
+        self._readable: Waiters = deque()  # tasks in recv
         self._drained: asyncio.Future[None] | None = None  # the read pump, ahead by a window
         self._to_write: asyncio.Future[None] | None = None  # the write pump, idle
-        self._writable: deque[asyncio.Future[None]] = deque()  # tasks in send
+        self._writable: Waiters = deque()  # tasks in send
         self._pumps: list[asyncio.Task[None]] = []
 
     # -- the transport: what the two ends do differently -------------------------------------------
@@ -143,7 +144,7 @@ class _GrpcStream:
         frame = first if len(pieces) == 1 and isinstance(first, bytes) else b"".join(pieces)
         while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_FRAMES:
             self._check_open()
-            await self._wait(self._writable)
+            await wait_in(self._writable)
         self._check_open()
         self._outbox.append(frame)
         self._outbox_bytes += len(frame)
@@ -158,7 +159,7 @@ class _GrpcStream:
                 if self._end:
                     raise Disconnected(self._end)
                 return None
-            await self._wait(self._readable)
+            await wait_in(self._readable)
         frame = self._inbox.popleft()
         self._inbox_bytes -= len(frame)
         _wake(self._drained)
@@ -182,25 +183,11 @@ class _GrpcStream:
         if self._end is not None:
             raise Disconnected(self._end or "the peer finished")
 
-    async def _wait(self, waiters: deque[asyncio.Future[None]]) -> None:
-        future = self._loop.create_future()
-        waiters.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and waiters:
-                _wake(waiters.popleft())  # pass the wake-up on
-            raise
-        finally:
-            if not future.done() or future.cancelled():
-                _discard(waiters, future)
-
     def _wake_all(self) -> None:
         _wake(self._drained)
         _wake(self._to_write)
-        for waiters in (self._readable, self._writable):
-            while waiters:
-                _wake(waiters.popleft())
+        wake_all(self._readable)
+        wake_all(self._writable)
 
     def _ended(self, why: str) -> None:
         """The other side is gone (`why`), or has finished ('')."""
@@ -237,8 +224,7 @@ class _GrpcStream:
                 else:
                     self._inbox.append(message)
                     self._inbox_bytes += len(message)
-                while self._readable:
-                    _wake(self._readable.popleft())
+                wake_all(self._readable)
         except EOFError:
             self._ended("")
         except Disconnected as cause:
@@ -255,8 +241,8 @@ class _GrpcStream:
                     self._to_write = self._loop.create_future()
                     await self._to_write
                 message = self._next_message()
-                while self._writable and self._outbox_bytes < WINDOW_BYTES:
-                    _wake(self._writable.popleft())
+                if self._outbox_bytes < WINDOW_BYTES:
+                    wake_all(self._writable)
                 await self._write_message(message)
         except Disconnected as cause:
             self._ended(str(cause) or "the connection broke")
@@ -286,13 +272,6 @@ class _GrpcStream:
 def _wake(future: asyncio.Future[None] | None) -> None:
     if future is not None and not future.done():
         future.set_result(None)
-
-
-def _discard(waiters: deque[asyncio.Future[None]], future: asyncio.Future[None]) -> None:
-    try:
-        waiters.remove(future)
-    except ValueError:
-        pass
 
 
 # -- the client's end --------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from types import coroutine
 import numpy as np
 
 from pk import limits
+from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
 from pk.world import Buffer, Disconnected
 
 CLOSE_TIMEOUT_MS = 2_000
@@ -72,8 +73,8 @@ class SocketStream:
         self._end: str | None = None  # the other side's end: "" clean, text = why it broke
         self._closed = False  # this side called close()
         self._gone = False  # the socket is closed
-        self._readable: deque[asyncio.Future[None]] = deque()  # tasks in recv
-        self._writable: deque[asyncio.Future[None]] = deque()  # tasks in send
+        self._readable: Waiters = deque()  # tasks in recv
+        self._writable: Waiters = deque()  # tasks in send
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._kept = 0  # bytes at the front of the scratch that are not a whole frame yet
         self._large: memoryview | None = None  # the frame that is read into its own memory
@@ -100,7 +101,7 @@ class SocketStream:
         while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_PIECES:
             self._check_open()
             self._unpaused = 0
-            await self._wait(self._writable)
+            await wait_in(self._writable)
         self._check_open()
         size = sum(map(len, pieces))
         self._unpaused += size + _SEND_COST_BYTES
@@ -119,7 +120,7 @@ class SocketStream:
                 if self._end:
                     raise Disconnected(self._end)
                 return None
-            await self._wait(self._readable)
+            await wait_in(self._readable)
         frame = self._inbox.popleft()
         self._inbox_bytes -= len(frame)
         if not self._reading and self._end is None and self._has_room():
@@ -161,26 +162,9 @@ class SocketStream:
         if self._end is not None:
             raise Disconnected(self._end or "the peer finished")
 
-    async def _wait(self, waiters: deque[asyncio.Future[None]]) -> None:
-        future = self._loop.create_future()
-        waiters.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                _wake_one(waiters)  # pass the wake-up on
-            raise
-        finally:
-            if not future.done() or future.cancelled():
-                try:
-                    waiters.remove(future)
-                except ValueError:
-                    pass
-
     def _wake_all(self) -> None:
-        for waiters in (self._readable, self._writable):
-            while waiters:
-                _wake_one(waiters)
+        wake_all(self._readable)
+        wake_all(self._writable)
 
     def _ended(self, why: str) -> None:
         """The other side is gone (`why`), or has finished ('')."""
@@ -285,7 +269,7 @@ class SocketStream:
         self._inbox_bytes += len(frame)
         if not self._has_room():
             self._set_reading(False)
-        _wake_one(self._readable)
+        wake_one(self._readable)
 
     def _finish(self) -> None:
         """The peer said its end (N2)."""
@@ -309,7 +293,7 @@ class SocketStream:
             return
         self._set_writing(bool(outbox))
         while self._writable and self._outbox_bytes < WINDOW_BYTES:
-            if not _wake_one(self._writable):
+            if not wake_one(self._writable):
                 break
         if self._closed and not outbox and self._end is not None:
             self._free()
@@ -326,15 +310,6 @@ class SocketStream:
             outbox.popleft()
         while outbox and not len(outbox[0]):
             outbox.popleft()  # an empty piece
-
-
-def _wake_one(waiters: deque[asyncio.Future[None]]) -> bool:
-    while waiters:
-        future = waiters.popleft()
-        if not future.done():
-            future.set_result(None)
-            return True
-    return False
 
 
 def _why(cause: BaseException) -> str:
