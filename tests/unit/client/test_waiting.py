@@ -18,6 +18,11 @@ from pk.client.waiting import Bell, Monitor
 LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 
+#: Where the interrupt may come.  Not in what happens to run in between: a garbage collection's
+#: callbacks swallow what is raised in them.
+INSIDE = {__file__, waiting.__file__, threading.__file__}
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th place where a signal's handler could run."""
 
@@ -26,6 +31,8 @@ class Interrupt:
         self.behind: dict[Any, str] = {}  #: frame → the instruction before
 
     def __call__(self, frame: Any, event: str, _argument: Any) -> Any:
+        if frame.f_code.co_filename not in INSIDE:
+            return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             if self.behind.get(frame) in LOOKS:
