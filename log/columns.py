@@ -40,11 +40,16 @@ __all__ = [
     "HEADER_TYPE",
     "Body",
     "Marker",
+    "UNITS",
+    "binary",
+    "body_of",
     "decode",
     "decode_markers",
     "encode",
     "encode_lists",
     "encode_markers",
+    "no_headers",
+    "nulls",
     "parse",
     "schema",
     "validate_body",
@@ -280,6 +285,11 @@ def _lz4(blob: pa.Buffer, size: int) -> memoryview:
     return out.data[:size]
 
 
+def body_of(batch: Buffer, header: Header, decoded_bytes_max: int) -> Body:
+    """The parsed body of one whole batch; points into `batch` where it is not compressed."""
+    return parse(header, _decompressed(header, batch, decoded_bytes_max))
+
+
 def validate_body(batch: Buffer, header: Header, decoded_bytes_max: int) -> None:
     """Everything `decode` would refuse, without building columns: what a broker does before append
     (rule L13).
@@ -288,7 +298,7 @@ def validate_body(batch: Buffer, header: Header, decoded_bytes_max: int) -> None
     """
     if not header.record_count:
         return
-    body = parse(header, _decompressed(header, batch, decoded_bytes_max))
+    body = body_of(batch, header, decoded_bytes_max)
     if body.header_key_lengths is not None:
         _texts(body.header_key_lengths, body.header_key_data)
 
@@ -313,7 +323,7 @@ def decode(
     target = _SCHEMAS[timestamp_unit]
     if not n:
         return pa.RecordBatch.from_pylist([], schema=target)
-    body = parse(header, _decompressed(header, batch, decoded_bytes_max))
+    body = body_of(batch, header, decoded_bytes_max)
     columns = [
         _offsets(header, body),
         _timestamps(header, body, timestamp_unit),
@@ -360,13 +370,22 @@ def _binary(
     rows: int, lengths: U32 | None, validity: memoryview | None, data: memoryview
 ) -> pa.Array:
     if lengths is None:
-        return pa.Array.from_buffers(
-            pa.binary(), rows, [_zeros(rows), _zeros(rows), _NO_BYTES], rows
-        )
-    bits = None if validity is None else pa.py_buffer(validity)
-    return pa.Array.from_buffers(
-        pa.binary(), rows, [bits, _prefix_sum(lengths), pa.py_buffer(data)]
-    )
+        return nulls(rows)
+    if validity is None:
+        return binary(lengths, data)
+    buffers = [pa.py_buffer(validity), _prefix_sum(lengths), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.binary(), rows, buffers)
+
+
+def nulls(rows: int) -> pa.Array:
+    """A binary column of nothing but nulls."""
+    return pa.Array.from_buffers(pa.binary(), rows, [_zeros(rows), _zeros(rows), _NO_BYTES], rows)
+
+
+def binary(lengths: U32, data: memoryview) -> pa.Array:
+    """A binary column without nulls; the lengths add up to the size of `data`."""
+    buffers = [None, _prefix_sum(lengths), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.binary(), len(lengths), buffers, 0)
 
 
 def _texts(lengths: U32, data: memoryview) -> pa.Array:
@@ -382,9 +401,7 @@ def _texts(lengths: U32, data: memoryview) -> pa.Array:
 
 def _header_lists(rows: int, body: Body) -> pa.Array:
     if body.header_counts is None or body.header_key_lengths is None:
-        return pa.Array.from_buffers(
-            HEADER_TYPE, rows, [None, _zeros(rows)], 0, children=[_NO_HEADERS]
-        )
+        return no_headers(rows)
     count = len(body.header_key_lengths)
     children = [
         _texts(body.header_key_lengths, body.header_key_data),
@@ -394,6 +411,11 @@ def _header_lists(rows: int, body: Body) -> pa.Array:
     return pa.Array.from_buffers(
         HEADER_TYPE, rows, [None, _prefix_sum(body.header_counts)], 0, children=[items]
     )
+
+
+def no_headers(rows: int) -> pa.Array:
+    """A headers column of empty lists."""
+    return pa.Array.from_buffers(HEADER_TYPE, rows, [None, _zeros(rows)], 0, children=[_NO_HEADERS])
 
 
 def _zeros(rows: int) -> pa.Buffer:

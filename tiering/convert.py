@@ -8,8 +8,9 @@ gaps, each batch has one leader epoch and one timestamp type.
 Invariants
   F1  rows stand in offset order; a file holds exactly the rows of its range that are neither
       markers nor aborted.
-  F2  memory is bounded by one decoded batch, one row group and the output: rows leave as soon as a
-      row group is full, from the batches they came in. The output's memory is used again (sink.py).
+  F2  memory is bounded by one decoded batch, two row groups and the output: batches are decoded as
+      soon as they fill a row group (log/runs.py), rows leave as soon as a row group is full.  The
+      output's memory is used again (sink.py).
   F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
@@ -29,11 +30,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pk.log import batch as log_batch
-from pk.log import columns
+from pk.log import columns, runs
 from pk.log.batch import Header
+from pk.log.runs import Member
 from pk.tiering import rowhash
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
-from pk.tiering.sink import Sink
+from pk.tiering.sink import Sink, SinkFull
 from pk.types import NONE, AbortedTransaction, Offset
 
 ROWS_PER_GROUP = 16_384
@@ -42,8 +44,12 @@ ZSTD_LEVEL = 3
 #: A row group of more batches than this is put together first: many small pieces cost more to hash
 #: and to encode than their copy does.
 PIECES_MAX = 8
-#: The Parquet writer's many small writes reach the sink in pieces of this size.
-SINK_BUFFER_BYTES = 256 * 1024
+#: Values stand in one page per row group: what a page costs to begin is paid once.
+PAGE_BYTES = 2 * GROUP_BYTES
+#: Values of which a sample does not get smaller than this share are not compressed: it costs as
+#: much as the rest of the file, and every reader pays again.
+_COMPRESSED_SHARE = 0.95
+_SAMPLE_BYTES = 256 * 1024
 #: A key column with more distinct values than this share is stored plain.
 _KEY_DISTINCT_SHARE = 0.5
 #: Batches of a cold fetch aim at this size, like a producer's.
@@ -52,6 +58,12 @@ COLD_BATCH_BYTES = 1024 * 1024
 LOG_APPEND = 1
 CREATE = 0
 _STATISTICS = ["offset", "timestamp"]
+#: The columns as Parquet names them.
+_PATHS = (
+    *(name for name in FILE_SCHEMA.names if name != "headers"),
+    "headers.list.element.key",
+    "headers.list.element.value",
+)
 _I64 = npt.NDArray[np.int64]
 
 
@@ -86,28 +98,52 @@ def rows_of(
     decoded = columns.decode(
         batch, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
     )
-    if header.base_offset < start or header.next_offset > limit:
-        offsets = decoded.column("offset").to_numpy()
-        low, high = np.searchsorted(offsets, [start, limit])
-        decoded = decoded.slice(int(low), int(high - low))
+    headers = _file_headers(decoded.column("headers"))
+    return _between(_file_rows(decoded, headers, [header]), start, limit)
+
+
+def rows_of_run(run: Sequence[Member], start: Offset, limit: Offset) -> pa.RecordBatch:
+    """The same of a run of batches."""
+    decoded = runs.decode_run(run, "us")
+    headers = pa.nulls(decoded.num_rows, FILE_SCHEMA.field("headers").type)
+    return _between(_file_rows(decoded, headers, [member.header for member in run]), start, limit)
+
+
+def _file_rows(
+    decoded: pa.RecordBatch, headers: pa.Array, batches: Sequence[Header]
+) -> pa.RecordBatch:
+    """Decoded rows in the columns of a file; a delete horizon is the only batch's."""
     count = decoded.num_rows
-    horizon = header.delete_horizon_ms
-    stamp_type = LOG_APPEND if header.log_append_time else CREATE
+    counts = [header.record_count for header in batches]
+    types = [LOG_APPEND if header.log_append_time else CREATE for header in batches]
+    horizon = batches[0].delete_horizon_ms
     return pa.RecordBatch.from_arrays(
         [
             decoded.column("offset"),
             decoded.column("timestamp"),
-            pa.array(np.full(count, stamp_type, np.int32)),
+            _repeated(types, counts),
             decoded.column("key"),
             decoded.column("value"),
-            _file_headers(decoded.column("headers")),
-            pa.array(np.full(count, header.leader_epoch, np.int32)),
+            headers,
+            _repeated([header.leader_epoch for header in batches], counts),
             pa.nulls(count, pa.int64())
             if horizon is None
             else pa.array(np.full(count, horizon, np.int64)),
         ],
         schema=FILE_SCHEMA,
     )
+
+
+def _repeated(numbers: Sequence[int], counts: Sequence[int]) -> pa.Array:
+    return pa.array(np.repeat(np.array(numbers, np.int32), counts))
+
+
+def _between(rows: pa.RecordBatch, start: Offset, limit: Offset) -> pa.RecordBatch:
+    offsets = rows.column("offset").to_numpy()
+    if start <= offsets[0] and offsets[-1] < limit:
+        return rows
+    low, high = np.searchsorted(offsets, [start, limit])
+    return rows.slice(int(low), int(high - low))
 
 
 def _file_headers(column: pa.Array) -> pa.Array:
@@ -158,14 +194,21 @@ def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
 
 
 class FileBuilder:
-    """Rows in, one Parquet file out, in the memory of `sink` (F2)."""
+    """Batches or rows in, one Parquet file out, in the memory of `sink` (F2).
+
+    Raises `SinkFull` where that memory is too small: build the file once more in a larger one.
+    """
 
     def __init__(self, level: int = ZSTD_LEVEL, sink: Sink | None = None) -> None:
         self._level = level
         self._sink = sink or Sink()
         self._sink.clear()
-        self._out = pa.output_stream(self._sink, buffer_size=SINK_BUFFER_BYTES)
         self._writer: pq.ParquetWriter | None = None
+        self._run: list[Member] = []  #: batches to be decoded together, all of `_shape`
+        self._shape: int | None = None
+        self._run_rows = 0
+        self._run_bytes = 0
+        self._bounds: tuple[Offset, Offset] = (0, 0)  #: of offsets taken from batches
         self._waiting: list[pa.RecordBatch] = []  #: the next row group
         self._waiting_rows = 0
         self._waiting_bytes = 0
@@ -175,6 +218,50 @@ class FileBuilder:
         self._stamps: tuple[int, int] | None = None
         self._null_keys = 0
         self._null_values = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far, the last row groups not counted."""
+        return self._sink.size
+
+    def add_batch(
+        self,
+        header: Header,
+        batch: memoryview,
+        start: Offset,
+        limit: Offset,
+        aborted: Sequence[AbortedTransaction],
+        decoded_bytes_max: int,
+    ) -> None:
+        """The rows of one log batch with offsets in `[start, limit)`, unless it is a marker or
+        aborted (F1).  `batch` must not change before the file is finished.
+
+        Raises `CorruptBatch` or `InvalidRecord` if the log's own bytes do not decode (rule L9).
+        """
+        if header.base_offset >= limit or header.next_offset <= start:
+            return
+        if header.control or not header.record_count or is_aborted(header, aborted):
+            return
+        log_batch.check(batch)
+        shape = runs.shape_of(header)
+        if self._run and (shape != self._shape or self._bounds != (start, limit)):
+            self._decode()
+        if shape is None:
+            self.add(rows_of(batch, header, start, limit, decoded_bytes_max))
+            return
+        body = columns.body_of(batch, header, decoded_bytes_max)
+        self._run.append(Member(header, body))
+        self._shape, self._bounds = shape, (start, limit)
+        self._run_rows += header.record_count
+        self._run_bytes += len(body.key_data) + len(body.value_data)
+        if self._run_rows >= ROWS_PER_GROUP or self._run_bytes >= GROUP_BYTES:
+            self._decode()
+
+    def _decode(self) -> None:
+        run, self._run = self._run, []
+        self._run_rows = self._run_bytes = 0
+        if run:
+            self.add(rows_of_run(run, *self._bounds))
 
     def add(self, rows: pa.RecordBatch) -> None:
         """Append rows in the columns of a file, offsets above all before."""
@@ -206,10 +293,13 @@ class FileBuilder:
         for piece in pieces:
             self._note(piece)
         group = pa.Table.from_batches(pieces, FILE_SCHEMA)
-        if self._writer is None:
-            options = _writer_options(pieces[0], self._level)
-            self._writer = pq.ParquetWriter(self._out, FILE_SCHEMA, **options)
-        self._writer.write_table(group, row_group_size=group.num_rows)
+        try:
+            if self._writer is None:
+                options = _writer_options(pieces[0], self._level)
+                self._writer = pq.ParquetWriter(self._sink.stream(), FILE_SCHEMA, **options)
+            self._writer.write_table(group, row_group_size=group.num_rows)
+        except OSError as cause:  # all that a stream into memory can say
+            raise SinkFull from cause
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def _note(self, rows: pa.RecordBatch) -> None:
@@ -229,13 +319,16 @@ class FileBuilder:
 
     def finish(self) -> BuiltFile | None:
         """The file, valid until the sink is used again; None if no row came."""
+        self._decode()
         if self._waiting:
             self._flush()
         if self._writer is None:
             return None
         assert self._stamps is not None
-        self._writer.close()
-        self._out.close()
+        try:
+            self._writer.close()
+        except OSError as cause:
+            raise SinkFull from cause
         return BuiltFile(
             data=self._sink.data(),
             rows=self._rows,
@@ -247,6 +340,20 @@ class FileBuilder:
             null_keys=self._null_keys,
             null_values=self._null_values,
         )
+
+
+def _incompressible(values: pa.Array, level: int) -> bool:
+    """Whether a piece from the middle of the values says so."""
+    if values.null_count == len(values):
+        return False
+    _, offsets, data = values.buffers()
+    ends = np.frombuffer(offsets, np.int32, len(values) + 1, values.offset * 4)
+    first, size = int(ends[0]), int(ends[-1] - ends[0])
+    if size < _SAMPLE_BYTES:
+        return False
+    sample = data.slice(first + (size - _SAMPLE_BYTES) // 2, _SAMPLE_BYTES)
+    packed = pa.Codec("zstd", level).compress(sample)
+    return len(packed) > _COMPRESSED_SHARE * len(sample)
 
 
 def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
@@ -266,9 +373,11 @@ def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
         encoding["key"] = "DELTA_LENGTH_BYTE_ARRAY"
     else:
         dictionary.append("key")
+    plain = _incompressible(sample.column("value"), level)
     return {
-        "compression": "zstd",
-        "compression_level": level,
+        "compression": {path: "none" if plain and path == "value" else "zstd" for path in _PATHS},
+        "compression_level": {path: level for path in _PATHS if not plain or path != "value"},
+        "data_page_size": PAGE_BYTES,
         "use_dictionary": dictionary,
         "column_encoding": encoding,
         "write_statistics": _STATISTICS,
@@ -276,28 +385,6 @@ def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
         "store_schema": False,
         "version": "2.6",
     }
-
-
-def add_batch(
-    builder: FileBuilder,
-    header: Header,
-    batch: memoryview,
-    start: Offset,
-    limit: Offset,
-    aborted: Sequence[AbortedTransaction],
-    decoded_bytes_max: int,
-) -> None:
-    """The rows of one log batch with offsets in `[start, limit)`, unless it is a marker or aborted
-    (F1).
-
-    Raises `CorruptBatch` or `InvalidRecord` if the log's own bytes do not decode (rule L9).
-    """
-    if header.base_offset >= limit or header.next_offset <= start:
-        return
-    if header.control or not header.record_count or is_aborted(header, aborted):
-        return
-    log_batch.check(batch)
-    builder.add(rows_of(batch, header, start, limit, decoded_bytes_max))
 
 
 def build_file(
@@ -314,7 +401,7 @@ def build_file(
     builder = FileBuilder(level)
     for buffer in buffers:
         for header, batch in log_batch.iter_batches(buffer):
-            add_batch(builder, header, batch, start, limit, aborted, decoded_bytes_max)
+            builder.add_batch(header, batch, start, limit, aborted, decoded_bytes_max)
     return builder.finish()
 
 

@@ -4,75 +4,81 @@ A tier file is about 64 MiB. Memory of that size, asked for and given back per f
 the kernel every time: under load that was a fifth of the copier's CPU time, and what the allocator
 kept of it made the process grow. So a few sinks live as long as their process.
 
+Arrow writes into it directly.  A writer in Python behind a buffer of Arrow's, which can grow, cost
+every byte a second copy and the interpreter's lock; a sink has a size instead, and whoever finds it
+too small (`SinkFull`) makes it larger and writes the file again.  Only what was written once takes
+memory.
+
 Invariants
   S1  `data` is valid until `clear`; whoever still reads it then must not give the sink back.
-  S2  memory begins at a block's boundary: a store may write it past the page cache.
-  S3  memory is what the largest file so far took, unless that was an unusual one (KEPT_BYTES_MAX).
+  S2  memory begins at a page's boundary, hence a block's: a store may write it past the page cache.
+  S3  memory is what the largest file so far took, unless that was an unusual one (USUAL_BYTES).
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import mmap
+
+import pyarrow as pa
 
 from pk.log.storage import Buffer
 
-START_BYTES = 1 << 20
 #: What devices ask of the memory they read from, and of positions in a file (S2).
 BLOCK_BYTES = 4096
-#: Twice the default `tier_file_bytes`, and room for what a batch more and a doubling add.
-KEPT_BYTES_MAX = 256 << 20
+#: Twice the default `tier_file_bytes`, and room for what a batch more and the footer add.
+USUAL_BYTES = 192 << 20
 
 
-def _blocks(size: int) -> npt.NDArray[np.uint8]:
-    """S2."""
-    raw = np.empty(size + BLOCK_BYTES, np.uint8)
-    skipped = -raw.ctypes.data % BLOCK_BYTES
-    return raw[skipped : skipped + size]
+class SinkFull(Exception):
+    """The file is larger than the sink."""
 
 
 class Sink:
-    """A file to write to, as pyarrow sees it."""
+    """Memory for one file at a time."""
 
-    closed = False
-
-    def __init__(self) -> None:
-        self._memory = _blocks(START_BYTES)
-        self._size = 0
+    def __init__(self, capacity: int = USUAL_BYTES) -> None:
+        self._capacity = max(capacity, BLOCK_BYTES)
+        self._usual = self._capacity
+        self._memory: mmap.mmap | None = None
+        self._stream: pa.NativeFile | None = None
 
     def clear(self) -> None:
         """Begin the next file."""
-        self._size = 0
-        if len(self._memory) > KEPT_BYTES_MAX:
-            self._memory = _blocks(START_BYTES)
+        self._stream = None
+
+    def rest(self) -> None:
+        """Nobody reads the last file any more; what it took beyond the usual goes (S3)."""
+        self._stream = None
+        if self._capacity > self._usual:
+            self._capacity, self._memory = self._usual, None
+
+    def grow(self) -> None:
+        """Twice as large, and empty."""
+        self._stream = self._memory = None
+        self._capacity *= 2
+
+    def stream(self) -> pa.NativeFile:
+        """Where the file is written, from its beginning."""
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, self._capacity, flags=mmap.MAP_PRIVATE)
+        self._stream = pa.FixedSizeBufferWriter(pa.py_buffer(self._memory))
+        return self._stream
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return 0 if self._stream is None else int(self._stream.tell())
 
     def data(self) -> memoryview:
         """What was written (S1)."""
-        return self._memory.data[: self._size].toreadonly()
+        if self._memory is None:
+            return memoryview(b"")
+        return memoryview(self._memory)[: self.size].toreadonly()
 
     def write(self, data: Buffer) -> int:
-        start, self._size = self._size, self._size + len(data)
-        if self._size > len(self._memory):
-            grown = _blocks(max(self._size, 2 * len(self._memory)))
-            grown[:start] = self._memory[:start]
-            self._memory = grown
-        self._memory[start : self._size] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
+        """Append; raises `SinkFull`."""
+        stream = self._stream or self.stream()
+        try:
+            return int(stream.write(data))
+        except OSError as cause:
+            raise SinkFull from cause

@@ -17,11 +17,13 @@ from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
 from pk.log.storage import Storage
 from pk.tiering import convert
 from pk.tiering.convert import BuiltFile
-from pk.tiering.sink import Sink
+from pk.tiering.sink import Sink, SinkFull
 from pk.types import NONE, AbortedTransaction, Epoch, Offset
 
 #: Log bytes read at a time: memory is this, one decoded batch and the file being made.
 READ_BYTES = 4 * 1024 * 1024
+#: A file of so many times its log bytes is not continued.
+GROWN_TIMES = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,13 +55,30 @@ def copy(
 ) -> Copied:
     """Whole batches from `start` on, until about `max_bytes` of log or `limit`, built in `sink`.
 
-    Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or `InvalidRecord` (rule
-    L9).
+    A file that comes out far larger than its log, where batches were compressed and rows are not,
+    ends early.  Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or
+    `InvalidRecord` (rule L9).
     """
+    sink = sink or Sink()
+    while True:
+        builder = convert.FileBuilder(sink=sink)
+        try:
+            return _copy(source, start, limit, max_bytes, aborted, builder)
+        except SinkFull:
+            sink.grow()
+
+
+def _copy(
+    source: Source,
+    start: Offset,
+    limit: Offset,
+    max_bytes: int,
+    aborted: Sequence[AbortedTransaction],
+    builder: convert.FileBuilder,
+) -> Copied:
     reader = open_readonly(source.storage, source.path)
-    builder = convert.FileBuilder(sink=sink)
     at, taken, epoch = start, 0, NONE
-    while at < limit and taken < max_bytes:
+    while at < limit and taken < max_bytes and builder.size < GROWN_TIMES * max_bytes:
         size = min(READ_BYTES, max_bytes - taken)
         piece = reader.read(at, bound=limit, max_bytes=size)
         if not piece.data:
@@ -71,9 +90,7 @@ def copy(
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue
                 epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
-                convert.add_batch(
-                    builder, header, batch, at, limit, aborted, source.decoded_bytes_max
-                )
+                builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
         except errors.CorruptBatch as cause:
             raise _corrupt(source.path, damaged, cause) from cause
         at = min(max(at, piece.next_offset), limit)

@@ -512,6 +512,7 @@ class TierWorker:
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise
+        sink.rest()
         self._sinks.append(sink)  # not after a failure: a write under way may still read it (S1)
         return copying.Uploaded(asked, copied.end, copied.epoch, add)
 

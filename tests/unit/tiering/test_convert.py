@@ -16,7 +16,7 @@ from pk.log import batch as log_batch
 from pk.log import columns
 from pk.tiering import convert, rowhash
 from pk.tiering.layout import FILE_SCHEMA
-from pk.tiering.sink import Sink
+from pk.tiering.sink import Sink, SinkFull
 from pk.types import AbortedTransaction
 
 MAX = 1 << 26
@@ -193,20 +193,73 @@ def test_a_sink_takes_one_file_after_another() -> None:
             builder = convert.FileBuilder(sink=sink)
             for batch in map(memoryview, each):
                 header = log_batch.read_header(batch)
-                convert.add_batch(builder, header, batch, 0, 2**62, (), MAX)
+                builder.add_batch(header, batch, 0, 2**62, (), MAX)
             built = builder.finish()
             assert built is not None
             files.append(bytes(built.data))
         assert files[0] == files[1]
 
 
-def test_an_unusually_large_file_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pk.tiering.sink.KEPT_BYTES_MAX", 2 << 20)
-    sink = Sink()
-    sink.write(bytes(5 << 20))
-    assert len(sink.data()) == 5 << 20
-    sink.clear()
-    assert sink._memory.nbytes <= 2 << 20
+def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
+    value = np.random.default_rng(1).bytes(1 << 20)
+    batch = memoryview(encode([(1, None, value, [])] * 3, 0))
+    sink = Sink(2 << 20)
+
+    def built() -> convert.BuiltFile | None:
+        builder = convert.FileBuilder(sink=sink)
+        builder.add_batch(log_batch.read_header(batch), batch, 0, 2**62, (), MAX)
+        return builder.finish()
+
+    with pytest.raises(SinkFull):
+        built()
+    sink.grow()
+    file = built()
+    assert file is not None
+    assert pq.read_table(pa.BufferReader(file.data)).num_rows == 3
+    del file
+    sink.rest()  # an unusually large file does not keep its memory (S3)
+    with pytest.raises(SinkFull):
+        sink.write(bytes(3 << 20))
+
+
+def test_runs_of_batches_are_what_the_batches_are() -> None:
+    """R1, with gaps, both widths of timestamps, batches with and without keys, and odd ones."""
+    wide = [(2**41 * (i % 2), b"k%d" % i, b"w%d" % i, []) for i in range(5)]
+    sparse = convert.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
+    batches = [
+        plain(3, 0),
+        plain(4, 3, codec="lz4"),
+        encode(wide, 10, leader_epoch=3),
+        next(convert.batches_of(sparse)),
+        encode([(5, None, b"x", [])] * 4, 60),
+        encode([(5, None, b"x", [("h", b"1")])] * 2, 64),
+        encode([(5, None, None, [])] * 3, 66),
+        encode([(5, b"a", b"y", []), (6, None, b"z", [])], 70),
+    ]
+    table = build(*batches)
+    single = [build(each) for each in batches]
+    assert table.to_pylist() == pa.concat_tables(single).to_pylist()
+    cut = build(*batches, start=2, limit=48)
+    assert cut.to_pylist() == [row for row in table.to_pylist() if 2 <= row["offset"] < 48]
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_values_that_do_not_compress_are_stored_as_they_are(random: bool) -> None:
+    rng = np.random.default_rng(1)
+    values = [rng.bytes(100) if random else b"%0100d" % i for i in range(5_000)]
+    built = convert.build_file(
+        [memoryview(encode([(1, None, value, []) for value in values], 0))],
+        start=0,
+        limit=2**62,
+        aborted=(),
+        decoded_bytes_max=MAX,
+    )
+    assert built is not None
+    metadata = pq.read_metadata(pa.BufferReader(built.data)).row_group(0)
+    codecs = {metadata.column(i).path_in_schema: metadata.column(i).compression for i in range(8)}
+    assert codecs.pop("value") == ("UNCOMPRESSED" if random else "ZSTD")
+    assert set(codecs.values()) == {"ZSTD"}
+    assert pq.read_table(pa.BufferReader(built.data)).column("value").to_pylist() == values
 
 
 def test_log_append_time_is_kept_as_such() -> None:
