@@ -381,7 +381,6 @@ def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
         "use_dictionary": dictionary,
         "column_encoding": encoding,
         "write_statistics": _STATISTICS,
-        "write_page_index": True,
         "store_schema": False,
         "version": "2.6",
     }

@@ -49,10 +49,12 @@ from pk.tiering.table import (
     Table,
     TableProtocol,
 )
+from pk.tiering.tombstones import Tombstones
 
 T = TypeVar("T")
 
 THREADS = 4
+DELETES_MAX = 8  #: at once
 #: Deadline of one deltalake call, as a multiple of the store's: it makes several requests.
 DEADLINE_FACTOR = 3
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -154,6 +156,7 @@ class DeltaLogTable:
         self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
         self._snapshot: Snapshot | None = None
         self._turn = asyncio.Lock()
+        self._tombstones = Tombstones(tables.wall_ms())
 
     @property
     def uri(self) -> str:
@@ -175,6 +178,8 @@ class DeltaLogTable:
             self._snapshot = self._seen = None
             return None
         handle, snapshot = found
+        if known is None or snapshot.version != known.version:
+            self._tombstones.foreign(self._tables.wall_ms())
         await self._note(handle, snapshot)
         return snapshot
 
@@ -279,6 +284,7 @@ class DeltaLogTable:
             snapshot = commit.read.after(commit, commit.read.version + 1)  # E2
             if handle.version() != snapshot.version:
                 raise CommitConflict(f"{self._uri}: version {handle.version()} came in between")
+            self._tombstones.removed(commit.removes, now_ms)
             await self._note(handle, snapshot)
             return snapshot
 
@@ -308,28 +314,54 @@ class DeltaLogTable:
             raise translated(self._uri, "committing", cause) from cause
 
     async def vacuum(self, retention_ms: int) -> int:
-        async with self._turn:
-            handle, self._handle = self._handle, None  # E1
-            handle, removed = await self._tables.run(
-                f"vacuuming {self._uri}", lambda: self._vacuum(handle, retention_ms)
-            )
-            self._handle = handle
-            return removed
+        """Delete files that commits removed at least `retention_ms` ago; how many.
 
-    def _vacuum(self, handle: DeltaTable | None, retention_ms: int) -> tuple[DeltaTable, int]:
+        Nothing is written to the log: a vacuum that commits makes every handle read it again.
+        """
+        async with self._turn:
+            known = self._snapshot
+            snapshot = await self._load(tuple(known.counters) if known is not None else ())
+            if snapshot is None:
+                return 0
+            tombstones, now_ms = self._tombstones, self._tables.wall_ms()
+            doomed = tombstones.expired(retention_ms, now_ms)
+            if tombstones.must_look(retention_ms):
+                named = await self._named(retention_ms)
+                doomed = list(dict.fromkeys([*doomed, *tombstones.looked(named, now_ms)]))
+            doomed = [path for path in doomed if path not in snapshot.files]
         try:
-            if handle is None:
-                handle = DeltaTable(self._uri, storage_options=self._tables.options)
-            # LITE: only files the log names as removed, so uploads under way survive.
-            removed = handle.vacuum(
-                retention_hours=retention_ms // _HOUR_MS,
-                dry_run=False,
-                enforce_retention_duration=False,
-                full=False,
-            )
-        except Exception as cause:
-            raise translated(self._uri, "vacuuming", cause) from cause
-        return handle, len(removed)
+            for at in range(0, len(doomed), DELETES_MAX):
+                some = doomed[at : at + DELETES_MAX]
+                await asyncio.gather(
+                    *(self._tables.store.delete(f"{self._path}/{path}") for path in some)
+                )
+                tombstones.deleted(some, retention_ms)
+        except errors.PkError:
+            tombstones.foreign(self._tables.wall_ms())  # the log still names what is left
+            raise
+        return len(doomed)
+
+    async def _named(self, retention_ms: int) -> list[str]:
+        """What deltalake would delete, in the LITE mode of Delta: only files that the log names as
+        removed, so uploads under way survive."""
+        handle, self._handle = self._handle, None  # E1
+        if handle is None:
+            return []
+
+        def look() -> list[str]:
+            try:
+                return handle.vacuum(
+                    retention_hours=retention_ms // _HOUR_MS,
+                    dry_run=True,
+                    enforce_retention_duration=False,
+                    full=False,
+                )
+            except Exception as cause:
+                raise translated(self._uri, "vacuuming", cause) from cause
+
+        found = await self._tables.run(f"vacuuming {self._uri}", look)
+        self._handle = handle
+        return found
 
 
 def _write(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -210,7 +211,7 @@ def _write_synced(path: Path, data: Buffer) -> None:
     view = memoryview(data)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        at = _write_directly(path, view)
+        at = _write_directly(descriptor, view)
         while at < len(view):
             at += os.pwrite(descriptor, view[at:], at)
         os.fsync(descriptor)
@@ -218,29 +219,29 @@ def _write_synced(path: Path, data: Buffer) -> None:
         os.close(descriptor)
 
 
-def _write_directly(path: Path, view: memoryview) -> int:
+def _write_directly(descriptor: int, view: memoryview) -> int:
     """Whole blocks of a large object past the page cache: nobody reads it soon, the log's own pages
     stay, and the copy is saved.  How much was written; 0 where memory or file system do not let us.
     """
     whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
-    flag = getattr(os, "O_DIRECT", 0)
+    direct = getattr(os, "O_DIRECT", 0)
     if (
         whole < DIRECT_BYTES_MIN
-        or not flag
+        or not direct
         or np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES
     ):
         return 0
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     at = 0
     try:
-        descriptor = os.open(path, os.O_WRONLY | flag | os.O_CLOEXEC)
-        try:
-            while at < whole:
-                at += os.pwrite(descriptor, view[at:whole], at)
-        finally:
-            os.close(descriptor)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)
+        while at < whole:
+            at += os.pwrite(descriptor, view[at:whole], at)
     except OSError as cause:
         if cause.errno != errno.EINVAL:
             raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return at
 
 

@@ -46,6 +46,11 @@ _COLUMNS = tuple(
         0xAEF17502108EF2D9,
     )
 )
+_33 = np.uint64(33)
+_MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
+_MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
+#: What a column of nulls adds to every row.
+_NULL_TIMES = {c: np.uint64(int(_NULL) * int(c) % 2**64) for c in _COLUMNS}
 #: Bytes of rows that are hashed at a time: they stay in the cache.
 _BLOCK_BYTES = 1 << 17
 
@@ -67,12 +72,16 @@ _TAILS: U64 = np.array([2**64 - 1, *((1 << 8 * n) - 1 for n in range(1, 8))], np
 
 
 def _mix(values: U64) -> U64:
-    values = values ^ (values >> np.uint64(33))
-    values = values * np.uint64(0xFF51AFD7ED558CCD)
-    values = values ^ (values >> np.uint64(33))
-    values = values * np.uint64(0xC4CEB9FE1A85EC53)
-    mixed: U64 = values ^ (values >> np.uint64(33))
-    return mixed
+    """Mixed in place: `values` is the caller's to give."""
+    shifted = values >> _33
+    values ^= shifted
+    values *= _MIX_1
+    np.right_shift(values, _33, out=shifted)
+    values ^= shifted
+    values *= _MIX_2
+    np.right_shift(values, _33, out=shifted)
+    values ^= shifted
+    return values
 
 
 def _powers_of(words: int) -> U64:
@@ -188,16 +197,19 @@ def hash_rows(rows: pa.RecordBatch) -> U64:
     numbers = stamps.view(pa.int64()).to_numpy()
     if unit == "us":
         numbers = numbers // 1000
-    parts = (
-        rows.column("offset").to_numpy().astype(np.uint64),
-        numbers.astype(np.uint64),
-        hash_bytes(rows.column("key")),
-        hash_bytes(rows.column("value")),
-        _hash_headers(rows.column("headers")),
-    )
-    total = np.zeros(rows.num_rows, np.uint64)
-    for part, constant in zip(parts, _COLUMNS, strict=True):
-        total += part * constant
+    offset_factor, stamp_factor, key_factor, value_factor, header_factor = _COLUMNS
+    total: U64 = rows.column("offset").to_numpy().view(np.uint64) * offset_factor
+    total += numbers.view(np.uint64) * stamp_factor
+    for name, factor in (("key", key_factor), ("value", value_factor)):
+        column = rows.column(name)
+        if column.null_count == len(column):
+            total += _NULL_TIMES[factor]
+        else:
+            hashed = hash_bytes(column)
+            hashed *= factor
+            total += hashed
+    if rows.column("headers").null_count < rows.num_rows:
+        total += _hash_headers(rows.column("headers")) * header_factor
     return _mix(total) & np.uint64(SUM_MODULUS - 1)
 
 

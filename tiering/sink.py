@@ -11,14 +11,14 @@ memory.
 
 Invariants
   S1  `data` is valid until `clear`; whoever still reads it then must not give the sink back.
-  S2  memory begins at a page's boundary, hence a block's: a store may write it past the page cache.
+  S2  memory begins at a block's boundary: a store may write it past the page cache.
   S3  memory is what the largest file so far took, unless that was an unusual one (USUAL_BYTES).
 """
 
 from __future__ import annotations
 
-import mmap
-
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from pk.log.storage import Buffer
@@ -27,6 +27,13 @@ from pk.log.storage import Buffer
 BLOCK_BYTES = 4096
 #: Twice the default `tier_file_bytes`, and room for what a batch more and the footer add.
 USUAL_BYTES = 192 << 20
+
+
+def _blocks(size: int) -> npt.NDArray[np.uint8]:
+    """S2; what is not written to takes no memory."""
+    raw = np.empty(size + BLOCK_BYTES, np.uint8)
+    skipped = -raw.ctypes.data % BLOCK_BYTES
+    return raw[skipped : skipped + size]
 
 
 class SinkFull(Exception):
@@ -39,7 +46,7 @@ class Sink:
     def __init__(self, capacity: int = USUAL_BYTES) -> None:
         self._capacity = max(capacity, BLOCK_BYTES)
         self._usual = self._capacity
-        self._memory: mmap.mmap | None = None
+        self._memory: npt.NDArray[np.uint8] | None = None
         self._stream: pa.NativeFile | None = None
 
     def clear(self) -> None:
@@ -60,7 +67,7 @@ class Sink:
     def stream(self) -> pa.NativeFile:
         """Where the file is written, from its beginning."""
         if self._memory is None:
-            self._memory = mmap.mmap(-1, self._capacity, flags=mmap.MAP_PRIVATE)
+            self._memory = _blocks(self._capacity)
         self._stream = pa.FixedSizeBufferWriter(pa.py_buffer(self._memory))
         return self._stream
 
@@ -73,7 +80,7 @@ class Sink:
         """What was written (S1)."""
         if self._memory is None:
             return memoryview(b"")
-        return memoryview(self._memory)[: self.size].toreadonly()
+        return self._memory.data[: self.size].toreadonly()
 
     def write(self, data: Buffer) -> int:
         """Append; raises `SinkFull`."""

@@ -7,8 +7,7 @@ in a task of its own whose result comes back as the machine's next event.
 
 Invariants
   X1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
-  X2  uploads and cold reads run in lanes of their own (invariant O1); at most UPLOADS_MAX uploads
-      at once.
+  X2  uploads and cold reads run in lanes of their own (invariant O1); UPLOADS_MAX uploads at once.
   X3  a failure of the store reaches the machines as an event, never an exception past this file:
       the tier of other topics goes on, and so does the broker.
   X4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
@@ -39,7 +38,7 @@ from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
-UPLOADS_MAX = 2
+UPLOADS_MAX = 3  #: shell.py builds two at a time: one more is being written
 HEADS_MAX = 8
 #: Topics that are only read here (no partition is led): the longest unused are forgotten.
 IDLE_TOPICS_MAX = 256

@@ -204,6 +204,34 @@ def test_removed_files_leave_and_txn_only_commits_work(run: Run) -> None:
     run(test)
 
 
+def test_what_was_removed_is_vacuumed_once_whoever_removed_it(run: Run) -> None:
+    async def remove(table: Table, read: Snapshot) -> Snapshot:
+        path = read.files_of(0)[0].path
+        counters = read.partition(0)._replace(start=read.files_of(0)[0].max_offset + 1)
+        return await table.commit(Commit(read, (), (path,), {0: counters}, True))
+
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        for end in (10, 20, 30, 40):
+            snapshot = await table.commit(append(snapshot, 0, end))
+        assert await table.vacuum(0) == 0
+        snapshot = await remove(table, snapshot)
+        assert [await table.vacuum(0), await table.vacuum(0)] == [1, 0]
+        snapshot = await remove(table, snapshot)
+        assert [await table.vacuum(0), await table.vacuum(0)] == [1, 0]
+        other = kit.table()
+        read = await other.load([0])
+        assert read is not None
+        await remove(other, read)
+        assert await table.vacuum(0) >= 1  # a new handle does not know what is gone already
+        assert await table.vacuum(0) == 0
+        newest = await table.load([0])
+        assert newest is not None
+        assert [file.min_offset for file in newest.files_of(0)] == [30]
+
+    run(test)
+
+
 def test_counters_of_partitions_asked_for_later_are_loaded(run: Run) -> None:
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)

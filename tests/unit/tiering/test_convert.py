@@ -217,7 +217,7 @@ def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
     assert file is not None
     assert pq.read_table(pa.BufferReader(file.data)).num_rows == 3
     del file
-    sink.rest()  # an unusually large file does not keep its memory (S3)
+    sink.rest()  # an unusually large file does not keep its memory
     with pytest.raises(SinkFull):
         sink.write(bytes(3 << 20))
 

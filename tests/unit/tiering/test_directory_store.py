@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,21 @@ def test_what_is_put_is_there(tmp_path: Path, more: int, aligned: bool) -> None:
 def test_whole_blocks_go_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[int] = []
-    real = os.open
+    written: list[tuple[bool, int]] = []
+    real = os.pwrite
 
-    def noted(path: Any, flags: int, *more: Any) -> int:
-        opened.append(flags)
-        return real(path, flags, *more)
+    def noted(descriptor: int, data: Any, at: int) -> int:
+        directly = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        written.append((bool(directly), len(data)))
+        return real(descriptor, data, at)
 
-    monkeypatch.setattr(fsspec_store.os, "open", noted)
+    monkeypatch.setattr(fsspec_store.os, "pwrite", noted)
     put(store_in(tmp_path), "large", filled(DIRECT_BYTES_MIN + 7).data())
-    assert any(flags & os.O_DIRECT for flags in opened)
-    opened.clear()
+    assert sum(size for directly, size in written if directly) == DIRECT_BYTES_MIN
+    assert written[-1] == (False, 7)
+    written.clear()
     put(store_in(tmp_path), "small", filled(DIRECT_BYTES_MIN - 7).data())
-    assert not any(flags & os.O_DIRECT for flags in opened)
+    assert written == [(False, DIRECT_BYTES_MIN - 7)]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
@@ -70,14 +73,14 @@ def test_a_file_system_that_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """EINVAL: through the cache; anything else is a failure like any other."""
-    real = os.open
+    real = fcntl.fcntl
 
-    def refusing(path: Any, flags: int, *more: Any) -> int:
-        if flags & os.O_DIRECT:
+    def refusing(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(number, os.strerror(number))
-        return real(path, flags, *more)
+        return real(descriptor, command, flags)
 
-    monkeypatch.setattr(fsspec_store.os, "open", refusing)
+    monkeypatch.setattr(fsspec_store.fcntl, "fcntl", refusing)
     data = filled(DIRECT_BYTES_MIN + 7).data()
     if number == errno.EINVAL:
         put(store_in(tmp_path), "a", data)

@@ -1,0 +1,72 @@
+"""Which files are deleted, and when the log has to be read for it (tiering/tombstones.py)."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from pk.tiering import tombstones
+from pk.tiering.tombstones import Tombstones
+
+
+def test_own_removals_need_no_look_at_the_log() -> None:
+    it = Tombstones(0)
+    assert it.must_look(0)
+    assert it.looked(["a"], 1) == ["a"]
+    it.deleted(["a"], 0)
+    assert not it.must_look(0)
+    it.removed(["b"], 5)
+    assert it.expired(10, 14) == []
+    assert it.expired(10, 15) == ["b"]
+    assert it.expired(10, 15) == []
+
+
+def test_what_is_gone_is_not_deleted_again_while_the_log_names_it() -> None:
+    it = Tombstones(0)
+    assert it.looked(["a"], 10) == ["a"]
+    it.deleted(["a"], 100)
+    assert it.must_look(100)  # M2: what was removed before the start may not have been old enough
+    assert it.looked(["a", "b"], 50) == ["b"]
+    it.deleted(["b"], 100)
+    assert it.looked(["b"], 100) == []
+    assert not it.must_look(100)
+
+
+def test_too_many_are_left_to_the_log(monkeypatch: object) -> None:
+    it = Tombstones(0)
+    it.looked([], 0)
+    it.removed([str(n) for n in range(tombstones.PATHS_MAX + 1)], 7)
+    assert it.must_look(0)
+    assert it.expired(0, 8) == []
+
+
+@given(
+    st.integers(0, 20),
+    st.lists(st.tuples(st.sampled_from(["ours", "theirs", "vacuum"]), st.integers(1, 10))),
+)
+def test_every_removal_is_deleted_in_time_and_once(
+    retention: int, steps: list[tuple[str, int]]
+) -> None:
+    """M1, and the vacuum after its retention deletes it."""
+    now, it, number = 0, Tombstones(0), 0
+    log: dict[str, int] = {"before": 0}  #: path → removed when
+    deleted: dict[str, int] = {}
+    for what, wait in [*steps, ("vacuum", 100)]:
+        now += wait
+        if what == "vacuum":
+            doomed = it.expired(retention, now)
+            if it.must_look(retention):
+                named = [path for path, at in log.items() if at + retention <= now]
+                doomed = list(dict.fromkeys([*doomed, *it.looked(named, now)]))
+            it.deleted(doomed, retention)
+            for path in doomed:
+                assert log[path] + retention <= now
+                deleted.setdefault(path, now)
+            assert all(path in deleted for path, at in log.items() if at + retention <= now)
+            continue
+        number += 1
+        log[f"{what}{number}"] = now
+        if what == "ours":
+            it.removed([f"{what}{number}"], now)
+        else:
+            it.foreign(now)
