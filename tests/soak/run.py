@@ -22,7 +22,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,12 @@ SERVER_SETTINGS = {
     "tier_vacuum_retention_ms": 0,
 }
 PEAK_S = 10.0
+PURGE_S = 180.0
 SETTLE_S = 30.0
 SAMPLE_S = 2.0
+#: A sample's descriptors are the median of so many looks, this far apart: those that are held.  A
+#: checkpoint of the table has twenty files open for a tenth of a second.
+LOOKS, LOOK_S = 5, 0.1
 #: Local logs of so many times their bound end the soak: the tier does not keep up, and what it has
 #: not copied is not dropped; this machine's disk shall not fill up.
 GIVE_UP_TIMES = 8
@@ -80,14 +84,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def sample(pid: int, at_s: float) -> Sample:
+def sample(pid: int, at_s: float, descriptors: Sequence[int]) -> Sample:
     """One process, as the kernel sees it."""
     status = Path(f"/proc/{pid}/status").read_text()
     rss = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
     threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return Sample(at_s, rss, len(os.listdir(f"/proc/{pid}/fd")), threads, cpu_s)
+    held = int(median(descriptors))
+    return Sample(at_s, rss, held, threads, cpu_s, max(descriptors))
+
+
+def descriptors_of(pids: Mapping[str, int]) -> dict[str, list[int]]:
+    """Several looks at how many descriptors each process has open."""
+    found: dict[str, list[int]] = {role: [] for role in pids}
+    for _ in range(LOOKS):
+        for role, pid in pids.items():
+            found[role].append(len(os.listdir(f"/proc/{pid}/fd")))
+        block_s(LOOK_S)
+    return found
 
 
 def disk_bytes(root: Path) -> int:
@@ -126,6 +141,15 @@ def told(address: str) -> Told:
     return Told(dict(lag), value("pk_tier_lag"), value("pk_tier_vacuumed_files"))
 
 
+def wait_until_purged(folder: Path) -> None:
+    """What the peak left shall not count as the soak's."""
+    deadline = monotonic_s() + PURGE_S
+    while any(folder.rglob("*.parquet")):
+        if monotonic_s() > deadline:
+            raise RuntimeError(f"{folder} was not purged within {PURGE_S:g} s")
+        block_s(1.0)
+
+
 def load(address: str, topic: str, seconds: float, rate: float | None) -> subprocess.Popen[str]:
     command = [sys.executable, str(LOAD), "--bootstrap", address, "--topic", topic]
     command += ["--seconds", str(seconds)]
@@ -162,8 +186,9 @@ class Watch:
         now = monotonic_s()
         if self.server.pids() != self.pids:
             raise RuntimeError(f"a process died: {self.pids} are now {self.server.pids()}")
+        descriptors = descriptors_of(self.pids)
         for role, pid in self.pids.items():
-            self.samples[role].append(sample(pid, now))
+            self.samples[role].append(sample(pid, now, descriptors[role]))
         self.disk.append((now, disk_bytes(self.root / "node"), disk_bytes(self.root / "tier")))
         self.after = told(self.metrics)
         self.tier_lag.append((now, self.after.tier_lag))
@@ -222,6 +247,7 @@ def run(minutes: float, root: Path, rate: float | None) -> dict[str, Any]:
             admin.create_topic("peak", partitions=PARTITIONS, configs=TOPIC_SETTINGS)
             peak = finish(load(server.address, "peak", PEAK_S, None), 120)["records_per_s"]
             admin.delete_topic("peak", purge_tier=True)
+            wait_until_purged(root / "tier" / "peak")
             rate = peak / 2
             print(f"peak {peak:,.0f} records/s; the soak runs at {rate:,.0f}", flush=True)
         admin.create_topic(TOPIC, partitions=PARTITIONS, configs=TOPIC_SETTINGS)
