@@ -26,6 +26,8 @@ from pk.world import World
 
 T = TypeVar("T")
 
+#: Threads that compress; shared by all producers of the process.
+ENCODERS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
 _JOIN_S = 5.0
 _FAREWELL_S = 2.5
 
@@ -99,9 +101,9 @@ class LoopThread:
         return begun[0].result()
 
     async def compute(self, work: Callable[[], Any]) -> Any:
-        """CPU-bound work on one other thread, one piece at a time."""
+        """CPU-bound work on other threads, ENCODERS at a time."""
         if self._encoder is None:
-            self._encoder = concurrent.futures.ThreadPoolExecutor(1, "pk-encode")
+            self._encoder = concurrent.futures.ThreadPoolExecutor(ENCODERS, "pk-encode")
         return await self.loop.run_in_executor(self._encoder, work)
 
     def stop(self) -> None:

@@ -6,21 +6,33 @@ to the machine.
 
 Invariants
   E1  the machine is stepped on the loop only; effects are performed in the order they came.
-  E2  a frame the machine gave up is not written any more; a batch is encoded by one task at a time.
+  E2  a frame the machine gave up is not written any more; frames are encoded ahead of their turn
+      and sent in order; a batch is encoded by one thread at a time.
   E3  memory is released exactly once per piece, when its outcome is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, place, sizes, split
+from pk.client.accumulator import (
+    FULL_SHARE,
+    Batch,
+    Piece,
+    batch_limit,
+    place,
+    sizes,
+    split,
+)
 from pk.client.cluster import Cluster
 from pk.client.futures import Delivery, resolve
 from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake
@@ -51,7 +63,9 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
-#: Runs CPU-bound work off the loop, one at a time; in the simulator, at once.
+#: So many frames of a broker are encoded at once.
+AHEAD = 3
+#: Runs CPU-bound work off the loop, a few at a time; in the simulator, at once.
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -349,6 +363,7 @@ class _Link:
         self._engine = engine
         self._node = node
         self._queue: deque[Frame] = deque()
+        self._encoding: dict[int, asyncio.Task[list[Buffer]]] = {}  #: by correlation id
         self._filled = asyncio.Event()
         self._stream: Stream | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -360,8 +375,16 @@ class _Link:
 
     def reset(self) -> None:
         """The machine gave up every frame of this broker: forget them, and the stream."""
-        self._queue.clear()
+        self._clear()
         self._drop_stream()
+
+    def _clear(self) -> None:
+        self._queue.clear()
+        for task in self._encoding.values():
+            task.cancel()
+            if task.done() and not task.cancelled():
+                task.exception()  # nobody else will ask
+        self._encoding.clear()
 
     async def close(self) -> None:
         self.reset()
@@ -378,7 +401,7 @@ class _Link:
 
     def _broke(self, error: errors.PkError) -> None:
         unsent = frozenset(frame.correlation_id for frame in self._queue)
-        self._queue.clear()
+        self._clear()
         self._drop_stream()
         self._engine.step(Broken(self._node, error, unsent))
 
@@ -398,10 +421,11 @@ class _Link:
                 continue  # given up meanwhile (E2)
             frame = self._queue[0]
             try:
-                pieces = await self._encode(frame)
+                pieces = await self._encoded(frame)
             except Exception as cause:
-                self._queue.popleft()
-                self._refuse(frame, cause)
+                if self._queue and self._queue[0] is frame:
+                    self._queue.popleft()
+                    self._refuse(frame, cause)
                 continue
             if stream is not self._stream or not self._queue or self._queue[0] is not frame:
                 continue
@@ -439,31 +463,43 @@ class _Link:
         self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         return stream
 
-    async def _encode(self, frame: Frame) -> list[Buffer]:
+    async def _encoded(self, frame: Frame) -> list[Buffer]:
+        """The bytes of the first frame; those behind it are begun, too, if they are to be
+        compressed: that takes longer than all else, and has threads of its own."""
+        if self._engine.options["compression"] == "none" or self._engine.compute is None:
+            return self._build(frame)
+        for each in itertools.islice(self._queue, AHEAD):
+            if each.correlation_id not in self._encoding:
+                for batch in each.batches:
+                    if batch.turn is None:
+                        batch.turn = threading.Lock()
+                work = self._engine.compute(partial(self._build, each))
+                task = asyncio.ensure_future(work)
+                self._encoding[each.correlation_id] = task
+        task = self._encoding[frame.correlation_id]
+        await asyncio.wait([task])  # a reset cancels the task, not this
+        self._encoding.pop(frame.correlation_id, None)
+        return [] if task.cancelled() else task.result()
+
+    def _build(self, frame: Frame) -> list[Buffer]:
         options = self._engine.options
         codec, level = options["compression"], options["compression_level"]
-
-        def build() -> list[Buffer]:
-            payload: list[Buffer] = []
-            request = wire.ProduceRequest(
-                acks=self._engine.acks,
-                timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
-            )
-            for batch, epoch in zip(frame.batches, frame.epochs, strict=True):
+        payload: list[Buffer] = []
+        request = wire.ProduceRequest(
+            acks=self._engine.acks,
+            timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
+        )
+        for batch, epoch in zip(frame.batches, frame.epochs, strict=True):
+            with batch.turn or contextlib.nullcontext():
                 parts = batch.encode(codec, level)
-                request.partitions.add(
-                    topic_id=batch.key.topic_id,
-                    partition=batch.key.partition,
-                    current_leader_epoch=epoch,
-                    batch_bytes=sum(map(len, parts)),
-                )
-                payload += parts
-            return frames.pieces(head_of(request, correlation_id=frame.correlation_id), payload)
-
-        if codec == "none" or self._engine.compute is None:
-            return build()
-        pieces: list[Buffer] = await self._engine.compute(build)
-        return pieces
+            request.partitions.add(
+                topic_id=batch.key.topic_id,
+                partition=batch.key.partition,
+                current_leader_epoch=epoch,
+                batch_bytes=sum(map(len, parts)),
+            )
+            payload += parts
+        return frames.pieces(head_of(request, correlation_id=frame.correlation_id), payload)
 
     async def _read(self, stream: Stream) -> None:
         why: errors.PkError

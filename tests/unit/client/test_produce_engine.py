@@ -16,7 +16,7 @@ from pk.client.cluster import Cluster
 from pk.client.futures import SendFuture
 from pk.client.intake import record_size
 from pk.client.options import producer_options
-from pk.client.produce_engine import ProduceEngine
+from pk.client.produce_engine import AHEAD, ProduceEngine
 from pk.sim.world import SimWorld
 
 
@@ -45,6 +45,23 @@ class Bench:
             return ProduceEngine(self.world, cluster, options, idempotent=idempotent)
 
         return await self.sim.spawn("client", build())
+
+    def encode_slowly(self, rng: random.Random) -> list[int]:
+        """Compressed frames take a while, each another; how many were at it at once, each time."""
+        at_once: list[int] = []
+        running = [0]
+
+        async def compute(work: Callable[[], Any]) -> Any:
+            running[0] += 1
+            at_once.append(running[0])
+            try:
+                await self.world.clock.sleep_ms(rng.randint(0, 20))
+                return work()
+            finally:
+                running[0] -= 1
+
+        self.engine.compute = compute
+        return at_once
 
     def run(self, work: Callable[[], Any]) -> Any:
         async def drive() -> Any:
@@ -110,6 +127,47 @@ def test_records_arrive_in_order_with_their_offsets(bench: Any) -> None:
     for partition in range(3):
         values = [int(v[1:]) for _, _, v in b.cluster.log("t", partition).rows()]
         assert values == sorted(values)
+
+
+def test_frames_are_encoded_ahead_and_sent_in_order(bench: Any) -> None:
+    b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
+    b.cluster.create("t")
+    at_once = b.encode_slowly(random.Random(1))
+
+    async def work() -> None:
+        for i in range(100):
+            await b.send("t", b"%03d" % i)
+        await b.engine.flush(60_000)
+
+    b.run(work)
+    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%03d" % i for i in range(100)]
+    assert max(at_once) == AHEAD
+
+
+def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
+    b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
+    b.cluster.create("t")
+    b.encode_slowly(random.Random(1))
+    real, failing = b.engine.compute, iter([False, True])
+
+    async def compute(build: Callable[[], Any]) -> Any:
+        if next(failing, False):
+            raise errors.SerializationError("drawn")
+        return await real(build)
+
+    b.engine.compute = compute
+
+    async def work() -> list[SendFuture]:
+        futures = [await b.send("t", b"%03d" % i) for i in range(100)]
+        await b.engine.flush(60_000)
+        return futures
+
+    futures = b.run(work)
+    failed = [i for i, future in enumerate(futures) if future.exception(0) is not None]
+    stored = [int(v) for _, _, v in b.cluster.log("t").rows()]
+    assert failed
+    assert sorted([*failed, *stored]) == list(range(100))
+    assert stored == sorted(stored)
 
 
 def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
@@ -351,6 +409,7 @@ def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
         batch_size=rng.choice([64, 200, 4096]), max_in_flight=rng.randint(1, 5),
         compression=rng.choice(["none", "lz4", "zstd"]),
     )  # fmt: skip
+    b.encode_slowly(rng)
     b.cluster.create("t", 3)
     trouble = [True]
 
