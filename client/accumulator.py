@@ -18,7 +18,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -345,7 +344,7 @@ class Batch:
 
     __slots__ = (
         "count", "created_ms", "encoded", "epoch", "expired", "flight", "key", "number", "pieces",
-        "producer_id", "ready_ms", "sequence", "size", "topic", "turn", "unknown",
+        "producer_id", "ready_ms", "sequence", "size", "topic", "unknown",
     )  # fmt: skip
 
     def __init__(self, topic: str, key: PartitionKey, piece: Piece) -> None:
@@ -364,9 +363,6 @@ class Batch:
         self.unknown = False  #: an earlier attempt may have stored it
         self.expired = False  #: the caller was told DeliveryTimedOut while it was in flight
         self.encoded: list[Buffer] | None = None
-        #: Whoever encodes in several threads has them take turns here: a frame that was given up
-        #: may still be at it when the next one begins.
-        self.turn: Any = None
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)

@@ -14,10 +14,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -115,7 +113,8 @@ class ProduceEngine:
         self._outstanding: dict[int, Delivery] = {}
         self._links: dict[int, _Link] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._encoders: dict[Batch, asyncio.Task[list[Buffer]]] = {}  #: who encodes it last
         self._closed = False
         cluster.on_change.append(lambda: self.step(Wake()))
 
@@ -329,6 +328,36 @@ class ProduceEngine:
             self.step(IdGranted(reply.producer_id, reply.producer_epoch))
             return
 
+    # -- encoding ----------------------------------------------------------------------------------
+
+    def encode(
+        self, frame: Frame, build: Callable[[Frame], list[Buffer]]
+    ) -> asyncio.Task[list[Buffer]]:
+        """Begin to build the frame off the loop, behind older ones with the same batch (E2)."""
+        earlier = {self._encoders[batch] for batch in frame.batches if batch in self._encoders}
+
+        async def work() -> list[Buffer]:
+            assert self.compute is not None
+            if earlier:
+                await asyncio.wait(earlier)
+            found: list[Buffer] = await self.compute(partial(build, frame))
+            return found
+
+        task = asyncio.get_running_loop().create_task(work())
+        self._tasks[task] = None
+        for batch in frame.batches:
+            self._encoders[batch] = task
+        task.add_done_callback(partial(self._encoded, frame))
+        return task
+
+    def _encoded(self, frame: Frame, task: asyncio.Task[list[Buffer]]) -> None:
+        self._forget_task(task)
+        for batch in frame.batches:
+            if self._encoders.get(batch) is task:
+                del self._encoders[batch]
+        if not task.cancelled():
+            task.exception()  # of a frame that was given up nobody else asks
+
     # -- plumbing ----------------------------------------------------------------------------------
 
     def _link(self, node: int) -> _Link:
@@ -342,7 +371,7 @@ class ProduceEngine:
         self._tasks[task] = None
         task.add_done_callback(self._forget_task)
 
-    def _forget_task(self, task: asyncio.Task[None]) -> None:
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
 
     def _set_timer(self, name: str, wait_ms: float, call: Callable[[], None]) -> None:
@@ -380,11 +409,7 @@ class _Link:
 
     def _clear(self) -> None:
         self._queue.clear()
-        for task in self._encoding.values():
-            task.cancel()
-            if task.done() and not task.cancelled():
-                task.exception()  # nobody else will ask
-        self._encoding.clear()
+        self._encoding.clear()  # what is under way ends by itself, nobody waits for it
 
     async def close(self) -> None:
         self.reset()
@@ -470,16 +495,11 @@ class _Link:
             return self._build(frame)
         for each in itertools.islice(self._queue, AHEAD):
             if each.correlation_id not in self._encoding:
-                for batch in each.batches:
-                    if batch.turn is None:
-                        batch.turn = threading.Lock()
-                work = self._engine.compute(partial(self._build, each))
-                task = asyncio.ensure_future(work)
-                self._encoding[each.correlation_id] = task
+                self._encoding[each.correlation_id] = self._engine.encode(each, self._build)
         task = self._encoding[frame.correlation_id]
-        await asyncio.wait([task])  # a reset cancels the task, not this
+        await asyncio.wait([task])
         self._encoding.pop(frame.correlation_id, None)
-        return [] if task.cancelled() else task.result()
+        return task.result()
 
     def _build(self, frame: Frame) -> list[Buffer]:
         options = self._engine.options
@@ -490,8 +510,7 @@ class _Link:
             timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
         )
         for batch, epoch in zip(frame.batches, frame.epochs, strict=True):
-            with batch.turn or contextlib.nullcontext():
-                parts = batch.encode(codec, level)
+            parts = batch.encode(codec, level)
             request.partitions.add(
                 topic_id=batch.key.topic_id,
                 partition=batch.key.partition,

@@ -49,16 +49,19 @@ class Bench:
     def encode_slowly(self, rng: random.Random) -> list[int]:
         """Compressed frames take a while, each another; how many were at it at once, each time."""
         at_once: list[int] = []
-        running = [0]
+        running: list[Any] = []
 
-        async def compute(work: Callable[[], Any]) -> Any:
-            running[0] += 1
-            at_once.append(running[0])
+        async def compute(work: Any) -> Any:
+            (frame,) = work.args
+            others = {id(batch) for other in running for batch in other.batches}
+            assert not others & {id(batch) for batch in frame.batches}, "E2"
+            running.append(frame)
+            at_once.append(len(running))
             try:
                 await self.world.clock.sleep_ms(rng.randint(0, 20))
                 return work()
             finally:
-                running[0] -= 1
+                running.remove(frame)
 
         self.engine.compute = compute
         return at_once
