@@ -325,8 +325,9 @@ class DeltaLogTable:
                 return 0
             tombstones, now_ms = self._tombstones, self._tables.wall_ms()
             doomed = tombstones.expired(retention_ms, now_ms)
-            if tombstones.must_look(retention_ms):
-                named = await self._named(retention_ms)
+            hours = -(-retention_ms // _HOUR_MS)  # all that deltalake knows; never too early
+            if tombstones.must_look(hours * _HOUR_MS):
+                named = await self._named(hours)
                 doomed = list(dict.fromkeys([*doomed, *tombstones.looked(named, now_ms)]))
             doomed = [path for path in doomed if path not in snapshot.files]
         try:
@@ -335,13 +336,13 @@ class DeltaLogTable:
                 await asyncio.gather(
                     *(self._tables.store.delete(f"{self._path}/{path}") for path in some)
                 )
-                tombstones.deleted(some, retention_ms)
+                tombstones.deleted(some, hours * _HOUR_MS)
         except errors.PkError:
             tombstones.foreign(self._tables.wall_ms())  # the log still names what is left
             raise
         return len(doomed)
 
-    async def _named(self, retention_ms: int) -> list[str]:
+    async def _named(self, retention_hours: int) -> list[str]:
         """What deltalake would delete, in the LITE mode of Delta: only files that the log names as
         removed, so uploads under way survive."""
         handle, self._handle = self._handle, None  # E1
@@ -351,7 +352,7 @@ class DeltaLogTable:
         def look() -> list[str]:
             try:
                 return handle.vacuum(
-                    retention_hours=retention_ms // _HOUR_MS,
+                    retention_hours=retention_hours,
                     dry_run=True,
                     enforce_retention_duration=False,
                     full=False,

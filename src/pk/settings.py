@@ -219,7 +219,7 @@ SERVER = Options(
         Option("tier_vacuum_interval_ms", int, DAY_MS,
                "how often files that left a tier table are deleted; 0 = never", "ms", 0),
         Option("tier_vacuum_retention_ms", int, 7 * DAY_MS,
-               "how long such files stay readable, in whole hours; under one hour = not at all",
+               "how long such files stay readable; what others removed, up to the next whole hour",
                "ms", 0),
         Option("default_num_partitions", int, 1,
                "partitions of a topic created without a count", "", 1),
