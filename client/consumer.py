@@ -17,6 +17,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -208,7 +209,7 @@ class Consumer:
             lines = self._poll_lines(timeout_s)
         found: list[Record] = []
         for each in lines:
-            found += each.rest()
+            found += each
         self._lines.clear()
         return found
 
@@ -266,12 +267,15 @@ class Consumer:
 
     def __iter__(self) -> Iterator[Record]:
         """Record by record; waits for the next as long as it takes, until `close`."""
+        return chain.from_iterable(self._each_lines())
+
+    def _each_lines(self) -> Iterator[Lines]:
         while self._refill():
-            yield from self._lines[0].iterator
+            yield self._lines[0]
 
     def __next__(self) -> Record:
         while self._refill():
-            for record in self._lines[0].iterator:
+            for record in self._lines[0]:
                 return record
         raise StopIteration
 

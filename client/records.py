@@ -1,19 +1,16 @@
 """Decoded rows as `Record` objects: whole columns at a time, in C.
 
 A column becomes a list of Python objects in one call, and the records are drawn from the columns by
-`map` and `zip`: no Python code runs per record.  Iteration draws them one by one, so that a record
-that was looked at is freed before the next one is made; `poll` makes them all at once, with the
-garbage collector paused, which would otherwise walk the growing list again and again and find
-nothing.
+`map`: no Python code runs per record.  Iteration draws them one by one, so that a record that was
+looked at is freed before the next one is made; `poll` makes them all at once.  Neither makes work
+for the garbage collector, which does not look into records (`pk.types.Record`).
 
 Invariants
   R1  records come in offset order, each once; what was not drawn yet can be taken away (`drop`).
-  R2  the collector is as the application had it afterwards, whatever was raised.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from operator import length_hint
@@ -29,9 +26,12 @@ _INT64 = pa.int64()
 
 
 class Lines:
-    """Rows of one partition, drawn record by record."""
+    """Rows of one partition, drawn record by record.
 
-    __slots__ = ("_left", "_offsets", "iterator", "place")
+    Its length says how many are left, so that a list of them is allocated once.
+    """
+
+    __slots__ = ("_left", "_offsets", "_records", "place")
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Lines:
         self.place = place
         self._offsets: list[int] = rows.column("offset").to_numpy().tolist()
         self._left = iter(self._offsets)
-        columns = (
-            repeat(topic), repeat(partition), self._left, _stamps(rows.column("timestamp")),
+        self._records: Iterator[Record] = map(
+            Record, repeat(topic), repeat(partition), self._left, _stamps(rows.column("timestamp")),
             keys, values, _headers(rows.column("headers")),
         )  # fmt: skip
-        #: The records that were not drawn yet.
-        self.iterator: Iterator[Record] = map(
-            tuple.__new__, repeat(Record), zip(*columns, strict=False)
-        )
+
+    def __iter__(self) -> Iterator[Record]:
+        """The records that were not drawn yet, always the same iterator."""
+        return self._records
 
     def __len__(self) -> int:
         return length_hint(self._left)
@@ -68,16 +68,6 @@ class Lines:
     def drop(self) -> None:
         """Nothing more comes."""
         self._offsets.clear()
-
-    def rest(self) -> list[Record]:
-        """All that were not drawn yet."""
-        if not gc.isenabled():
-            return list(self.iterator)
-        gc.disable()
-        try:
-            return list(self.iterator)
-        finally:
-            gc.enable()
 
 
 def _objects(column: pa.Array, function: Deserializer | None, topic: str) -> Iterable[Any]:
@@ -98,4 +88,9 @@ def _stamps(column: pa.Array) -> Iterable[int]:
 def _headers(column: pa.Array) -> Iterable[tuple[tuple[str, bytes | None], ...]]:
     if column.null_count == len(column) or not len(column.values):
         return repeat(())
-    return [tuple((item["key"], item["value"]) for item in row or ()) for row in column.to_pylist()]
+    bounds = column.offsets.to_numpy()
+    first, last = int(bounds[0]), int(bounds[-1])
+    items = column.values.slice(first, last - first)
+    pairs = list(zip(items.field("key").to_pylist(), items.field("value").to_pylist(), strict=True))
+    starts = (bounds - first).tolist()
+    return map(tuple, map(pairs.__getitem__, map(slice, starts, starts[1:])))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -46,22 +48,24 @@ def test_records_hold_what_the_columns_hold(rows: list[Any]) -> None:
         Record("t", 3, 2 * index, stamp, key, value, tuple(headers or ()))
         for index, (stamp, key, value, headers) in enumerate(rows)
     ]
-    assert lines_of(rows).rest() == expected
-    assert list(lines_of(rows).iterator) == expected
-    assert all(type(record) is Record for record in lines_of(rows).rest())
+    assert list(lines_of(rows)) == expected
+    assert all(type(record) is Record for record in lines_of(rows))
+    for at in range(0, len(rows), 7):
+        part = Lines(PLACE, batch_of(rows).slice(at, 7), None, None)
+        assert list(part) == expected[at : at + 7], "of a slice"
 
 
 def test_what_was_drawn_is_gone_and_what_was_not_can_be_dropped() -> None:
     lines = lines_of([(0, None, b"%d" % number, None) for number in range(5)])
     assert (len(lines), lines.next_offset) == (5, 0)
-    assert next(lines.iterator).offset == 0
+    assert next(iter(lines)).offset == 0
     assert (len(lines), lines.next_offset) == (4, 2)
-    assert [record.offset for record in lines.rest()] == [2, 4, 6, 8]
+    assert [record.offset for record in lines] == [2, 4, 6, 8]
     assert (len(lines), lines.next_offset) == (0, None)
     lines = lines_of([(0, None, b"%d" % number, None) for number in range(5)])
-    next(lines.iterator)
+    next(iter(lines))
     lines.drop()
-    assert (len(lines), lines.next_offset, lines.rest()) == (0, None, [])
+    assert (len(lines), lines.next_offset, list(lines)) == (0, None, [])
 
 
 def test_deserialisers_see_every_value() -> None:
@@ -71,24 +75,43 @@ def test_deserialisers_see_every_value() -> None:
         key=lambda topic, data: seen.append((topic, data)) or data,
         value=deserializer("json", "value_deserializer"),
     )
-    assert [record.value for record in lines.rest()] == [{"a": 1}, None]
+    assert [record.value for record in lines] == [{"a": 1}, None]
     assert seen == [("t", b"k"), ("t", None)]
     with pytest.raises(errors.SerializationError):
         lines_of([(0, None, b"{", None)], value=deserializer("json", "value_deserializer"))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_the_application_had_it(enabled: bool) -> None:
-    was = gc.isenabled()
-    lines = lines_of([(0, None, b"x", None)])
-    broken = lines_of([(0, None, b"x", None)])
-    broken.iterator = map(int, ["no number"])  # type: ignore[assignment]
-    try:
-        (gc.enable if enabled else gc.disable)()
-        lines.rest()
-        assert gc.isenabled() == enabled
-        with pytest.raises(ValueError, match="no number"):
-            broken.rest()
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if was else gc.disable)()
+RECORD = Record("t", 3, 7, 1000, b"k", b"v", (("h", None),))
+
+
+def test_equal_records_are_one_in_a_set_and_nothing_changes_them() -> None:
+    twin = Record("t", 3, 7, 1000, b"k", b"v", (("h", None),))
+    assert twin == RECORD
+    assert len({RECORD, twin, Record("t", 3, 7, 1000, b"k", b"v")}) == 2
+    with pytest.raises(TypeError):
+        hash(Record("t", 3, 7, 1000, b"k", {"a": 1}))
+    with pytest.raises(AttributeError):
+        RECORD.value = b"other"  # type: ignore[misc]
+
+
+def test_a_record_is_shown_matched_pickled_and_copied_by_its_fields() -> None:
+    assert repr(RECORD) == (
+        "Record(topic='t', partition=3, offset=7, timestamp_ms=1000, key=b'k', value=b'v', "
+        "headers=(('h', None),))"
+    )
+    match RECORD:
+        case Record("t", 3, offset, value=value):
+            assert (offset, value) == (7, b"v")
+        case _:
+            pytest.fail("no match")
+    assert pickle.loads(pickle.dumps(RECORD)) == RECORD
+    assert msgspec.structs.replace(RECORD, value=b"w").value == b"w"
+    assert msgspec.structs.asdict(RECORD)["headers"] == (("h", None),)
+
+
+def test_the_collector_has_no_work_with_records_whatever_they_carry() -> None:
+    lines = lines_of(
+        [(0, None, b'{"a": []}', [("h", b"1")])] * 3,
+        value=deserializer("json", "value_deserializer"),
+    )
+    assert not any(gc.is_tracked(record) for record in lines)
