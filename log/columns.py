@@ -362,7 +362,9 @@ def _prefix_sum(lengths: U32) -> pa.Buffer:
     """Arrow offsets; the sum was checked against the section's size, so nothing overflows."""
     offsets = np.empty(len(lengths) + 1, np.int32)
     offsets[0] = 0
-    np.cumsum(lengths.view(np.int32), out=offsets[1:])
+    sums = offsets[1:]
+    sums[:] = lengths.view(np.int32)  # copied first: numpy adds up unaligned numbers slowly
+    np.cumsum(sums, out=sums)
     return pa.py_buffer(offsets)
 
 
