@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from pk import errors
+from pk.sparkconnector import worker
 from pk.sparkconnector.options import Sink
 from pk.sparkconnector.planner import warn
 
@@ -170,6 +171,7 @@ def identity(producer: Any) -> tuple[int, int]:
 
 def write_all(sink: Sink, columns: Columns, batches: Iterator[pa.RecordBatch]) -> PkCommit:
     """What both writers do on an executor."""
+    worker.begin_task()
     task = TaskWriter(sink)
     try:
         for batch in batches:

@@ -187,9 +187,11 @@ class Planner:
 
         The broker serves cold reads too, so a store that only it can reach is no reason to fail.
         """
+        found: dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]] = {}
+        if not ends:
+            return found  # nothing cold: what reads tables is not even imported
         from pk.sparkconnector import tier_scan
 
-        found: dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]] = {}
         for topic in sorted({topic for topic, _ in ends}):
             tier = self.cluster.tier(topic)
             mine = [partition for name, partition in sorted(ends) if name == topic]
@@ -212,8 +214,9 @@ class Planner:
 
 def read(task: Task, source: Source, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a task, in offset order, in the columns `names`."""
-    from pk.sparkconnector import rows
+    from pk.sparkconnector import rows, worker
 
+    worker.begin_task()
     shape = rows.Shape(names, task.range.topic, task.range.partition)
     found = _cold(task, shape) if task.cold is not None else _hot(task, source, shape)
     return rows.right_sized(found)

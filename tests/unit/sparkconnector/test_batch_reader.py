@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import sys
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_everything(filled):
     assert planned(one) == [(0, 0, 100), (1, 0, 100), (2, 0, 100)]
     rows = [o for task in one.partitions() for b in one.read(task) for o in b.column(0).to_pylist()]
     assert sorted(rows) == sorted([*range(100)] * 3)
+
+
+def test_planning_of_a_hot_range_does_not_load_what_reads_tables(filled, monkeypatch):
+    """A tenth of a second of imports, which every streaming query would pay anew."""
+    import pk.sparkconnector
+
+    monkeypatch.delattr(pk.sparkconnector, "tier_scan", raising=False)
+    monkeypatch.setitem(sys.modules, "pk.sparkconnector.tier_scan", None)  # an import would fail
+    assert len(planned(reader(filled))) == 3
 
 
 @pytest.mark.parametrize(
