@@ -70,7 +70,7 @@ PURGE_S = 180.0
 SETTLE_S = 30.0
 SAMPLE_S = 2.0
 #: A sample's descriptors are the median of so many looks, this far apart: those that are held.  A
-#: checkpoint of the table has twenty files open for a tenth of a second.
+#: checkpoint of the table has a few files open for a tenth of a second.
 LOOKS, LOOK_S = 5, 0.1
 #: Local logs of so many times their bound end the soak: the tier does not keep up, and what it has
 #: not copied is not dropped; this machine's disk shall not fill up.
