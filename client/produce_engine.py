@@ -22,15 +22,7 @@ from functools import partial
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import (
-    FULL_SHARE,
-    Batch,
-    Piece,
-    batch_limit,
-    place,
-    sizes,
-    split,
-)
+from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, place, sizes, split
 from pk.client.cluster import Cluster
 from pk.client.futures import Delivery, resolve
 from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake

@@ -250,11 +250,14 @@ class FileBuilder:
             self.add(rows_of(batch, header, start, limit, decoded_bytes_max))
             return
         body = columns.body_of(batch, header, decoded_bytes_max)
+        size = len(body.key_data) + len(body.value_data)
+        if self._run_bytes + size > GROUP_BYTES:
+            self._decode()  # a batch larger than a group stays alone: F2, and `decode_run`'s bound
         self._run.append(Member(header, body))
         self._shape, self._bounds = shape, (start, limit)
         self._run_rows += header.record_count
-        self._run_bytes += len(body.key_data) + len(body.value_data)
-        if self._run_rows >= ROWS_PER_GROUP or self._run_bytes >= GROUP_BYTES:
+        self._run_bytes += size
+        if self._run_rows >= ROWS_PER_GROUP:
             self._decode()
 
     def _decode(self) -> None:

@@ -321,15 +321,17 @@ class DeltaLogTable:
         async with self._turn:
             known = self._snapshot
             snapshot = await self._load(tuple(known.counters) if known is not None else ())
-            if snapshot is None:
+            if snapshot is None or known is None or snapshot.table_id != known.table_id:
                 return 0
+            if snapshot.protocol != TableProtocol():
+                return 0  # T8: which files it names is not known; the owner stops at its next load
             tombstones, now_ms = self._tombstones, self._tables.wall_ms()
-            doomed = tombstones.expired(retention_ms, now_ms)
             hours = -(-retention_ms // _HOUR_MS)  # all that deltalake knows; never too early
+            doomed = []
             if tombstones.must_look(hours * _HOUR_MS):
-                named = await self._named(hours)
-                doomed = list(dict.fromkeys([*doomed, *tombstones.looked(named, now_ms)]))
-            doomed = [path for path in doomed if path not in snapshot.files]
+                doomed = tombstones.looked(await self._named(hours), now_ms)
+            doomed += tombstones.expired(retention_ms, now_ms)  # last: what fails forgets none
+            doomed = [path for path in dict.fromkeys(doomed) if path not in snapshot.files]
         try:
             for at in range(0, len(doomed), DELETES_MAX):
                 some = doomed[at : at + DELETES_MAX]

@@ -27,6 +27,8 @@ from pk.log.storage import Buffer
 BLOCK_BYTES = 4096
 #: Twice the default `tier_file_bytes`, and room for what a batch more and the footer add.
 USUAL_BYTES = 192 << 20
+#: No file is so large: `tier_file_bytes` and the largest batch bound it.
+CAPACITY_MAX = 16 << 30
 
 
 def _blocks(size: int) -> npt.NDArray[np.uint8]:
@@ -55,12 +57,14 @@ class Sink:
 
     def rest(self) -> None:
         """Nobody reads the last file any more; what it took beyond the usual goes (S3)."""
+        if self.size > self._usual:
+            self._memory = None
         self._stream = None
-        if self._capacity > self._usual:
-            self._capacity, self._memory = self._usual, None
 
     def grow(self) -> None:
-        """Twice as large, and empty."""
+        """Twice as large, and empty.  Raises `MemoryError` beyond CAPACITY_MAX."""
+        if 2 * self._capacity > CAPACITY_MAX:
+            raise MemoryError(f"a tier file does not fit into {self._capacity} bytes")
         self._stream = self._memory = None
         self._capacity *= 2
 

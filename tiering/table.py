@@ -362,7 +362,9 @@ class MemoryTable:
         state = self._tables.state(self._uri)
         if state is None or retention_ms > 0:
             return 0
-        doomed, state.tombstones = state.tombstones, []
+        live = state.versions[-1].files
+        doomed = [path for path in state.tombstones if path not in live]
+        state.tombstones = []
         self._tables.on_vacuum(self._uri, doomed)
         return len(doomed)
 

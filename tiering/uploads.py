@@ -78,7 +78,8 @@ def _copy(
 ) -> Copied:
     reader = open_readonly(source.storage, source.path)
     at, taken, epoch = start, 0, NONE
-    while at < limit and taken < max_bytes and builder.size < GROWN_TIMES * max_bytes:
+    large = GROWN_TIMES * max_bytes
+    while at < limit and taken < max_bytes and builder.size < large:
         size = min(READ_BYTES, max_bytes - taken)
         piece = reader.read(at, bound=limit, max_bytes=size)
         if not piece.data:
@@ -89,6 +90,8 @@ def _copy(
             for header, batch in log_batch.iter_batches(piece.data):
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue
+                if builder.size >= large:
+                    return Copied(header.base_offset, epoch, taken, builder.finish())
                 epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
                 builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
         except errors.CorruptBatch as cause:

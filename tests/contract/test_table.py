@@ -232,6 +232,38 @@ def test_what_was_removed_is_vacuumed_once_whoever_removed_it(run: Run) -> None:
     run(test)
 
 
+def test_a_file_that_is_live_again_is_not_vacuumed(run: Run) -> None:
+    """Somebody restored the version before the removal."""
+
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        snapshot = await table.commit(append(snapshot, 0, 10))
+        (file,) = snapshot.files_of(0)
+        await table.vacuum(0)
+        await table.commit(Commit(snapshot, (), (file.path,), {}, True))
+        other = kit.table()
+        read = await other.load([0])
+        assert read is not None
+        await other.commit(Commit(read, (NewFile(file, 1_700_000_001_000),), (), {}))
+        assert await table.vacuum(0) == 0
+
+    run(test)
+
+
+def test_a_table_made_anew_is_not_vacuumed_for_the_old_one(run: Run) -> None:
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        snapshot = await table.commit(append(snapshot, 0, 10))
+        await table.vacuum(0)
+        path = snapshot.files_of(0)[0].path
+        await table.commit(Commit(snapshot, (), (path,), {}, True))
+        kit.drop()
+        await created(kit)
+        assert await table.vacuum(0) == 0
+
+    run(test)
+
+
 def test_counters_of_partitions_asked_for_later_are_loaded(run: Run) -> None:
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)

@@ -32,7 +32,7 @@ def test_what_is_gone_is_not_deleted_again_while_the_log_names_it() -> None:
     assert not it.must_look(100)
 
 
-def test_too_many_are_left_to_the_log(monkeypatch: object) -> None:
+def test_too_many_are_left_to_the_log() -> None:
     it = Tombstones(0)
     it.looked([], 0)
     it.removed([str(n) for n in range(tombstones.PATHS_MAX + 1)], 7)
