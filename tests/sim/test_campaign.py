@@ -111,6 +111,24 @@ def test_the_command_prints_the_seed_first_and_the_replay_line_last() -> None:
     assert lines[-1] == "replay: python -m pk.sim 4 --unrest-ms 500"
 
 
+ALONE = """
+import os, sys
+from pk.sim.__main__ import main
+from pyarrow import fs  # numpy and Arrow's allocator have threads of their own
+before = len(os.listdir("/proc/self/task"))
+assert main(["4", "--unrest-ms", "500"]) == 0
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_seed_runs_in_one_thread_and_starts_none_of_arrows() -> None:
+    """Such a thread, still holding Python's bytes at the end, aborts the process."""
+    done = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
+    *_, report, replay, started = done.stdout.splitlines()
+    assert ", 0 in tables" not in report
+    assert started == "0", (replay, started)
+
+
 def test_every_fault_and_chore_is_drawn_by_some_seed() -> None:
     plans = [options_of(seed) for seed in range(40)]
     assert {name for each in plans for name in each.faults} == set(FAULTS)
