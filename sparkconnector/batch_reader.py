@@ -19,7 +19,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from pk import errors
 from pk.sparkconnector.offsets import Bounds, Progress, Range
-from pk.sparkconnector.options import Source
+from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.planner import Planner, read
 from pk.sparkconnector.source import PkPartition
 
@@ -96,9 +96,9 @@ class _PushFilters:
 class PkReader(DataSourceReader):
     """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
 
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
+    def __init__(self, source: Source, columns: Sequence[Column]) -> None:
         self._source = source
-        self._names = tuple(names)
+        self._columns = tuple(columns)
         self.narrowed = Narrowed()
 
     @property
@@ -116,7 +116,7 @@ class PkReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
             return iter(())  # Spark's own partition, when there was none to plan
-        return read(partition.task, self._source, self._names)
+        return read(partition.task, self._source, self._columns)
 
     def _ranges(
         self, planner: Planner, bounds: Sequence[Bounds], start: Progress, end: Progress

@@ -21,9 +21,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pk import errors, settings
 
@@ -45,6 +45,18 @@ COLUMNS: dict[str, str] = {
     "timestampType": "int",
     "headers": "array<struct<key:string,value:binary>>",
 }
+
+#: The others hold something in every row.  Spark then asks none of them whether it is null, which
+#: is a tenth of what the JVM does for a row (docs/design/0004-spark-costs.md).
+MAY_BE_NULL = frozenset({"key", "value", "headers"})
+
+
+class Column(NamedTuple):
+    """A column as a reader delivers it: Spark compares nullability too."""
+
+    name: str  #: as the query spells it
+    nullable: bool
+
 
 SOURCE_NAMES = (
     "subscribe", "subscribePattern", "assign", "startingOffsets", "startingTimestamp",
@@ -557,4 +569,12 @@ def column_names(read: Source) -> tuple[str, ...]:
 
 def ddl(names: tuple[str, ...]) -> str:
     """`names` as a schema in Spark's language."""
-    return ", ".join(f"{name} {COLUMNS[name]}" for name in names)
+    never = {one.name for one in columns_of(names) if not one.nullable}
+    return ", ".join(
+        f"{name} {COLUMNS[name]}{' NOT NULL' if name in never else ''}" for name in names
+    )
+
+
+def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
+    """Columns of the schema that `ddl` names."""
+    return tuple(Column(name, name.lower() in MAY_BE_NULL) for name in names)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.sparkconnector import offsets, ranges
 from pk.sparkconnector.offsets import Bounds, Loss, Progress, Range
-from pk.sparkconnector.options import Position, Source
+from pk.sparkconnector.options import Column, Position, Source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -212,12 +212,12 @@ class Planner:
 # ----------------------------------------------------------------------------
 
 
-def read(task: Task, source: Source, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a task, in offset order, in the columns `names`."""
+def read(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    """The rows of a task, in offset order, in `columns`."""
     from pk.sparkconnector import rows, worker
 
     worker.begin_task()
-    shape = rows.Shape(names, task.range.topic, task.range.partition)
+    shape = rows.Shape(columns, task.range.topic, task.range.partition)
     found = _cold(task, shape) if task.cold is not None else _hot(task, source, shape)
     return rows.right_sized(found)
 

@@ -26,7 +26,7 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
 from pk.sparkconnector.offsets import Range
-from pk.sparkconnector.options import COLUMNS
+from pk.sparkconnector.options import MAY_BE_NULL, Column
 
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 #: Arrow types of the columns, lower-cased: what Spark's schema of `COLUMNS` becomes.
@@ -51,10 +51,12 @@ BATCH_ROWS_MOST = 50_000
 class Shape:
     """The columns of one read of one partition, and its cached constants."""
 
-    def __init__(self, names: Sequence[str], topic: str, partition: int) -> None:
-        assert all(name.lower() in TYPES for name in names), names
-        self.names = tuple(name.lower() for name in names)
-        self.schema = pa.schema([pa.field(name, TYPES[name.lower()]) for name in names])
+    def __init__(self, columns: Sequence[Column], topic: str, partition: int) -> None:
+        assert all(one.name.lower() in TYPES for one in columns), columns
+        self.names = tuple(one.name.lower() for one in columns)
+        self.schema = pa.schema(
+            [pa.field(one.name, TYPES[one.name.lower()], one.nullable) for one in columns]
+        )
         self._values: dict[str, Any] = {"topic": topic, "partition": partition}
         self._constants: dict[tuple[str, Any], pa.Array] = {}
 
@@ -79,6 +81,8 @@ class Shape:
                 arrays.append(null_where_empty(found[name]))
             else:
                 arrays.append(found[name])
+            if name not in MAY_BE_NULL and arrays[-1].null_count:
+                raise errors.InvalidRecord(f"{self._values['topic']}: a row has no {name}")
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
@@ -199,13 +203,3 @@ def _cut(one: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
         return
     for start, end in pairwise(cuts):
         yield one.slice(start, end - start)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises `InvalidOption` for a column the source does not have."""
-    known = {name.lower() for name in COLUMNS}
-    for name in names:
-        if name.lower() not in known:
-            raise errors.InvalidOption(
-                f"the source has no column {name}; there are {', '.join(COLUMNS)}", option="columns"
-            )

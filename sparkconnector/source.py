@@ -90,7 +90,7 @@ def _warn(words: tuple[str, ...]) -> None:
         warn(line)
 
 
-def _columns(read: options.Source, schema: StructType) -> tuple[str, ...]:
+def _columns(read: options.Source, schema: StructType) -> tuple[options.Column, ...]:
     """The columns a reader delivers: a user's own schema may name any of them, in any order."""
     types = {name.lower(): kind for name, kind in options.COLUMNS.items()}
     names = tuple(field.name for field in schema.fields)
@@ -105,7 +105,7 @@ def _columns(read: options.Source, schema: StructType) -> tuple[str, ...]:
             raise errors.InvalidOption(
                 f"column {field.name} is {wanted}, not {found}; cast it after load()"
             )
-        if not field.nullable:
+        if not field.nullable and field.name.lower() in options.MAY_BE_NULL:
             raise errors.InvalidOption(
                 f"column {field.name} may be null: drop NOT NULL from the schema"
             )
@@ -116,4 +116,4 @@ def _columns(read: options.Source, schema: StructType) -> tuple[str, ...]:
         raise errors.InvalidOption(
             "the option columns and the schema name different columns; give one of them"
         )
-    return names
+    return tuple(options.Column(field.name, field.nullable) for field in schema.fields)

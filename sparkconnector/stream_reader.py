@@ -35,7 +35,7 @@ from pyspark.sql.streaming.datasource import (
 from pk import clock
 from pk.sparkconnector import offsets, ranges
 from pk.sparkconnector.offsets import Bounds, Progress, Range, TopicProgress
-from pk.sparkconnector.options import Source
+from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.planner import Planner, read
 from pk.sparkconnector.source import PkPartition
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
 
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
+    def __init__(self, source: Source, columns: Sequence[Column]) -> None:
         self._source = source
-        self._names = tuple(names)
+        self._columns = tuple(columns)
         self._planner = Planner(source)
         self._newest: Progress | None = None  # what latestOffset last saw, for the progress report
         self._target: Progress | None = None  # AvailableNow's (V3)
@@ -109,7 +109,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
             return iter(())
-        return read(partition.task, self._source, self._names)
+        return read(partition.task, self._source, self._columns)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Spark's checkpoint is the truth; nothing is kept on the broker yet."""

@@ -69,8 +69,12 @@ def test_a_schema_of_ones_own_names_any_columns(spark, cluster):
     cluster.fill(topic, 10)
     reader = spark.read.format("pk").option("kafka.bootstrap.servers", cluster.address)
     reader = reader.option("subscribe", topic)
-    frame = reader.schema("offset bigint, value binary").load()
-    assert [row.offset for row in frame.orderBy("offset").collect()] == list(range(10))
+    for given in ("offset bigint, value binary", "offset bigint NOT NULL, value binary"):
+        frame = reader.schema(given).load()
+        assert frame.schema["offset"].nullable == ("NOT NULL" not in given)
+        assert sorted(row.offset for row in frame.collect()) == list(range(10))
+    with pytest.raises(PySparkException, match="drop NOT NULL"):
+        reader.schema("value binary NOT NULL").load().count()
     with pytest.raises(PySparkException, match="cast it after load"):
         reader.schema("value string").load().count()
     with pytest.raises(PySparkException, match="did you mean startingOffsets"):
@@ -98,7 +102,9 @@ def test_cold_and_hot_are_one_log(spark, cluster, load):
     from pk.sparkconnector.batch_reader import PkReader
 
     given = {"pk.bootstrap.servers": cluster.address, "subscribe": topic}
-    plan = PkReader(options.source(given, streaming=False), ("offset",)).partitions()
+    plan = PkReader(
+        options.source(given, streaming=False), options.columns_of(["offset"])
+    ).partitions()
     assert {task.task.cold is not None for task in plan} == {True, False}, "cold and hot tasks"
 
     from pk.sparkconnector import read_topic

@@ -29,7 +29,9 @@ from pk.sparkconnector.batch_reader import PkReader
 
 def reader(broker, **given) -> PkReader:
     base = {"pk.bootstrap.servers": broker.address, "subscribe": "t"}
-    return PkReader(options.source({**base, **given}, streaming=False), ("offset",))
+    return PkReader(
+        options.source({**base, **given}, streaming=False), options.columns_of(["offset"])
+    )
 
 
 def planned(one: PkReader) -> list[tuple[int, int, int]]:

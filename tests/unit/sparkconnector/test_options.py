@@ -184,5 +184,5 @@ def test_columns():
     assert options.column_names(read(includeHeaders="true"))[-1] == "headers"
     assert (
         options.ddl(options.column_names(read(columns="offset, VALUE")))
-        == "offset bigint, value binary"
+        == "offset bigint NOT NULL, value binary"
     )

@@ -40,7 +40,7 @@ def log_of(counts: list[int], **options) -> bytes:
 
 def read(payload: bytes, start: int, end: int, names=NAMES, aborted=()) -> list[pa.RecordBatch]:
     one = Range("flights", "id", 2, start, end)
-    shape = rows.Shape(names, one.topic, one.partition)
+    shape = rows.Shape(options.columns_of(names), one.topic, one.partition)
     return list(rows.from_log(memoryview(payload), aborted, one, shape, MAX))
 
 
@@ -79,7 +79,8 @@ def test_all_columns_have_sparks_types():
         "headers": ArrayType(pair),
     }  # fmt: skip
     expected = to_arrow_schema(
-        StructType([StructField(n, kinds[n]) for n in NAMES]), timezone="UTC"
+        StructType([StructField(n, kinds[n], n in options.MAY_BE_NULL) for n in NAMES]),
+        timezone="UTC",
     )
     raw = joined(
         columns.encode_lists(
@@ -106,6 +107,19 @@ def test_a_subset_in_another_order():
     (found,) = read(log_of([3]), 1, 3, ("Value", "PARTITION"))
     assert found.schema.names == ["Value", "PARTITION"]
     assert found.to_pylist() == [{"Value": b"1", "PARTITION": 2}, {"Value": b"2", "PARTITION": 2}]
+
+
+def test_only_what_may_lack_is_nullable():
+    (found,) = read(log_of([3]), 0, 3, ("VALUE", "Offset", "timestampType", "headers"))
+    assert [field.nullable for field in found.schema] == [True, False, False, True]
+
+
+def test_a_row_without_what_every_row_has_is_refused():
+    shape = rows.Shape(options.columns_of(["offset", "timestamp"]), "flights", 0)
+    stamps = pa.array([1, None], pa.timestamp("us", tz="UTC"))
+    found = pa.record_batch({"offset": pa.array([0, 1], pa.int64()), "timestamp": stamps})
+    with pytest.raises(errors.InvalidRecord, match="flights: a row has no timestamp"):
+        rows.from_tier(found, shape)
 
 
 def test_headers_of_a_clipped_batch():

@@ -23,7 +23,7 @@ from pk.sparkconnector import options
 from pk.sparkconnector.planner import PkWarning
 from pk.sparkconnector.stream_reader import PkStreamReader
 
-NAMES = ("offset", "value")
+COLUMNS = options.columns_of(["offset", "value"])
 
 
 def fill(log, *counts) -> None:
@@ -37,7 +37,7 @@ def reader(broker, **given) -> PkStreamReader:
     if "assign" not in given and "subscribePattern" not in given:
         base["subscribe"] = "t"
     quick = {"pk.retry.backoff.ms": "1", "pk.default.api.timeout.ms": "500"}
-    return PkStreamReader(options.source({**base, **quick, **given}, streaming=True), NAMES)
+    return PkStreamReader(options.source({**base, **quick, **given}, streaming=True), COLUMNS)
 
 
 def step(one: PkStreamReader, start: dict) -> dict:
@@ -298,4 +298,4 @@ def test_an_unreachable_broker_is_a_typed_error():
         streaming=True,
     )
     with pytest.raises(errors.BrokerUnavailable):
-        PkStreamReader(source, NAMES).initialOffset()
+        PkStreamReader(source, COLUMNS).initialOffset()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pk import errors
-from pk.sparkconnector import rows, tier_scan
+from pk.sparkconnector import options, rows, tier_scan
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.ranges import TierFile
 from pk.sparkconnector.tier_scan import ColdRange
@@ -42,7 +42,7 @@ def write(root: Path, name: str, offsets: list[int], group_rows: int = 10) -> Ti
 
 def scan(root: Path, files: list[TierFile], start: int, end: int) -> list[int]:
     one = Range("flights", "id", 3, start, end)
-    shape = rows.Shape(NAMES, one.topic, one.partition)
+    shape = rows.Shape(options.columns_of(NAMES), one.topic, one.partition)
     found: list[int] = []
     for batch in tier_scan.scan(one, ColdRange(root.as_uri(), {}, tuple(files)), shape):
         assert batch.schema.equals(shape.schema)
@@ -111,7 +111,7 @@ def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
 def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
     listed = sorted(tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3], key=lambda f: f.min_offset)
-    shape = rows.Shape(NAMES, "flights", 3)
+    shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
     cold = ColdRange(tmp_path.as_uri(), {}, tuple(listed))
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape)
     assert next(reading).column("offset").to_pylist() == [0, 1, 2]
