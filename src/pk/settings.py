@@ -315,7 +315,7 @@ CONSUMER = Options(
                "bytes of one partition in a frame", "bytes", 1),
         Option("fetch_buffer_bytes", int, 16 * MIB,
                "fetched, not yet polled, per broker", "bytes", 1),
-        Option("max_poll_records", int, 10_000, "records one poll returns at most", "", 1),
+        Option("max_poll_records", int, 2_000, "records one poll returns at most", "", 1),
         Option("check_crcs", bool, True, "verify every batch's checksum"),
         Option("decoded_bytes_max", int, 64 * MIB,
                "largest size a batch may have once decompressed", "bytes", 1024),
