@@ -23,6 +23,7 @@ from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
 from pk.server.controller.sessions import Session, Sessions
 from pk.server.quorum.log import MetadataLog
+from pk.server.quorum.messages import Voter
 from pk.server.runtime import ReplayedHost
 from pk.types import PartitionKey
 from pk.wire import frames
@@ -62,12 +63,12 @@ class ControllerNode:
         self._log = log
         self._on_fatal = on_fatal
         self.metadata = MetadataLog(
-            world.clock,
+            world,
             disk,
-            node_id=run.node_id,
-            directory_id=run.directory_ids[0],
+            me=Voter(run.node_id, run.directory_ids[0]),
             address=run.controller_address,
             on_fatal=self._fatal,
+            cluster_id=run.cluster_id,
         )
         rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
         self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
@@ -97,6 +98,7 @@ class ControllerNode:
         await self._disk.write(self._disk.storage.lock)
         try:
             await self.metadata.open()
+            await self.metadata.lead()
             await self.host.start()
             await self._bootstrap()
             self._listener = await self.world.network.listen(

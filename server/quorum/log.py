@@ -3,22 +3,26 @@ it.
 
 World-generic.  The log is an ordinary partition log whose every write is SYNCED before it counts
 (rule L1); what is committed is what the quorum machine says (rule Q4).  It is the `ReplayLog` of
-the controller and the source of `fetch_metadata_log`.
+the controller, the source of `fetch_metadata_log`, and where other voters fetch from.
 
 Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote, JSON),
 `__cluster_metadata-0/`.
+
+Invariants
+  L1  the machine hears of the log's state only as it is SYNCED, and of every write it asked for
+  L2  what a former leader had decided and not written is undone before anything is fetched
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pk import errors, limits, settings
-from pk.clock import Clock
 from pk.effects import Level
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
@@ -31,26 +35,38 @@ from pk.server.controller.records import (
     encode_batch,
     record_of,
 )
-from pk.server.quorum.machine import (
+from pk.server.quorum import codec, messages
+from pk.server.quorum.machine import Quorum, Role, Timing
+from pk.server.quorum.messages import (
     HIGH_WATERMARK,
     LEADERSHIP,
-    BeginEpoch,
+    SELF,
+    Asked,
+    FetchReply,
+    FetchStatus,
     Leadership,
-    Quorum,
-    SaveVote,
+    LogState,
+    Resign,
     Started,
     Synced,
+    TimerFired,
     Vote,
-    VoteGranted,
     Voter,
+    VotersAt,
 )
-from pk.server.runtime import MachineHost
-from pk.types import METADATA_TOPIC, NodeId, TopicPartition
+from pk.server.quorum.peers import Peers
+from pk.server.runtime import MachineHost, Timers
+from pk.types import METADATA_TOPIC, NONE, NodeId, TopicPartition
+from pk.wire import frames
 from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, Handler
+from pk.world import World
 
 QUORUM_STATE = "quorum-state"
 LOG_DIR = f"{METADATA_TOPIC}-0"
 READ_BYTES = 4 * limits.MIB
+#: A follower whose disk is full looks again after this.
+FULL_WAIT_MS = 1_000
 
 #: How the metadata log differs from a topic: kept for ever, synced always, large batches (rule M2).
 _CONFIG = {
@@ -91,47 +107,75 @@ def _state_bytes(vote: Vote, synced_end: int) -> bytes:
 
 
 class MetadataLog:
-    """See the module.  One per controller process."""
+    """See the module.  One per controller process.
+
+    `voters`: the first voters of a new quorum with their addresses; none but this node by default.
+    """
 
     def __init__(
         self,
-        clock: Clock,
+        world: World,
         disk: Disk,
         *,
-        node_id: NodeId,
-        directory_id: str,
+        me: Voter,
         address: str,
         on_fatal: Callable[[BaseException], None],
+        voters: Mapping[Voter, str] | None = None,
+        timing: Timing | None = None,
+        cluster_id: str = "",
     ) -> None:
-        self._clock = clock
+        first = {me: address} if voters is None else voters
+        self._clock = world.clock
         self._disk = disk
-        self._address = address
         self._on_fatal = on_fatal
-        me = Voter(node_id, directory_id)
-        self.quorum = Quorum(me, (me,))
-        self._host: MachineHost[Any] | None = None
+        self._addresses: dict[NodeId, str] = {v.node_id: where for v, where in first.items()}
+        self._voters = [VotersAt(NONE, tuple(first))]
+        self.quorum = Quorum(me, timing or Timing(), world.rng)
+        self._timers = Timers(world.clock, lambda _owner, key: self._post(TimerFired(key)))
+        self._host: MachineHost[Any] = MachineHost(
+            self.quorum, self, world.clock, timers=self._timers, on_fatal=self._fail
+        )
+        hello = wire.Hello(
+            client_id=f"controller-{me.node_id}", protocol=PROTOCOL, cluster_id=cluster_id,
+            node_id=me.node_id,
+        )  # fmt: skip
+        self._peers = Peers(
+            world, hello, lambda: self._addresses, self._post,
+            timeout_ms=self.quorum.timing.fetch_ms,
+        )  # fmt: skip
+        self._tasks: list[asyncio.Task[None]] = []
         self._log: PartitionLog | None = None
-        self._leadership: asyncio.Future[Leadership] | None = None
         self._writing = asyncio.Lock()
-        self._advanced: list[asyncio.Future[None]] = []
+        self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
+        self.leadership = Leadership(0, None)
 
     # -- life ----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Recover the log, win the election, commit the first records of the new epoch.
+        """Recover the log and join the quorum.
 
         Raises `CorruptLog` if records that were SYNCED are gone or damaged: committed metadata is
         never cut away as if it were a torn tail.
         """
         vote, log = await self._disk.write(self._recover)
         self._log = log
-        self._leadership = asyncio.get_running_loop().create_future()
-        self._host = MachineHost(self.quorum, self, self._clock, on_fatal=self._fail)
+        offset = 0
+        while offset < log.written_end:
+            raw, following = await self._read(offset, log.written_end, READ_BYTES)
+            self._find_voters(raw, offset)
+            offset = following
         self._host.start()
-        self._host.post(Started(vote, log.log_end, log.last_epoch))
-        leadership = await self._leadership
-        await self.wait_committed(leadership.start + 1)
+        self._tasks = [asyncio.get_running_loop().create_task(self._timers.run())]
+        self._post(Started(vote, self._state()))
+
+    async def lead(self) -> Leadership:
+        """Return once this node leads and has committed the first records of its epoch."""
+        while True:
+            found = self.leadership
+            if found.start != NONE and self.committed > found.start:
+                return found
+            await self._next_news()
 
     def _recover(self) -> tuple[Vote, PartitionLog]:
         storage = self._disk.storage
@@ -150,15 +194,25 @@ class MetadataLog:
             raise errors.CorruptLog(
                 f"{storage.root}/{LOG_DIR} ends at {log.log_end}, but had {synced_end} records"
             )
+        log.flush()
         return vote, log
 
     def _save(self, vote: Vote) -> None:
         synced_end = self._open_log.flush()
         self._disk.storage.replace_file(QUORUM_STATE, _state_bytes(vote, synced_end))
 
+    async def resign(self) -> None:
+        """Say farewell if this node leads: the others need not wait for a timeout."""
+        self._post(Resign())
+        while self.leadership.start != NONE and self._failed is None:
+            await self._next_news()
+
     async def close(self, clean: bool = True) -> None:
-        if self._host is not None:
-            await self._host.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._host.close()
+        await self._peers.close()
         log = self._log
         if log is not None:
             async with self._writing:
@@ -167,51 +221,178 @@ class MetadataLog:
     def _fail(self, failure: BaseException) -> None:
         if isinstance(failure, Exception):
             self._failed = failure
-        if self._leadership is not None and not self._leadership.done():
-            self._leadership.set_exception(failure)
-        waiting, self._advanced = self._advanced, []
+        self._tell(failure)
+        self._on_fatal(failure)
+
+    def _post(self, event: messages.Event) -> None:
+        try:
+            self._host.post(event)
+        except errors.ThrottledError as full:
+            self._fail(full)
+
+    def _tell(self, failure: BaseException | None = None) -> None:
+        """Wake whoever waits for a change."""
+        waiting, self._news = self._news, []
         for future in waiting:
-            if not future.done():
+            if future.done():
+                continue
+            if failure is None:
+                future.set_result(None)
+            else:
                 future.set_exception(failure)
                 future.exception()
-        self._on_fatal(failure)
+
+    async def _next_news(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._news.append(future)
+        await future
 
     @property
     def _open_log(self) -> PartitionLog:
         assert self._log is not None, "the metadata log is not open"
         return self._log
 
+    def _state(self) -> LogState:
+        log = self._open_log
+        return LogState(log.synced_end, log.epochs.entries, tuple(self._voters))
+
+    def _find_voters(self, raw: Any, offset: int) -> None:
+        """Note the voters that records name (KIP-853: they count from their append on)."""
+        for at, record in decode_batches(raw, offset, verify=False):
+            if record.WhichOneof("record") == "voters":
+                self._voters_at(at, record.voters)
+
+    def _voters_at(self, offset: int, record: wire.VotersRecord) -> None:
+        named = record.voters
+        voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
+        self._voters.append(VotersAt(offset, voters))
+        self._addresses.update((each.node_id, each.address) for each in named if each.address)
+
     # -- the quorum's doors (pk.server.runtime.Doors) ------------------------------------------
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
-        """Perform what the quorum asks for; both are SYNCED."""
+        """Perform what the quorum asks for; all of it is SYNCED."""
         for op in ops:
-            if isinstance(op, SaveVote):
+            await self._perform(op)
+
+    async def _perform(self, op: Any) -> None:
+        if isinstance(op, messages.SaveVote):
+            async with self._writing:
                 await self._disk.write(partial(self._save, op.vote))
-            elif isinstance(op, BeginEpoch):
-                self._append(_first_records(op, self._address), op.epoch, self._clock.wall_ms())
+        elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
+            if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
+                self._append(self._first_records(op), op.epoch, self._clock.wall_ms())
                 await self._write_out()
-            else:
-                raise AssertionError(f"the quorum may not ask for {op!r}")
+        elif isinstance(op, messages.StopLeading):
+            await self._undo(op.job)
+        elif isinstance(op, messages.AppendFetched):
+            await self._append_fetched(op)
+        elif isinstance(op, messages.TruncateTo):
+            await self._truncate(op)
+        else:
+            raise AssertionError(f"the quorum may not ask for {op!r}")
+
+    def _first_records(
+        self, op: messages.BeginEpoch | messages.AppendVoters
+    ) -> list[MetadataRecord]:
+        voters = wire.VotersRecord(
+            voters=[
+                wire.Voter(
+                    node_id=voter.node_id,
+                    directory_id=voter.directory_id,
+                    address=self._addresses.get(voter.node_id, ""),
+                )
+                for voter in op.voters
+            ]
+        )
+        if isinstance(op, messages.AppendVoters):
+            return [record_of(voters)]
+        ids = [voter.node_id for voter in op.voters]
+        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
+        return [record_of(change), record_of(voters)]
+
+    async def _undo(self, job: int) -> None:
+        """L2."""
+        log = self._open_log
+        async with self._writing:
+            plan = log.take_writes()
+            if plan is not None:
+                log.complete(plan, errors.ControllerUnavailable("another controller leads"))
+        self._forget_voters(log.log_end)
+        self._post(Synced(self._state(), job))
+
+    def _forget_voters(self, end: int) -> None:
+        self._voters = [each for each in self._voters if each.offset < end]
+
+    async def _append_fetched(self, op: messages.AppendFetched) -> None:
+        log, now_ms = self._open_log, self._clock.wall_ms()
+        try:
+            for header, view in batches.iter_batches(op.reply.payload):
+                if header.leader_epoch > op.reply.epoch:
+                    break  # read from a log that had gone on: not this leader's word
+                batches.check(view)
+                log.append_as_follower(header, view, now_ms=now_ms)
+                self._find_voters(view, header.base_offset)
+            await self._write_out(op.job)
+        except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
+            await self._undo(0)
+            await self._clock.sleep_ms(FULL_WAIT_MS)
+            self._post(Synced(self._state(), op.job))
+
+    async def _truncate(self, op: messages.TruncateTo) -> None:
+        log = self._open_log
+        async with self._writing:
+            await self._disk.write(partial(log.truncate_to, op.end))
+        self._forget_voters(log.log_end)
+        self._post(Synced(self._state(), op.job))
 
     def send(self, peer: Any, message: Any) -> None:
-        """No other voter can be reached in this build; a message to one is lost, as it may be."""
+        self._peers.send(peer, message)
 
     def respond(self, request: Any, reply: Any) -> None:
-        raise AssertionError("the quorum answers nobody in this build")
+        if request.done():
+            return  # the caller is gone
+        if isinstance(reply, errors.PkError):
+            request.set_exception(reply)
+        else:
+            request.set_result(reply)
 
     def publish(self, name: str, value: Any) -> None:
         """What the quorum makes known."""
-        if isinstance(value, VoteGranted):
-            assert self._host is not None
-            self._host.post(value)
-        elif name == LEADERSHIP and self._leadership is not None:
-            self._leadership.set_result(value)
-        elif name == HIGH_WATERMARK:
-            waiting, self._advanced = self._advanced, []
-            for future in waiting:
-                if not future.done():
-                    future.set_result(None)
+        if name == SELF:
+            self._post(value)
+        elif name in (LEADERSHIP, HIGH_WATERMARK):
+            if name == LEADERSHIP:
+                self.leadership = value
+            self._tell()
+
+    # -- what other nodes ask ------------------------------------------------------------------
+
+    def handlers(self) -> dict[str, Handler]:
+        """For the control streams of the quorum's other nodes."""
+        names = ("quorum_vote", "quorum_begin", "quorum_end", "quorum_fetch")
+        return dict.fromkeys(names, self._answer)
+
+    async def _answer(self, request: Any, _frame: frames.Frame) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        message: Any = codec.decode(request)
+        self._post(Asked(future, message))
+        reply = await future
+        payload: bytes = b""
+        if isinstance(reply, FetchReply) and reply.status is FetchStatus.DATA:
+            reply, payload = await self._filled(reply)
+        return codec.encode(reply), (payload,)
+
+    async def _filled(self, reply: FetchReply) -> tuple[FetchReply, bytes]:
+        """The batches of a reply's range, if this node still leads the epoch that promised them."""
+        if reply.end <= reply.offset:
+            return reply, b""
+        payload, end = await self._read(reply.offset, reply.end, READ_BYTES)
+        if self.quorum.role is not Role.LEADER or self.epoch != reply.epoch:
+            raise errors.ControllerUnavailable("the leader changed meanwhile")
+        return replace(reply, end=end), payload
 
     # -- the controller's log (pk.server.runtime.ReplayLog) ------------------------------------
 
@@ -232,7 +413,9 @@ class MetadataLog:
         return self._failed or self._disk.storage.failed
 
     def append(self, records: Sequence[MetadataRecord], now_ms: int) -> int:
-        """Decide one batch in the leader's epoch."""
+        """Decide one batch in the leader's epoch.  Raises `ControllerUnavailable`."""
+        if self.leadership.start == NONE or self.quorum.role is not Role.LEADER:
+            raise errors.ControllerUnavailable("this controller does not lead")
         return self._append(records, self.epoch, now_ms)
 
     def _append(self, records: Sequence[MetadataRecord], epoch: int, now_ms: int) -> int:
@@ -241,19 +424,30 @@ class MetadataLog:
         appended = self._open_log.decide(
             header, raw, leader_epoch=epoch, now_ms=now_ms, from_client=False
         )
+        for at, record in enumerate(records, appended.base_offset):
+            if record.WhichOneof("record") == "voters":
+                self._voters_at(at, record.voters)
         return appended.base_offset
 
     async def commit(self) -> None:
-        """Write, sync, and wait until the quorum has committed it."""
-        end = self.end
-        await self._write_out()
-        await self.wait_committed(end)
+        """Write, sync, and wait until the quorum has committed it.
 
-    async def _write_out(self) -> None:
+        Raises `ControllerUnavailable` if another node leads before that: then its outcome is open.
+        """
+        end, epoch = self.end, self.epoch
+        await self._write_out()
+        while self.committed < end:
+            if self.leadership.start == NONE or self.epoch != epoch:
+                raise errors.ControllerUnavailable("another controller leads now")
+            await self._next_news()
+
+    async def _write_out(self, job: int = 0) -> None:
         log = self._open_log
         async with self._writing:
             plan = log.take_writes()
             if plan is None:
+                if job:
+                    self._post(Synced(self._state(), job))
                 return
             failure: Exception | None = None
             try:
@@ -262,18 +456,14 @@ class MetadataLog:
                 failure = cause
             done = log.complete(plan, failure)
         if done.error is not None:
+            self._forget_voters(log.log_end)
             raise done.error
-        assert self._host is not None
-        self._host.post(Synced(self.quorum.me, self.epoch, done.synced_end))
+        self._post(Synced(self._state(), job))
 
     async def wait_committed(self, end: int) -> None:
         """Return once everything below `end` is committed."""
         while self.committed < end:
-            if self._failed is not None:
-                raise self._failed
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._advanced.append(future)
-            await future
+            await self._next_news()
 
     async def replay(self, apply: Callable[[int, MetadataRecord], None]) -> None:
         """Hand every record below the end to `apply`, in order."""
@@ -294,19 +484,3 @@ class MetadataLog:
         log = self._open_log
         found = await self._disk.read(lambda: log.read(offset, bound=bound, max_bytes=max_bytes))
         return found.data, found.next_offset
-
-
-def _first_records(begin: BeginEpoch, address: str) -> list[MetadataRecord]:
-    leader = begin.leader
-    change = wire.LeaderChangeRecord(
-        leader_id=leader.node_id,
-        epoch=begin.epoch,
-        voters=[voter.node_id for voter in begin.voters],
-    )
-    voters = wire.VotersRecord(
-        voters=[
-            wire.Voter(node_id=voter.node_id, directory_id=voter.directory_id, address=address)
-            for voter in begin.voters
-        ]
-    )
-    return [record_of(change), record_of(voters)]

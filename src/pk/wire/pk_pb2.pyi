@@ -114,6 +114,13 @@ class Head(_message.Message):
     ALLOCATE_PRODUCER_IDS_REPLY_FIELD_NUMBER: _builtins.int
     ALTER_PARTITION_FIELD_NUMBER: _builtins.int
     ALTER_PARTITION_REPLY_FIELD_NUMBER: _builtins.int
+    QUORUM_VOTE_FIELD_NUMBER: _builtins.int
+    QUORUM_VOTE_REPLY_FIELD_NUMBER: _builtins.int
+    QUORUM_BEGIN_FIELD_NUMBER: _builtins.int
+    QUORUM_END_FIELD_NUMBER: _builtins.int
+    QUORUM_HEARD_REPLY_FIELD_NUMBER: _builtins.int
+    QUORUM_FETCH_FIELD_NUMBER: _builtins.int
+    QUORUM_FETCH_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PROGRESS_FIELD_NUMBER: _builtins.int
@@ -223,6 +230,22 @@ class Head(_message.Message):
     @_builtins.property
     def alter_partition_reply(self) -> Global___AlterPartitionReply: ...
     @_builtins.property
+    def quorum_vote(self) -> Global___QuorumVoteRequest:
+        """between the nodes of the metadata quorum"""
+
+    @_builtins.property
+    def quorum_vote_reply(self) -> Global___QuorumVoteReply: ...
+    @_builtins.property
+    def quorum_begin(self) -> Global___QuorumBeginRequest: ...
+    @_builtins.property
+    def quorum_end(self) -> Global___QuorumEndRequest: ...
+    @_builtins.property
+    def quorum_heard_reply(self) -> Global___QuorumHeardReply: ...
+    @_builtins.property
+    def quorum_fetch(self) -> Global___QuorumFetchRequest: ...
+    @_builtins.property
+    def quorum_fetch_reply(self) -> Global___QuorumFetchReply: ...
+    @_builtins.property
     def tier_partitions(self) -> Global___TierPartitionsRequest:
         """broker <-> tier"""
 
@@ -302,6 +325,13 @@ class Head(_message.Message):
         allocate_producer_ids_reply: Global___AllocateProducerIdsReply | None = ...,
         alter_partition: Global___AlterPartitionRequest | None = ...,
         alter_partition_reply: Global___AlterPartitionReply | None = ...,
+        quorum_vote: Global___QuorumVoteRequest | None = ...,
+        quorum_vote_reply: Global___QuorumVoteReply | None = ...,
+        quorum_begin: Global___QuorumBeginRequest | None = ...,
+        quorum_end: Global___QuorumEndRequest | None = ...,
+        quorum_heard_reply: Global___QuorumHeardReply | None = ...,
+        quorum_fetch: Global___QuorumFetchRequest | None = ...,
+        quorum_fetch_reply: Global___QuorumFetchReply | None = ...,
         tier_partitions: Global___TierPartitionsRequest | None = ...,
         tier_partitions_reply: Global___TierPartitionsReply | None = ...,
         tier_progress: Global___TierProgressRequest | None = ...,
@@ -319,11 +349,11 @@ class Head(_message.Message):
         tier_purge: Global___TierPurgeRequest | None = ...,
         tier_purge_reply: Global___TierPurgeReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2448,6 +2478,274 @@ class AlterPartitionReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AlterPartitionReply: _TypeAlias = AlterPartitionReply  # noqa: Y015
+
+@_typing.final
+class QuorumVoter(_message.Message):
+    """---- the metadata quorum (KIP-595, KIP-853, KIP-996): server/quorum/messages.py says what each means -------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    directory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        directory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory_id", b"directory_id", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumVoter: _TypeAlias = QuorumVoter  # noqa: Y015
+
+@_typing.final
+class QuorumVoteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    LOG_END_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    PRE_VOTE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    last_epoch: _builtins.int
+    log_end: _builtins.int
+    pre_vote: _builtins.bool
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def to(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        log_end: _builtins.int = ...,
+        to: Global___QuorumVoter | None = ...,
+        pre_vote: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "to", b"to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "last_epoch", b"last_epoch", "log_end", b"log_end", "pre_vote", b"pre_vote", "sender", b"sender", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumVoteRequest: _TypeAlias = QuorumVoteRequest  # noqa: Y015
+
+@_typing.final
+class QuorumVoteReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    PRE_VOTE_FIELD_NUMBER: _builtins.int
+    ASKED_EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    granted: _builtins.bool
+    pre_vote: _builtins.bool
+    asked_epoch: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def leader(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        leader: Global___QuorumVoter | None = ...,
+        granted: _builtins.bool = ...,
+        pre_vote: _builtins.bool = ...,
+        asked_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_epoch", b"asked_epoch", "epoch", b"epoch", "granted", b"granted", "leader", b"leader", "pre_vote", b"pre_vote", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumVoteReply: _TypeAlias = QuorumVoteReply  # noqa: Y015
+
+@_typing.final
+class QuorumBeginRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def to(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        to: Global___QuorumVoter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "to", b"to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sender", b"sender", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumBeginRequest: _TypeAlias = QuorumBeginRequest  # noqa: Y015
+
+@_typing.final
+class QuorumEndRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SUCCESSORS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def successors(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuorumVoter]: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        successors: _abc.Iterable[Global___QuorumVoter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sender", b"sender", "successors", b"successors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumEndRequest: _TypeAlias = QuorumEndRequest  # noqa: Y015
+
+@_typing.final
+class QuorumHeardReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def leader(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        leader: Global___QuorumVoter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leader", b"leader", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumHeardReply: _TypeAlias = QuorumHeardReply  # noqa: Y015
+
+@_typing.final
+class QuorumFetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    offset: _builtins.int
+    last_epoch: _builtins.int
+    high_watermark: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        high_watermark: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "high_watermark", b"high_watermark", "last_epoch", b"last_epoch", "number", b"number", "offset", b"offset", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumFetchRequest: _TypeAlias = QuorumFetchRequest  # noqa: Y015
+
+@_typing.final
+class QuorumFetchReply(_message.Message):
+    """Payload: whole batches of [offset, end).  status: 0 data, 1 diverging, 2 snapshot, 3 not leader"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
+    DIVERGING_EPOCH_FIELD_NUMBER: _builtins.int
+    DIVERGING_END_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    status: _builtins.int
+    number: _builtins.int
+    offset: _builtins.int
+    end: _builtins.int
+    high_watermark: _builtins.int
+    diverging_epoch: _builtins.int
+    diverging_end: _builtins.int
+    snapshot_end: _builtins.int
+    snapshot_epoch: _builtins.int
+    @_builtins.property
+    def sender(self) -> Global___QuorumVoter: ...
+    @_builtins.property
+    def leader(self) -> Global___QuorumVoter: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___QuorumVoter | None = ...,
+        epoch: _builtins.int = ...,
+        leader: Global___QuorumVoter | None = ...,
+        status: _builtins.int = ...,
+        number: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        end: _builtins.int = ...,
+        high_watermark: _builtins.int = ...,
+        diverging_epoch: _builtins.int = ...,
+        diverging_end: _builtins.int = ...,
+        snapshot_end: _builtins.int = ...,
+        snapshot_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverging_end", b"diverging_end", "diverging_epoch", b"diverging_epoch", "end", b"end", "epoch", b"epoch", "high_watermark", b"high_watermark", "leader", b"leader", "number", b"number", "offset", b"offset", "sender", b"sender", "snapshot_end", b"snapshot_end", "snapshot_epoch", b"snapshot_epoch", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumFetchReply: _TypeAlias = QuorumFetchReply  # noqa: Y015
 
 @_typing.final
 class TierPartition(_message.Message):

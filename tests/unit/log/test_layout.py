@@ -23,7 +23,7 @@ from pk.log.columns import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
 from pk.server.quorum import log as quorum_log
-from pk.server.quorum.machine import Vote
+from pk.server.quorum.messages import Vote
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire

@@ -1,0 +1,103 @@
+"""The metadata log of a quorum of one, over the simulated disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.controller.records import record_of
+from pk.server.quorum.log import QUORUM_STATE, MetadataLog
+from pk.server.quorum.messages import Voter
+from pk.sim.disk import SimDisk, SimStorage
+from pk.sim.world import SimWorld
+from pk.wire import pk_pb2 as wire
+
+
+class Disk:
+    """A metadata log that can be opened again after a crash."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.world = SimWorld(seed)
+        self.storage = SimStorage("m", self.world.random("disk"))
+        self.fatal: list[BaseException] = []
+
+    def open(self) -> MetadataLog:
+        world = self.world.world_of("n")
+        disk = SimDisk(self.storage, world.clock, world.rng)
+        log = MetadataLog(world, disk, me=Voter(1, "d"), address="", on_fatal=self.fatal.append)
+        self.world.run(_opened(log))
+        return log
+
+
+async def _opened(log: MetadataLog) -> None:
+    await log.open()
+    await log.lead()
+
+
+def topic(name: str) -> Any:
+    return record_of(wire.TopicRecord(name=name, topic_id=name))
+
+
+def names(disk: Disk, log: MetadataLog) -> list[str]:
+    found: list[str] = []
+
+    def take(_offset: int, record: Any) -> None:
+        if record.WhichOneof("record") == "topic":
+            found.append(record.topic.name)
+
+    disk.world.run(log.replay(take))
+    return found
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_what_was_committed_survives(power: bool) -> None:
+    """L1: also a power loss; each start is a later epoch."""
+    disk = Disk()
+    for round_number in range(4):
+        log = disk.open()
+        assert log.epoch == round_number + 1
+        assert names(disk, log) == [f"t{n}" for n in range(round_number)]
+        assert log.append([topic(f"t{round_number}")], 5) == log.end - 1
+        disk.world.run(log.commit())
+        assert log.committed == log.end
+        if power:
+            disk.storage.power_loss()
+        else:
+            disk.storage.crash()
+    assert not disk.fatal
+
+
+def test_what_was_not_committed_may_go_but_nothing_else() -> None:
+    disk = Disk(3)
+    log = disk.open()
+    log.append([topic("kept")], 5)
+    disk.world.run(log.commit())
+    log.append([topic("never written")], 5)
+    disk.storage.power_loss()
+    assert names(disk, disk.open()) == ["kept"]
+
+
+def test_damaged_state_is_not_guessed() -> None:
+    """U1: an epoch might be used twice; committed metadata might be cut away."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    disk.world.run(log.close())
+    disk.storage.crash()
+    disk.world.run(disk.open().close())
+    disk.storage.crash()
+    good = disk.storage.read_file(QUORUM_STATE)
+    disk.storage.replace_file(QUORUM_STATE, b"{")
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
+    disk.storage.replace_file(QUORUM_STATE, good)
+    for name in disk.storage.list("__cluster_metadata-0"):
+        if name.endswith(".log"):
+            file = disk.storage.open(f"__cluster_metadata-0/{name}")
+            file.truncate(100)
+            file.close()
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
