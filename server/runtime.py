@@ -10,7 +10,8 @@ Rules
   H2  Everything is bounded: a full queue refuses with THROTTLED, never grows.
   H3  A reply of a Replayed machine, also to a read, leaves when the log is committed up to the
       end it had when the reply was decided (rule Q3).
-  H4  A failed append discards the machine, fails every reply that is not committed, and replays.
+  H4  A failed append discards the machine, fails every reply that is not committed, and replays;
+      where another node leads the log by then, the host ends instead.
   H5  Timers of all machines of a process share one heap, keyed by (machine, key) (rule P6).
 """
 
@@ -194,6 +195,11 @@ class ReplayLog(Protocol[R]):
         ...
 
     @property
+    def leads(self) -> bool:
+        """Whether this node may append."""
+        ...
+
+    @property
     def failed(self) -> Exception | None:
         """What took the log's storage offline, if anything."""
         ...
@@ -274,7 +280,8 @@ class ReplayedHost(Generic[C, R]):
         except BaseException as failure:
             self._failed = failure
             self._refuse(errors.ControllerUnavailable(f"the log failed: {failure}"))
-            self._on_fatal(failure)
+            if self._log.leads:  # else the failure is that another node does
+                self._on_fatal(failure)
 
     async def _round(self) -> None:
         """Decide a round of commands, commit once, release the replies."""
@@ -330,6 +337,8 @@ class ReplayedHost(Generic[C, R]):
         replies: list[tuple[asyncio.Future[Any], Any, Sequence[Effect]]],
     ) -> None:
         self._fail(replies, failure)
+        if not self._log.leads:
+            raise failure
         self.machine = self._make()
         await self._log.replay(self.machine.apply)
 

@@ -250,6 +250,15 @@ class MetadataLog:
         await future
 
     @property
+    def alone(self) -> bool:
+        """This node is the only voter: it leads as soon as it has started."""
+        return self._voters[-1].voters == (self.quorum.me,)
+
+    def address_of(self, node_id: NodeId) -> str:
+        """HOST:PORT of a controller; '' if it is not known."""
+        return self._addresses.get(node_id, "")
+
+    @property
     def _open_log(self) -> PartitionLog:
         assert self._log is not None, "the metadata log is not open"
         return self._log
@@ -409,12 +418,16 @@ class MetadataLog:
         return self.quorum.epoch
 
     @property
+    def leads(self) -> bool:
+        return self.leadership.start != NONE and self.quorum.role is Role.LEADER
+
+    @property
     def failed(self) -> Exception | None:
         return self._failed or self._disk.storage.failed
 
     def append(self, records: Sequence[MetadataRecord], now_ms: int) -> int:
         """Decide one batch in the leader's epoch.  Raises `ControllerUnavailable`."""
-        if self.leadership.start == NONE or self.quorum.role is not Role.LEADER:
+        if not self.leads:
             raise errors.ControllerUnavailable("this controller does not lead")
         return self._append(records, self.epoch, now_ms)
 
@@ -459,6 +472,11 @@ class MetadataLog:
             self._forget_voters(log.log_end)
             raise done.error
         self._post(Synced(self._state(), job))
+
+    async def term_over(self, epoch: int) -> None:
+        """Return once this node does not lead `epoch` any more."""
+        while self.leads and self.epoch == epoch:
+            await self._next_news()
 
     async def wait_committed(self, end: int) -> None:
         """Return once everything below `end` is committed."""

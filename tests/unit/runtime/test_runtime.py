@@ -194,6 +194,7 @@ class ListLog:
         self.committed = len(self.records)
         self.fail: Exception | None = None
         self.failed: Exception | None = None
+        self.leads = True
         self.commits = 0
 
     @property

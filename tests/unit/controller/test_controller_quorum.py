@@ -1,0 +1,190 @@
+"""Three controllers: one is active, and whoever follows it goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pk import errors, settings
+from pk.server.controller_node import ControllerNode
+from pk.server.quorum.messages import Voter
+from pk.server.run_config import RunConfig
+from pk.sim.disk import SimDisk, SimStorage
+from pk.sim.world import SimWorld
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, Caller
+from pk.world import World
+
+# what a killed node left half done is unwound when its world ends, and may complain
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+RUN = RunConfig(
+    dirs=("/d",), directory_ids=("",), run_dir="/d/run", cluster_id="cluster", node_id=0,
+    server=settings.SERVER.resolve({}),
+)  # fmt: skip
+IDS = (1, 2, 3)
+VOTERS = {Voter(n, f"dir-{n}"): f"c{n}:1" for n in IDS}
+
+
+class Controllers:
+    """Three nodes that can be killed and started again."""
+
+    def __init__(self, seed: int) -> None:
+        self.sim = SimWorld(seed)
+        self.storages = {n: SimStorage(f"c{n}", self.sim.random(f"disk{n}")) for n in IDS}
+        self.nodes: dict[int, ControllerNode] = {}
+        self.fatal: list[BaseException] = []
+        for n in IDS:
+            self.boot(n)
+
+    def boot(self, n: int) -> None:
+        async def main(world: World) -> None:
+            disk = SimDisk(self.storages[n], world.clock, world.rng)
+            run = replace(RUN, node_id=n, directory_ids=(f"dir-{n}",))
+            node = ControllerNode(
+                world, disk, run, on_fatal=self.fatal.append, voters=VOTERS, address=f"c{n}:1"
+            )
+            await node.start()
+            self.nodes[n] = node
+
+        self.sim.start(f"c{n}", main)
+
+    def down(self, n: int) -> None:
+        del self.nodes[n]
+        self.sim.kill(f"c{n}")
+        self.storages[n].power_loss()
+
+    def active(self) -> int:
+        def terms() -> list[int]:
+            return [n for n, node in self.nodes.items() if node.term is not None]
+
+        self.sim.run_until(lambda: bool(terms()))
+        return max(terms(), key=lambda n: self.nodes[n].metadata.epoch)
+
+    def ask(self, request: Any, first: int) -> Any:
+        """Ask a controller, and whom it names, until one answers."""
+
+        async def story(world: World) -> Any:
+            address = f"c{first}:1"
+            for tries in range(200):
+                hello = wire.Hello(client_id="t", protocol=PROTOCOL, cluster_id="cluster")
+                caller = Caller(world.network, world.clock, address, hello)
+                try:
+                    frame = await caller.call(request, timeout_ms=2_000)
+                    return frame.head
+                except errors.RetriableError as refusal:
+                    address = refusal.details.get("address") or f"c{1 + tries % 3}:1"
+                    await world.clock.sleep_ms(50)
+                finally:
+                    await caller.close()
+            raise AssertionError("no controller answers")
+
+        return self.sim.run(story(self.sim.world_of("client")))
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    """Worlds that end with the test, so that nothing of them is left to be collected later."""
+    made: list[Controllers] = []
+
+    def one(seed: int) -> Controllers:
+        made.append(Controllers(seed))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.sim.close()
+
+
+def create(name: str) -> wire.CreateTopicsRequest:
+    return wire.CreateTopicsRequest(
+        topics=[wire.NewTopic(name=name, partitions=1, replication_factor=1)]
+    )
+
+
+def register(n: int) -> wire.RegisterBrokerRequest:
+    return wire.RegisterBrokerRequest(
+        broker_id=n, cluster_id="cluster", incarnation_id=f"i{n}", address=f"b{n}:1",
+        boot_id="boot", directory_ids=[f"data-{n}"], previous_broker_epoch=-1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_active_controller_goes_on_where_the_last_one_stopped(
+    seed: int, make: Any
+) -> None:
+    world = make(seed)
+    first = world.active()
+    other = next(n for n in IDS if n != first)
+    epoch = world.ask(register(7), other).register_broker_reply.broker_epoch
+    assert epoch > 0
+    beat = wire.BrokerHeartbeatRequest(broker_id=7, broker_epoch=epoch, metadata_offset=10_000)
+    assert not world.ask(beat, other).broker_heartbeat_reply.fenced
+    result = world.ask(create("before"), other).create_topics_reply.results[0]
+    assert not result.HasField("error"), result
+    world.down(first)
+    second = world.active()
+    assert second != first
+    image = world.nodes[second].machine.image
+    assert image.topic("before") is not None
+    assert image.brokers[7].broker_epoch == epoch
+    again = world.ask(create("before"), other).create_topics_reply.results[0]
+    assert again.error.code == errors.TopicAlreadyExists.code
+    assert world.ask(beat, second).broker_heartbeat_reply.caught_up, "its session goes on"
+    world.boot(first)
+    world.down(second)
+    third = world.active()
+    assert world.nodes[third].machine.image.topic("before") is not None
+    assert not world.fatal
+
+
+def test_a_controller_that_was_deposed_refuses_and_names_its_successor(make: Any) -> None:
+    world = make(9)
+    old = world.active()
+    others = [n for n in IDS if n != old]
+    for n in others:
+        world.sim.network.cut(f"c{old}", f"c{n}")
+    world.sim.loop.run_for_ms(8_000)
+    assert world.nodes[old].term is None
+    new = world.active()
+    assert new in others
+    for n in others:
+        world.sim.network.heal(f"c{old}", f"c{n}")
+    world.sim.loop.run_for_ms(5_000)
+    with pytest.raises(errors.ControllerUnavailable) as told:
+        world.nodes[old]._active()
+    assert told.value.details == {"controller": str(new), "address": f"c{new}:1"}
+    assert not world.fatal
+
+
+def test_what_was_asked_of_a_leader_without_a_majority_is_not_done_twice(make: Any) -> None:
+    """Its outcome is open for the asker; the log of the majority decides, and the record that was
+    never committed is undone.
+    """
+    world = make(11)
+    old = world.active()
+    world.ask(register(7), old)
+    for n in IDS:
+        if n != old:
+            world.sim.network.cut(f"c{old}", f"c{n}")
+    end = world.nodes[old].metadata.end
+    term = world.nodes[old].term
+    assert term is not None
+    task = world.sim.spawn(f"c{old}", term.handlers(1)["register_broker"](register(8), None))
+    world.sim.loop.run_for_ms(10_000)
+    assert task.done()
+    assert isinstance(task.exception(), errors.ControllerUnavailable)
+    assert world.nodes[old].metadata.end > end, "it was written, not committed"
+    new = world.active()
+    world.ask(register(9), new)
+    for n in IDS:
+        if n != old:
+            world.sim.network.heal(f"c{old}", f"c{n}")
+    world.sim.loop.run_for_ms(10_000)
+    assert world.nodes[old].metadata.end == world.nodes[new].metadata.end
+    brokers = world.nodes[new].machine.image.brokers
+    assert (8 in brokers, 9 in brokers) == (False, True)
+    assert not world.fatal
