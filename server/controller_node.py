@@ -156,6 +156,9 @@ class ControllerNode:
         if self._terms is not None:
             self._terms.cancel()
             await asyncio.gather(self._terms, return_exceptions=True)
+        await self._end_term()
+        if not self.metadata.alone and self.failed is None:
+            await self.metadata.resign()
         await self._release(clean=self.failed is None)
 
     async def _release(self, clean: bool) -> None:

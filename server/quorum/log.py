@@ -65,6 +65,8 @@ from pk.world import World
 QUORUM_STATE = "quorum-state"
 LOG_DIR = f"{METADATA_TOPIC}-0"
 READ_BYTES = 4 * limits.MIB
+#: How long a farewell may take.
+RESIGN_MS = 1_000
 #: A follower whose disk is full looks again after this.
 FULL_WAIT_MS = 1_000
 
@@ -165,6 +167,13 @@ class MetadataLog:
             raw, following = await self._read(offset, log.written_end, READ_BYTES)
             self._find_voters(raw, offset)
             offset = following
+        voters = self._voters[-1].voters
+        if len(voters) == 1 and not self.alone:  # it could only wait, for ever
+            raise errors.DirectoryOfAnotherCluster(
+                f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
+                f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "
+                f"directory {self.quorum.me.directory_id}"
+            )
         self._host.start()
         self._tasks = [asyncio.get_running_loop().create_task(self._timers.run())]
         self._post(Started(vote, self._state()))
@@ -204,8 +213,13 @@ class MetadataLog:
     async def resign(self) -> None:
         """Say farewell if this node leads: the others need not wait for a timeout."""
         self._post(Resign())
-        while self.leadership.start != NONE and self._failed is None:
-            await self._next_news()
+        try:
+            async with asyncio.timeout(RESIGN_MS / 1000):
+                while self.leadership.start != NONE and self._failed is None:
+                    await self._next_news()
+                await self._peers.idle()
+        except TimeoutError:
+            pass
 
     async def close(self, clean: bool = True) -> None:
         for task in self._tasks:
@@ -375,6 +389,9 @@ class MetadataLog:
         elif name in (LEADERSHIP, HIGH_WATERMARK):
             if name == LEADERSHIP:
                 self.leadership = value
+            else:  # nothing below is ever cut away: only the last voters there can come to count
+                while len(self._voters) > 1 and self._voters[1].offset < value:
+                    del self._voters[0]
             self._tell()
 
     # -- what other nodes ask ------------------------------------------------------------------

@@ -99,6 +99,11 @@ class Peers:
             self._callers[node_id] = found
         return found
 
+    async def idle(self) -> None:
+        """Return when no call is under way."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
     async def close(self) -> None:
         """Give up what is under way."""
         tasks = list(self._tasks)

@@ -188,3 +188,32 @@ def test_what_was_asked_of_a_leader_without_a_majority_is_not_done_twice(make: A
     brokers = world.nodes[new].machine.image.brokers
     assert (8 in brokers, 9 in brokers) == (False, True)
     assert not world.fatal
+
+
+def test_a_controller_that_leaves_in_order_is_followed_at_once(make: Any) -> None:
+    """EndQuorumEpoch: nobody waits for a timeout, or for a refused connection."""
+    world = make(12)
+    old = world.active()
+    world.sim.loop.run_for_ms(2_000)
+    task = world.sim.spawn(f"c{old}", world.nodes.pop(old).close())
+    world.sim.run_until(task.done)
+    task.result()
+    before = world.sim.loop.now_us
+    assert world.active() != old
+    assert world.sim.loop.now_us - before < 80_000
+
+
+def test_the_metadata_of_another_directory_is_refused() -> None:
+    """Q1: a node whose directory is not the one voter would wait for ever."""
+    with SimWorld(3) as sim:
+        storage = SimStorage("m", sim.random("disk"))
+
+        async def start(world: World, directory: str) -> None:
+            run = replace(RUN, node_id=1, directory_ids=(directory,))
+            node = ControllerNode(world, SimDisk(storage, world.clock, world.rng), run)
+            await node.start()
+            await node.close()
+
+        sim.run(start(sim.world_of("a"), "first"))
+        with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory first"):
+            sim.run(start(sim.world_of("b"), "second"))
