@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -255,12 +256,10 @@ def _call(callback: Callable[[], None]) -> None:
         _log.exception("a delivery callback failed")
 
 
-class SendFuture:
+class SendFuture(msgspec.Struct, gc=False, eq=False):
     """The future of one record: no lock, no event of its own, created by the cheapest means there
     is.
     """
-
-    __slots__ = ("_delivery", "_index")
 
     _delivery: Delivery
     _index: int

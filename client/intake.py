@@ -243,10 +243,7 @@ class Intake:
                 chunk.created[index] = timestamp_ms
             if on_delivery is not None:
                 chunk.on_delivery[index] = on_delivery
-        future = SendFuture()
-        future._delivery = chunk
-        future._index = index
-        return future
+        return SendFuture(chunk, index)
 
     def _grow(self, size: int, clock: Clock) -> bool:
         """Reserve memory for at least `size` bytes (lock held)."""

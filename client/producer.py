@@ -125,9 +125,8 @@ class Producer:
                     if room >= 0:
                         chunk = intake.chunk
                         values = chunk.values  # type: ignore[union-attr]
-                        future = SendFuture()
-                        future._delivery = chunk  # type: ignore[assignment]
-                        future._index = index = len(values)
+                        index = len(values)
+                        future = SendFuture(chunk, index)  # type: ignore[arg-type]
                         keys = chunk.keys  # type: ignore[union-attr]
                         if keys is not None:
                             keys.append(key)

@@ -225,9 +225,7 @@ def chunk_of(count: int) -> Chunk:
 
 
 def future_of(chunk: Chunk, index: int) -> SendFuture:
-    future = SendFuture()
-    future._delivery, future._index = chunk, index
-    return future
+    return SendFuture(chunk, index)
 
 
 def test_a_future_knows_its_record_through_any_split() -> None:
