@@ -1,7 +1,8 @@
 """What `/proc` says of processes, and stopping them for a while.
 
 CPU seconds are user + system of the whole process, all threads.  Peak memory is `VmHWM`, which
-`reset_peak` sets back to the present size; for a child that has ended it is `ru_maxrss` of `wait4`.
+`reset_peak` sets back to the present size.  (`ru_maxrss` of an ended child also counts what the
+forking parent had before the child's `exec`.)
 """
 
 from __future__ import annotations

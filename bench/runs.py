@@ -79,6 +79,7 @@ def watch(
     opened = (0.0, processes.cpu_s(server)) if whole_run else (0.0, 0.0)
     closed = opened
     result: Mark | None = None
+    peak_mb = 0.0
     tail: list[str] = []
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
@@ -95,6 +96,8 @@ def watch(
                 if mark is None:
                     continue
                 costs = (processes.cpu_s([process.pid]), processes.cpu_s(server))
+                # at every mark, for after the last one the process may be gone
+                peak_mb = max(peak_mb, processes.peak_rss_mb([process.pid]))
                 if mark.kind == "open" and opened == (0.0, 0.0):
                     opened = costs
                 elif mark.kind == "close":
@@ -105,7 +108,7 @@ def watch(
         finally:
             if process.stdout is not None:
                 process.stdout.close()
-            _, status, usage = os.wait4(process.pid, 0)
+            _, status = os.waitpid(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0 or result is None:
             complaints.seek(0)
@@ -121,7 +124,7 @@ def watch(
         records=figures.get("records", 0.0),
         client_cpu_s=closed[0] - opened[0],
         server_cpu_s=closed[1] - opened[1],
-        client_peak_mb=usage.ru_maxrss / 1024,
+        client_peak_mb=peak_mb,
         server_peak_mb=processes.peak_rss_mb(server),
         figures={
             name: number for name, number in figures.items() if name not in ("value", "records")

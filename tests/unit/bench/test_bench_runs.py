@@ -38,6 +38,14 @@ def test_the_window_counts_its_own_cpu_only() -> None:
     assert sample.server_peak_mb > 1
 
 
+def test_a_clients_peak_is_its_own_and_not_that_of_who_started_it() -> None:
+    """`ru_maxrss` begins with what the parent had when it forked."""
+    ballast = bytearray(b"x") * (150 << 20)
+    sample = runs.watch(_python(BUSY), runs.read_line, [])
+    assert len(ballast) == 150 << 20
+    assert 5 < sample.client_peak_mb < 100
+
+
 def test_a_failing_client_shows_its_last_words() -> None:
     with pytest.raises(runs.RunFailed, match=r"(?s)exited with 3.*hello.*oh no"):
         runs.watch(
