@@ -14,8 +14,9 @@ are: with one, a majority is one, its own saved vote elects it and its own synce
         └──── a later epoch without a known leader (from anywhere)
 
 Invariants
-  U1  an epoch and a vote are SYNCED before anybody hears of them; one vote an epoch, and an epoch
-      is never used twice by a candidate
+  U1  a vote is SYNCED before anybody hears of it; one vote an epoch, and an epoch is never used
+      twice by a candidate.  An epoch entered without a vote is written too, and not waited for:
+      nothing is committed in it before a record of it is SYNCED here, which names it as well (U3)
   U2  the high watermark never moves back, and never past what a majority has SYNCED
   U3  a leader commits nothing before a record of its own epoch is committed (Raft §5.4.2)
   U4  a voter is (node id, directory id): another directory is another voter (rule Q1)
@@ -308,9 +309,7 @@ class Quorum:
         elif ask.pre_vote:
             self._answer_vote(request, ask, now_ms, granted=self._live_leader(now_ms) is None)
         elif self.vote.candidate == ask.sender:
-            self._answer_vote(
-                request, ask, now_ms, granted=True
-            )  # SYNCED, or about to be: see below
+            self._answer_vote(request, ask, now_ms, granted=True)
         elif self.vote.candidate is None and self.leader is None:
             self._leave(now_ms)
             self.role = Role.UNATTACHED
