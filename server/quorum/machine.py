@@ -193,7 +193,7 @@ class Quorum:
             self.vote = Vote(epoch, vote.node_id, vote.directory_id)
         self._effects.append(Write([SaveVote(self.vote)], Level.SYNCED, then))
 
-    def _leave(self, now_ms: int) -> None:
+    def _leave(self) -> None:
         """End what the present role had begun."""
         tenure, self.tenure = self.tenure, None
         if tenure is not None:
@@ -213,7 +213,7 @@ class Quorum:
         """No leader is known in `epoch`."""
         led = self.role is Role.LEADER
         knew = self.leader
-        self._leave(now_ms)
+        self._leave()
         if epoch > self.epoch:
             self._enter(epoch)
         self.role, self.leader = Role.UNATTACHED, None
@@ -227,7 +227,7 @@ class Quorum:
         if leader == self.me or (epoch, leader) == (self.epoch, self.leader):
             return
         assert self.leader is None or epoch > self.epoch, "two leaders in one epoch"
-        self._leave(now_ms)
+        self._leave()
         if epoch > self.epoch:
             self._enter(epoch)
         self.role, self.leader = Role.FOLLOWER, leader
@@ -253,7 +253,7 @@ class Quorum:
             self._detach(self.epoch, now_ms)
             return
         knew = self.leader
-        self._leave(now_ms)
+        self._leave()
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         self.role, self.leader = Role.PROSPECTIVE, None
         if knew is not None:
@@ -289,7 +289,7 @@ class Quorum:
 
     def _lead(self, now_ms: int) -> None:
         assert not self._writing, "U6"
-        self._leave(now_ms)
+        self._leave()
         self.role, self.leader = Role.LEADER, self.me
         self.tenure = Tenure(self.me, self.log.end, now_ms)
         self._effects += [
@@ -311,7 +311,7 @@ class Quorum:
         elif self.vote.candidate == ask.sender:
             self._answer_vote(request, ask, now_ms, granted=True)
         elif self.vote.candidate is None and self.leader is None:
-            self._leave(now_ms)
+            self._leave()
             self.role = Role.UNATTACHED
             self._arm(ELECTION, now_ms, self.timing.election_ms)
             self._enter(
