@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.effects import Level
 from pk.server.controller.records import record_of
 from pk.server.quorum.log import QUORUM_STATE, MetadataLog
-from pk.server.quorum.messages import Voter
+from pk.server.quorum.messages import BeginEpoch, Voter
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
@@ -101,3 +102,27 @@ def test_damaged_state_is_not_guessed() -> None:
             file.close()
     with pytest.raises(errors.CorruptLog):
         disk.open()
+
+
+def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
+    """L2: else the next fetch would begin behind records that no other log has."""
+    disk = Disk()
+    log = disk.open()
+    before = log.end
+    log.append([topic("decided")], 5)
+    assert log.end == before + 1
+    disk.world.run(log.resign())
+    assert log.end == before
+    disk.world.run(log.lead())
+    log.append([topic("after")], 5)
+    disk.world.run(log.commit())
+    assert names(disk, log) == ["after"]
+
+
+def test_an_epoch_that_is_over_begins_no_more() -> None:
+    """Writes wait in a row: by the time of this one another may lead."""
+    disk = Disk()
+    log = disk.open()
+    end, me = log.end, log.quorum.me
+    disk.world.run(log.write([BeginEpoch(me, log.epoch - 1, (me,))], Level.SYNCED))
+    assert log.end == end
