@@ -273,6 +273,25 @@ def test_a_failed_append_starts_over() -> None:
     run(story)
 
 
+def test_a_host_whose_log_another_node_leads_ends_without_a_replay() -> None:
+    """H4: that log may be cut at any moment; the next term reads it anew.  It is no failure."""
+
+    async def story(world: World) -> None:
+        log, fatal = ListLog(world, [5]), []  # type: ignore[var-annotated]
+        host = host_of(world, log, fatal)
+        await host.start()
+        machine = host.machine
+        log.fail, log.leads = errors.ControllerUnavailable("another node leads"), False
+        for _ in range(2):
+            with pytest.raises(errors.ControllerUnavailable):
+                await host.ask(1)
+        assert host.machine is machine, "replayed"
+        assert not fatal
+        await host.close()
+
+    run(story)
+
+
 def test_a_lost_disk_is_fatal() -> None:
     async def story(world: World) -> None:
         log, fatal = ListLog(world), []  # type: ignore[var-annotated]
