@@ -121,6 +121,21 @@ class Head(_message.Message):
     QUORUM_HEARD_REPLY_FIELD_NUMBER: _builtins.int
     QUORUM_FETCH_FIELD_NUMBER: _builtins.int
     QUORUM_FETCH_REPLY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_QUORUM_FIELD_NUMBER: _builtins.int
+    DESCRIBE_QUORUM_REPLY_FIELD_NUMBER: _builtins.int
+    ADD_VOTER_FIELD_NUMBER: _builtins.int
+    REMOVE_VOTER_FIELD_NUMBER: _builtins.int
+    CHANGE_VOTERS_REPLY_FIELD_NUMBER: _builtins.int
+    FETCH_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FETCH_SNAPSHOT_REPLY_FIELD_NUMBER: _builtins.int
+    ALTER_REASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    ALTER_REASSIGNMENTS_REPLY_FIELD_NUMBER: _builtins.int
+    LIST_REASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    LIST_REASSIGNMENTS_REPLY_FIELD_NUMBER: _builtins.int
+    ELECT_LEADERS_FIELD_NUMBER: _builtins.int
+    ELECT_LEADERS_REPLY_FIELD_NUMBER: _builtins.int
+    UNREGISTER_BROKER_FIELD_NUMBER: _builtins.int
+    UNREGISTER_BROKER_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PROGRESS_FIELD_NUMBER: _builtins.int
@@ -246,6 +261,38 @@ class Head(_message.Message):
     @_builtins.property
     def quorum_fetch_reply(self) -> Global___QuorumFetchReply: ...
     @_builtins.property
+    def describe_quorum(self) -> Global___DescribeQuorumRequest: ...
+    @_builtins.property
+    def describe_quorum_reply(self) -> Global___DescribeQuorumReply: ...
+    @_builtins.property
+    def add_voter(self) -> Global___AddVoterRequest: ...
+    @_builtins.property
+    def remove_voter(self) -> Global___RemoveVoterRequest: ...
+    @_builtins.property
+    def change_voters_reply(self) -> Global___ChangeVotersReply: ...
+    @_builtins.property
+    def fetch_snapshot(self) -> Global___FetchSnapshotRequest: ...
+    @_builtins.property
+    def fetch_snapshot_reply(self) -> Global___FetchSnapshotReply: ...
+    @_builtins.property
+    def alter_reassignments(self) -> Global___AlterReassignmentsRequest:
+        """moving replicas and leaders"""
+
+    @_builtins.property
+    def alter_reassignments_reply(self) -> Global___AlterReassignmentsReply: ...
+    @_builtins.property
+    def list_reassignments(self) -> Global___ListReassignmentsRequest: ...
+    @_builtins.property
+    def list_reassignments_reply(self) -> Global___ListReassignmentsReply: ...
+    @_builtins.property
+    def elect_leaders(self) -> Global___ElectLeadersRequest: ...
+    @_builtins.property
+    def elect_leaders_reply(self) -> Global___ElectLeadersReply: ...
+    @_builtins.property
+    def unregister_broker(self) -> Global___UnregisterBrokerRequest: ...
+    @_builtins.property
+    def unregister_broker_reply(self) -> Global___UnregisterBrokerReply: ...
+    @_builtins.property
     def tier_partitions(self) -> Global___TierPartitionsRequest:
         """broker <-> tier"""
 
@@ -332,6 +379,21 @@ class Head(_message.Message):
         quorum_heard_reply: Global___QuorumHeardReply | None = ...,
         quorum_fetch: Global___QuorumFetchRequest | None = ...,
         quorum_fetch_reply: Global___QuorumFetchReply | None = ...,
+        describe_quorum: Global___DescribeQuorumRequest | None = ...,
+        describe_quorum_reply: Global___DescribeQuorumReply | None = ...,
+        add_voter: Global___AddVoterRequest | None = ...,
+        remove_voter: Global___RemoveVoterRequest | None = ...,
+        change_voters_reply: Global___ChangeVotersReply | None = ...,
+        fetch_snapshot: Global___FetchSnapshotRequest | None = ...,
+        fetch_snapshot_reply: Global___FetchSnapshotReply | None = ...,
+        alter_reassignments: Global___AlterReassignmentsRequest | None = ...,
+        alter_reassignments_reply: Global___AlterReassignmentsReply | None = ...,
+        list_reassignments: Global___ListReassignmentsRequest | None = ...,
+        list_reassignments_reply: Global___ListReassignmentsReply | None = ...,
+        elect_leaders: Global___ElectLeadersRequest | None = ...,
+        elect_leaders_reply: Global___ElectLeadersReply | None = ...,
+        unregister_broker: Global___UnregisterBrokerRequest | None = ...,
+        unregister_broker_reply: Global___UnregisterBrokerReply | None = ...,
         tier_partitions: Global___TierPartitionsRequest | None = ...,
         tier_partitions_reply: Global___TierPartitionsReply | None = ...,
         tier_progress: Global___TierProgressRequest | None = ...,
@@ -349,11 +411,11 @@ class Head(_message.Message):
         tier_purge: Global___TierPurgeRequest | None = ...,
         tier_purge_reply: Global___TierPurgeReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1882,6 +1944,7 @@ class FetchRequest(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     REPLICA_EPOCH_FIELD_NUMBER: _builtins.int
     RACK_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.int
     """-1 = consumer"""
     isolation: _builtins.int
@@ -1895,6 +1958,10 @@ class FetchRequest(_message.Message):
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPosition]: ...
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    @_builtins.property
+    def confirmed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaEnd]:
+        """of followers (replica_epoch > 0: the broker epoch of `replica_id`): everything below `log_end` is kept there"""
+
     def __init__(
         self,
         *,
@@ -1908,14 +1975,43 @@ class FetchRequest(_message.Message):
         credit_bytes: _builtins.int = ...,
         replica_epoch: _builtins.int = ...,
         rack: _builtins.str = ...,
+        confirmed: _abc.Iterable[Global___ReplicaEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "forgotten", b"forgotten", "isolation", b"isolation", "max_bytes", b"max_bytes", "max_wait_ms", b"max_wait_ms", "min_bytes", b"min_bytes", "positions", b"positions", "rack", b"rack", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "credit_bytes", b"credit_bytes", "forgotten", b"forgotten", "isolation", b"isolation", "max_bytes", b"max_bytes", "max_wait_ms", b"max_wait_ms", "min_bytes", b"min_bytes", "positions", b"positions", "rack", b"rack", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    POSITION_ID_FIELD_NUMBER: _builtins.int
+    LOG_END_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    position_id: _builtins.int
+    log_end: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        position_id: _builtins.int = ...,
+        log_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaEnd: _TypeAlias = ReplicaEnd  # noqa: Y015
 
 @_typing.final
 class Aborted(_message.Message):
@@ -2035,6 +2131,8 @@ class FetchedPartition(_message.Message):
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     LEADER_HINT_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
+    LOCAL_LOG_START_FIELD_NUMBER: _builtins.int
+    DROPPABLE_END_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
@@ -2048,6 +2146,9 @@ class FetchedPartition(_message.Message):
     leader_hint: _builtins.int
     cold: _builtins.bool
     """served from the tier"""
+    local_log_start: _builtins.int
+    """to followers (R5): the leader's own retention, so that each applies it itself"""
+    droppable_end: _builtins.int
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -2075,10 +2176,12 @@ class FetchedPartition(_message.Message):
         leader_epoch: _builtins.int = ...,
         leader_hint: _builtins.int = ...,
         cold: _builtins.bool = ...,
+        local_log_start: _builtins.int = ...,
+        droppable_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["diverging", b"diverging", "error", b"error", "start_at", b"start_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "diverging", b"diverging", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "diverging", b"diverging", "droppable_end", b"droppable_end", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "local_log_start", b"local_log_start", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2190,6 +2293,8 @@ class BrokerHeartbeatRequest(_message.Message):
     WANT_FENCE_FIELD_NUMBER: _builtins.int
     WANT_SHUTDOWN_FIELD_NUMBER: _builtins.int
     OFFLINE_DIRECTORIES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    OFFLINE_REPLICAS_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     broker_epoch: _builtins.int
     metadata_offset: _builtins.int
@@ -2197,6 +2302,14 @@ class BrokerHeartbeatRequest(_message.Message):
     want_shutdown: _builtins.bool
     @_builtins.property
     def offline_directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPosition]:
+        """what the last reply asked for (R3)"""
+
+    @_builtins.property
+    def offline_replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]:
+        """replicas here that cannot be served: damaged, or on a failed directory (L2, L9)"""
+
     def __init__(
         self,
         *,
@@ -2206,10 +2319,12 @@ class BrokerHeartbeatRequest(_message.Message):
         want_fence: _builtins.bool = ...,
         want_shutdown: _builtins.bool = ...,
         offline_directories: _abc.Iterable[_builtins.str] | None = ...,
+        positions: _abc.Iterable[Global___ReplicaPosition] | None = ...,
+        offline_replicas: _abc.Iterable[Global___FetchPartition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2222,23 +2337,55 @@ class BrokerHeartbeatReply(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_FIELD_NUMBER: _builtins.int
     MAY_SHUT_DOWN_FIELD_NUMBER: _builtins.int
+    REPORT_POSITIONS_FIELD_NUMBER: _builtins.int
     fenced: _builtins.bool
     caught_up: _builtins.bool
     may_shut_down: _builtins.bool
+    @_builtins.property
+    def report_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
     def __init__(
         self,
         *,
         fenced: _builtins.bool = ...,
         caught_up: _builtins.bool = ...,
         may_shut_down: _builtins.bool = ...,
+        report_positions: _abc.Iterable[Global___FetchPartition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "fenced", b"fenced", "may_shut_down", b"may_shut_down"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "fenced", b"fenced", "may_shut_down", b"may_shut_down", "report_positions", b"report_positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BrokerHeartbeatReply: _TypeAlias = BrokerHeartbeatReply  # noqa: Y015
+
+@_typing.final
+class ReplicaPosition(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    LOG_END_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    last_epoch: _builtins.int
+    log_end: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        log_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_epoch", b"last_epoch", "log_end", b"log_end", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaPosition: _TypeAlias = ReplicaPosition  # noqa: Y015
 
 @_typing.final
 class FetchMetadataLogRequest(_message.Message):
@@ -2746,6 +2893,487 @@ class QuorumFetchReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QuorumFetchReply: _TypeAlias = QuorumFetchReply  # noqa: Y015
+
+@_typing.final
+class DescribeQuorumRequest(_message.Message):
+    """The state of the quorum as the active controller sees it (KIP-595, KIP-836)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeQuorumRequest: _TypeAlias = DescribeQuorumRequest  # noqa: Y015
+
+@_typing.final
+class QuorumReplica(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LOG_END_FIELD_NUMBER: _builtins.int
+    LAST_FETCH_AGO_MS_FIELD_NUMBER: _builtins.int
+    LAST_CAUGHT_UP_AGO_MS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    directory_id: _builtins.str
+    address: _builtins.str
+    log_end: _builtins.int
+    last_fetch_ago_ms: _builtins.int
+    last_caught_up_ago_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        directory_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        log_end: _builtins.int = ...,
+        last_fetch_ago_ms: _builtins.int = ...,
+        last_caught_up_ago_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "directory_id", b"directory_id", "last_caught_up_ago_ms", b"last_caught_up_ago_ms", "last_fetch_ago_ms", b"last_fetch_ago_ms", "log_end", b"log_end", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuorumReplica: _TypeAlias = QuorumReplica  # noqa: Y015
+
+@_typing.final
+class DescribeQuorumReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
+    VOTERS_FIELD_NUMBER: _builtins.int
+    OBSERVERS_FIELD_NUMBER: _builtins.int
+    LOG_START_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.int
+    leader_epoch: _builtins.int
+    high_watermark: _builtins.int
+    log_start: _builtins.int
+    snapshot_end: _builtins.int
+    @_builtins.property
+    def voters(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuorumReplica]: ...
+    @_builtins.property
+    def observers(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuorumReplica]: ...
+    def __init__(
+        self,
+        *,
+        leader_id: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        high_watermark: _builtins.int = ...,
+        voters: _abc.Iterable[Global___QuorumReplica] | None = ...,
+        observers: _abc.Iterable[Global___QuorumReplica] | None = ...,
+        log_start: _builtins.int = ...,
+        snapshot_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high_watermark", b"high_watermark", "leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "log_start", b"log_start", "observers", b"observers", "snapshot_end", b"snapshot_end", "voters", b"voters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeQuorumReply: _TypeAlias = DescribeQuorumReply  # noqa: Y015
+
+@_typing.final
+class AddVoterRequest(_message.Message):
+    """One voter at a time (KIP-853); answered when the change is committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    directory_id: _builtins.str
+    address: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        directory_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "directory_id", b"directory_id", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddVoterRequest: _TypeAlias = AddVoterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveVoterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    directory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        directory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory_id", b"directory_id", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveVoterRequest: _TypeAlias = RemoveVoterRequest  # noqa: Y015
+
+@_typing.final
+class ChangeVotersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    VOTERS_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def voters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Voter]: ...
+    def __init__(
+        self,
+        *,
+        metadata_offset: _builtins.int = ...,
+        voters: _abc.Iterable[Global___Voter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset", "voters", b"voters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeVotersReply: _TypeAlias = ChangeVotersReply  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotRequest(_message.Message):
+    """A piece of the snapshot `<end>-<epoch>.checkpoint` (KIP-630); end = -1: the newest there is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    epoch: _builtins.int
+    position: _builtins.int
+    max_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        position: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "epoch", b"epoch", "max_bytes", b"max_bytes", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotRequest: _TypeAlias = FetchSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    epoch: _builtins.int
+    size: _builtins.int
+    position: _builtins.int
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        size: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "epoch", b"epoch", "position", b"position", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotReply: _TypeAlias = FetchSnapshotReply  # noqa: Y015
+
+@_typing.final
+class Reassignment(_message.Message):
+    """---- moving replicas and leaders (KIP-455, KIP-460) ------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    partition: _builtins.int
+    cancel: _builtins.bool
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        replicas: _abc.Iterable[_builtins.int] | None = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "partition", b"partition", "replicas", b"replicas", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reassignment: _TypeAlias = Reassignment  # noqa: Y015
+
+@_typing.final
+class ReassignmentResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    partition: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "partition", b"partition", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReassignmentResult: _TypeAlias = ReassignmentResult  # noqa: Y015
+
+@_typing.final
+class AlterReassignmentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reassignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reassignment]: ...
+    def __init__(
+        self,
+        *,
+        reassignments: _abc.Iterable[Global___Reassignment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reassignments", b"reassignments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterReassignmentsRequest: _TypeAlias = AlterReassignmentsRequest  # noqa: Y015
+
+@_typing.final
+class AlterReassignmentsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReassignmentResult]: ...
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ReassignmentResult] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterReassignmentsReply: _TypeAlias = AlterReassignmentsReply  # noqa: Y015
+
+@_typing.final
+class OngoingReassignment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    ADDING_FIELD_NUMBER: _builtins.int
+    REMOVING_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    topic_id: _builtins.str
+    partition: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def adding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def removing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        replicas: _abc.Iterable[_builtins.int] | None = ...,
+        adding: _abc.Iterable[_builtins.int] | None = ...,
+        removing: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adding", b"adding", "partition", b"partition", "removing", b"removing", "replicas", b"replicas", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OngoingReassignment: _TypeAlias = OngoingReassignment  # noqa: Y015
+
+@_typing.final
+class ListReassignmentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        topics: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReassignmentsRequest: _TypeAlias = ListReassignmentsRequest  # noqa: Y015
+
+@_typing.final
+class ListReassignmentsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reassignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___OngoingReassignment]: ...
+    def __init__(
+        self,
+        *,
+        reassignments: _abc.Iterable[Global___OngoingReassignment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reassignments", b"reassignments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReassignmentsReply: _TypeAlias = ListReassignmentsReply  # noqa: Y015
+
+@_typing.final
+class ElectLeadersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNCLEAN_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    unclean: _builtins.bool
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    def __init__(
+        self,
+        *,
+        unclean: _builtins.bool = ...,
+        partitions: _abc.Iterable[Global___FetchPartition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "unclean", b"unclean"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElectLeadersRequest: _TypeAlias = ElectLeadersRequest  # noqa: Y015
+
+@_typing.final
+class ElectLeadersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReassignmentResult]: ...
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ReassignmentResult] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElectLeadersReply: _TypeAlias = ElectLeadersReply  # noqa: Y015
+
+@_typing.final
+class UnregisterBrokerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_ID_FIELD_NUMBER: _builtins.int
+    broker_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        broker_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_id", b"broker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnregisterBrokerRequest: _TypeAlias = UnregisterBrokerRequest  # noqa: Y015
+
+@_typing.final
+class UnregisterBrokerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnregisterBrokerReply: _TypeAlias = UnregisterBrokerReply  # noqa: Y015
 
 @_typing.final
 class TierPartition(_message.Message):
