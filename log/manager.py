@@ -379,11 +379,16 @@ class LogManager:
         await self._claim_less(key, offset)
         await directory.disk.write(partial(log.truncate_to, offset))
 
-    async def start_anew(self, key: PartitionKey, offset: Offset, snapshot: bytes = b"") -> None:
-        """Drop the whole log; the next one begins at `offset` (rules R5, T4)."""
+    async def start_anew(
+        self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
+    ) -> None:
+        """Drop the local log; the next one begins at `offset` (rules R5, T4).  The records of
+        `[log_start, offset)` are in the tier.
+        """
         log, directory = self._logs[key]
-        await self._claim_less(key, min(offset, log.local_log_start))
+        await self._claim_less(key, min(offset, log.local_log_start, log_start))
         await directory.disk.write(partial(log.reset_to, offset, snapshot))
+        log.log_start = min(log_start, offset)
         await self._write_log_starts(directory)
 
     async def _claim_less(self, key: PartitionKey, offset: Offset) -> None:

@@ -129,6 +129,10 @@ class Leader:
         self._synced_end = synced_end
         return self._move()
 
+    def on_undone(self, written_end: Offset) -> None:
+        """A write failed: what was decided and not written is gone (rule L2)."""
+        self.start_offset = min(self.start_offset, written_end)
+
     def on_follower_end(
         self, replica: NodeId, end: Offset, now_ms: int = 0, broker_epoch: int = NONE
     ) -> bool:
