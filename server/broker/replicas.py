@@ -270,7 +270,6 @@ class LeaderFetcher:
         finally:
             self._stream = None
             writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
             stream.close()
 
     # -- what the leader is told -------------------------------------------------------------------
@@ -286,6 +285,9 @@ class LeaderFetcher:
                 await stream.send(frames.encode(head_of(request)))
         except Disconnected:
             return  # the reader notices too
+        except Exception as bug:
+            self.core.bug("telling a leader", bug)
+            stream.close()
 
     def _request(self, broker_epoch: int) -> wire.FetchRequest | None:
         """Everything there is to say; None = nothing."""

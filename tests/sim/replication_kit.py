@@ -10,9 +10,9 @@ from typing import Any
 from pk import errors, settings, tracing
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
+from pk.client.intake import record_size
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
-from pk.client.intake import record_size
 from pk.log.storage import Disk
 from pk.server.broker.partition import Partition
 from pk.server.broker_node import BrokerNode
@@ -163,6 +163,15 @@ class Kit:
             for n in state.isr
         )
 
+    def content(self, n: int, topic: str) -> bytes:
+        """Every batch of a replica's log, as stored."""
+        log = self.replica(n, topic).log
+        at, found = log.local_log_start, b""
+        while at < log.written_end:
+            read = log.read(at, bound=log.written_end, max_bytes=1 << 30)
+            found, at = found + bytes(read.data), read.next_offset
+        return found
+
     def events(self, event: str) -> int:
         return sum(said[1] == event for said in self.said)
 
@@ -206,9 +215,7 @@ class Ledger:
         settings, idempotent = producer_options(
             {"linger_ms": 1, "delivery_timeout_ms": 30_000, **RETRIES, **given}
         )
-        self.engine = ProduceEngine(
-            world, kit.cluster("producer"), settings, idempotent=idempotent
-        )
+        self.engine = ProduceEngine(world, kit.cluster("producer"), settings, idempotent=idempotent)
         self._world = world
         self._going = True
         self._task = kit.sim.spawn("producer", self._run())
@@ -232,9 +239,7 @@ class Ledger:
                     else:
                         self.failed[number] = error
 
-                offered = intake.offer(
-                    value, None, None, 0, None, told, size, self._world.clock
-                )
+                offered = intake.offer(value, None, None, 0, None, told, size, self._world.clock)
                 if offered is None:
                     self.failed[number] = errors.BufferExhausted("full")
             self.engine.marked[self.topic] = intake
