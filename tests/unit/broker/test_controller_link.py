@@ -255,12 +255,29 @@ def test_metadata_is_never_followed_back(make: Any) -> None:
     cluster.watch(3_000, lambda: follower.next_offset >= applied)
 
 
-def test_a_broker_starts_while_the_first_address_is_silent(make: Any) -> None:
+def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -> None:
+    cluster = make(10)
+    first = cluster.start()
+    cluster.sim.loop.run_for_ms(3_000)
+    cluster.cut(first, f"b{BROKER}")
+    link = cluster.broker.core.link
+    cluster.sim.loop.run_for_ms(1_000 + 1_500 + 100)
+    assert link.address != f"c{first}:1"
+
+
+def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> None:
     cluster = make(6)
-    cluster.sim.network.cut(f"b{BROKER}", "dark:1")
+    for n in IDS:
+        cluster.boot(n)
+    cluster.active()
+    cluster.sim.network.cut(f"b{BROKER}", "dark1:1")
+    cluster.sim.network.cut(f"b{BROKER}", "dark2:1")
     voters = ",".join(f"{v.node_id}@{VOTERS[v]}" for v in VOTERS)
-    cluster.start(controller_quorum_voters=f"9@dark:1,{voters}")
-    assert cluster.sim.loop.now_us < 15_000_000
+    dark = "8@dark1:1,9@dark2:1"
+    before = cluster.sim.loop.now_us
+    cluster.boot_broker(controller_quorum_voters=f"{dark},{voters}")
+    cluster.sim.run_until(lambda: cluster.broker is not None and cluster.broker._serving.is_set())
+    assert cluster.sim.loop.now_us - before < 5_000_000, "two quarters of a session, and a bit"
 
 
 def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) -> None:
