@@ -23,6 +23,7 @@ from pk.server.controller_term import Term
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
+from pk.server.settings import voter_directory_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
@@ -43,10 +44,19 @@ _ASKED = (
 FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
 
 
+def first_voters(run: RunConfig) -> dict[Voter, str] | None:
+    """The voters that the settings name, as `pk server format --initial-controllers` made them."""
+    return {
+        Voter(node_id, voter_directory_id(run.cluster_id, node_id)): address
+        for node_id, address in run.voters.items()
+    } or None
+
+
 class ControllerNode:
     """One controller over a World and the disk of `DIR/metadata`.
 
-    `voters`: the first voters of a new quorum, with their addresses; this node alone by default.
+    `voters`: the first voters of a new quorum, with their addresses; those of the settings by
+    default, and this node alone if they name none.
     """
 
     def __init__(
@@ -68,15 +78,17 @@ class ControllerNode:
         self._log = log
         self._on_fatal = on_fatal
         self._address = run.controller_listen if address is None else address
+        voters = first_voters(run) if voters is None else voters
         self.metadata = MetadataLog(
             world,
             disk,
             me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
-            address=self._address,
+            address=run.voters.get(run.node_id, self._address),
             on_fatal=self._fatal,
             voters=voters,
             timing=timing,
             cluster_id=run.cluster_id,
+            peers=run.peer_controller_addresses,
         )
         self.term: Term | None = None  #: while this node is the active controller
         self._listener: Listener | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,7 @@ def _check_addresses(server: Mapping[str, Any]) -> None:
 # -- clusters --------------------------------------------------------------------------------------
 
 ROLES = ("controller", "broker")
+_FIRST_VOTERS = uuid.UUID("6f1dcb0a-5a0c-4b1e-9c63-1d5a3c2f7e11")
 
 
 def roles_of(server: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,6 +146,11 @@ def roles_of(server: Mapping[str, Any]) -> tuple[str, ...]:
 def voters_of(server: Mapping[str, Any]) -> dict[NodeId, str]:
     """Node id → HOST:PORT of the first voters; {} = this node alone.  Raises `InvalidConfig`."""
     return _by_node(server, "controller_quorum_voters", "@")
+
+
+def voter_directory_id(cluster_id: str, node_id: NodeId) -> str:
+    """The uuid of a first voter's metadata directory: all first voters can name all of them."""
+    return str(uuid.uuid5(_FIRST_VOTERS, f"{cluster_id}/{node_id}"))
 
 
 def peers_of(server: Mapping[str, Any], option: str) -> dict[NodeId, str]:
@@ -222,6 +229,8 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
             f"node {node_id} is no voter: give controller_listen HOST:PORT",
             option="controller_listen",
         )
+    if listen and node_id not in voters:  # as its voters' record will have it
+        _reachable(listen, "controller_listen")
     if "broker" not in roles and not voters and not listen:
         raise errors.InvalidConfig(
             "a controller without a broker is for others: give controller_listen HOST:PORT",
