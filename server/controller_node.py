@@ -20,6 +20,7 @@ from pk import errors, limits, tracing
 from pk.log.storage import Buffer, Disk
 from pk.server.controller.machine import Controller
 from pk.server.controller_term import Term
+from pk.server.quorum import membership
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
@@ -246,8 +247,51 @@ class ControllerNode:
         return {
             **self.metadata.handlers(),
             **{name: active(name) for name in _ASKED},
+            **self._membership(),
             "fetch_metadata_log": fetch,
         }
+
+    # -- who votes ---------------------------------------------------------------------------------
+
+    def _membership(self) -> Mapping[str, Handler]:
+        log, clock = self.metadata, self.world.clock
+
+        async def describe(_request: Any, _frame: frames.Frame) -> Any:
+            self._active()
+            return membership.describe(log.quorum, log.address_of, clock.monotonic_ms())
+
+        async def add(request: wire.AddVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voter = Voter(request.node_id, request.directory_id)
+            if not request.directory_id or not request.address:
+                raise errors.InvalidRequest("a voter has a directory id and an address")
+            voters = membership.with_voter(log.quorum, voter, clock.monotonic_ms())
+            return await self._vote_with(voters, {voter.node_id: request.address})
+
+        async def remove(request: wire.RemoveVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voters = membership.without_voter(
+                log.quorum, request.node_id, request.directory_id, clock.monotonic_ms()
+            )
+            return await self._vote_with(voters, {})
+
+        return {"describe_quorum": describe, "add_voter": add, "remove_voter": remove}
+
+    async def _vote_with(
+        self, voters: tuple[Voter, ...], addresses: Mapping[int, str]
+    ) -> wire.ChangeVotersReply:
+        log = self.metadata
+        if voters != log.quorum.voters:
+            await log.change_voters(voters, addresses)
+        self._say("voters_changed", voters=",".join(str(voter.node_id) for voter in voters))
+        reply = wire.ChangeVotersReply(metadata_offset=log.committed - 1)
+        for each in voters:
+            reply.voters.add(
+                node_id=each.node_id,
+                directory_id=each.directory_id,
+                address=log.address_of(each.node_id),
+            )
+        return reply
 
     # -- the metadata log --------------------------------------------------------------------------
 

@@ -203,6 +203,22 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
     return directory_id
 
 
+def controller_identity(dirs: Sequence[str], resolved: Resolved) -> tuple[int, str, str]:
+    """(node id, uuid of its metadata directory, address) of the controller that these settings
+    describe.  Raises `DirectoryNotFormatted`, and what `prepare` raises for a damaged one.
+    """
+    path, server = _absolute(dirs)[0], resolved.server
+    node_id = int(server["node_id"])
+    if "controller" not in roles_of(server):
+        raise errors.InvalidConfig(f"node {node_id} has no controller", option="process_roles")
+    _require_formatted([path])
+    found = directories.read_format(RealStorage(path))
+    assert found is not None
+    directory_id = _metadata_id(path, found.cluster_id, server)
+    address = voters_of(server).get(node_id) or str(server["controller_listen"])
+    return node_id, directory_id or found.directory_id, address
+
+
 # -- pk server format ------------------------------------------------------------------------------
 
 

@@ -501,6 +501,16 @@ class MetadataLog:
             raise done.error
         self._post(Synced(self._state(), job))
 
+    async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
+        """Let `voters` be the voters; returns when that is committed (KIP-853).
+
+        Raises `ControllerUnavailable`: its outcome is open then; `InvalidRequest`.
+        """
+        self._addresses.update(addresses)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(messages.VotersChange(future, tuple(voters)))
+        await future
+
     async def term_over(self, epoch: int) -> None:
         """Return once this node does not lead `epoch` any more."""
         while self.leads and self.epoch == epoch:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
-from pk.cli.common import AsJson
+from pk.cli.common import AsJson, toml_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -68,7 +67,7 @@ def start(
             if name in flags:
                 raise errors.InvalidConfig(f"{name} is given twice", option=name)
             flags[name] = value
-    resolved = resolve(_file(config), os.environ, flags)
+    resolved = resolve(toml_file(config), os.environ, flags)
     raise SystemExit(serve(dir or (), resolved, _json_line if as_json else _human_line))
 
 
@@ -107,7 +106,7 @@ def format_(
     from pk.server.formatting import format_node
     from pk.server.settings import resolve
 
-    resolved = resolve(_file(config), os.environ, _assignments(settings or []))
+    resolved = resolve(toml_file(config), os.environ, _assignments(settings or []))
     made = format_node(
         dir or resolved.dirs,
         resolved,
@@ -137,17 +136,6 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
             raise errors.InvalidConfig(f"{name} is set twice", option=name)
         found[name] = value
     return found
-
-
-def _file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as cause:
-        raise errors.InvalidConfig(f"cannot read {path}: {cause.strerror}") from cause
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
-        raise errors.InvalidConfig(f"{path} is not TOML: {cause}") from cause
 
 
 def _json_line(facts: dict[str, Any]) -> None:
