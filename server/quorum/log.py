@@ -108,10 +108,17 @@ def _state_bytes(vote: Vote, synced_end: int) -> bytes:
     return json.dumps(known).encode()
 
 
+def first_state() -> bytes:
+    """The content of `quorum-state` before any vote."""
+    return _state_bytes(Vote(), 0)
+
+
 class MetadataLog:
     """See the module.  One per controller process.
 
     `voters`: the first voters of a new quorum with their addresses; none but this node by default.
+    What is given of a node's address here counts more than what the log says.  `peers`: by node id,
+    what this node connects to instead.
     """
 
     def __init__(
@@ -125,12 +132,15 @@ class MetadataLog:
         voters: Mapping[Voter, str] | None = None,
         timing: Timing | None = None,
         cluster_id: str = "",
+        peers: Mapping[NodeId, str] | None = None,
     ) -> None:
         first = {me: address} if voters is None else voters
         self._clock = world.clock
         self._disk = disk
         self._on_fatal = on_fatal
-        self._addresses: dict[NodeId, str] = {v.node_id: where for v, where in first.items()}
+        given = {v.node_id: where for v, where in first.items()}
+        self._given: dict[NodeId, str] = {**given, me.node_id: address}
+        self._addresses: dict[NodeId, str] = dict(self._given)
         self._voters = [VotersAt(NONE, tuple(first))]
         self.quorum = Quorum(me, timing or Timing(), world.rng)
         self._timers = Timers(world.clock, lambda _owner, key: self._post(TimerFired(key)))
@@ -142,7 +152,7 @@ class MetadataLog:
             node_id=me.node_id,
         )  # fmt: skip
         self._peers = Peers(
-            world, hello, lambda: self._addresses, self._post,
+            world, hello, lambda: {**self._addresses, **(peers or {})}, self._post,
             timeout_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
@@ -292,6 +302,7 @@ class MetadataLog:
         voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
         self._voters.append(VotersAt(offset, voters))
         self._addresses.update((each.node_id, each.address) for each in named if each.address)
+        self._addresses.update(self._given)
 
     # -- the quorum's doors (pk.server.runtime.Doors) ------------------------------------------
 
@@ -489,6 +500,16 @@ class MetadataLog:
             self._forget_voters(log.log_end)
             raise done.error
         self._post(Synced(self._state(), job))
+
+    async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
+        """Let `voters` be the voters; returns when that is committed (KIP-853).
+
+        Raises `ControllerUnavailable`: its outcome is open then; `InvalidRequest`.
+        """
+        self._addresses.update(addresses)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(messages.VotersChange(future, tuple(voters)))
+        await future
 
     async def term_over(self, epoch: int) -> None:
         """Return once this node does not lead `epoch` any more."""

@@ -506,7 +506,7 @@ class Quorum:
         if apart is not None:
             self._respond(request, self._part(fetch, apart))
             return
-        tenure.note(fetch, now_ms)
+        tenure.note(fetch, self.log.end, now_ms)
         tenure.waiting[fetch.sender] = Waiting(request, fetch, now_ms + self.timing.wait_ms)
         self._advance(now_ms)
         self._release(now_ms)
