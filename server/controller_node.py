@@ -68,11 +68,11 @@ class ControllerNode:
         self._disk = disk
         self._log = log
         self._on_fatal = on_fatal
-        self._address = run.controller_address if address is None else address
+        self._address = run.controller_listen if address is None else address
         self.metadata = MetadataLog(
             world,
             disk,
-            me=Voter(run.node_id, run.directory_ids[0]),
+            me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
             address=self._address,
             on_fatal=self._fatal,
             voters=voters,
@@ -244,6 +244,11 @@ class ControllerNode:
         """Committed batches from an offset; waits for the first one."""
         self._active()
         log, offset = self.metadata, request.from_offset
+        if offset > log.end and not log.alone:
+            # The asker has seen more that is committed: another controller leads a later epoch.
+            raise errors.ControllerUnavailable(
+                f"offset {offset}: the metadata log of this controller ends at {log.end}"
+            )
         if not 0 <= offset <= log.end:
             raise errors.OffsetOutOfRange(f"offset {offset}: the metadata log is [0, {log.end})")
         if offset >= log.committed:
