@@ -138,6 +138,8 @@ class BrokerNode:
             heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
             metadata_offset=lambda: core.follower.reacted,
             offline_directories=core.offline_directories,
+            positions=core.positions,
+            offline_replicas=core.offline_replicas,
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )
