@@ -120,6 +120,7 @@ class BrokerNode:
             node_id=run.node_id,
         )
         core.hello = hello
+        core.peer_addresses = run.peer_addresses
         core.tier = TierClient(
             self.world,
             run.tier_address,
