@@ -502,7 +502,7 @@ class Partition:
         self.heard_log_start(log_start)
 
     def heard_log_start(self, log_start: Offset) -> None:
-        """What lies below is given up: the leader says so, or the tier's table begins there (T9)."""
+        """What lies below is given up: the leader says so, or the table begins there (T9)."""
         if log_start > max(self.told_log_start, self.log.log_start):
             self.told_log_start = log_start
             self._host.retain_soon(self.key)
