@@ -183,12 +183,13 @@ class Partition:
         self.problem: errors.PkError | None = (
             None  #: why it is not served although this broker should lead it
         )
+        self.others = False  #: other replicas were in sync when this one last led or followed
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
         #: what a leader said, and up to which offset this replica knew itself to be committed
         self._leader_watermark: Offset = 0
-        self.leader_log_start: Offset = 0  #: as the leader said last
+        self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         self._told: tuple[Offset, Offset] = (NONE, NONE)
@@ -202,16 +203,22 @@ class Partition:
         """The leader machine.  Raises why this broker does not serve the partition, or `epoch` is
         wrong.
         """
-        if self.problem is not None:
-            raise self.problem.with_traceback(
-                None
-            )  # raised again and again: its trace must not grow
+        if self.problem is not None:  # raised again and again: its trace must not grow
+            raise self.as_told(self.problem).with_traceback(None)
         if self.leader is None:
             raise errors.NotLeaderOrFollower(
                 f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
             )
         self.leader.check_epoch(epoch)
         return self.leader
+
+    def as_told(self, error: errors.PkError) -> errors.PkError:
+        """`error` as clients hear it: what costs one replica of several is no end for them, another
+        one will lead (rules L2, L9).
+        """
+        if self.others and isinstance(error, errors.StorageFailed | errors.CorruptLog):
+            return errors.NotLeaderOrFollower(f"{self}: this replica is offline: {error.message}")
+        return error
 
     @property
     def leader_epoch(self) -> Epoch:
@@ -349,7 +356,7 @@ class Partition:
         tickets, self._inflight = self._inflight, deque()
         self.lane.done(sum(ticket.size for ticket in tickets))
         for ticket in tickets:
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
@@ -383,6 +390,7 @@ class Partition:
     def lead(self, state: PartitionState, *, checkpointed: Offset) -> None:
         """The metadata log made this broker the leader, or changed the ISR under its leadership."""
         current = self.leader
+        self.others = len(state.isr) > 1
         if current is not None and current.leader_epoch == state.leader_epoch:
             if current.on_isr_committed(
                 state.isr, state.replicas, state.partition_epoch, self._host.now_ms
@@ -426,9 +434,9 @@ class Partition:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
         for ticket in list(self._inflight):
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         for ticket in self._host.purgatory.on_epoch(self.key, None):
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         self.bounds_moved(urgent=True)
 
     def _overtaken(self, leader_epoch: Epoch | None) -> None:
@@ -491,8 +499,12 @@ class Partition:
         if self.tiered:
             log.tiered_end = max(log.tiered_end, tiered_end)
             log.droppable_end = max(log.droppable_end, droppable_end)
-        if log_start > self.leader_log_start:
-            self.leader_log_start = log_start
+        self.heard_log_start(log_start)
+
+    def heard_log_start(self, log_start: Offset) -> None:
+        """What lies below is given up: the leader says so, or the table begins there (T9)."""
+        if log_start > max(self.told_log_start, self.log.log_start):
+            self.told_log_start = log_start
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:
