@@ -52,7 +52,7 @@ class TestedCluster(EmbeddedCluster):
     def others(self, *nodes: int) -> list[int]:
         return [node for node in self.nodes if node not in nodes]
 
-    # -- what the cluster says of itself ------------------------------------------------------------
+    # -- what the cluster says of itself -----------------------------------------------------------
 
     def admin(self, *but: int) -> AdminClient:
         """A client of all brokers but these."""

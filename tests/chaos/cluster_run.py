@@ -31,6 +31,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,37 @@ class Stalls:
                 self.longest_s = max(self.longest_s, now - since[partition])
                 if number != newest[partition]:
                     newest[partition], since[partition] = number, now
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Watcher:
+    """Prints every change of leaders and in-sync sets, with the time: to see where time goes."""
+
+    def __init__(self, cluster: TestedCluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        known: dict[int, str] = {}
+        while not self._stop.wait(0.05):
+            try:
+                states = self._cluster.topic(TOPIC, 1.0)
+            except errors.PkError:
+                continue
+            for state in states:
+                words = (
+                    f"leader {state.leader} of epoch {state.leader_epoch}, isr {state.isr}, "
+                    f"{type(state.error).__name__ if state.error is not None else 'fine'}"
+                )
+                if known.get(state.partition) != words:
+                    known[state.partition] = words
+                    now = datetime.now(UTC).strftime("%H:%M:%S.%f")[:12]
+                    print(f"      {now} {TOPIC}-{state.partition}: {words}", flush=True)
 
     def close(self) -> None:
         self._stop.set()
@@ -297,7 +329,9 @@ class Campaign:
         return found
 
 
-def run(chosen: list[str], seed: int, directory: Path, short: bool) -> dict[str, Any]:
+def run(
+    chosen: list[str], seed: int, directory: Path, short: bool, verbose: bool
+) -> dict[str, Any]:
     rng = random.Random(seed)
     settings = {**SETTINGS, **(SHORT_SETTINGS if short else {})}
     session_s = int(settings.get("broker_session_timeout_ms", 6_000)) / 1000
@@ -307,12 +341,15 @@ def run(chosen: list[str], seed: int, directory: Path, short: bool) -> dict[str,
     ]
     with TestedCluster(directory, settings) as cluster:
         campaign = Campaign(cluster, rng, session_s)
+        watcher = Watcher(cluster) if verbose else None
         print(f"{'round':>5} {'fault':<24}{'sent':>8}{'outage':>10}{'whole':>10}", flush=True)
         for plan in plans:
             campaign.run_round(plan)
             tell(plan)
             if campaign.violations:
                 break
+        if watcher is not None:
+            watcher.close()
         totals = campaign.judge()
     campaign.violations += [f"a bug was logged: {line}" for line in campaign.bugs()[:5]]
     return report(seed, plans, campaign, totals)
@@ -354,6 +391,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a cluster under faults")
     parser.add_argument("--short", action="store_true", help="five rounds, for CI")
     parser.add_argument("--only", default="", help="FAULT[:SCOPE],… instead of the campaign's")
+    parser.add_argument("--verbose", action="store_true", help="print every change of a leader")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None, help="write the verdict there, too")
     parser.add_argument("--dir", type=Path, default=None, help="keep the nodes' directories there")
@@ -366,7 +404,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pk-chaos-") as folder:
         if given.dir is not None:
             shutil.rmtree(given.dir, ignore_errors=True)
-        verdict = run(chosen, seed, given.dir or Path(folder), given.short)
+        verdict = run(chosen, seed, given.dir or Path(folder), given.short, given.verbose)
     text = json.dumps(verdict, indent=2)
     print(text)
     if given.json:

@@ -23,6 +23,8 @@ Fault = Callable[["Campaign", "Round", "Load"], None]
 
 #: How much later than the session's end an isolated leader may answer what it took before.
 R6_SLACK_S = 1.0
+#: An active controller without a majority resigns after this (Quorum._tick: 3/2 of fetch_ms).
+CHECK_QUORUM_S = 3.0
 #: Clients write to the new leader within broker_session_timeout_ms + this.
 NEW_LEADER_S = 2.0
 #: Parked requests are answered so soon after healing.
@@ -139,6 +141,10 @@ def isolate_leader(campaign: Campaign, plan: Round, load: Load) -> None:
     """A leader that reaches neither peers nor controllers, and that clients still reach."""
     cluster, session_s = campaign.cluster, campaign.session_s
     victim = campaign.some_leader(plan)
+    # A controller that is cut off notices later than a broker: until then the broker beside it
+    # is in contact.
+    grace_s = CHECK_QUORUM_S if cluster.active_controller() == victim else 0.0
+    plan.notes["active_controller"] = bool(grace_s)
     topic = f"witness-{plan.number}"
     (mine,) = campaign.make_topic(topic, {victim})
     witness = Witness(cluster.brokers[victim], mine.topic_id, mine.partition)
@@ -148,14 +154,14 @@ def isolate_leader(campaign: Campaign, plan: Round, load: Load) -> None:
     witness.park()
     elected_s = _new_client_is_served(campaign, topic, mine.partition, victim, begin)
     plan.notes["fresh_client_ms"] = round(1000 * elected_s)
-    if elected_s > session_s + NEW_LEADER_S:
+    if elected_s > session_s + NEW_LEADER_S:  # of any victim: the goal is one
         campaign.goals.append(f"round {plan.number}: a new leader served after {elected_s:.1f} s")
-    block_s(max(0.0, begin + session_s + plan.lasts_s - monotonic_s()))
+    block_s(max(0.0, begin + session_s + grace_s + plan.lasts_s - monotonic_s()))
     refused = witness.refused_session()
     plan.notes["outage_before_heal_ms"] = campaign.stall_ms(load)
     healed_at = monotonic_s()
     cluster.network.heal()
-    _judge(campaign, plan, witness, begin, healed_at, refused)
+    _judge(campaign, plan, witness, begin + grace_s, healed_at, refused)
     campaign.served(plan, load)
 
 
@@ -185,7 +191,7 @@ def _judge(
     """Rule R6, and what was parked."""
     witness.end()
     last_s = witness.served_at - begin
-    plan.notes["last_acks1_ms"] = round(1000 * last_s)
+    plan.notes["last_acks1_ms"] = round(1000 * last_s)  # since contact may have been lost
     plan.notes["parked"] = witness.parked
     plan.notes["parked_answer_ms"] = round(1000 * (witness.parked_at - healed))
     plan.notes["new_session"] = refused or "let in"

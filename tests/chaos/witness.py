@@ -26,6 +26,8 @@ HELLO = wire.Hello(client_id="witness", protocol=PROTOCOL)
 PAUSE_MS = 50
 PARKED_MAX_S = 120.0
 STARTED_MAX_S = 30.0
+#: Nothing is said to a session that is let in.
+REFUSED_MAX_S = 2.0
 
 
 class Witness:
@@ -65,7 +67,15 @@ class Witness:
         network = PkNetwork(lambda where, bug: None)
         try:
             stream, _ = await open_stream(network, self.address, StreamKind.PRODUCE, HELLO)
+            async with asyncio.timeout(REFUSED_MAX_S):
+                raw = await stream.recv()
             stream.close()
+            return (
+                ""
+                if raw is None
+                else type(frames.raise_error(frames.decode(raw).head.error)).__name__
+            )
+        except TimeoutError:
             return ""
         except errors.PkError as refusal:
             return type(refusal).__name__
