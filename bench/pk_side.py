@@ -73,6 +73,9 @@ class PkSide:
         from pk import AdminClient
 
         self._admin = AdminClient(self.address)
+        self._make_probe()
+
+    def _make_probe(self) -> None:
         self.create_topic(PROBE_TOPIC)
 
     def stop(self) -> None:
