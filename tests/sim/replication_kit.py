@@ -200,6 +200,20 @@ class Kit:
         reply = self.ask(wire.DeleteTopicsRequest(names=[topic]))
         assert not reply.results[0].HasField("error"), reply
 
+    def spawn_ask(self, request: Any, n: int) -> Any:
+        """A call to broker `n` as a task."""
+
+        async def story() -> Any:
+            cluster = self.cluster("admin")
+            try:
+                caller = cluster.caller(f"b{n}:9292")
+                head = (await caller.call(request, timeout_ms=30_000)).head
+                return getattr(head, head.WhichOneof("body"))
+            finally:
+                await cluster.close()
+
+        return self.sim.spawn("admin", story())
+
     def ask(self, request: Any) -> Any:
         """One call to any broker that answers."""
 
