@@ -178,7 +178,8 @@ class MetadataLog:
             self._find_voters(raw, offset)
             offset = following
         voters = self._voters[-1].voters
-        if len(voters) == 1 and not self.alone:  # it could only wait, for ever
+        mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
+        if len(voters) == 1 and mine and not self.alone:  # it could only wait, for ever
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "

@@ -87,7 +87,6 @@ class Controllers:
         ).describe_quorum_reply
         return reply
 
-
     def observers(self) -> list[wire.QuorumReplica]:
         leading = [n for n in self.nodes.values() if n.metadata.quorum.tenure is not None]
         if not leading:
