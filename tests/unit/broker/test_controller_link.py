@@ -226,6 +226,42 @@ def test_a_controller_that_stops_leading_is_left_though_it_answers(make: Any) ->
     assert names(cluster) == ["after"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_broker_trusts_a_controller_that_was_deposed(seed: int, make: Any) -> None:
+    """R6: when the next controller fences a broker, the broker knows that it may be fenced, though
+    the former controller still answers it.
+    """
+    cluster = make(seed)
+    old = cluster.start()
+    others = [n for n in IDS if n != old]
+    cluster.cut(old, *(f"c{n}" for n in others))
+    for n in others:
+        cluster.cut(n, f"b{BROKER}")
+    del cluster.controllers[old]
+    fenced = 0
+    for _ in range(900):
+        cluster.sim.loop.run_for_ms(20)
+        if cluster.terms() and cluster.fenced():
+            fenced += 1
+            assert not cluster.broker.core.link.in_contact()
+    assert fenced
+
+
+def test_a_probe_goes_where_the_settings_say(make: Any) -> None:
+    """R7 through a test's proxy: refused there, refused."""
+    cluster = make(9)
+    active = cluster.start()
+    term = cluster.controllers[active].term
+    term._run = config(active, "controller", peer_addresses=f"{BROKER}=nowhere:1")
+    session = term.sessions._by_broker[BROKER]
+    session.stream = None
+
+    task = cluster.sim.spawn(f"c{active}", term._probe(session))
+    cluster.sim.run_until(task.done)
+    task.result()
+    assert cluster.fenced()
+
+
 def test_metadata_is_never_followed_back(make: Any) -> None:
     """A controller that was deposed without knowing has less than the broker has applied: the
     broker waits for one that has more.
