@@ -57,12 +57,11 @@ class Cluster:
         self.broker: BrokerNode | None = None
         self.fatal: list[BaseException] = []
 
-    def boot(self, n: int) -> None:
+    def boot(self, n: int, **server: Any) -> None:
         async def main(world: World) -> None:
             disk = SimDisk(self.storages[f"c{n}"], world.clock, world.rng)
-            node = ControllerNode(
-                world, disk, config(n, "controller"), on_fatal=self.fatal.append, voters=VOTERS
-            )
+            run = config(n, "controller", **server)
+            node = ControllerNode(world, disk, run, on_fatal=self.fatal.append, voters=VOTERS)
             await node.start()
             self.controllers[n] = node
 
@@ -329,6 +328,19 @@ def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) ->
     other = errors.ControllerUnavailable("x", controller="99", address="c99:1")
     assert link._named_in(other) == "c99:1"
     assert link._named_in(errors.RequestTimedOut("x")) == ""
+
+
+def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> None:
+    """Node 1 connects to nobody: the others elect, and tell whoever asks the true addresses."""
+    cluster = make(11)
+    cluster.boot(1, peer_controller_addresses="2=nowhere:1,3=nowhere:2")
+    cluster.boot(2)
+    cluster.boot(3)
+    assert cluster.active() in (2, 3)
+    cluster.sim.loop.run_for_ms(5_000)
+    lone, active = cluster.controllers[1], cluster.controllers[cluster.active()]
+    assert lone.metadata.end == 0 < active.metadata.end
+    assert lone.metadata.address_of(2) == "c2:1"
 
 
 def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
