@@ -19,8 +19,9 @@ from pk import errors, settings
 from pk.client import connection
 from pk.client.cluster import Cluster
 from pk.client.offsets import ISOLATION, lookup_offsets
-from pk.client.options import bootstrap_of
-from pk.client.quorum import QuorumDescription, ask_active, description_of
+from pk.client.options import TIMEOUT_S, bootstrap_of
+from pk.client.quorum import QuorumCalls, ask_active
+from pk.client.tier_description import TierDescription, tier_description_of
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -28,7 +29,6 @@ from pk.wire import pk_pb2 as wire
 T = TypeVar("T")
 
 _LOOP_SLACK_S = 5.0
-TIMEOUT_S = 60.0
 
 #: `list_offsets` by word; a number is a time in ms.
 SPECIAL_OFFSETS = {
@@ -117,38 +117,7 @@ class ConfigEntry:
     doc: str = ""
 
 
-@dataclass(slots=True, frozen=True)
-class TierPartition:
-    """What the topic's table holds of a partition: offsets `[start, end)`."""
-
-    partition: int
-    start: int
-    end: int
-    epoch: int
-    claim: int
-    rows: int
-    sum: int
-    removed: int
-    files: int
-    bytes: int
-    lag: int
-
-
-@dataclass(slots=True, frozen=True)
-class TierDescription:
-    """The Delta table behind a topic."""
-
-    topic: str
-    topic_id: str
-    uri: str
-    version: int
-    status: str
-    partitions: tuple[TierPartition, ...]
-    storage_options: Mapping[str, str]
-    problem: errors.PkError | None = None
-
-
-class AdminClient:
+class AdminClient(QuorumCalls):
     """Administers a cluster.
 
     With `bootstrap_controllers` instead of brokers it asks controllers directly (KIP-919), also
@@ -465,50 +434,7 @@ class AdminClient:
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
         """The table behind a topic and what it holds."""
         reply = self._ask(wire.DescribeTierRequest(topic=topic), wire.DescribeTierReply, timeout_s)
-        partitions = [
-            TierPartition(
-                p.partition,
-                p.start,
-                p.end,
-                p.epoch,
-                p.claim,
-                p.rows,
-                p.sum,
-                p.removed,
-                p.files,
-                p.bytes,
-                p.lag,
-            )
-            for p in reply.partitions
-        ]
-        return TierDescription(
-            reply.topic, reply.topic_id, reply.uri, reply.version, reply.status,
-            tuple(sorted(partitions, key=lambda p: p.partition)), dict(reply.storage_options),
-            frames.raise_error(reply.problem) if reply.HasField("problem") else None,
-        )  # fmt: skip
-
-    # -- the metadata quorum -----------------------------------------------------------------------
-
-    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
-        """Who leads, who votes, who follows, and how far each is."""
-        request = wire.DescribeQuorumRequest()
-        return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
-
-    def add_raft_voter(
-        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
-    ) -> tuple[int, ...]:
-        """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
-        request = wire.AddVoterRequest(node_id=node_id, directory_id=directory_id, address=address)
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
-        return tuple(each.node_id for each in reply.voters)
-
-    def remove_raft_voter(
-        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
-    ) -> tuple[int, ...]:
-        """Let a controller vote no more; returns the ids of the voters that stay."""
-        request = wire.RemoveVoterRequest(node_id=node_id, directory_id=directory_id)
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
-        return tuple(each.node_id for each in reply.voters)
+        return tier_description_of(reply)
 
     # -- plumbing ----------------------------------------------------------------------------------
 

@@ -249,7 +249,8 @@ class Term:
             return
         try:
             async with asyncio.timeout(PROBE_MS / 1000):
-                stream = await self._world.network.connect(broker.address, StreamKind.CONTROL)
+                address = self._run.peer_addresses.get(session.broker_id, broker.address)
+                stream = await self._world.network.connect(address, StreamKind.CONTROL)
         except TimeoutError:
             return  # neither there nor gone: the session timeout decides
         except Disconnected:
