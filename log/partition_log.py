@@ -1,10 +1,11 @@
 """One partition's log: decide, write, complete, read, truncate, retain.
 
 Three threads meet here and never share a mutable thing without a rule (docs/design/0001):
-  loop        decide, append_as_follower, take_writes, complete, advance_log_start, retention_plan,
-  drop_segments, properties write lane  open, perform, flush, checkpoint, truncate_to, reset_to,
-  close       (one thread per directory, in order) read lane   read, offset_for_time,
-  offset_of_max_timestamp, bytes_at, flush_sealed    (any thread)
+  loop        decide, append_as_follower, take_writes, complete, read_recent, retire, properties,
+              advance_log_start, retention_plan, drop_segments
+  write lane  open, perform, flush, checkpoint, truncate_to, reset_to, close
+              (one thread per directory, in order)
+  read lane   read, offset_for_time, offset_of_max_timestamp, bytes_at, flush_sealed (any thread)
 
 Use
     outcome = log.decide(header, batch, leader_epoch=…, now_ms=…)     # Appended | Duplicate |
