@@ -184,6 +184,7 @@ class Partition:
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         self._told: tuple[Offset, Offset] = (NONE, NONE)
+        log.recent = lane.recent
         if tiered:  # T1: what is not local any more is in the tier
             log.tiered_end = max(log.tiered_end, log.local_log_start)
             log.droppable_end = max(log.droppable_end, log.local_log_start)
