@@ -499,7 +499,7 @@ def _read_at_once(plan: _Plan, room: int, force: bool) -> Read | None:
     Of the plans the first is asked for only, so that no position is overtaken for ever by others
     that stand at the ends of their logs.
     """
-    position, partition, bound = plan
+    position, partition, bound, _ = plan
     if position.arriving:
         return None  # L9: its first batch is verified where it lies
     return partition.log.read_recent(

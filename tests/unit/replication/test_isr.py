@@ -12,8 +12,8 @@ LAG_MS = 1_000
 
 def wanted(known: InSync, isr: tuple[int, ...], **given: Any) -> tuple[int, ...]:
     asked: dict[str, Any] = {
-        "log_end": 10, "high_watermark": 10, "epoch_start": 0, "log_start": 0, "eligible": {2: 20, 3: 30},
-        "now_ms": 0, "lag_max_ms": LAG_MS,
+        "log_end": 10, "high_watermark": 10, "epoch_start": 0, "log_start": 0,
+        "eligible": {2: 20, 3: 30}, "now_ms": 0, "lag_max_ms": LAG_MS,
     }  # fmt: skip
     return known.wanted(isr, (1, 2, 3), 1, **{**asked, **given})
 
