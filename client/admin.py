@@ -351,7 +351,7 @@ class AdminClient:
                 leader = cluster.metadata.leader(key)
                 if leader is None:
                     cluster.want_metadata()
-                    raise errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+                    raise cluster.metadata.leaderless(place)
                 request = wire.DeleteRecordsRequest()
                 request.items.add(
                     topic_id=key.topic_id, partition=key.partition, before_offset=offset

@@ -46,6 +46,9 @@ HEDGE_MS = 500
 #: How long a broker that did not answer is tried last, and one that did is trusted to answer again.
 DOUBT_MS = 10_000
 TRUST_MS = 1_000
+#: How often those that push are asked whether they are still there: both may have fallen silent.
+PING_MS = 10_000
+PING_TIMEOUT_MS = 2_000
 #: The broker could not answer, another one may.
 ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
 
@@ -61,6 +64,8 @@ def given_up(error: errors.PkError) -> errors.PkError:
         error = errors.BrokerUnavailable(
             f"{error.message}; is a server running there?", **error.details
         )
+        setattr(error, "acts", "operator")  # noqa: B010
+    elif error.acts == "client":  # it tried for as long as it may
         setattr(error, "acts", "operator")  # noqa: B010
     return error
 
@@ -311,6 +316,7 @@ class Cluster:
         if self._task is None and not self._closed:
             self._poked = asyncio.Event()
             self._task = asyncio.get_running_loop().create_task(self._keep_fresh())
+            self._keep(asyncio.get_running_loop().create_task(self._keep_watched()))
 
     async def news(self, timeout_ms: float) -> None:
         """Wait for the next answer (or failure) of the metadata loop.  Raises `TimeoutError`."""
@@ -390,6 +396,20 @@ class Cluster:
             news, self._news = self._news, None
             if news is not None and not news.done():
                 news.set_result(None)
+
+    async def _keep_watched(self) -> None:
+        """K3 for those that push: both may have fallen silent."""
+        while not self._closed:
+            await self.world.clock.sleep_ms(PING_MS)
+            await asyncio.gather(*[self._ping(address) for address in list(self._watched)])
+
+    async def _ping(self, address: str) -> None:
+        try:
+            await self._call(address, wire.MetadataRequest(topic_ids=["-"]), PING_TIMEOUT_MS)
+        except errors.PkError as cause:
+            _log.debug("%s tells of no change any more: %s", address, cause)
+            if self._watched.pop(address, None) is not None:
+                self.want_metadata()
 
     async def _ask(self) -> bool:
         names = None if self._names is None else list(self._names)

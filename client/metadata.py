@@ -70,6 +70,12 @@ class Metadata:
         """The brokers of which one must come back for a partition without leader to have one."""
         return self._absent.get(key, ())
 
+    def leaderless(self, place: TopicPartition) -> errors.PkError:
+        """What there is to say of a partition without leader."""
+        absent = ", ".join(map(str, self.waits_for(self.key(place))))
+        names = f": it waits for one of the brokers {absent}" if absent else ""
+        return errors.NotLeaderOrFollower(f"{place} has no reachable leader{names}")
+
     def key(self, place: TopicPartition) -> PartitionKey:
         """Raises `UnknownTopicOrPartition`, or what the broker said of the topic."""
         topic = self.topic(place.topic)
