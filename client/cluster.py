@@ -40,6 +40,8 @@ _log = logging.getLogger("pk.client")
 #: How long a topic nobody knows is asked for again before that is believed: metadata travels.
 UNKNOWN_TOPIC_MS = 2_000
 DEFAULT_PORT = 9292
+#: The id of no topic: for requests that are about the brokers alone.
+NOBODY = "-"
 #: So many brokers push changes; one more is asked whenever those asked are silent for HEDGE_MS.
 WATCHES = 2
 HEDGE_MS = 500
@@ -197,6 +199,14 @@ class Cluster:
                 error = cause
         raise error
 
+    async def brokers(self, timeout_ms: int) -> dict[int, str]:
+        """The brokers that are in service, and their addresses, as any of them says now."""
+        reply = await self.call_any(wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms=timeout_ms)
+        assert isinstance(reply, wire.MetadataReply)
+        del reply.topics[:]
+        self._update(reply, [])
+        return dict(self.metadata.brokers)
+
     async def _responsive(self, addresses: list[str], timeout_ms: int) -> str:
         """The first of these that is known to answer, or does so when asked; else simply the
         first.
@@ -209,7 +219,7 @@ class Cluster:
             return addresses[0]
 
         async def ping(address: str) -> str:
-            await self._call(address, wire.MetadataRequest(topic_ids=["-"]), timeout_ms)
+            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms)
             return address
 
         try:
@@ -405,7 +415,7 @@ class Cluster:
 
     async def _ping(self, address: str) -> None:
         try:
-            await self._call(address, wire.MetadataRequest(topic_ids=["-"]), PING_TIMEOUT_MS)
+            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), PING_TIMEOUT_MS)
         except errors.PkError as cause:
             _log.debug("%s tells of no change any more: %s", address, cause)
             if self._watched.pop(address, None) is not None:
@@ -415,7 +425,7 @@ class Cluster:
         names = None if self._names is None else list(self._names)
         self.metadata.asked(self.world.clock.monotonic_ms())
         if names == []:  # only the brokers: a name that no topic has
-            request = wire.MetadataRequest(topic_ids=["-"], watch=False)
+            request = wire.MetadataRequest(topic_ids=[NOBODY], watch=False)
         else:
             request = wire.MetadataRequest(topics=names or [], watch=True)
         timeout_ms = min(self.request_timeout_ms, 10_000)
@@ -449,7 +459,9 @@ class Cluster:
         fresh = [address for address in self._watched if address not in self._doubted]
         for address in fresh[:-WATCHES]:
             del self._watched[address]
-            request = wire.MetadataRequest(topic_ids=["-"], watch=True)  # in the other one's place
+            request = wire.MetadataRequest(
+                topic_ids=[NOBODY], watch=True
+            )  # in the other one's place
             call = self._call(address, request, self.request_timeout_ms)
             self._keep(asyncio.get_running_loop().create_task(call))
 
