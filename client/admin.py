@@ -8,7 +8,7 @@ threads and does not survive a fork.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pk import errors, settings
-from pk.client import connection
+from pk.client import connection, described
 from pk.client.cluster import Cluster
+from pk.client.described import PartitionDescription, TierDescription
 from pk.client.offsets import ISOLATION, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
-from pk.client.tier_description import TierDescription, tier_description_of
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -64,35 +64,6 @@ class TopicListing:
     topic_id: str
     partitions: int
     internal: bool
-
-
-@dataclass(slots=True, frozen=True)
-class PartitionDescription:
-    """Where the log of a partition stands: log_start <= local_log_start, LSO <= HW <= log_end."""
-
-    topic: str
-    topic_id: str
-    partition: int
-    leader: int
-    leader_epoch: int
-    replicas: tuple[int, ...]
-    isr: tuple[int, ...]
-    log_start: int
-    local_log_start: int
-    tiered_end: int
-    last_stable_offset: int
-    high_watermark: int
-    log_end: int
-    local_bytes: int
-    tier_bytes: int
-    segments: int
-    directory: str
-    error: errors.PkError | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on local disk."""
-        return self.local_bytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -236,21 +207,12 @@ class AdminClient(QuorumCalls):
 
         Raises `UnknownTopicOrPartition` for a name that no topic has.
         """
-        wanted = None if names is None else [names] if isinstance(names, str) else list(names)
+        wanted = None if names is None else described.unique(names)
         if wanted is not None and not wanted:
             return []
-        request = wire.DescribePartitionsRequest(topics=wanted or [])
-        reply = self._ask(request, wire.DescribePartitionsReply, timeout_s)
-        found = sorted(
-            (_description(s) for s in reply.partitions), key=lambda p: (p.topic, p.partition)
+        return self._joined(
+            lambda one_ms: described.describe_partitions(self._cluster, wanted, one_ms), timeout_s
         )
-        for each in found:
-            if each.error is not None and isinstance(each.error, errors.UnknownTopicOrPartition):
-                raise each.error
-        missing = [n for n in wanted or () if all(p.topic != n for p in found)]
-        if missing:
-            raise errors.UnknownTopicOrPartition(f"topic {missing[0]} does not exist")
-        return found
 
     # -- settings ----------------------------------------------------------------------------------
 
@@ -344,7 +306,7 @@ class AdminClient(QuorumCalls):
                 leader = cluster.metadata.leader(key)
                 if leader is None:
                     cluster.want_metadata()
-                    raise errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+                    raise cluster.metadata.leaderless(place)
                 request = wire.DeleteRecordsRequest()
                 request.items.add(
                     topic_id=key.topic_id, partition=key.partition, before_offset=offset
@@ -433,8 +395,9 @@ class AdminClient(QuorumCalls):
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
         """The table behind a topic and what it holds."""
-        reply = self._ask(wire.DescribeTierRequest(topic=topic), wire.DescribeTierReply, timeout_s)
-        return tier_description_of(reply)
+        return self._joined(
+            lambda one_ms: described.describe_tier(self._cluster, topic, one_ms), timeout_s
+        )
 
     # -- plumbing ----------------------------------------------------------------------------------
 
@@ -455,6 +418,12 @@ class AdminClient(QuorumCalls):
         if not isinstance(reply, kind):
             raise errors.InternalError(f"{type(reply).__name__} answers {request.DESCRIPTOR.name}")
         return reply
+
+    def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
+        """What several brokers must say together."""
+        unknown = errors.UnknownTopicOrPartition
+        work = self._cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
+        return self._run(work, timeout_s)
 
     def _run(self, work: Awaitable[T], timeout_s: float) -> T:
         async def run() -> T:
@@ -532,13 +501,3 @@ def _one(results: list[TopicResult]) -> TopicResult:
     if results[0].error is not None:
         raise results[0].error
     return results[0]
-
-
-def _description(state: wire.PartitionState) -> PartitionDescription:
-    return PartitionDescription(
-        state.topic, state.topic_id, state.partition, state.leader, state.leader_epoch,
-        tuple(state.replicas), tuple(state.isr), state.log_start, state.local_log_start,
-        state.tiered_end, state.last_stable_offset, state.high_watermark, state.log_end,
-        state.local_bytes, state.tier_bytes, state.segments, state.directory,
-        frames.raise_error(state.error) if state.HasField("error") else None,
-    )  # fmt: skip
