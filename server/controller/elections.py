@@ -178,13 +178,13 @@ class Draft:
 
     def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
         now, key = self.now, self.key
-        known = now.last_known or now.replicas
+        known = [member for member in now.replicas if member in (now.last_known or now.replicas)]
         present = self._present(known, cluster)
         if not now.isr and not now.elr:
             if len(known) == 1:
                 return self._greatest(present, cluster)
             if all(cluster.position(member, key) is not None for member in known):
-                best = self._greatest(list(known), cluster)
+                best = self._greatest(known, cluster)
                 if best in present:
                     return best
         if not may_lose:
