@@ -96,7 +96,7 @@ class Draft:
         self.before = before
         self.now = before
         self.led_anew = False
-        #: Positions a recovery election was decided by; empty if there was none.
+        #: Positions of who may have held what a recovery election lost; empty if there was none.
         self.at_risk: Mapping[NodeId, Position | None] = {}
         self._min_isr = max(1, min_insync_replicas)
 
@@ -171,22 +171,24 @@ class Draft:
         chosen = self._recover(cluster, may_lose)
         if chosen is None:
             return False
+        self.at_risk = {
+            member: cluster.position(member, self.key)
+            for member in now.replicas
+            if member == chosen or member in (*now.isr, *now.elr, *now.last_known)
+        }
         self._set_isr((chosen,), lost=(*now.isr, *now.elr))
         self._lead(chosen)
         self.now = replace(self.now, unclean=True)
         return True
 
     def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
-        now, key = self.now, self.key
+        now = self.now
         known = [member for member in now.replicas if member in (now.last_known or now.replicas)]
         present = self._present(known, cluster)
         if not now.isr and not now.elr:
-            if len(known) == 1:
-                return self._greatest(present, cluster)
-            if all(cluster.position(member, key) is not None for member in known):
-                best = self._greatest(known, cluster)
-                if best in present:
-                    return best
+            best = self._greatest(known, cluster)
+            if best in present:
+                return best
         if not may_lose:
             return None
         return self._greatest(present or self._present(now.replicas, cluster), cluster)
@@ -208,10 +210,7 @@ class Draft:
                 return None
             if best == NONE or (at is not None and best_at is not None and at > best_at):
                 best, best_at = member, at
-        if best == NONE:
-            return None
-        self.at_risk = positions
-        return best
+        return None if best == NONE else best
 
     def _lead(self, leader: NodeId) -> None:
         self.led_anew = True

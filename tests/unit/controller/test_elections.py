@@ -142,7 +142,7 @@ def test_the_greatest_of_all_last_known_members_is_elected(
 def test_a_position_ends_with_the_registration_that_gave_it() -> None:
     bench = all_lost()
     bench.beat(2)
-    bench.beat(2, positions={KEY: (4, 100)})
+    bench.beat(2, positions={KEY: (4, 40)})
     unclean(bench, 2, incarnation_id="third", directory_ids=["dir2", "dir2b"])
     bench.beat(3)
     bench.beat(3, positions={KEY: (4, 50)})

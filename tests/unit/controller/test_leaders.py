@@ -83,7 +83,8 @@ def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
     assert prefer(bench, KEY) == 1
 
 
-def test_one_decision_moves_a_bounded_number() -> None:
+def test_one_decision_moves_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaders, "MOVES_MAX", 5)
     bench = Bench()
     bench.up(1, 2)
     count = leaders.MOVES_MAX + 3

@@ -177,6 +177,18 @@ def test_fencing_during_a_move_keeps_what_is_eligible() -> None:
     assert (state.replicas, set(state.isr), state.elr, state.leader) == ((3, 4), {3, 4}, (), 3)
 
 
+def test_who_is_added_no_more_is_not_eligible_either() -> None:
+    bench = cluster(2, min_insync_replicas="2")
+    reassign(bench, 3, 4)
+    joins(bench, 3)
+    bench.fence(2)
+    bench.fence(3)
+    assert (bench.state("t").isr, bench.state("t").elr) == ((1,), (3,))
+    assert reassign(bench, cancel=True) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.isr, state.elr) == ((1, 2), (1,), ())
+
+
 def test_a_move_waits_while_nobody_leads_and_ends_after() -> None:
     bench = cluster(1)
     reassign(bench, 2)
