@@ -303,3 +303,23 @@ def test_a_new_minimum_forgets_elr_and_last_known_in_the_same_batch(kind: str, n
     assert [r.WhichOneof("record") for r in records] == ["config", "partition_change"]
     bench.do(command)
     assert (bench.state("t").elr, bench.state("t").last_known) == ((), ())
+
+
+def test_a_files_minimum_becomes_the_clusters_and_is_never_followed_again() -> None:
+    """R1: two nodes with different files agree, and a change always clears the ELR."""
+    bench = Bench()
+    bench.machine.rules = c.Rules(1, bench.rules.server, {"min_insync_replicas": 2})
+    bench.up(1, 2)
+    bench.topic("t", 1, 2)
+    bench.fence(2)
+    assert bench.state("t").elr == (), "not on record yet"
+    bench.do(c.Bootstrap("cluster"))
+    bench.beat(2)
+    alter_isr(bench, 1, item(bench, "t", [1, 2]))
+    bench.fence(2)
+    assert bench.state("t").elr == (2,)
+    bench.machine.rules = c.Rules(2, bench.rules.server, {"min_insync_replicas": 1})
+    end = len(bench.log)
+    bench.do(c.Bootstrap("cluster"))
+    assert len(bench.log) == end
+    assert bench.state("t").elr == (2,)
