@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from pk.server.controller.image import PartitionState
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
+from tests.unit.controller import test_controller_node
 from tests.unit.controller.test_controller_node import CALL_MS, FakeBroker, Scene
 
 Place = tuple[int, int]
@@ -209,7 +211,18 @@ def test_an_operators_unclean_election_waits_for_what_replicas_say(scene: Scene)
     scene.run(story)
 
 
-def test_leaders_move_back_by_themselves(scene: Scene) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_leaders_move_back_by_themselves(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    server = {
+        **test_controller_node.RUN.server,
+        "leader_imbalance_check_interval_seconds": 20,
+        "auto_leader_rebalance_enable": enabled,
+    }
+    run = dataclasses.replace(test_controller_node.RUN, server=server)
+    monkeypatch.setattr(test_controller_node, "RUN", run)
+    scene = Scene()
+    scene.start()
+
     async def story(world: World) -> None:
         first, second = await topic_on(scene, world, 2)
         assert first.state().leader == 1
@@ -228,11 +241,17 @@ def test_leaders_move_back_by_themselves(scene: Scene) -> None:
         assert not reply.results[0].HasField("error"), reply
         await world.clock.sleep_ms(2_000)
         assert second.state().leader == 2
-        await second.until(lambda state: state.leader == 1, 300_000)
+        if enabled:
+            await second.until(lambda state: state.leader == 1, 20_000)
+        else:
+            await world.clock.sleep_ms(30_000)
+            assert second.state().leader == 2
         await second.stop()
         await again.stop()
 
     scene.run(story)
+    assert not scene.fatal
+    scene.world.close()
 
 
 def test_an_offline_replica_gives_the_lead_to_another(scene: Scene) -> None:
