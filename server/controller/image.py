@@ -43,6 +43,7 @@ class PartitionState:
     removing: tuple[NodeId, ...] = ()
     directories: tuple[str, ...] = ()
     unclean: bool = False
+    unclean_epoch: int = NONE  #: the last leader epoch that began so; followers may cut for it (R4)
 
     def led(
         self,
@@ -54,7 +55,7 @@ class PartitionState:
         """The same with these; a `dataclasses.replace` that costs a third."""
         return PartitionState(
             self.replicas, isr, leader, self.leader_epoch, self.partition_epoch, elr, last_known,
-            self.adding, self.removing, self.directories, self.unclean,
+            self.adding, self.removing, self.directories, self.unclean, self.unclean_epoch,
         )  # fmt: skip
 
     @property
@@ -234,6 +235,7 @@ class MetadataImage:
             removing=tuple(record.removing),
             directories=tuple(record.directories),
             unclean=record.unclean,
+            unclean_epoch=record.unclean_epoch if record.HasField("unclean_epoch") else NONE,
         )
         self._put(offset, record.topic_id, record.partition, state)
 
@@ -318,11 +320,12 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
         return tuple(getattr(record, name).values) if record.HasField(name) else known
 
     led_anew = record.HasField("leader")
+    leader_epoch = state.leader_epoch + led_anew
     return PartitionState(  # all at once: a failover changes very many (bench/controller_scale.py)
         replicas=members("replicas", state.replicas),
         isr=members("isr", state.isr),
         leader=record.leader if led_anew else state.leader,
-        leader_epoch=state.leader_epoch + led_anew,
+        leader_epoch=leader_epoch,
         partition_epoch=state.partition_epoch + 1,
         elr=members("elr", state.elr),
         last_known=members("last_known", state.last_known),
@@ -330,6 +333,7 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
         removing=members("removing", state.removing),
         directories=tuple(record.directories) or state.directories,
         unclean=record.unclean,
+        unclean_epoch=leader_epoch if led_anew and record.unclean else state.unclean_epoch,
     )
 
 
