@@ -358,6 +358,18 @@ class AdminClient(QuorumCalls):
             for r in reply.reassignments
         ]
 
+    def partition_replicas(
+        self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, tuple[int, ...]]:
+        """The replicas of every partition of these topics; an unknown topic is left out."""
+        request = wire.MetadataRequest(topics=list(topics))
+        reply = self._ask(request, wire.MetadataReply, timeout_s)
+        return {
+            TopicPartition(t.name, p.partition): tuple(p.replicas)
+            for t in reply.topics
+            for p in t.partitions
+        }
+
     def elect_leaders(
         self,
         partitions: Iterable[TopicPartition] | None = None,

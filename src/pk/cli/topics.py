@@ -263,3 +263,48 @@ def delete(
     with quiet_end(), _admin(bootstrap) as admin:
         results = admin.delete_topics(names, purge_tier=purge_tier, timeout_s=timeout_ms / 1000)
         _report(results, "deleted", as_json)
+
+
+@app.command("elect-leaders")
+def elect_leaders(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="topic names; default: all", metavar="[TOPIC]…")
+    ] = None,
+    preferred: Annotated[
+        bool, typer.Option("--preferred", help="the first replica, where it is in sync")
+    ] = False,
+    unclean: Annotated[
+        bool,
+        typer.Option(
+            "--unclean", help="where nobody leads; what only missing replicas hold is LOST"
+        ),
+    ] = False,
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Have leaders elected: the preferred ones, or any where there is none."""
+    if preferred == unclean:
+        raise errors.InvalidOption("give one of --preferred and --unclean")
+    seconds = timeout_ms / 1000
+    with quiet_end(), _admin(bootstrap) as admin:
+        places = list(admin.partition_replicas(names, timeout_s=seconds)) if names else None
+        results = admin.elect_leaders(places, unclean=unclean, timeout_s=seconds)
+        needed = {
+            place: error
+            for place, error in results.items()
+            if not isinstance(error, errors.ElectionNotNeeded)
+        }
+        if as_json:
+            listed = [
+                {"topic": p.topic, "partition": p.partition, "error": error_json(error)}
+                for p, error in needed.items()
+            ]
+            say({"partitions": listed})
+        else:
+            for place, error in needed.items():
+                typer.echo(f"{place}: {'elected' if error is None else error.message}")
+            if not needed:
+                typer.echo("no election was needed")
+    if any(error is not None for error in needed.values()):
+        raise SystemExit(1)
