@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 #: R7: how long a broker whose stream was reset may take to accept a connection.
 PROBE_MS = 250
+#: How long brokers may take to find a new active controller before it looks for them.
+EXPECT_MS = 300
 TICK_MS = 100
 #: Elections that failed for want of disk space, say, are tried again after this.
 RETRY_MS = 1_000
@@ -127,7 +129,8 @@ class Term:
             if not broker.fenced
         ]
         now_ms = self._world.clock.monotonic_ms()
-        self.sessions.grant(unfenced, now_ms)
+        for session in self.sessions.grant(unfenced, now_ms):
+            self._spawn(self._expect(session))
         self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())
 
@@ -251,6 +254,14 @@ class Term:
         if retry:
             self._try_elections()
         return tuple(retry)
+
+    async def _expect(self, session: Session) -> None:
+        """A broker that lives comes by itself; one that died with the last active controller has no
+        stream here whose loss would tell, so it is asked once (R7).
+        """
+        await self._world.clock.sleep_ms(EXPECT_MS)
+        if self.sessions.is_lost(session):
+            await self._probe(session)
 
     async def _probe(self, session: Session) -> None:
         """R7: a stream was lost; if the broker's address refuses a connection, it is gone."""

@@ -98,6 +98,7 @@ class Draft:
         self.before = before
         self.now = before
         self.led_anew = False
+        self.elected_uncleanly = False
         #: Positions of who may have held what a recovery election lost; empty if there was none.
         self.at_risk: Mapping[NodeId, Position | None] = {}
         self._min_isr = max(1, min_insync_replicas)
@@ -180,6 +181,7 @@ class Draft:
         self._set_isr((chosen,), lost=(*now.isr, *now.elr))
         self._lead(chosen)
         self.now = replace(self.now, unclean=True)
+        self.elected_uncleanly = True
         return True
 
     def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
@@ -285,7 +287,10 @@ class Draft:
         if now == before and not self.led_anew:
             return None
         change = wire.PartitionChangeRecord(
-            topic_id=self.key.topic_id, partition=self.key.partition, unclean=now.unclean
+            topic_id=self.key.topic_id,
+            partition=self.key.partition,
+            unclean=now.unclean,
+            elected_uncleanly=self.elected_uncleanly,
         )
         for name in _MEMBERS:
             members = getattr(now, name)

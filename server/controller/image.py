@@ -333,7 +333,7 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
         removing=members("removing", state.removing),
         directories=tuple(record.directories) or state.directories,
         unclean=record.unclean,
-        unclean_epoch=leader_epoch if led_anew and record.unclean else state.unclean_epoch,
+        unclean_epoch=leader_epoch if record.elected_uncleanly else state.unclean_epoch,
     )
 
 
