@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders
+from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import waits_for
-from pk.server.controller.image import MetadataImage
+from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
 from pk.server.controller.reports import Report, Reports, reported
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 #: R7: how long a broker whose stream was reset may take to accept a connection.
 PROBE_MS = 250
+#: How long brokers may take to find a new active controller before it looks for them.
+EXPECT_MS = 300
 TICK_MS = 100
 #: Elections that failed for want of disk space, say, are tried again after this.
 RETRY_MS = 1_000
@@ -119,15 +122,25 @@ class Term:
                 f"{self._run.metadata_dir} holds the metadata of cluster {cluster_id}, "
                 f"not of {self._run.cluster_id}"
             )
+        self._compare_min_isr()
         unfenced = [
             (broker.broker_id, broker.broker_epoch)
             for broker in self.machine.image.brokers.values()
             if not broker.fenced
         ]
         now_ms = self._world.clock.monotonic_ms()
-        self.sessions.grant(unfenced, now_ms)
+        for session in self.sessions.grant(unfenced, now_ms):
+            self._spawn(self._expect(session))
         self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())
+
+    def _compare_min_isr(self) -> None:
+        """The file's min_insync_replicas counts once; say so where it differs (rule R1)."""
+        given = self._run.topic_defaults.get(MIN_ISR)
+        stored = self._image.configs.get((BROKER_RESOURCE, ""), {}).get(MIN_ISR)
+        if given is not None and stored is not None and int(given) != int(stored):
+            why = "the cluster's default wins; alter that one"
+            self._say("setting_ignored", setting=MIN_ISR, file=given, cluster=stored, why=why)
 
     async def close(self) -> None:
         """T2."""
@@ -242,6 +255,14 @@ class Term:
             self._try_elections()
         return tuple(retry)
 
+    async def _expect(self, session: Session) -> None:
+        """A broker that lives comes by itself; one that died with the last active controller has no
+        stream here whose loss would tell, so it is asked once (R7).
+        """
+        await self._world.clock.sleep_ms(EXPECT_MS)
+        if self.sessions.is_lost(session):
+            await self._probe(session)
+
     async def _probe(self, session: Session) -> None:
         """R7: a stream was lost; if the broker's address refuses a connection, it is gone."""
         broker = self.machine.image.brokers.get(session.broker_id)
@@ -249,7 +270,8 @@ class Term:
             return
         try:
             async with asyncio.timeout(PROBE_MS / 1000):
-                stream = await self._world.network.connect(broker.address, StreamKind.CONTROL)
+                address = self._run.peer_addresses.get(session.broker_id, broker.address)
+                stream = await self._world.network.connect(address, StreamKind.CONTROL)
         except TimeoutError:
             return  # neither there nor gone: the session timeout decides
         except Disconnected:

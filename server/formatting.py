@@ -112,7 +112,7 @@ def _make(path: str) -> None:
 
 def _require_formatted(paths: Sequence[str]) -> None:
     for path in paths:
-        if directories.read_format(RealStorage(path)) is None:
+        if not os.path.isdir(path) or directories.read_format(RealStorage(path)) is None:
             raise errors.DirectoryNotFormatted(
                 f"{path} is not formatted, and this node is one of a cluster: run `pk server "
                 "format` with this node's --config, for a new cluster with --initial-controllers, "

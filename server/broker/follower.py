@@ -271,12 +271,14 @@ class MetadataFollower:
             }
         if changes.brokers:
             self._core.replicas.brokers_changed()
+        # Settings first: under an older min_insync_replicas the watermark would move past a member
+        # that the same records keep eligible (rule R1).
+        self._reconfigure(changes)
         for key in keys:
             await self._settle(key)
             topic = self.image.topics.get(key.topic_id)
             if topic is not None:
                 changes.topics[topic.name] = None
-        self._reconfigure(changes)
         self.reacted = max(self.reacted, upto)
         while self._waiting and self._waiting[0][0] <= self.reacted:
             future = heapq.heappop(self._waiting)[2]

@@ -178,6 +178,8 @@ class Upkeep:
         if told > partition.log.log_start:
             await self._core.manager.move_log_starts({key: told})
             partition.bounds_moved(urgent=partition.leader is not None)
+            if partition.replica is not None:
+                partition.replica.log_start_moved()
         if partition.leader is None:
             await self._retain_replica(partition)
             return

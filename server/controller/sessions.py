@@ -32,11 +32,12 @@ class Sessions:
         self._timeout_ms = timeout_ms
         self._by_broker: dict[NodeId, Session] = {}
 
-    def grant(self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int) -> None:
+    def grant(self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int) -> list[Session]:
         """The controller started: (broker id, broker epoch) of every unfenced broker."""
-        for broker_id, epoch in unfenced:
-            deadline_ms = now_ms + self._timeout_ms
-            self._by_broker[broker_id] = Session(broker_id, epoch, None, deadline_ms)
+        deadline_ms = now_ms + self._timeout_ms
+        granted = [Session(broker, epoch, None, deadline_ms) for broker, epoch in unfenced]
+        self._by_broker.update((session.broker_id, session) for session in granted)
+        return granted
 
     def open(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
         """A broker registered on `stream`."""

@@ -179,7 +179,8 @@ class MetadataLog:
             self._find_voters(raw, offset)
             offset = following
         voters = self._voters[-1].voters
-        if len(voters) == 1 and not self.alone:  # it could only wait, for ever
+        mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
+        if len(voters) == 1 and mine and not self.alone:  # it could only wait, for ever
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "
@@ -279,6 +280,14 @@ class MetadataLog:
     def alone(self) -> bool:
         """This node is the only voter: it leads as soon as it has started."""
         return self._voters[-1].voters == (self.quorum.me,)
+
+    def in_touch(self) -> bool:
+        """This node leads, and so lately heard of a majority that nobody else can have been elected
+        for long: an election begins `fetch_ms` after a follower last heard of its leader.
+        """
+        tenure, lease_ms = self.quorum.tenure, 3 * self.quorum.timing.fetch_ms // 4
+        since_ms = self._clock.monotonic_ms() - lease_ms
+        return tenure is not None and tenure.in_touch(self.quorum.voters, since_ms)
 
     def address_of(self, node_id: NodeId) -> str:
         """HOST:PORT of a controller; '' if it is not known."""

@@ -408,8 +408,8 @@ class Quorum:
     # -- following ---------------------------------------------------------------------------------
 
     def _look_for_leader(self) -> None:
-        """Without a leader: any voter may know one."""
-        others = self._others()
+        """Without a leader: any voter may know one, but not this node's lost directory."""
+        others = [voter for voter in self.voters if voter.node_id != self.me.node_id]
         if others and not self._writing:
             self._send_fetch(self._rng.choice(others))
 

@@ -22,6 +22,7 @@
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
     │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch
+    │   ├── DirectoryNotFormatted · DirectoryFormatted
     │   └── JavaMissing · JarsMissing
     └── InternalError             ours: a bug; report it
 

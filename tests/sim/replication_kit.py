@@ -58,6 +58,7 @@ class Kit:
         self.bugs: list[str] = []
         self.said: list[tuple[str, str, dict[str, object]]] = []
         self.brokers: dict[int, BrokerNode] = {}
+        self.port = 9292  #: of brokers that are booted from now on
         self.boots = dict.fromkeys(range(1, brokers + 1), 1)
         self.run = RunConfig(
             dirs=("/sim/d",),
@@ -87,7 +88,7 @@ class Kit:
     def boot(self, n: int) -> None:
         async def main(world: World) -> None:
             disks: list[Disk] = [SimDisk(self.storages[n], world.clock, world.rng)]
-            server = {**self.run.server, "listen": f"b{n}:9292", "node_id": n}
+            server = {**self.run.server, "listen": f"b{n}:{self.port}", "node_id": n}
             run = replace(
                 self.run, node_id=n, server=server, directory_ids=(self.storages[n].root * 12,)
             )
@@ -199,6 +200,20 @@ class Kit:
     def delete(self, topic: str) -> None:
         reply = self.ask(wire.DeleteTopicsRequest(names=[topic]))
         assert not reply.results[0].HasField("error"), reply
+
+    def spawn_ask(self, request: Any, n: int) -> Any:
+        """A call to broker `n` as a task."""
+
+        async def story() -> Any:
+            cluster = self.cluster("admin")
+            try:
+                caller = cluster.caller(f"b{n}:9292")
+                head = (await caller.call(request, timeout_ms=30_000)).head
+                return getattr(head, head.WhichOneof("body"))
+            finally:
+                await cluster.close()
+
+        return self.sim.spawn("admin", story())
 
     def ask(self, request: Any) -> Any:
         """One call to any broker that answers."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pk.limits import HEADER_BYTES
+from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -415,3 +416,32 @@ def test_a_topic_that_went_while_a_broker_was_away(make: Any) -> None:
     kit.until(lambda: kit.in_sync("t"))
     again.check()
     assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_acknowledged_deletion_is_not_undone(make: Any, seed: int) -> None:
+    """Rule T9, KIP-107: whoever may lead next knows it before it is acknowledged."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(200)
+    leader = kit.state("t").leader
+    partition = kit.replica(leader, "t")
+    follower = kit.state("t").replicas[1]
+    kit.sim.network.cut(f"b{leader}", f"b{follower}")
+    request = wire.DeleteRecordsRequest()
+    request.items.add(topic_id=partition.key.topic_id, partition=0, before_offset=150)
+    asked = kit.spawn_ask(request, leader)
+    kit.wait(1_000)
+    assert not asked.done(), "a member of the ISR does not know it"
+    kit.until(asked.done)  # it left the ISR
+    assert not asked.result().results[0].HasField("error"), asked.result()
+    assert follower not in kit.state("t").isr
+    kit.kill(leader)
+    kit.sim.network.heal(f"b{leader}", f"b{follower}")
+    kit.until(lambda: kit.state("t").leader not in (leader, -1))
+    assert kit.replica(kit.state("t").leader, "t").log.log_start == 150
+    ledger.stop()
+    kit.boot(leader)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    kit.until(lambda: all(kit.replica(n, "t").log.log_start == 150 for n in (1, 2, 3)))

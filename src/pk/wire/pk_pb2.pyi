@@ -1993,10 +1993,12 @@ class ReplicaEnd(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     POSITION_ID_FIELD_NUMBER: _builtins.int
     LOG_END_FIELD_NUMBER: _builtins.int
+    LOG_START_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
     log_end: _builtins.int
+    log_start: _builtins.int
     def __init__(
         self,
         *,
@@ -2004,10 +2006,11 @@ class ReplicaEnd(_message.Message):
         partition: _builtins.int = ...,
         position_id: _builtins.int = ...,
         log_end: _builtins.int = ...,
+        log_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4416,10 +4419,13 @@ class PartitionChangeRecord(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     UNCLEAN_FIELD_NUMBER: _builtins.int
     DIRECTORIES_FIELD_NUMBER: _builtins.int
+    ELECTED_UNCLEANLY_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     leader: _builtins.int
     unclean: _builtins.bool
+    elected_uncleanly: _builtins.bool
+    """`leader` begins its epoch without all data: partition.unclean_epoch"""
     @_builtins.property
     def isr(self) -> Global___IntList: ...
     @_builtins.property
@@ -4433,9 +4439,7 @@ class PartitionChangeRecord(_message.Message):
     @_builtins.property
     def removing(self) -> Global___IntList: ...
     @_builtins.property
-    def directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """each change bumps partition_epoch by one; a change of leader bumps leader_epoch by one"""
-
+    def directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -4450,10 +4454,11 @@ class PartitionChangeRecord(_message.Message):
         leader: _builtins.int | None = ...,
         unclean: _builtins.bool = ...,
         directories: _abc.Iterable[_builtins.str] | None = ...,
+        elected_uncleanly: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leader", b"_leader", "adding", b"adding", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "removing", b"removing", "replicas", b"replicas"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leader", b"_leader", "adding", b"adding", "directories", b"directories", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "partition", b"partition", "removing", b"removing", "replicas", b"replicas", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leader", b"_leader", "adding", b"adding", "directories", b"directories", "elected_uncleanly", b"elected_uncleanly", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "partition", b"partition", "removing", b"removing", "replicas", b"replicas", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leader: _TypeAlias = _typing.Literal["leader"]  # noqa: Y015
     _WhichOneofArgType__leader: _TypeAlias = _typing.Literal["_leader", b"_leader"]  # noqa: Y015

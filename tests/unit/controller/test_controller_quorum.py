@@ -217,3 +217,28 @@ def test_the_metadata_of_another_directory_is_refused() -> None:
         sim.run(start(sim.world_of("a"), "first"))
         with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory first"):
             sim.run(start(sim.world_of("b"), "second"))
+
+
+def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any) -> None:
+    """R7: no stream of it was ever lost here, so the new term asks once; 7 refuses, 8 listens."""
+    world = make(3)
+    first = world.active()
+    other = next(n for n in IDS if n != first)
+
+    async def listen(at: World) -> None:
+        async def accept(_kind: Any, _stream: Any) -> None: ...
+
+        await at.network.listen("b8:1", accept)
+
+    world.sim.start("b8", listen)
+    for n in (7, 8):
+        epoch = world.ask(register(n), other).register_broker_reply.broker_epoch
+        beat = wire.BrokerHeartbeatRequest(broker_id=n, broker_epoch=epoch, metadata_offset=10_000)
+        assert not world.ask(beat, other).broker_heartbeat_reply.fenced
+    world.down(first)
+    second = world.active()
+    began_ms = world.sim.loop.now_us // 1000
+    image = world.nodes[second].machine.image
+    world.sim.run_until(lambda: image.brokers[7].fenced)
+    assert world.sim.loop.now_us // 1000 - began_ms < 1_000
+    assert not image.brokers[8].fenced
