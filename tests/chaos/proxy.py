@@ -11,7 +11,8 @@ each answered by `ok`:
 A cut loses nothing that is under way: as with a real network, what was not delivered is sent again
 until the link is back or an end gives up.  While any direction is cut no new connection comes about
 (a handshake needs both); one that was asked for meanwhile is made on healing.
-A process of its own, so that the driver's work does not delay what passes.
+A process of its own, so that the driver's work does not delay what passes.  It accepts also for a
+target that is down: FROM sees a reset where it would have been refused.
 """
 
 from __future__ import annotations
