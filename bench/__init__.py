@@ -23,10 +23,15 @@ How a figure is made
       of the very query before the first timed one.  A round that did not see every record fails.
   M8  What pk is compared with besides Kafka: itself on an empty topic (deep_log), and Spark's own
       Parquet reader on the tier's files (cold_read).
+  M9  Clusters are three nodes a side, each controller and broker, replication factor 3,
+      min_insync_replicas 2, sessions and quorum timing as each side's defaults have them.  A
+      failover is timed in one process for client and clock: from just before the signals to the
+      acknowledgement of the first record that was handed over after them.  CPU is of all nodes.
 
 `Side` (sides.py) is one system under test; a `Case` (cases.py) is one named benchmark, its `plan`
 (plans/) is how a round goes, `measuring.Bench` runs the rounds; `runs.watch` is one client process
 under watch, `spark/` a Spark session.  `kafka/` holds Apache Kafka's configuration and how it is
-started; `pk_side.py` and `pk_client.py` are pk's half.  `report.py` makes lines and keeps the store
-(docs/bench.jsonl), `page.py` the page and the plot.
+started; `pk_side.py` and `pk_client.py` are pk's half; `pk_cluster.py` and `kafka/cluster.py` the
+same for three nodes.  `report.py` makes lines and keeps the store (docs/bench.jsonl), `page.py` the
+page and the plot.
 """
