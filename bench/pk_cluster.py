@@ -40,7 +40,7 @@ class PkCluster(PkSide):
         self._cluster = EmbeddedCluster(folder, nodes=CLUSTER_NODES, settings=SETTINGS)
         self._cluster.start()
         self.address = self._cluster.address
-        self._admin = AdminClient(self.address, request_timeout_ms=int(_ASK_S * 1000))
+        self._admin = AdminClient(self.address)
         self._make_probe()
 
     def stop(self) -> None:
