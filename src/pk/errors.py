@@ -5,7 +5,8 @@
     │   ├── NotLeaderOrFollower · UnknownLeaderEpoch · FencedLeaderEpoch · OffsetNotAvailable
     │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
     │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
-    │   └── TierUnavailable · UnknownTierRange · InvalidUpdateVersion · IneligibleReplica
+    │   ├── TierUnavailable · UnknownTierRange · InvalidUpdateVersion · IneligibleReplica
+    │   └── SnapshotNotFound
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
     │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
@@ -165,6 +166,12 @@ class IneligibleReplica(RetriableError):
     """A fenced, draining or re-registered broker may not join the ISR now (KIP-903)."""
 
     code = 107
+
+
+class SnapshotNotFound(RetriableError):
+    """That snapshot of the metadata is not here any more (KIP-630): ask for the newest."""
+
+    code = 98
 
 
 # -- the caller ------------------------------------------------------------------------------------

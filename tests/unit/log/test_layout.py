@@ -22,7 +22,7 @@ from pk.log import columns, directory
 from pk.log.columns import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
-from pk.server.quorum import log as quorum_log
+from pk.server.quorum import opening
 from pk.server.quorum.messages import Vote
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import PartitionKey, TopicPartition
@@ -103,8 +103,8 @@ async def written() -> dict[str, bytes]:
     manager.set_high_watermark(key, log.written_end)
     manager.remember_broker_epoch(5)
     await manager.close()
-    vote = quorum_log._state_bytes(Vote(3, 1, "d"), 8)
-    files = storage.files() | {quorum_log.QUORUM_STATE: vote}
+    vote = opening.state_bytes(Vote(3, 1, "d"), 8)
+    files = storage.files() | {opening.QUORUM_STATE: vote}
     identity = files.pop(directory.FORMAT_FILE)
     assert b"layout" in identity
     return files

@@ -9,8 +9,9 @@ import pytest
 from pk import errors
 from pk.effects import Level
 from pk.server.controller.records import record_of
-from pk.server.quorum.log import QUORUM_STATE, MetadataLog
+from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.messages import BeginEpoch, Voter
+from pk.server.quorum.opening import QUORUM_STATE
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
