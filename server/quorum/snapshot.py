@@ -83,10 +83,9 @@ def id_of(name: str) -> SnapshotId | None:
 def rows_of(image: MetadataImage) -> Iterator[Row]:
     """The rows that make `image` out of an empty one.  It must not change meanwhile."""
     last = image.offset
-    for body in _cluster_bodies(image):
-        yield last, record_of(body)
+    yield from cluster_rows(image)
     for broker in image.brokers.values():
-        yield from _broker_rows(broker)
+        yield from broker_rows(broker)
     for topic in image.topics.values():
         yield last, record_of(wire.TopicRecord(name=topic.name, topic_id=topic.topic_id))
         for number, state in topic.partitions.items():
@@ -98,6 +97,12 @@ def rows_of(image: MetadataImage) -> Iterator[Row]:
             )
             yield last, record_of(config)
     yield last, record_of(wire.NoOpRecord())  # whatever came before: the image stands at `last`
+
+
+def cluster_rows(image: MetadataImage) -> Iterator[Row]:
+    """What there is once in a cluster."""
+    for body in _cluster_bodies(image):
+        yield image.offset, record_of(body)
 
 
 def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
@@ -119,7 +124,7 @@ def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
         )
 
 
-def _broker_rows(broker: BrokerState) -> Iterator[Row]:
+def broker_rows(broker: BrokerState) -> Iterator[Row]:
     """The registration as it stands, at its own offset, and where it was last changed."""
     yield broker.broker_epoch, record_of(register_record(broker))
     if broker.changed_offset != broker.broker_epoch:
