@@ -23,9 +23,10 @@ Invariants
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crc32c import crc32c
 from google.protobuf.message import Message
@@ -253,3 +254,40 @@ def voters_of(raw: Buffer) -> tuple[tuple[Voter, ...], dict[NodeId, str]]:
                 voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
                 return voters, {each.node_id: each.address for each in named if each.address}
     raise errors.CorruptLog("the snapshot names no voters")
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def dump(raw: Buffer, *, records: bool = False) -> Iterator[dict[str, Any]]:
+    """What `pk log dump` prints: the snapshot, how many rows of each kind it has, or each row.
+
+    Never raises for damaged input: damage is an object too.
+    """
+    try:
+        found = check(raw)
+        counts: Counter[str] = Counter()
+        rows = []
+        for part in batches_of(raw):
+            for offset, record in part:
+                kind = record.WhichOneof("record") or ""
+                counts[kind] += 1
+                rows.append({"offset": offset, "record": kind, **_fields(getattr(record, kind))})
+    except errors.PkError as damage:
+        yield {"corrupt": damage.message, "position": 0}
+        return
+    head = {"snapshot_end": found.id.end, "epoch": found.id.epoch, "bytes": len(raw)}
+    yield {**head, "rows_in_all": found.rows, **counts}
+    yield from rows if records else ()
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """The fields that are set, as plain values."""
+    known: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            nested = field.message_type is not None
+            known[field.name] = [_fields(each) if nested else each for each in value]
+        else:
+            known[field.name] = _fields(value) if field.message_type is not None else value
+    return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -13,16 +14,16 @@ import pytest
 from pk import errors
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import record_of
-from pk.server.quorum import snapshot
+from pk.server.quorum import codec, snapshot
 from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.messages import Voter
+from pk.server.quorum.messages import AskVote, Voter, VotersChange
 from pk.server.quorum.opening import LOG_DIR, SnapshotRules
 from pk.sim.cluster import MortalStorage
 from pk.sim.disk import SimDisk
 from pk.sim.world import SimWorld
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, accept_stream, serve_control
+from pk.wire.calls import PROTOCOL, Caller, accept_stream, serve_control
 from pk.world import Stream, StreamKind, World
 
 # what a killed node left half done is unwound when its world ends, and may complain
@@ -52,7 +53,9 @@ class Node:
 class Cluster:
     """Nodes that may die in any operation, and what clients were told is committed."""
 
-    def __init__(self, seed: int, size: int = 3, rules: SnapshotRules = OFTEN) -> None:
+    def __init__(
+        self, seed: int, size: int = 3, rules: SnapshotRules = OFTEN, voters: int = 9
+    ) -> None:
         self.sim = SimWorld(seed)
         self.rng = self.sim.random("faults")
         self.rules = rules
@@ -61,7 +64,7 @@ class Cluster:
         for n in range(1, size + 1):
             storage = MortalStorage(f"c{n}", self.sim.random(f"disk{n}"))
             self.nodes.append(Node(f"c{n}", Voter(n, f"dir{n}"), f"c{n}:1", storage))
-        self.voters = {node.voter: node.address for node in self.nodes}
+        self.voters = {node.voter: node.address for node in self.nodes[:voters]}
         self.committed: list[str] = []
         self.tried = 0
         for node in self.nodes:
@@ -359,7 +362,7 @@ def test_a_leader_waits_for_a_voter_that_loads_its_snapshot(
 ) -> None:
     """It commits nothing alone, and if it stepped down meanwhile the loading would never end."""
     cluster = make(31)
-    cluster.run(3_000)
+    cluster.until(lambda: len(cluster.committed) > 250)
     leader = cluster.leader()
     assert leader is not None
     late = next(node for node in cluster.nodes if node is not leader)
@@ -451,3 +454,110 @@ def spoil(node: Node, name: str) -> None:
     file.write_at(random.Random(1).randrange(file.size() - 8), b"\xff\x00\xa5\x5a")
     file.sync()
     file.close()
+
+
+def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L3, S2, rule P1."""
+    cluster = make(41)
+    cluster.until(lambda: len(cluster.committed) > 100)
+    leader = cluster.leader()
+    assert leader is not None
+    late = next(node for node in cluster.nodes if node is not leader)
+    away(cluster, late)
+    monkeypatch.setattr("pk.server.quorum.snapshot_loading.PIECE_BYTES", 3)
+    cluster.boot(late)
+    cluster.until(lambda: late.log is not None and late.log._loader._part is not None)
+    log, leader = late.log, cluster.leader()
+    assert log is not None
+    assert leader is not None
+    other = next(node for node in cluster.nodes if node not in (late, leader))
+    for node in cluster.nodes:  # nobody else says a word
+        cluster.sim.network.cut(other.name, node.name)
+    request = codec.encode(
+        AskVote(other.voter, log.epoch + 5, log.epoch + 4, 1_000_000, late.voter)
+    )
+
+    async def ask() -> Any:
+        world = cluster.sim.world_of("client")
+        hello = wire.Hello(client_id="t", protocol=PROTOCOL)
+        caller = Caller(world.network, world.clock, late.address, hello)
+        await caller.connect()
+        began = world.clock.monotonic_ms()
+        reply = (await caller.call(request, timeout_ms=5_000)).head.quorum_vote_reply
+        await caller.close()
+        return reply, world.clock.monotonic_ms() - began
+
+    reply, took_ms = cluster.sim.run(ask())
+    assert reply.granted
+    assert took_ms < 100, took_ms
+    cluster.run(100)
+    assert not log.quorum._writing, "the leader that was followed then is followed no longer"
+
+
+def test_the_voters_are_those_of_the_snapshot(make: Any) -> None:
+    """KIP-853: nothing in the log behind it names them, neither when it is loaded nor opened."""
+    cluster = make(42, size=4, voters=3)
+    cluster.run(3_000)
+    late, first = cluster.nodes[3], cluster.nodes[0]
+    away(cluster, late)
+    leader = cluster.leader()
+    assert leader is not None
+    assert leader.log is not None
+    four = tuple(node.voter for node in cluster.nodes)
+    leader.log._addresses[4] = late.address
+    answer: Any = asyncio.Future(loop=cluster.sim.loop)
+    leader.log._post(VotersChange(answer, four))
+    cluster.until(answer.done)
+    assert answer.result() is None
+    end = leader.log.end
+    cluster.until(lambda: all(n.log.log_start > end for n in cluster.nodes[:3]))
+    cluster.boot(late)
+    cluster.until(lambda: caught_up(cluster, late))
+    assert late.heard("metadata_snapshot_loaded")
+    assert late.log.quorum.voters == four
+    assert first.log.quorum.voters == four
+    cluster.down(late, power=True)
+    cluster.boot(late)
+    cluster.until(lambda: late.log is not None and bool(late.log.quorum.voters))
+    assert late.log.quorum.voters == four
+    assert late.log._addresses == {node.voter.node_id: node.address for node in cluster.nodes}
+
+
+def test_one_is_made_in_time_if_there_is_anything_new(make: Any) -> None:
+    cluster = make(8, size=1, rules=SnapshotRules(max_bytes=1 << 40, max_interval_ms=5_000))
+    (node,) = cluster.nodes
+    cluster.run(4_500)
+    assert node.heard("metadata_snapshot") == 0
+    cluster.run(2_000)
+    assert node.heard("metadata_snapshot") == 1
+    cluster.run(5_500)
+    assert node.heard("metadata_snapshot") == 2
+    cluster.pace_ms = (1e9, 1e9)
+    cluster.run(20_000)
+    assert node.heard("metadata_snapshot") == 3
+    silent = make(9, size=1, rules=SnapshotRules(max_bytes=1 << 40, max_interval_ms=0))
+    silent.run(20_000)
+    assert silent.nodes[0].heard("metadata_snapshot") == 0
+
+
+def test_one_that_cannot_be_made_is_made_later(make: Any) -> None:
+    """K3: a full disk; nothing is left of the attempt, and nobody is told."""
+    cluster = make(10, size=1)
+    (node,) = cluster.nodes
+    cluster.until(lambda: node.heard("metadata_snapshot") >= 1)
+
+    def full(operation: str, path: str) -> Exception | None:
+        wrong = operation == "append" and path.endswith(".part")
+        return errors.StorageFull("full") if wrong else None
+
+    node.storage.fault = full
+    before = node.heard("metadata_snapshot")
+    cluster.until(lambda: node.heard("metadata_snapshot_failed") >= 2)
+    assert node.heard("metadata_snapshot") == before
+    assert not [name for name in node.storage.list("") if name.endswith(".part")]
+    node.storage.fault = None
+    cluster.until(lambda: node.heard("metadata_snapshot") > before)
+    assert not node.fatal
+    cluster.same()
