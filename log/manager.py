@@ -371,6 +371,39 @@ class LogManager:
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
+    async def cut(self, key: PartitionKey, offset: Offset) -> None:
+        """Drop what the log has at or above `offset` (rule R4); M2 holds in between: what says that
+        more is there, or was flushed, goes first.  Nothing may be queued for the log meanwhile.
+        """
+        log, directory = self._logs[key]
+        await self._claim_less(key, offset)
+        await directory.disk.write(partial(log.truncate_to, offset))
+
+    async def start_anew(
+        self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
+    ) -> None:
+        """Drop the local log; the next one begins at `offset` (rules R5, T4).  The records of
+        `[log_start, offset)` are in the tier.
+        """
+        log, directory = self._logs[key]
+        await self._claim_less(key, min(offset, log.local_log_start, log_start))
+        await directory.disk.write(partial(log.reset_to, offset, snapshot))
+        log.log_start = min(log_start, offset)
+        await self._write_log_starts(directory)
+
+    async def _claim_less(self, key: PartitionKey, offset: Offset) -> None:
+        """SYNCED: no checkpoint of this partition is above `offset`."""
+        log, directory = self._logs[key]
+        log.log_start = min(log.log_start, offset)
+        for offsets in (directory.recovery_points, directory.high_watermarks):
+            if offsets.get(key, 0) > offset:
+                offsets[key] = offset
+        self._note_log_starts(directory)
+        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
+        await directory.disk.write(
+            partial(_write_offsets, directory, self._copies(directory, names))
+        )
+
     # -- checkpoints -------------------------------------------------------------------------------
 
     def high_watermark(self, key: PartitionKey) -> int:

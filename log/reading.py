@@ -53,14 +53,16 @@ class Readable:
         min_one_batch: bool = True,
         verify: bool = False,
         verify_first: bool = False,
+        stored: bool = False,
     ) -> Read:
         """Whole batches of `[offset, bound)`; empty if there are none.  `verify` checks every
-        checksum, `verify_first` that of the first batch.
+        checksum, `verify_first` that of the first batch; `stored` also reads what lies below
+        log_start in a segment that is still there: a follower's copy begins where segments do.
 
         Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
         L9)."""
         segments, end = self._segments, self._written_end
-        start = max(segments[0].base_offset, self.log_start)
+        start = segments[0].base_offset if stored else self._first_of(segments)
         if not start <= offset <= end:
             raise errors.OffsetOutOfRange(
                 f"{self.topic_partition} holds [{start}, {end}) here, not offset {offset}",
@@ -91,6 +93,9 @@ class Readable:
             epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
             return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
         return Read(b"", bound, bound, NONE)
+
+    def _first_of(self, segments: tuple[Segment, ...]) -> int:
+        return max(segments[0].base_offset, self.log_start)
 
     def _index(self, segment: Segment) -> SparseIndex:
         return self._cache.get(segment, self.config.index_interval_bytes)

@@ -163,9 +163,9 @@ class Writable(Readable):
         file.truncate(size)
         self._reload(list(kept), offset)
 
-    def reset_to(self, offset: int) -> None:
-        """Drop everything and start at `offset` (rules R5, T4).  Nothing may be decided or queued
-        meanwhile.
+    def reset_to(self, offset: int, snapshot: bytes = b"") -> None:
+        """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
+        state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
         """
         assert self._idle(), "a reset waits for the writes before it"
         for segment in reversed(self._segments):
@@ -173,8 +173,17 @@ class Writable(Readable):
         for at in loading.snapshots(self._storage, self.path):
             self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
         self.epochs.clear()
+        if snapshot:
+            write_file(self._storage, f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
         self._reload([], offset)
         self.log_start = offset
+
+    def snapshot_at(self, offset: int) -> bytes:
+        """The producer state a segment with this base began with; empty if it had none."""
+        try:
+            return self._storage.read_file(f"{self.path}/{file_name(offset, SNAPSHOT)}")
+        except FileNotFoundError:
+            return b""
 
     def _discard(self, segment: Segment) -> None:
         segment.dropped = True

@@ -119,6 +119,7 @@ class BrokerNode:
             cluster_id=run.cluster_id,
             node_id=run.node_id,
         )
+        core.hello = hello
         core.tier = TierClient(
             self.world,
             run.tier_address,
@@ -254,6 +255,8 @@ class BrokerNode:
         core.close_timers()
         if self._upkeep is not None:
             await self._upkeep.close()
+        await core.isr_changes.close()
+        await core.replicas.close()
         for part in ("follower", "link", "tier"):
             if hasattr(core, part):
                 await getattr(core, part).close()

@@ -16,13 +16,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.server.broker.partition import Partition
 from pk.server.controller.image import PartitionState
-from pk.types import PartitionKey
+from pk.types import Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
@@ -66,6 +65,12 @@ class Claims:
         self._tasks[partition.key] = task
         self._epochs[partition.key] = state.leader_epoch
 
+    def give_up(self, partition: Partition) -> None:
+        """Another broker leads."""
+        if partition.key in self._epochs:
+            self.cancel(partition.key)
+            partition.problem = None
+
     def cancel(self, key: PartitionKey) -> None:
         """The topic is gone, or a newer epoch claims."""
         self._epochs.pop(key, None)
@@ -84,7 +89,7 @@ class Claims:
         backoff_ms = BACKOFF_MS[0]
         while True:
             try:
-                await partition.lane.settled(partition)
+                await core.replicas.stand_still(partition)
                 table = await core.tier.claim(partition, state.leader_epoch, commit=True)
                 await self._compare(partition, table)
                 break
@@ -109,19 +114,31 @@ class Claims:
             return
         before = log.log_start
         start = max(before, table.start)
-        if not agrees(log.written_end, log.epochs.epoch_of(table.end - 1), table):
-            self._core.warn(
-                "tier_wins",
-                partition=str(partition),
-                local_end=log.written_end,
-                table_end=table.end,
-            )
-            await partition.lane.disk.write(partial(log.reset_to, max(table.end, start)))
-        # A log that was dropped begins at its new end; what the table has below is still the log's,
-        # but for records that were deleted before, beyond the table's end perhaps (rule T9).
-        log.log_start = start
-        log.tiered_end = log.droppable_end = table.end
-        await self._core.manager.checkpoint_log_starts()
+        if agrees(log.written_end, log.epochs.epoch_of(table.end - 1), table):
+            log.log_start = start
+            log.tiered_end = log.droppable_end = table.end
+            await self._core.manager.checkpoint_log_starts()
+            return
+        self._core.warn(
+            "tier_wins",
+            partition=str(partition),
+            local_end=log.written_end,
+            table_end=table.end,
+        )
+        changing = self._core.replicas.changing
+        task = changing[partition.key] = asyncio.get_running_loop().create_task(
+            self._begin_at_table(partition, table.end, start)
+        )
+        task.add_done_callback(lambda _: changing.pop(partition.key, None))
+        await asyncio.shield(task)  # a claim that ends must not leave it half done
+
+    async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
+        # What the table has below its end is still the log's, but for records that were deleted
+        # before, beyond the table's end perhaps (rule T9).
+        manager, log = self._core.manager, partition.log
+        partition.cut_watermark(0)
+        await manager.start_anew(partition.key, max(end, start), log_start=start)
+        log.tiered_end = log.droppable_end = end
 
     async def _tell_recovered(self, partition: Partition, state: PartitionState) -> None:
         """K3; lost on the way it is told again by the next unclean election only, which is

@@ -25,14 +25,17 @@ from pk.log.batch import Header
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
 from pk.server.broker.controller_link import ControllerLink
+from pk.server.broker.isr_changes import IsrChanges
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.metrics import BrokerMetrics
 from pk.server.broker.partition import Partition, Ticket
+from pk.server.broker.replicas import Replicas
 from pk.server.broker.tier_client import TierClient
 from pk.server.broker.tier_view import TierFeed
 from pk.server.purgatory import ProducePurgatory, TimerHeap
 from pk.server.replication.leader import ACKS_ALL
 from pk.types import NodeId, Offset, PartitionKey
+from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class BrokerCore:
     follower: MetadataFollower
     link: ControllerLink
     tier: TierClient
+    hello: wire.Hello  #: how this broker greets others
 
     def __init__(
         self,
@@ -65,8 +69,11 @@ class BrokerCore:
         self.metrics = metrics
         self.bug = on_bug  #: an exception that only an error of ours explains
         self.warn = on_warning  #: (event, **facts): one line in the process's log
+        self.peer_addresses: Mapping[NodeId, str] = {}  #: instead of what brokers advertise
         self.partitions: dict[PartitionKey, Partition] = {}
         self.purgatory: ProducePurgatory[Ticket] = ProducePurgatory()
+        self.replicas = Replicas(self)
+        self.isr_changes = IsrChanges(self)
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
@@ -89,6 +96,11 @@ class BrokerCore:
     def clock(self) -> Clock:
         return self.world.clock
 
+    @property
+    def now_ms(self) -> int:
+        """Monotonic."""
+        return self.world.clock.monotonic_ms()
+
     def find(self, key: PartitionKey) -> Partition:
         """The partition.  Raises `UnknownTopicId`, `UnknownTopicOrPartition`,
         `NotLeaderOrFollower`.
@@ -101,6 +113,12 @@ class BrokerCore:
     def leader_hint(self, key: PartitionKey) -> NodeId:
         """Who leads, as far as this broker knows."""
         return self.follower.leader_of(key)
+
+    def address_of(self, node_id: NodeId) -> str:
+        """Where this broker reaches another one; '' if it is not known."""
+        direct = self.peer_addresses.get(node_id)
+        broker = self.follower.image.brokers.get(node_id)
+        return direct or ("" if broker is None else broker.address)
 
     def batch_bounds(self, key: PartitionKey) -> tuple[int, int]:
         """Largest batch, encoded and decoded, that the partition's topic takes."""
@@ -163,8 +181,8 @@ class BrokerCore:
 
     def partition_moved(self, partition: Partition) -> None:
         """Its bounds, epoch or settings changed: the tier hears of it, the checkpoint will know."""
+        self.manager.set_high_watermark(partition.key, partition.high_watermark)
         if partition.leader is not None:
-            self.manager.set_high_watermark(partition.key, partition.leader.high_watermark)
             if partition.tiered:
                 self.feed.touch(partition.key)
                 self.feed_moved.set()
@@ -198,6 +216,12 @@ class BrokerCore:
                 self._fail(each, error)
         self.link.beat_soon()
 
+    def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
+        """This replica cannot go on (rules R4, L9); others of the partition may."""
+        if partition.problem is None:
+            self.warn("partition_offline", partition=str(partition), error=error.message)
+            self._fail(partition, error)
+
     def _damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
         """Rule L9: the range is reported, the partition goes offline, nothing is skipped."""
         self.metrics.damaged.inc()
@@ -210,6 +234,7 @@ class BrokerCore:
         self._fail(partition, error)
 
     def _fail(self, partition: Partition, error: errors.PkError) -> None:
+        self.replicas.leave(partition)
         partition.fail(error)
         if partition.tiered:  # the copier lets go of it
             self.feed.remove(partition.key, partition.topic)

@@ -78,8 +78,6 @@ class FetchSession:
         self, request: wire.FetchRequest, now_ms: int
     ) -> tuple[list[PartitionKey], list[PartitionKey]]:
         """Take a request over; returns the partitions to watch and to stop watching."""
-        if request.replica_id > 0:
-            raise errors.UnsupportedFeature("replication between brokers is not in this build")
         if request.isolation not in (READ_UNCOMMITTED, READ_COMMITTED):
             raise errors.InvalidRequest(f"isolation {request.isolation} is not 0 or 1")
         if request.positions or request.max_bytes:

@@ -287,6 +287,8 @@ class MetadataFollower:
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self.image.partitions_of(self._core.node_id)
             }
+        if changes.brokers:
+            self._core.replicas.brokers_changed()
         for key in keys:
             await self._settle(key)
             topic = self.image.topics.get(key.topic_id)
@@ -300,6 +302,9 @@ class MetadataFollower:
                 future.set_result(None)
         if changes.me:
             self._core.link.beat_soon()
+        if changes.brokers:  # who came back may join (R2)
+            for partition in self._core.partitions.values():
+                self._core.isr_changes.consider(partition)
         if changes.topics or changes.configured or changes.brokers or changes.all_configured:
             names = (
                 None
@@ -318,33 +323,56 @@ class MetadataFollower:
         """Make this broker's part of `key` what the image says."""
         core = self._core
         state = self.image.partition(key)
-        if state is None or core.node_id not in state.replicas:
-            return
         partition = core.partitions.get(key)
+        if state is None:
+            return
+        if core.node_id not in state.replicas:
+            if partition is not None:
+                await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
+            self.unopened.pop(key, None)
+            return
         if partition is None:
             if key in self.unopened:
                 return
             partition = await self._create(key)
             if partition is None:
                 return
-        self._lead_or_not(partition, state)
+        await self._lead_or_follow(partition, state)
 
-    def _lead_or_not(self, partition: Partition, state: PartitionState) -> None:
-        if state.leader != self._core.node_id or not self._registered():
-            leads_elsewhere = state.leader != self._core.node_id
+    async def _lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
+        core = self._core
+        if state.leader != core.node_id or not self._registered():
+            leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:
-                self._core.feed.remove(partition.key, partition.topic)
+                core.feed.remove(partition.key, partition.topic)
+            self.claims.give_up(partition)
             partition.step_down(state.leader if leads_elsewhere else NONE)
+            self._follow_or_not(partition, state)
             return
         fresh = partition.leader_epoch != state.leader_epoch
         claimed = self.claims.epoch(partition.key)
         if claimed is None and partition.problem is not None:
             return  # damaged or on a dead disk: no election brings that back (rules L2, L9)
+        core.replicas.leave(partition)
         if claimed is not None or (fresh and state.unclean and partition.tiered):
             if claimed != state.leader_epoch:  # M5: `take_office` follows when the table is claimed
                 self.claims.begin(partition, state)
             return
-        self.take_office(partition, state)
+        if partition.leader is None:  # what a former leader sent is written, or undone
+            await core.replicas.stand_still(partition)
+        if partition.problem is None:
+            self.take_office(partition, state)
+
+    def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:
+        core = self._core
+        if (
+            state.leader in (NONE, core.node_id)
+            or partition.problem is not None
+            or not self._registered()
+        ):
+            core.replicas.leave(partition)
+        else:
+            core.replicas.follow(partition, state)
 
     def take_office(self, partition: Partition, state: PartitionState) -> None:
         """Lead `partition` in the epoch `state` names."""
@@ -413,7 +441,7 @@ class MetadataFollower:
                     try:
                         partition = await self._create(key)
                         if partition is not None:
-                            self._lead_or_not(partition, state)
+                            await self._lead_or_follow(partition, state)
                     except Exception as bug:
                         self._core.bug("creating a partition", bug)
 
@@ -422,20 +450,26 @@ class MetadataFollower:
         gone = errors.UnknownTopicId(f"topic {record.name} ({topic_id}) was deleted")
         mine = [partition for key, partition in core.partitions.items() if key.topic_id == topic_id]
         for partition in mine:
-            self.claims.cancel(partition.key)
-            del core.partitions[partition.key]
-            partition.fail(gone)
-            core.feed.remove(partition.key, partition.topic)
-            core.feed_moved.set()
-            try:
-                await partition.lane.settled(partition)
-                await core.manager.delete(partition.key)
-            except errors.PkError as error:
-                core.warn("delete_failed", partition=str(partition), error=error.message)
+            await self._drop(partition, gone)
         for key in [key for key in self.unopened if key.topic_id == topic_id]:
             del self.unopened[key]
         if record.purge_tier and core.tier.enabled:
             core.purge_tier(topic_id, record.name)
+
+    async def _drop(self, partition: Partition, why: errors.PkError) -> None:
+        """This broker has no replica of it any more."""
+        core = self._core
+        self.claims.cancel(partition.key)
+        core.replicas.leave(partition)
+        del core.partitions[partition.key]
+        partition.fail(why)
+        core.feed.remove(partition.key, partition.topic)
+        core.feed_moved.set()
+        try:
+            await core.replicas.stand_still(partition)
+            await core.manager.delete(partition.key)
+        except errors.PkError as error:
+            core.warn("delete_failed", partition=str(partition), error=error.message)
 
     def _reconfigure(self, changes: _Changes) -> None:
         if not changes.configured and not changes.all_configured:

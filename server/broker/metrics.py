@@ -45,6 +45,20 @@ class BrokerMetrics:
         self.dropped = counter(
             "segments_dropped_total", "segments dropped by retention", ("reason",)
         )
+        self.under_replicated = gauge(
+            "under_replicated_partitions", "led here, with replicas that are not in sync"
+        )
+        self.under_min_isr = gauge(
+            "under_min_isr_partitions", "led here, with fewer in sync than acks=all needs"
+        )
+        self.replica_lag = gauge("replica_lag", "records that followers have not confirmed")
+        self.isr_changes = counter("isr_changes_total", "changes of in-sync sets", ("kind",))
+        self.truncations = counter("log_truncations_total", "logs cut to follow a leader")
+        self.committed_cut = counter(
+            "committed_records_cut_total", "records cut to follow a leader elected uncleanly"
+        )
+        self.starts_anew = counter("log_starts_anew_total", "logs begun anew where a leader's do")
+        self.fetch_breaks = counter("replica_stream_breaks_total", "streams to leaders that ended")
         self.in_contact = gauge("controller_contact", "1 = the controller answers heartbeats")
 
     def produced(self, size: int) -> None:

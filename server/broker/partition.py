@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pk import errors
+from pk.log import batch as batches
 from pk.log.batch import Header
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate
@@ -57,13 +58,13 @@ class Ticket:
 
     def __init__(
         self,
-        sink: Callable[[Ticket, errors.PkError | None], None],
+        sink: Callable[[Ticket, errors.PkError | None], None] | None,
         correlation_id: int,
         index: int,
         acks: int,
         deadline_ms: int,
     ) -> None:
-        self.sink: Callable[[Ticket, errors.PkError | None], None] | None = sink
+        self.sink = sink  #: None: nobody waits, it only counts bytes
         self.correlation_id = correlation_id
         self.index = index
         self.acks = acks
@@ -94,11 +95,34 @@ class Watcher(Protocol):
         ...
 
 
+class EndWatcher(Watcher, Protocol):
+    """A follower's stream: it reads to the log's end, and is told the watermark without hurry."""
+
+    def watermark_moved(self, key: PartitionKey) -> None: ...
+
+
+class Follows(Protocol):
+    """This broker's replica while another broker leads (replicas.py)."""
+
+    def stored(self, size: int) -> None:
+        """`size` fetched bytes are WRITTEN, or SYNCED where the topic asks for that."""
+        ...
+
+    def not_stored(self, error: errors.PkError) -> None:
+        """What was decided and not written is undone: fetch it again."""
+        ...
+
+
 class Host(Protocol):
     """What a partition needs of its broker."""
 
     @property
     def node_id(self) -> NodeId: ...
+
+    @property
+    def now_ms(self) -> int:
+        """Monotonic."""
+        ...
 
     @property
     def purgatory(self) -> ProducePurgatory[Ticket]: ...
@@ -112,6 +136,24 @@ class Host(Protocol):
         ...
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
+
+    def retain_soon(self, key: PartitionKey) -> None: ...
+
+
+class EpochEnd(NamedTuple):
+    """Where an epoch ended here."""
+
+    epoch: Epoch
+    end_offset: Offset
+
+
+class StartAt(NamedTuple):
+    """Drop the log, begin at `offset`, where a segment of the leader's does (rule R5)."""
+
+    offset: Offset
+
+
+Parting = EpochEnd | StartAt
 
 
 class Partition:
@@ -136,12 +178,17 @@ class Partition:
         self.tiered = tiered  #: the topic has a tier and the server an object store
         self.tier = TierState()
         self.leader: Leader | None = None
+        self.replica: Follows | None = None  #: while this broker follows
         self.leader_hint: NodeId = NONE
         self.problem: errors.PkError | None = (
             None  #: why it is not served although this broker should lead it
         )
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
+        self._followers: dict[EndWatcher, None] = {}
+        #: what a leader said, and up to which offset this replica knew itself to be committed
+        self._leader_watermark: Offset = 0
+        self.leader_log_start: Offset = 0  #: as the leader said last
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         self._told: tuple[Offset, Offset] = (NONE, NONE)
@@ -172,7 +219,10 @@ class Partition:
 
     @property
     def high_watermark(self) -> Offset:
-        return self.log.log_start if self.leader is None else self.leader.high_watermark
+        """What is known here to be committed."""
+        if self.leader is not None:
+            return self.leader.high_watermark
+        return max(self.log.log_start, min(self._leader_watermark, self.log.written_end))
 
     @property
     def last_stable_offset(self) -> Offset:
@@ -286,8 +336,13 @@ class Partition:
             if leader is not None:
                 self._settle(ticket, leader)
         self.lane.done(size)
+        for watcher in list(self._followers):
+            watcher.moved(self.key)
         if moved:
             self.watermark_moved()
+        elif self.replica is not None and leader is None:
+            self._host.partition_moved(self)
+            self.replica.stored(size)
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
         """P5: nothing decided since the last good end was stored."""
@@ -295,8 +350,12 @@ class Partition:
         self.lane.done(sum(ticket.size for ticket in tickets))
         for ticket in tickets:
             ticket.answer(error)
+        if self.leader is not None:
+            self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
             self._host.storage_failed(self, error)
+        elif self.replica is not None:
+            self.replica.not_stored(error)
 
     def watermark_moved(self) -> None:
         """Tell everybody who waits for the high watermark or the last stable offset."""
@@ -312,6 +371,11 @@ class Partition:
         """Wake the sessions that hold a position here, and the tier's feed."""
         for watcher in list(self._watchers):
             watcher.moved(self.key, urgent=urgent)
+        for follower in list(self._followers):
+            if urgent:
+                follower.moved(self.key, urgent=True)
+            else:
+                follower.watermark_moved(self.key)
         self._host.partition_moved(self)
 
     # -- leadership ------------------------------------------------------------------------------
@@ -320,10 +384,14 @@ class Partition:
         """The metadata log made this broker the leader, or changed the ISR under its leadership."""
         current = self.leader
         if current is not None and current.leader_epoch == state.leader_epoch:
-            if current.on_isr_committed(state.isr, state.replicas, state.partition_epoch):
+            if current.on_isr_committed(
+                state.isr, state.replicas, state.partition_epoch, self._host.now_ms
+            ):
                 self.watermark_moved()
             return
-        known = checkpointed if current is None else max(checkpointed, current.high_watermark)
+        assert self.replica is None, "who leads does not follow"
+        assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
+        known = max(checkpointed, self.high_watermark)
         self._overtaken(state.leader_epoch)
         self.leader_hint = state.leader
         self.unclean = state.unclean
@@ -338,6 +406,7 @@ class Partition:
             high_watermark=max(known, self.log.log_start),
             min_insync_replicas=self.settings["min_insync_replicas"],
             flush_on_ack=self.settings["flush_on_ack"],
+            now_ms=self._host.now_ms,
         )
         self.bounds_moved(urgent=True)
 
@@ -345,6 +414,7 @@ class Partition:
         """Somebody else leads, or nobody (NONE): everything parked is answered (L5)."""
         self.leader_hint = leader
         if self.leader is not None:
+            self._leader_watermark = self.leader.high_watermark
             self.leader = None
             self._overtaken(None)
             self.bounds_moved(urgent=True)
@@ -352,7 +422,9 @@ class Partition:
     def fail(self, error: errors.PkError) -> None:
         """The partition cannot be served here until the broker restarts or the cause is gone."""
         self.problem = error
-        self.leader = None
+        if self.leader is not None:
+            self._leader_watermark = self.leader.high_watermark
+            self.leader = None
         for ticket in list(self._inflight):
             ticket.answer(error)
         for ticket in self._host.purgatory.on_epoch(self.key, None):
@@ -387,13 +459,57 @@ class Partition:
         else:
             self._host.partition_moved(self)
 
+    # -- following -------------------------------------------------------------------------------
+
+    def append_fetched(self, payload: Buffer, now_ms: int) -> None:
+        """Take a leader's batches as they are.
+
+        Raises `CorruptBatch`, `FencedLeaderEpoch`; what stood before the bad batch is taken.
+        """
+        assert self.leader is None, "a leader does not follow"
+        ticket = Ticket(None, 0, 0, 0, 0)
+        try:
+            for header, raw in batches.iter_batches(payload):
+                batches.check(raw)
+                done = self.log.append_as_follower(header, raw, now_ms=now_ms)
+                ticket.size += done.size
+                ticket.last_offset = done.last_offset
+        finally:
+            if ticket.size:
+                self._inflight.append(ticket)
+                self.lane.submit(self, ticket.size)
+
+    def heard_watermark(self, high_watermark: Offset) -> None:
+        """The leader's high watermark; it counts here as far as this log goes."""
+        if high_watermark > self._leader_watermark:
+            self._leader_watermark = high_watermark
+            self._host.partition_moved(self)
+
+    def heard_retention(self, log_start: Offset, tiered_end: Offset, droppable_end: Offset) -> None:
+        """What the leader gave up, and what the tier has (rules R5, T6)."""
+        log = self.log
+        if self.tiered:
+            log.tiered_end = max(log.tiered_end, tiered_end)
+            log.droppable_end = max(log.droppable_end, droppable_end)
+        if log_start > self.leader_log_start:
+            self.leader_log_start = log_start
+            self._host.retain_soon(self.key)
+
+    def cut_watermark(self, offset: Offset) -> None:
+        """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5)."""
+        self._leader_watermark = min(self._leader_watermark, offset)
+
     # -- readers ---------------------------------------------------------------------------------
 
     def watch(self, watcher: Watcher) -> None:
         self._watchers[watcher] = None
 
-    def unwatch(self, watcher: Watcher) -> None:
+    def watch_end(self, watcher: EndWatcher) -> None:
+        self._followers[watcher] = None
+
+    def unwatch(self, watcher: Any) -> None:
         self._watchers.pop(watcher, None)
+        self._followers.pop(watcher, None)
 
     def check_fetch(self, epoch: Epoch, offset: Offset) -> Leader:
         """Whether a reader may stand at `offset` (KIP-207, KIP-320).  Raises typed errors."""
@@ -427,3 +543,21 @@ class Partition:
         if epoch == NONE or (epoch == last_fetched_epoch and end >= offset):
             return None
         return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))
+
+    def parting(self, last_epoch: Epoch, offset: Offset) -> Parting | None:
+        """Where a follower whose log ends at `offset`, with `last_epoch` before it, parts from this
+        log (KIP-101, KIP-279); `StartAt` = it must begin anew (rule R5); None = they agree.
+        """
+        log, end = self.log, self.log.written_end
+        first = log.segments[0].base_offset
+        entries = log.epochs.entries
+        unknown = last_epoch != NONE and (not entries or last_epoch < entries[0].epoch)
+        if first > 0 and (offset < first or unknown):
+            return StartAt(first)  # what was here in epochs older than all known cannot be compared
+        if last_epoch != NONE:
+            epoch, ended = log.epochs.end_offset_for(last_epoch, end)
+            if epoch == NONE:  # its last epoch never wrote here
+                return EpochEnd(log.epochs.latest, min(end, offset))
+            if epoch != last_epoch or min(ended, end) < offset:
+                return EpochEnd(epoch, min(ended, end))
+        return EpochEnd(log.epochs.latest, end) if offset > end else None

@@ -57,6 +57,9 @@ class Upkeep:
         #: (due, partition, job): renamed segments that wait for their delay
         self._doomed: deque[tuple[int, Partition, Callable[[], None]]] = deque()
         self._visits: dict[PartitionKey, asyncio.Task[None]] = {}
+        self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
+        self._led_all = 0  #: how many they were when the round began
+        self._turns = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -83,6 +86,7 @@ class Upkeep:
             core.metrics.clock_step.set(self.guard.stepped_ms)
             await self._guarded("flush", self._flush_due(now_ms))
             await self._guarded("removing segments", self._remove_doomed(now_ms))
+            self._consider_followers()
             core.notice_failed_directories()
             if trusted:
                 self._turn_wheel()
@@ -101,6 +105,26 @@ class Upkeep:
             self._core.metrics.refused(error)
         except Exception as bug:
             self._core.bug(what, bug)
+
+    def _consider_followers(self) -> None:
+        """Followers that stand still leave the ISR (R1 of isr.py); every partition has its turn
+        twice per `replica_lag_time_max_ms`.
+        """
+        core = self._core
+        if not self._led:
+            self._led.extend(
+                key
+                for key, each in core.partitions.items()
+                if each.leader is not None and len(each.leader.replicas) > 1
+            )
+            self._led_all = len(self._led)
+        turns = 2 * self._led_all * TICK_MS / core.server["replica_lag_time_max_ms"]
+        self._turns = min(self._turns + turns, float(len(self._led)))
+        while self._turns >= 1 and self._led:
+            self._turns -= 1
+            partition = core.partitions.get(self._led.popleft())
+            if partition is not None:
+                core.isr_changes.consider(partition)
 
     # -- flush -----------------------------------------------------------------------------------
 
@@ -148,7 +172,10 @@ class Upkeep:
     async def retain(self, key: PartitionKey) -> None:
         """One visit to one partition."""
         partition = self._core.partitions.get(key)
-        if partition is None or partition.problem is not None or partition.leader is None:
+        if partition is None or partition.problem is not None:
+            return
+        if partition.leader is None:
+            await self._retain_replica(partition)
             return
         if partition.tiered:
             await self._expire_in_tier(partition)
@@ -163,6 +190,20 @@ class Upkeep:
         elif plan.log_start > log.log_start:  # T9: what stays for now is not read any more
             await self._core.manager.move_log_starts({key: plan.log_start})
             partition.bounds_moved(urgent=True)
+
+    async def _retain_replica(self, partition: Partition) -> None:
+        """Rule R5: the leader says where the log starts and what the tier has; a follower drops
+        what lies below, and of tiered data what its own disk need not keep.
+        """
+        log, core = partition.log, self._core
+        start = min(partition.leader_log_start, log.written_end)
+        if start > log.log_start:
+            await core.manager.move_log_starts({partition.key: start})
+        plan = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
+        ends = {each.base_offset: each.next_offset for each in log.segments}
+        drop = tuple(base for base in plan.drop if partition.tiered or ends[base] <= log.log_start)
+        if drop and partition.replica is not None:
+            await self._drop(partition, plan._replace(drop=drop, log_start=log.log_start))
 
     async def _expire_in_tier(self, partition: Partition) -> None:
         """Topic retention over tier and local log together:
@@ -219,7 +260,10 @@ class Upkeep:
                 core.metrics.tier_missing.inc(len(missing))
                 return
             again = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
-            plan = again._replace(drop=tuple(base for base in again.drop if base < end))
+            again = again._replace(drop=tuple(base for base in again.drop if base < end))
+            plan = (
+                again if partition.leader is not None else again._replace(log_start=log.log_start)
+            )
             if not plan.drop:
                 return
         # U1; also for a start that does not move: once tiered data has left the disk, only the
@@ -247,12 +291,21 @@ class Upkeep:
     def _gauges(self) -> None:
         core, metrics = self._core, self._core.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
+        under = under_min = replica_lag = 0
         for partition in core.partitions.values():
             if partition.problem is not None:
                 offline += 1
             if partition.leader is None:
                 continue
             leading += 1
+            leader = partition.leader
+            under += len(leader.isr) < len(leader.replicas)
+            under_min += len(leader.isr) < leader.in_sync_required
+            replica_lag += sum(
+                leader.log_end - leader.end_of(each)
+                for each in leader.replicas
+                if each != core.node_id
+            )
             for violation in partition.violations():
                 metrics.violations.inc()
                 core.warn("invariant_violated", what=violation)
@@ -263,6 +316,9 @@ class Upkeep:
                 tier_lag += max(0, stable - partition.log.tiered_end)
                 problems += partition.tier.problem is not None
         metrics.hw_lag.set(hw_lag)
+        metrics.under_replicated.set(under)
+        metrics.under_min_isr.set(under_min)
+        metrics.replica_lag.set(replica_lag)
         metrics.lso_lag.set(lso_lag)
         metrics.tier_lag.set(tier_lag)
         metrics.tier_problems.set(problems)

@@ -42,6 +42,7 @@ class PartitionState:
     removing: tuple[NodeId, ...] = ()
     directories: tuple[str, ...] = ()
     unclean: bool = False
+    unclean_epoch: int = NONE  #: the last leader epoch that began so; followers may cut for it (R4)
 
 
 class VoterState(NamedTuple):
@@ -207,6 +208,7 @@ class MetadataImage:
             removing=tuple(record.removing),
             directories=tuple(record.directories),
             unclean=record.unclean,
+            unclean_epoch=record.unclean_epoch if record.HasField("unclean_epoch") else NONE,
         )
 
     def _partition_change(self, _offset: int, record: wire.PartitionChangeRecord) -> None:
@@ -276,6 +278,8 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
     if record.HasField("leader"):
         fields["leader"] = record.leader
         fields["leader_epoch"] = state.leader_epoch + 1
+        if record.unclean:
+            fields["unclean_epoch"] = state.leader_epoch + 1
     return replace(
         state, unclean=record.unclean, partition_epoch=state.partition_epoch + 1, **fields
     )

@@ -34,13 +34,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.log.plan import Read
 from pk.server.broker.fetch_session import READ_COMMITTED, FetchSession, Position
 from pk.server.broker.partition import Partition
+from pk.server.handlers.replica_fetch import ReplicaEnd
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -62,6 +64,7 @@ class _Plan(NamedTuple):
     position: Position
     partition: Partition
     bound: Offset
+    stored: bool = False  #: a replica reads what lies in the segments, below log_start too
 
 
 class _Cold(NamedTuple):
@@ -84,6 +87,7 @@ class FetchStream:
         self._cold_waiting: deque[Position] = deque()
         self._cold_done: deque[_Cold] = deque()
         self._cold_tasks: dict[asyncio.Task[None], None] = {}
+        self._replica: ReplicaEnd | None = None  #: a follower is at the other end
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -106,7 +110,14 @@ class FetchStream:
             await asyncio.gather(*tasks, return_exceptions=True)
             for key in list(self._session.positions):
                 self._unwatch(key)
+            if self._replica is not None:
+                self._replica.close()
             self._stream.close()
+
+    def watermark_moved(self, key: PartitionKey) -> None:
+        """partition.EndWatcher."""
+        if self._replica is not None:
+            self._replica.watermark_moved(key)
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
         """A partition's bound moved (partition.Watcher)."""
@@ -125,14 +136,27 @@ class FetchStream:
             head = frames.decode(raw).head
             if head.WhichOneof("body") != "fetch":
                 raise errors.InvalidRequest("a fetch stream carries fetch requests only")
+            if head.fetch.replica_epoch > 0 and self._replica is None:
+                self._replica = ReplicaEnd(
+                    self._core, self, head.fetch.replica_id, head.fetch.replica_epoch
+                )
+            if self._replica is not None:
+                self._replica.check(head.fetch)
+                self._replica.confirmed(head.fetch)
             added, removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
             for key in removed:
                 self._unwatch(key)
             for key in added:
                 partition = self._core.partitions.get(key)
                 if partition is not None:
-                    partition.watch(self)
+                    self._watch(partition)
             self._wake.set()
+
+    def _watch(self, partition: Partition) -> None:
+        if self._replica is None:
+            partition.watch(self)
+        else:
+            partition.watch_end(self)
 
     # -- pump ------------------------------------------------------------------------------------
 
@@ -236,6 +260,8 @@ class FetchStream:
 
         read it, leave it, send it to the tier, or answer it at once.
         """
+        if self._replica is not None:
+            return self._plan_replica(self._replica, position, reply)
         try:
             partition = self._core.find(position.key)
             partition.serving(position.leader_epoch)
@@ -248,9 +274,9 @@ class FetchStream:
             self._fail(reply, position, error)
             return None
         if diverging is not None:
-            entry = self._entry(reply, position, partition)
+            entry = self.entry(reply, position, partition)
             entry.diverging.CopyFrom(diverging)
-            self._end(position)
+            self.end(position)
             return None
         position.last_fetched_epoch = NONE
         if position.cold:
@@ -263,7 +289,7 @@ class FetchStream:
             return None
         if position.next_offset >= bound:
             if position.announce:
-                self._entry(reply, position, partition).next_offset = position.next_offset
+                self.entry(reply, position, partition).next_offset = position.next_offset
                 self._session.served(position, position.next_offset)
             return None
         return _Plan(position, partition, bound)
@@ -296,7 +322,7 @@ class FetchStream:
             session.again(position)
             return 0
         position.arriving = position.arriving and not read.data
-        entry = self._entry(reply, position, partition)
+        entry = self.entry(reply, position, partition)
         entry.next_offset = read.next_offset
         entry.payload_bytes = len(read.data)
         if session.isolation == READ_COMMITTED:
@@ -311,11 +337,11 @@ class FetchStream:
         session.served(position, read.next_offset)
         if not session.current(position):
             self._unwatch(position.key)  # a bounded scan that is through
-        elif read.next_offset < partition.bound(session.isolation):
+        elif read.next_offset < self._bound(partition):
             session.again(position)
         return len(read.data)
 
-    def _entry(
+    def entry(
         self, reply: wire.FetchReply, position: Position, partition: Partition
     ) -> wire.FetchedPartition:
         high_watermark = partition.high_watermark
@@ -331,13 +357,20 @@ class FetchStream:
             leader_epoch=partition.leader_epoch,
             leader_hint=partition.leader_hint,
         )
+        if self._replica is not None:
+            self._replica.describe(entry, partition)
         return entry
+
+    def _bound(self, partition: Partition) -> Offset:
+        if self._replica is not None:
+            return partition.log.written_end
+        return partition.bound(self._session.isolation)
 
     def _fail(self, reply: wire.FetchReply, position: Position, error: errors.PkError) -> None:
         """Answer with an error; that ends the position."""
         partition = self._core.partitions.get(position.key)
         if partition is not None:
-            entry = self._entry(reply, position, partition)
+            entry = self.entry(reply, position, partition)
         else:
             entry = reply.partitions.add(
                 topic_id=position.key.topic_id,
@@ -348,11 +381,51 @@ class FetchStream:
             )
         entry.error.CopyFrom(frames.error_of(error))
         self._core.metrics.refused(error)
-        self._end(position)
+        self.end(position)
 
-    def _end(self, position: Position) -> None:
+    def end(self, position: Position) -> None:
         self._session.drop(position.key)
         self._unwatch(position.key)
+
+    # -- replicas --------------------------------------------------------------------------------
+
+    def _plan_replica(
+        self, replica: ReplicaEnd, position: Position, reply: wire.FetchReply
+    ) -> _Plan | None:
+        try:
+            found = replica.compare(position, reply)
+        except errors.PkError as error:
+            self._fail(reply, position, error)
+            return None
+        return None if found is None else _Plan(position, *found, stored=True)
+
+    def served(self, position: Position) -> None:
+        """It was told where the partition stands, without data."""
+        self._session.served(position, position.next_offset)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that answers a position when a disk has answered; bounded by the positions."""
+        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        self._cold_tasks[task] = None
+        task.add_done_callback(self._cold_ended)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Disconnected:
+            return  # the reader notices too and ends the stream
+        except errors.PkError as error:
+            self._core.metrics.refused(error)
+            self._stream.close()
+        except Exception as bug:
+            self._core.bug("answering a replica", bug)
+            self._stream.close()
+
+    async def answer(self, position: Position, reply: wire.FetchReply) -> None:
+        """Send `reply`, unless `position` was set again meanwhile; it ends here."""
+        if self._session.current(position):
+            self.end(position)
+            await self._stream.send(*frames.pieces(head_of(reply), []))
 
     # -- cold ------------------------------------------------------------------------------------
 
@@ -399,7 +472,7 @@ class FetchStream:
                     reply, position, cold.error or errors.UnknownTopicId("the topic was deleted")
                 )
                 continue
-            entry = self._entry(reply, position, partition)
+            entry = self.entry(reply, position, partition)
             entry.cold = True
             entry.next_offset = cold.next_offset
             entry.payload_bytes = len(cold.payload)
@@ -424,7 +497,7 @@ def _read_all(
     Shorter than `plans` when the room ran out.
     """
     done: list[tuple[Read | None, errors.PkError | None]] = []
-    for position, partition, bound in plans:
+    for position, partition, bound, stored in plans:
         if room <= 0:
             break
         try:
@@ -434,6 +507,7 @@ def _read_all(
                 max_bytes=min(position.max_bytes, room),
                 min_one_batch=force,
                 verify_first=position.arriving,
+                stored=stored,
             )
         except errors.PkError as error:
             done.append((None, error))

@@ -18,10 +18,11 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pk import errors
 from pk.server.replication import watermark
+from pk.server.replication.isr import InSync
 from pk.types import NONE, Epoch, NodeId, Offset
 
 ACKS_ALL = -1
@@ -31,8 +32,8 @@ class Leader:
     """One partition in one leader epoch.  A new epoch is a new `Leader`."""
 
     __slots__ = (
-        "_ends",
         "_flush_on_ack",
+        "_followers",
         "_pending",
         "_required_setting",
         "_synced_end",
@@ -59,6 +60,7 @@ class Leader:
         high_watermark: Offset,
         min_insync_replicas: int,
         flush_on_ack: bool,
+        now_ms: int = 0,
     ) -> None:
         assert node_id in isr, "I4: a leader outside its ISR was never elected"
         self.node_id = node_id
@@ -75,10 +77,8 @@ class Leader:
         self._synced_end = min(synced_end, log_end)
         self._required_setting = min_insync_replicas
         self._flush_on_ack = flush_on_ack
-        #: ends of the other replicas, as their fetches confirmed them; absent = nothing confirmed
-        #: yet
-        self._ends: dict[NodeId, Offset] = {}
-        #: additions to the ISR that were proposed and are not committed yet (rule R2)
+        self._followers = InSync(isr, log_end, now_ms)
+        #: the ISR that was proposed and is not committed yet (rule R2); empty = none
         self._pending: tuple[NodeId, ...] = ()
         self._move()
 
@@ -129,28 +129,75 @@ class Leader:
         self._synced_end = synced_end
         return self._move()
 
-    def on_follower_end(self, replica: NodeId, end: Offset) -> bool:
-        """`replica` fetched at `end`: it has everything below.  True if the high watermark moved.
+    def on_undone(self, written_end: Offset) -> None:
+        """A write failed: what was decided and not written is gone (rule L2)."""
+        self.start_offset = min(self.start_offset, written_end)
 
-        Under `flush_on_ack` a follower fetches at its *synced* end (rule L2), so one number serves
-        both.
+    def on_follower_end(
+        self, replica: NodeId, end: Offset, now_ms: int = 0, broker_epoch: int = NONE
+    ) -> bool:
+        """`replica` keeps everything below `end`.  True if the high watermark moved.
+
+        Under `flush_on_ack` a follower confirms its *synced* end (rule L2), so one number serves
+        both.  Raises `NotLeaderOrFollower`, `OffsetOutOfRange`.
         """
         if replica not in self.replicas or replica == self.node_id:
-            raise errors.InvalidRequest(f"broker {replica} is no follower of this partition")
+            raise errors.NotLeaderOrFollower(f"broker {replica} is no follower of this partition")
         if end > self._written_end:
             raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
-        self._ends[replica] = end
+        self._followers.heard(replica, end, self._written_end, now_ms, broker_epoch)
         return self._move()
 
-    def on_isr_proposed(self, isr: Sequence[NodeId]) -> None:
-        """A change was sent to the controller:
+    def wanted_isr(
+        self, eligible: Mapping[NodeId, int], now_ms: int, lag_max_ms: int
+    ) -> tuple[NodeId, ...] | None:
+        """The ISR to ask the controller for; None = the one there is, or a change is under way.
 
-        additions hold the watermark from now on (rule R2).
+        `eligible`: broker epochs of those who may join (isr.py).
         """
-        self._pending = tuple(sorted(member for member in isr if member not in self.isr))
+        if self._pending:
+            return None
+        wanted = self._followers.wanted(
+            self.isr,
+            self.replicas,
+            self.node_id,
+            log_end=self._written_end,
+            high_watermark=self.high_watermark,
+            epoch_start=self.start_offset,
+            eligible=eligible,
+            now_ms=now_ms,
+            lag_max_ms=lag_max_ms,
+        )
+        return None if set(wanted) == set(self.isr) else wanted
+
+    def broker_epoch_of(self, replica: NodeId) -> int:
+        """The registration under which `replica` fetches; NONE = it was not heard yet."""
+        return self._followers.broker_epoch_of(replica)
+
+    def end_of(self, replica: NodeId) -> Offset:
+        """What `replica` confirmed."""
+        return self._written_end if replica == self.node_id else self._followers.end_of(replica)
+
+    def on_isr_proposed(self, isr: Sequence[NodeId]) -> None:
+        """A change was sent to the controller: additions hold the watermark from now on (R2)."""
+        assert not self._pending, "one change at a time"
+        self._pending = tuple(isr)
+
+    def on_isr_refused(self, isr: Sequence[NodeId]) -> bool:
+        """The controller surely did not and will not make this change.  True if the watermark
+        moved.
+        """
+        if tuple(isr) != self._pending:
+            return False
+        self._pending = ()
+        return self._move()
 
     def on_isr_committed(
-        self, isr: Sequence[NodeId], replicas: Sequence[NodeId], partition_epoch: int
+        self,
+        isr: Sequence[NodeId],
+        replicas: Sequence[NodeId],
+        partition_epoch: int,
+        now_ms: int = 0,
     ) -> bool:
         """The metadata log committed an ISR;
 
@@ -160,6 +207,9 @@ class Leader:
             return False
         assert self.node_id in isr, "I4: the controller never keeps a leader outside the ISR"
         self.partition_epoch = partition_epoch
+        for member in isr:
+            if member not in self.isr:
+                self._followers.begin(member, self._written_end, now_ms)
         self.isr = tuple(isr)
         self.replicas = tuple(replicas)
         self._pending = ()
@@ -174,7 +224,7 @@ class Leader:
     def _move(self) -> bool:
         own = self._synced_end if self._flush_on_ack else self._written_end
         others = (
-            self._ends.get(member, 0)
+            self._followers.end_of(member)
             for member in (*self.isr, *self._pending)
             if member != self.node_id
         )

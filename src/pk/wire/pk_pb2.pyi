@@ -4328,12 +4328,15 @@ class PartitionRecord(_message.Message):
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     PARTITION_EPOCH_FIELD_NUMBER: _builtins.int
     UNCLEAN_FIELD_NUMBER: _builtins.int
+    UNCLEAN_EPOCH_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     leader: _builtins.int
     leader_epoch: _builtins.int
     partition_epoch: _builtins.int
     unclean: _builtins.bool
+    unclean_epoch: _builtins.int
+    """the last leader epoch that began without all data (R4)"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -4364,12 +4367,15 @@ class PartitionRecord(_message.Message):
         leader_epoch: _builtins.int = ...,
         partition_epoch: _builtins.int = ...,
         unclean: _builtins.bool = ...,
+        unclean_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adding", b"adding", "directories", b"directories", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "leader_epoch", b"leader_epoch", "partition", b"partition", "partition_epoch", b"partition_epoch", "removing", b"removing", "replicas", b"replicas", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "adding", b"adding", "directories", b"directories", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "leader_epoch", b"leader_epoch", "partition", b"partition", "partition_epoch", b"partition_epoch", "removing", b"removing", "replicas", b"replicas", "topic_id", b"topic_id", "unclean", b"unclean", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__unclean_epoch: _TypeAlias = _typing.Literal["unclean_epoch"]  # noqa: Y015
+    _WhichOneofArgType__unclean_epoch: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unclean_epoch) -> _WhichOneofReturnType__unclean_epoch | None: ...
 
 Global___PartitionRecord: _TypeAlias = PartitionRecord  # noqa: Y015
 

@@ -97,5 +97,5 @@ def test_a_follower_cannot_be_ahead() -> None:
     one = leader(replicas=(1, 2), isr=(1, 2))
     with pytest.raises(errors.OffsetOutOfRange):
         one.on_follower_end(2, 1)
-    with pytest.raises(errors.InvalidRequest):
+    with pytest.raises(errors.NotLeaderOrFollower):
         one.on_follower_end(9, 0)

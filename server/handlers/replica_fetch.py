@@ -1,0 +1,157 @@
+"""A follower's end of a fetch stream: what a leader sends to replicas, and what it learns.
+
+World-generic.  The same stream and turns as for consumers (fetch.py), with three differences: a
+replica reads to the log's end, not to the watermark; before anything else the two logs are compared
+(rule R4), or the replica is told where to begin anew (rule R5); and what it confirms moves the high
+watermark.
+
+Invariants
+  P1  nothing a replica says counts before its log was compared with this one in this leader epoch,
+      and only for the position that was compared
+  P2  a replica is told of a watermark that moved within TELL_MS, with data or without
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.server.broker.fetch_session import Position
+from pk.server.broker.partition import Partition, StartAt
+from pk.types import NONE, NodeId, Offset, PartitionKey
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+    from pk.server.handlers.fetch import FetchStream
+
+#: A watermark that moves alone waits so long for data to travel with.
+TELL_MS = 20
+
+
+class ReplicaEnd:
+    """One follower's stream, seen from the leader."""
+
+    def __init__(
+        self, core: BrokerCore, stream: FetchStream, replica: NodeId, broker_epoch: int
+    ) -> None:
+        self._core = core
+        self._stream = stream
+        self.replica = replica
+        self.broker_epoch = broker_epoch
+        self._compared: dict[PartitionKey, Position] = {}  #: P1
+        self._told: dict[PartitionKey, Offset] = {}  #: the watermark it was told last
+        self._untold: dict[PartitionKey, None] = {}
+        self._telling: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+
+    # -- the replica speaks ------------------------------------------------------------------------
+
+    def check(self, request: wire.FetchRequest) -> None:
+        """Raises `InvalidRequest` if somebody else speaks on this stream."""
+        said = (request.replica_id, request.replica_epoch)
+        if said != (self.replica, self.broker_epoch):
+            raise errors.InvalidRequest(
+                f"replica {said} on the stream of {(self.replica, self.broker_epoch)}"
+            )
+
+    def confirmed(self, request: wire.FetchRequest) -> None:
+        for item in request.confirmed:
+            key = PartitionKey(item.topic_id, item.partition)
+            position = self._compared.get(key)
+            if position is not None and position.position_id == item.position_id:
+                self._confirm(key, position, item.log_end)
+
+    def _confirm(self, key: PartitionKey, position: Position, end: Offset) -> None:
+        partition = self._core.partitions.get(key)
+        leader = None if partition is None else partition.leader
+        if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
+            return  # P1: of another epoch; the pump tells the replica
+        try:
+            moved = leader.on_follower_end(self.replica, end, self._core.now_ms, self.broker_epoch)
+        except errors.PkError as error:
+            self._core.metrics.refused(error)
+            return
+        if moved:
+            partition.watermark_moved()
+        if self.replica not in leader.isr:
+            self._core.isr_changes.consider(partition)
+
+    # -- the partition speaks ----------------------------------------------------------------------
+
+    def watermark_moved(self, key: PartitionKey) -> None:
+        """P2."""
+        self._untold[key] = None
+        if self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(TELL_MS / 1000, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        untold, self._untold = self._untold, {}
+        for key in untold:
+            partition = self._core.partitions.get(key)
+            if partition is not None and self._told.get(key) != partition.high_watermark:
+                self._stream.moved(key)
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def compare(
+        self, position: Position, reply: wire.FetchReply
+    ) -> tuple[Partition, Offset] | None:
+        """The partition and how far to read; None = answered, or nothing to send.
+
+        Raises typed errors for the replica.
+        """
+        if position.cold:
+            return None  # the producer state is being read
+        partition = self._core.find(position.key)
+        if position.leader_epoch == NONE:
+            raise errors.InvalidRequest("a replica fetches under a leader epoch")
+        leader = partition.serving(position.leader_epoch)
+        if self._compared.get(position.key) is not position:
+            parting = partition.parting(position.last_fetched_epoch, position.next_offset)
+            if isinstance(parting, StartAt):
+                self._start_at(position, partition, parting.offset)
+                return None
+            if parting is not None:
+                entry = self._stream.entry(reply, position, partition)
+                entry.diverging.CopyFrom(
+                    wire.EpochEnd(epoch=parting.epoch, end_offset=parting.end_offset)
+                )
+                self._stream.end(position)
+                return None
+            self._compared[position.key] = position
+            self._confirm(position.key, position, position.next_offset)
+        if position.next_offset < leader.log_end:
+            return partition, leader.log_end
+        if position.announce or self._told.get(position.key) != leader.high_watermark:
+            self._stream.entry(reply, position, partition).next_offset = position.next_offset
+            self._stream.served(position)
+        return None
+
+    def describe(self, entry: wire.FetchedPartition, partition: Partition) -> None:
+        """What replicas are told beside what everybody is (rule R5)."""
+        log = partition.log
+        entry.local_log_start = log.local_log_start
+        entry.droppable_end = log.droppable_end
+        self._told[partition.key] = partition.high_watermark
+
+    def _start_at(self, position: Position, partition: Partition, offset: Offset) -> None:
+        position.cold = True
+        self._stream.later(self._read_start(position, partition, offset))
+
+    async def _read_start(self, position: Position, partition: Partition, offset: Offset) -> None:
+        """Rule R5: the producer state travels along, so that idempotence goes on."""
+        disk = partition.lane.disk
+        snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
+        reply = wire.FetchReply()
+        entry = self._stream.entry(reply, position, partition)
+        entry.start_at.local_log_start = offset
+        entry.start_at.producer_snapshot = snapshot
+        await self._stream.answer(position, reply)

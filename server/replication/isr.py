@@ -1,0 +1,118 @@
+"""Who is in sync: what a leader knows of its followers' progress, and which ISR it should ask for.
+
+Sans-IO.  Read first: docs/PROTOCOL.md R1, R2; KIP-16 (lag is time, not distance), KIP-903.
+
+A follower is *caught up at t* if everything the leader had at t is confirmed.  The leader notes its
+own end whenever it hears of a follower; when a later word confirms that end, the follower was
+caught up at the earlier time.  So a follower that is always one batch behind, because batches keep
+coming, is in sync; one that stands still is not.
+
+Invariants
+  S1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break
+  S2  a replica joins only when it has everything below the high watermark, and everything that was
+      there when the leader's epoch began
+  S3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
+      earlier life confirmed counts for nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pk.types import NONE, NodeId, Offset
+
+
+@dataclass(slots=True)
+class Progress:
+    """One follower, as its fetches show it."""
+
+    end: Offset  #: everything below it is kept there
+    caught_up_ms: int  #: when it last had all the leader had
+    heard_ms: int  #: when it was last heard
+    leader_end: Offset  #: the leader's end then
+    broker_epoch: int  #: of the registration that fetches
+
+
+class InSync:
+    """The followers of one leader epoch.  Times are the leader's monotonic clock."""
+
+    def __init__(self, isr: Iterable[NodeId], log_end: Offset, now_ms: int) -> None:
+        #: Members of the ISR begin as if they had been heard now (S1), with nothing confirmed.
+        self._known: dict[NodeId, Progress] = {
+            member: Progress(0, now_ms, now_ms, log_end, NONE) for member in isr
+        }
+
+    def end_of(self, replica: NodeId) -> Offset:
+        """What `replica` confirmed; 0 = nothing yet."""
+        known = self._known.get(replica)
+        return 0 if known is None else known.end
+
+    def heard(
+        self, replica: NodeId, end: Offset, leader_end: Offset, now_ms: int, broker_epoch: int
+    ) -> None:
+        """`replica` keeps everything below `end`."""
+        known = self._known.get(replica)
+        if known is None:
+            known = self._known[replica] = Progress(end, NONE, now_ms, leader_end, broker_epoch)
+        if end >= leader_end:
+            known.caught_up_ms = now_ms
+        elif end >= known.leader_end and known.broker_epoch == broker_epoch:
+            known.caught_up_ms = max(known.caught_up_ms, known.heard_ms)
+        known.end, known.heard_ms, known.leader_end = end, now_ms, leader_end
+        known.broker_epoch = broker_epoch
+
+    def wanted(
+        self,
+        isr: Sequence[NodeId],
+        replicas: Sequence[NodeId],
+        me: NodeId,
+        *,
+        log_end: Offset,
+        high_watermark: Offset,
+        epoch_start: Offset,
+        eligible: Mapping[NodeId, int],
+        now_ms: int,
+        lag_max_ms: int,
+    ) -> tuple[NodeId, ...]:
+        """The ISR that should be, in replica order.
+
+        `eligible`: broker epochs of the brokers that may join: registered, unfenced, not leaving.
+        """
+        members: list[NodeId] = []
+        for replica in replicas:
+            if replica == me:
+                members.append(replica)
+            elif replica in isr:
+                if not self._lags(replica, log_end, now_ms, lag_max_ms):
+                    members.append(replica)
+            elif self._may_join(replica, max(high_watermark, epoch_start), eligible):
+                members.append(replica)
+        return tuple(members)
+
+    def _lags(self, replica: NodeId, log_end: Offset, now_ms: int, lag_max_ms: int) -> bool:
+        """S1."""
+        known = self._known.get(replica)
+        if known is None:
+            return True
+        return known.end < log_end and now_ms - known.caught_up_ms > lag_max_ms
+
+    def _may_join(self, replica: NodeId, needed: Offset, eligible: Mapping[NodeId, int]) -> bool:
+        """S2, S3."""
+        known = self._known.get(replica)
+        if known is None or known.end < needed:
+            return False
+        return eligible.get(replica) == known.broker_epoch
+
+    def broker_epoch_of(self, replica: NodeId) -> int:
+        """The registration whose fetches were heard last; NONE = nothing was heard."""
+        known = self._known.get(replica)
+        return NONE if known is None else known.broker_epoch
+
+    def begin(self, replica: NodeId, log_end: Offset, now_ms: int) -> None:
+        """`replica` is in the ISR from now on, however it got there."""
+        self._known.setdefault(replica, Progress(0, now_ms, now_ms, log_end, NONE))
+
+    def lag_of(self, replica: NodeId, log_end: Offset) -> int:
+        """Records `replica` has not confirmed yet."""
+        return max(0, log_end - self.end_of(replica))

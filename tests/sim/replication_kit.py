@@ -1,0 +1,296 @@
+"""A cluster of a controller and several brokers, and a driver that keeps a ledger, in one simulated
+world: the smallest surroundings in which replication can be seen to work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pk import errors, settings, tracing
+from pk.client.cluster import Cluster
+from pk.client.fetch_engine import FetchEngine
+from pk.client.intake import record_size
+from pk.client.options import consumer_options, producer_options
+from pk.client.produce_engine import ProduceEngine
+from pk.log.storage import Disk
+from pk.server.broker.partition import Partition
+from pk.server.broker_node import BrokerNode
+from pk.server.controller.image import PartitionState
+from pk.server.controller_node import ControllerNode
+from pk.server.run_config import RunConfig
+from pk.sim.disk import SimDisk, SimStorage
+from pk.sim.world import SimWorld
+from pk.types import TopicPartition
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+RETRIES = {"retry_backoff_ms": 20, "retry_backoff_max_ms": 200, "request_timeout_ms": 1_000}
+SERVER = {
+    "broker_session_timeout_ms": 2_000,
+    "broker_heartbeat_interval_ms": 300,
+    "replica_lag_time_max_ms": 2_000,
+}
+
+
+class BrokerLog(tracing.Log):
+    """What a broker says, in the trace; its bugs fail the test."""
+
+    def __init__(self, name: str, kit: Kit) -> None:
+        super().__init__(name, lambda: 0)
+        self._kit = kit
+        self._name = name
+
+    def _line(self, level: str, event: str, facts: dict[str, object]) -> None:
+        known = {name: value for name, value in facts.items() if name != "trace"}
+        self._kit.said.append((self._name, event, known))
+        if level == "BUG":
+            self._kit.bugs.append(f"{self._name} {event} {facts.get('trace')}")
+
+
+class Kit:
+    """Nodes that can be killed, lose power and come back."""
+
+    def __init__(self, seed: int, brokers: int = 3, **server: Any) -> None:
+        self.sim = SimWorld(seed)
+        self.bugs: list[str] = []
+        self.said: list[tuple[str, str, dict[str, object]]] = []
+        self.brokers: dict[int, BrokerNode] = {}
+        self.boots = dict.fromkeys(range(1, brokers + 1), 1)
+        self.run = RunConfig(
+            dirs=("/sim/d",),
+            directory_ids=("m" * 36,),
+            run_dir="/sim/run",
+            cluster_id="c" * 36,
+            node_id=100,
+            server=settings.SERVER.resolve({**SERVER, **server}),
+        )
+        self.storages = {n: SimStorage(f"d{n}", self.sim.random(f"disk{n}")) for n in self.boots}
+        self.meta = SimStorage("meta", self.sim.random("meta"))
+        self.controller: ControllerNode | None = None
+        self.sim.start("controller", self._controller)
+        self.sim.run_until(lambda: self.controller is not None)
+        for n in self.boots:
+            self.boot(n)
+        self.until(lambda: all(self.serves(n) for n in self.boots))
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    async def _controller(self, world: World) -> None:
+        disk = SimDisk(self.meta, world.clock, world.rng)
+        node = ControllerNode(world, disk, self.run, log=BrokerLog("controller", self))
+        await node.start()
+        self.controller = node
+
+    def boot(self, n: int) -> None:
+        async def main(world: World) -> None:
+            disks: list[Disk] = [SimDisk(self.storages[n], world.clock, world.rng)]
+            server = {**self.run.server, "listen": f"b{n}:9292", "node_id": n}
+            run = replace(
+                self.run, node_id=n, server=server, directory_ids=(self.storages[n].root * 12,)
+            )
+            node = BrokerNode(
+                world,
+                disks,
+                run,
+                boot_id=f"boot-{n}-{self.boots[n]}",
+                incarnation_id=world.new_id(),
+                log=BrokerLog(f"b{n}", self),
+            )
+            self.brokers[n] = node
+            await node.start()
+
+        self.sim.start(f"b{n}", main)
+
+    def kill(self, n: int) -> None:
+        """kill -9: what is WRITTEN stays."""
+        self.brokers.pop(n, None)
+        self.sim.kill(f"b{n}")
+        self.storages[n].crash()
+
+    def power_loss(self, n: int) -> None:
+        self.kill(n)
+        self.storages[n].power_loss()
+        self.boots[n] += 1
+
+    def empty_disk(self, n: int) -> None:
+        """The node comes back with a new, empty disk."""
+        self.kill(n)
+        self.boots[n] += 1
+        self.storages[n] = SimStorage(f"e{n}", self.sim.random(f"disk{n}/{self.boots[n]}"))
+
+    def drain(self, n: int) -> None:
+        """A clean stop, to its end."""
+        task = self.sim.spawn(f"b{n}", self.brokers[n].close())
+        self.until(task.done)
+        self.kill(n)
+
+    def serves(self, n: int) -> bool:
+        return n in self.brokers and self.brokers[n]._serving.is_set()
+
+    def until(self, holds: Any, events_max: int = 2_000_000) -> None:
+        self.sim.run_until(lambda: bool(self.bugs) or holds(), events_max)
+        assert not self.bugs, self.bugs[0]
+
+    def wait(self, duration_ms: int) -> None:
+        self.sim.loop.run_for_ms(duration_ms)
+        assert not self.bugs, self.bugs[0]
+
+    # -- looking inside ----------------------------------------------------------------------------
+
+    def state(self, topic: str, number: int = 0) -> PartitionState:
+        assert self.controller is not None
+        found = self.controller.machine.image.topic(topic)
+        assert found is not None
+        return found.partitions[number]
+
+    def replica(self, n: int, topic: str, number: int = 0) -> Partition:
+        for key, partition in self.brokers[n].core.partitions.items():
+            if partition.topic == topic and key.partition == number:
+                return partition
+        raise AssertionError(f"broker {n} has no {topic}-{number}")
+
+    def in_sync(self, topic: str, count: int = 3) -> bool:
+        state = self.state(topic)
+        if state.leader not in self.brokers or len(state.isr) != count:
+            return False
+        return all(
+            n in self.brokers
+            and self.serves(n)
+            and self.replica(n, topic).log.written_end
+            == self.replica(state.leader, topic).log.written_end
+            == self.replica(n, topic).high_watermark
+            for n in state.isr
+        )
+
+    def content(self, n: int, topic: str) -> bytes:
+        """Every batch of a replica's log, as stored."""
+        log = self.replica(n, topic).log
+        at, found = log.local_log_start, b""
+        while at < log.written_end:
+            read = log.read(at, bound=log.written_end, max_bytes=1 << 30)
+            found, at = found + bytes(read.data), read.next_offset
+        return found
+
+    def events(self, event: str) -> int:
+        return sum(said[1] == event for said in self.said)
+
+    # -- driver ------------------------------------------------------------------------------------
+
+    def cluster(self, name: str) -> Cluster:
+        world = self.sim.world_of(name)
+        bootstrap = [f"b{n}:9292" for n in self.boots]
+        return Cluster(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+
+    def create(self, topic: str, partitions: int = 1, factor: int = 3, **configs: Any) -> None:
+        request = wire.CreateTopicsRequest()
+        request.topics.add(
+            name=topic,
+            partitions=partitions,
+            replication_factor=factor,
+            configs={name: str(value) for name, value in configs.items()},
+        )
+
+        async def story() -> Any:
+            cluster = self.cluster("admin")
+            try:
+                return await cluster.call_any(request, timeout_ms=10_000)
+            finally:
+                await cluster.close()
+
+        reply = self.sim.run(story())
+        assert not reply.results[0].HasField("error"), reply
+
+
+class Ledger:
+    """Sends numbered records one burst after another and notes what was acknowledged where."""
+
+    def __init__(self, kit: Kit, topic: str, **given: Any) -> None:
+        self.kit = kit
+        self.topic = topic
+        self.sent = 0
+        self.acked: dict[int, int] = {}  #: number -> offset
+        self.failed: dict[int, errors.PkError] = {}
+        world = kit.sim.world_of("producer")
+        settings, idempotent = producer_options(
+            {"linger_ms": 1, "delivery_timeout_ms": 30_000, **RETRIES, **given}
+        )
+        self.engine = ProduceEngine(world, kit.cluster("producer"), settings, idempotent=idempotent)
+        self._world = world
+        self._going = True
+        self._task = kit.sim.spawn("producer", self._run())
+
+    async def _run(self) -> None:
+        self.engine.start()
+        while self._going:
+            await self._world.clock.sleep_ms(5)
+            try:
+                intake = await self.engine.open(self.topic, 500)
+            except errors.PkError:
+                continue
+            for _ in range(self._world.rng.randint(1, 20)):
+                number, self.sent = self.sent, self.sent + 1
+                value = b"%d" % number
+                size = record_size(value, None, None, self.topic)
+
+                def told(metadata: Any, error: Any, number: int = number) -> None:
+                    if error is None:
+                        self.acked[number] = metadata.offset
+                    else:
+                        self.failed[number] = error
+
+                offered = intake.offer(value, None, None, 0, None, told, size, self._world.clock)
+                if offered is None:
+                    self.failed[number] = errors.BufferExhausted("full")
+            self.engine.marked[self.topic] = intake
+            self.engine.poke()
+
+    def more(self, count: int) -> None:
+        """Run until `count` more records are acknowledged."""
+        want = len(self.acked) + count
+        self.kit.until(lambda: len(self.acked) >= want or self.engine.fatal is not None)
+        assert self.engine.fatal is None, self.engine.fatal
+
+    def stop(self) -> None:
+        """No more records; run until every one has an outcome."""
+        self._going = False
+
+        async def flush() -> None:
+            self.engine.begin_flush()
+
+        self.kit.until(self.kit.sim.spawn("producer", flush()).done)
+        self.kit.until(
+            lambda: self._task.done() and len(self.acked) + len(self.failed) == self.sent
+        )
+
+    def rows(self) -> dict[int, int]:
+        """offset -> number, as a consumer reads it from the beginning."""
+        kit = self.kit
+        world = kit.sim.world_of("reader")
+        options = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
+        engine = FetchEngine(world, kit.cluster("reader"), options)
+        found: dict[int, int] = {}
+        state = kit.state(self.topic)
+        end = kit.replica(state.leader, self.topic).high_watermark
+
+        async def story() -> None:
+            engine.assign([TopicPartition(self.topic, 0)])
+            while not found or max(found) + 1 < end:
+                await world.clock.sleep_ms(10)
+                for _, batch in engine.drain():
+                    offsets = batch.column("offset").to_pylist()
+                    values = batch.column("value").to_pylist()
+                    found.update(zip(offsets, map(int, values), strict=True))
+            await engine.close()
+
+        kit.sim.run(story())
+        return found
+
+    def check(self) -> None:
+        """Acknowledged: there, once, where it was said; anything else: at most once; in order."""
+        rows = self.rows()
+        numbers = list(rows.values())
+        assert len(set(numbers)) == len(numbers), "twice"
+        assert numbers == sorted(numbers), "out of order"
+        for number, offset in self.acked.items():
+            assert rows.get(offset) == number, (number, offset, rows.get(offset))

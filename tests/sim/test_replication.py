@@ -1,0 +1,266 @@
+"""Replication on production brokers in a simulated world: what is acknowledged survives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.sim.replication_kit import Kit, Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Kit] = []
+
+    def one(seed: int, **given: Any) -> Kit:
+        made.append(Kit(seed, **given))
+        return made[-1]
+
+    yield one
+    for kit in made:
+        kit.sim.close()
+
+
+def test_replicas_follow_their_leader(make: Any) -> None:
+    kit = make(1)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(200)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t") != b""
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_leader_that_is_killed_takes_nothing_with_it(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    for _ in range(4):
+        ledger.more(100)
+        leader = kit.state("t").leader
+        kit.kill(leader)
+        ledger.more(100)
+        assert kit.state("t").leader != leader
+        kit.boot(leader)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dead_follower_leaves_the_isr_and_comes_back(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    follower = kit.state("t").replicas[1]
+    kit.kill(follower)
+    kit.until(lambda: follower not in kit.state("t").isr)
+    ledger.more(200)
+    kit.boot(follower)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+def test_a_follower_that_stands_still_leaves_the_isr(make: Any) -> None:
+    """It lives in the controller's eyes; only its leader sees that it does not follow."""
+    kit = make(7)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    leader, follower = kit.state("t").replicas[:2]
+    kit.sim.network.cut(f"b{leader}", f"b{follower}")
+    ledger.more(20)  # R2: only once the removal is committed
+    assert follower not in kit.state("t").isr
+    kit.sim.network.heal(f"b{leader}", f"b{follower}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+
+
+def test_below_the_minimum_nothing_is_acknowledged(make: Any) -> None:
+    """Rule R1."""
+    kit = make(8)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    leader, *followers = kit.state("t").replicas
+    for n in followers:
+        kit.kill(n)
+    kit.until(lambda: kit.state("t").isr == (leader,))
+    kit.wait(500)
+    acked, mark = len(ledger.acked), kit.replica(leader, "t").high_watermark
+    kit.wait(5_000)
+    assert len(ledger.acked) == acked
+    assert kit.replica(leader, "t").high_watermark == mark
+    kit.boot(followers[0])
+    ledger.more(100)
+    kit.boot(followers[1])
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_isolated_leader_acknowledges_nothing(make: Any, seed: int) -> None:
+    """Rules R6, L5: the others elect, and what was parked is answered when the cut heals."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    old = kit.state("t").leader
+    others = [f"b{n}" for n in (1, 2, 3) if n != old]
+    for name in ("controller", *others):
+        kit.sim.network.cut(f"b{old}", name)
+    kit.until(lambda: kit.state("t").leader != old)
+    kit.wait(2_500)
+    alone = kit.replica(old, "t")
+    mark = alone.high_watermark
+    ledger.more(100)
+    assert alone.high_watermark == mark, "two histories"
+    for name in ("controller", *others):
+        kit.sim.network.heal(f"b{old}", name)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_only_the_old_leader_had_is_cut(make: Any, seed: int) -> None:
+    """acks=1 records that nobody else had, then another leader's: the logs part, and meet again."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=1)
+    ledger = Ledger(kit, "t", acks="1", enable_idempotence=False)
+    ledger.more(50)
+    old = kit.state("t").leader
+    for n in (1, 2, 3):
+        if n != old:
+            kit.sim.network.cut(f"b{old}", f"b{n}")
+    ledger.more(50)
+    kit.kill(old)
+    kit.until(lambda: kit.state("t").leader not in (old, -1))
+    for n in (1, 2, 3):
+        if n != old:
+            kit.sim.network.heal(f"b{old}", f"b{n}")
+    ledger.more(50)
+    kit.boot(old)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    assert kit.events("log_cut")
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+    entries = [kit.replica(n, "t").log.epochs.entries for n in (1, 2, 3)]
+    assert entries[0] == entries[1] == entries[2]
+    assert len(entries[0]) > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_empty_disk_is_filled_again(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(200)
+    for n in (1, 2, 3):
+        kit.empty_disk(n)
+        ledger.more(50)
+        kit.boot(n)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_clean_bounce_is_not_noticed(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    for n in (1, 2, 3, 1, 2, 3):
+        ledger.more(30)
+        kit.drain(n)
+        ledger.more(30)
+        kit.boot(n)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_power_loss_at_a_time_loses_nothing(make: Any, seed: int) -> None:
+    """Rule L3: min ISR 2 stands one power loss, acknowledged from the page cache or not."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    for n in (1, 2, 3, 1, 2, 3):
+        ledger.more(60)
+        kit.power_loss(n)
+        ledger.more(20)
+        kit.boot(n)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_processes_killed_at_once_lose_nothing(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    for _ in range(3):
+        ledger.more(100)
+        for n in (1, 2, 3):
+            kit.kill(n)
+        kit.wait(300)
+        for n in (1, 2, 3):
+            kit.boot(n)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+def test_a_new_replica_begins_where_the_leaders_log_does(make: Any) -> None:
+    """Rule R5: what retention took is not asked for; idempotence goes on."""
+    kit = make(3, log_retention_check_interval_ms=200)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000, retention_bytes=40_000)
+    ledger = Ledger(kit, "t")
+    ledger.more(1_000)
+    kit.until(lambda: kit.replica(kit.state("t").leader, "t").log.local_log_start > 0)
+    n = kit.state("t").replicas[2]
+    kit.empty_disk(n)
+    ledger.more(50)
+    kit.boot(n)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    leader, fresh = kit.replica(kit.state("t").leader, "t"), kit.replica(n, "t")
+    assert kit.events("log_begun_anew") == 1
+    assert fresh.log.local_log_start > 0
+    kit.until(lambda: fresh.log.log_start == leader.log.log_start)
+    (producer_id,) = {1, 2, 3} & set(leader.log.producers._by_id)
+    mine, theirs = fresh.log.producers.get(producer_id), leader.log.producers.get(producer_id)
+    assert mine is not None
+    assert theirs is not None
+    assert mine.batches == theirs.batches
