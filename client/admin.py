@@ -1,4 +1,4 @@
-"""Administration: topics, settings, offsets, the tier.
+"""Administration: topics, settings, offsets, the tier, the metadata quorum.
 
 Every call blocks for at most `timeout_s` and raises the typed error of the first thing that went
 wrong.  Setting names may be Kafka's (`retention.ms`).  An admin client is safe to share between
@@ -20,6 +20,7 @@ from pk.client import connection
 from pk.client.cluster import Cluster
 from pk.client.offsets import ISOLATION, lookup_offsets
 from pk.client.options import bootstrap_of
+from pk.client.quorum import QuorumDescription, ask_active, description_of
 from pk.types import NONE, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -137,21 +138,33 @@ class TierDescription:
 
 
 class AdminClient:
-    """Administers a cluster."""
+    """Administers a cluster.
+
+    With `bootstrap_controllers` instead of brokers it asks controllers directly (KIP-919), also
+    when no broker serves: for the calls that concern the metadata quorum.
+    """
 
     def __init__(
         self,
         bootstrap: str | Iterable[str] | None = None,
         *,
+        bootstrap_controllers: str | Iterable[str] | None = None,
         request_timeout_ms: int = 30_000,
         client_id: str = "",
         **options: Any,
     ) -> None:
-        bootstrap = bootstrap_of(bootstrap, options)
+        controllers = options.pop("bootstrap.controllers", bootstrap_controllers)
+        self._of_controllers = controllers is not None
+        if controllers is None:
+            bootstrap = bootstrap_of(bootstrap, options)
+        elif bootstrap is None:
+            bootstrap = controllers
+        else:
+            raise errors.InvalidOption("give brokers or controllers, not both", option="bootstrap")
         if options:
             raise errors.InvalidOption(
                 f"unknown admin option {next(iter(options))!r}; there are bootstrap, "
-                "request_timeout_ms and client_id",
+                "bootstrap_controllers, request_timeout_ms and client_id",
                 option=next(iter(options)),
             )
         self._closed = False
@@ -160,7 +173,7 @@ class AdminClient:
         try:
             self._cluster = Cluster(
                 self._thread.world,
-                bootstrap,
+                bootstrap or (),
                 client_id=client_id,
                 request_timeout_ms=settings.CONSUMER.by_name["request_timeout_ms"].parse(
                     request_timeout_ms
@@ -392,12 +405,37 @@ class AdminClient:
             frames.raise_error(reply.problem) if reply.HasField("problem") else None,
         )  # fmt: skip
 
+    # -- the metadata quorum -----------------------------------------------------------------------
+
+    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
+        """Who leads, who votes, who follows, and how far each is."""
+        request = wire.DescribeQuorumRequest()
+        return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
+
+    def add_raft_voter(
+        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
+        request = wire.AddVoterRequest(node_id=node_id, directory_id=directory_id, address=address)
+        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        return tuple(each.node_id for each in reply.voters)
+
+    def remove_raft_voter(
+        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Let a controller vote no more; returns the ids of the voters that stay."""
+        request = wire.RemoveVoterRequest(node_id=node_id, directory_id=directory_id)
+        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        return tuple(each.node_id for each in reply.voters)
+
     # -- plumbing ----------------------------------------------------------------------------------
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
         cluster = self._cluster
 
         async def attempt(one_ms: int) -> Message:
+            if self._of_controllers:
+                return await ask_active(cluster, request, one_ms)
             if not cluster.metadata.generation:
                 cluster.start()  # know the brokers, so that one that moved is still found
             return await cluster.call_any(request, timeout_ms=one_ms)

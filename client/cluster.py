@@ -128,6 +128,10 @@ class Cluster:
         if address is None:
             self.want_metadata()
             raise errors.BrokerUnavailable(f"broker {node} is not known")
+        return await self.call_address(address, request, timeout_ms=timeout_ms)
+
+    async def call_address(self, address: str, request: Message, *, timeout_ms: int) -> Message:
+        """One attempt at whoever listens there; the reply's body."""
         return _body(await self.caller(address).call(request, timeout_ms=timeout_ms))
 
     async def call_any(self, request: Message, *, timeout_ms: int) -> Message:
@@ -138,7 +142,7 @@ class Cluster:
         error: errors.PkError = errors.BrokerUnavailable("no broker is known")
         for address in dict.fromkeys([*known, *self.bootstrap]):
             try:
-                return _body(await self.caller(address).call(request, timeout_ms=timeout_ms))
+                return await self.call_address(address, request, timeout_ms=timeout_ms)
             except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
                 error = cause
         raise error

@@ -130,9 +130,10 @@ class BrokerNode:
         core.follower = MetadataFollower(core, self._incarnation_id, dict(run.topic_defaults))
         core.link = ControllerLink(
             self.world,
-            run.controller_address,
+            run.controller_addresses,
             hello,
             self._identity(),
+            peers=run.peer_controller_addresses,
             session_timeout_ms=server["broker_session_timeout_ms"],
             heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
             metadata_offset=lambda: core.follower.reacted,

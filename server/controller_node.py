@@ -20,11 +20,13 @@ from pk import errors, limits, tracing
 from pk.log.storage import Buffer, Disk
 from pk.server.controller.machine import Controller
 from pk.server.controller_term import Term
+from pk.server.quorum import membership
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
 from pk.server.quorum.opening import SnapshotRules
 from pk.server.quorum.snapshot import file_name
+from pk.server.settings import voter_directory_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
@@ -45,10 +47,19 @@ _ASKED = (
 FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
 
 
+def first_voters(run: RunConfig) -> dict[Voter, str] | None:
+    """The voters that the settings name, as `pk server format --initial-controllers` made them."""
+    return {
+        Voter(node_id, voter_directory_id(run.cluster_id, node_id)): address
+        for node_id, address in run.voters.items()
+    } or None
+
+
 class ControllerNode:
     """One controller over a World and the disk of `DIR/metadata`.
 
-    `voters`: the first voters of a new quorum, with their addresses; this node alone by default.
+    `voters`: the first voters of a new quorum, with their addresses; those of the settings by
+    default, and this node alone if they name none.
     """
 
     def __init__(
@@ -69,12 +80,13 @@ class ControllerNode:
         self._disk = disk
         self._log = log
         self._on_fatal = on_fatal
-        self._address = run.controller_address if address is None else address
+        self._address = run.controller_listen if address is None else address
+        voters = first_voters(run) if voters is None else voters
         self.metadata = MetadataLog(
             world,
             disk,
-            me=Voter(run.node_id, run.directory_ids[0]),
-            address=self._address,
+            me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
+            address=run.voters.get(run.node_id, self._address),
             on_fatal=self._fatal,
             voters=voters,
             timing=timing,
@@ -84,6 +96,7 @@ class ControllerNode:
                 int(run.server["metadata_log_max_snapshot_interval_ms"]),
             ),
             say=self._say,
+            peers=run.peer_controller_addresses,
         )
         self.term: Term | None = None  #: while this node is the active controller
         self._listener: Listener | None = None
@@ -241,8 +254,51 @@ class ControllerNode:
         return {
             **self.metadata.handlers(),
             **{name: active(name) for name in _ASKED},
+            **self._membership(),
             "fetch_metadata_log": fetch,
         }
+
+    # -- who votes ---------------------------------------------------------------------------------
+
+    def _membership(self) -> Mapping[str, Handler]:
+        log, clock = self.metadata, self.world.clock
+
+        async def describe(_request: Any, _frame: frames.Frame) -> Any:
+            self._active()
+            return membership.describe(log.quorum, log.address_of, clock.monotonic_ms())
+
+        async def add(request: wire.AddVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voter = Voter(request.node_id, request.directory_id)
+            if not request.directory_id or not request.address:
+                raise errors.InvalidRequest("a voter has a directory id and an address")
+            voters = membership.with_voter(log.quorum, voter, clock.monotonic_ms())
+            return await self._vote_with(voters, {voter.node_id: request.address})
+
+        async def remove(request: wire.RemoveVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voters = membership.without_voter(
+                log.quorum, request.node_id, request.directory_id, clock.monotonic_ms()
+            )
+            return await self._vote_with(voters, {})
+
+        return {"describe_quorum": describe, "add_voter": add, "remove_voter": remove}
+
+    async def _vote_with(
+        self, voters: tuple[Voter, ...], addresses: Mapping[int, str]
+    ) -> wire.ChangeVotersReply:
+        log = self.metadata
+        if voters != log.quorum.voters:
+            await log.change_voters(voters, addresses)
+        self._say("voters_changed", voters=",".join(str(voter.node_id) for voter in voters))
+        reply = wire.ChangeVotersReply(metadata_offset=log.committed - 1)
+        for each in voters:
+            reply.voters.add(
+                node_id=each.node_id,
+                directory_id=each.directory_id,
+                address=log.address_of(each.node_id),
+            )
+        return reply
 
     # -- the metadata log --------------------------------------------------------------------------
 
@@ -254,6 +310,11 @@ class ControllerNode:
         log, offset = self.metadata, request.from_offset
         if 0 <= offset < log.log_start and log.newest_snapshot is not None:
             return self._fetched(offset, snapshot=file_name(log.newest_snapshot)), ()
+        if offset > log.end and not log.alone:
+            # The asker has seen more that is committed: another controller leads a later epoch.
+            raise errors.ControllerUnavailable(
+                f"offset {offset}: the metadata log of this controller ends at {log.end}"
+            )
         if not 0 <= offset <= log.end:
             raise errors.OffsetOutOfRange(f"offset {offset}: the metadata log is [0, {log.end})")
         if offset >= log.committed:

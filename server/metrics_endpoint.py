@@ -1,7 +1,8 @@
 """Where a node's metrics are served: one address for its users, a socket per process behind it.
 
 The broker listens on the option `metrics`; the other roles on sockets in the run directory, which
-the broker asks whenever it is asked (`tracing.serve_http`).  Without the option nobody listens.
+the broker asks whenever it is asked (`tracing.serve_http`).  The controller of a node without a
+broker listens itself.  Without the option nobody listens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ BROKER = "broker"
 
 def socket_names(run: RunConfig) -> Mapping[str, str]:
     """The name of each role's socket for metrics in the run directory."""
-    roles = ("controller", "tier") if run.tier_url else ("controller",)
-    return {role: f"{role}-metrics" for role in roles}
+    if BROKER not in run.roles:
+        return {}
+    tier = ("tier",) if run.tier_url else ()
+    return {role: f"{role}-metrics" for role in (*run.roles, *tier) if role != BROKER}
 
 
 async def serve_metrics(process: Process) -> asyncio.Server | None:
@@ -32,7 +35,7 @@ async def serve_metrics(process: Process) -> asyncio.Server | None:
     if not run.server["metrics"]:
         return None
     sockets = {role: socket_address(run.run_dir, name) for role, name in socket_names(run).items()}
-    if process.role != BROKER:
+    if process.role in sockets:
         return await tracing.serve_http(sockets[process.role], process.metrics, process.health)
     return await tracing.serve_http(
         str(run.server["metrics"]), process.metrics, process.health, sockets

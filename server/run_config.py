@@ -38,6 +38,8 @@ from typing import Any
 
 from pk import errors, tracing
 from pk.clock import Clock, SystemClock
+from pk.server.settings import bootstrap_of, peers_of, roles_of, voters_of
+from pk.types import NodeId
 from pk.world import World
 
 EXIT_OK = 0
@@ -62,10 +64,50 @@ class RunConfig:
     node_id: int
     server: Mapping[str, Any]  #: resolved `settings.SERVER`
     topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: given `settings.TOPIC`s only
+    #: uuid of `metadata/` as a voter has it (rule Q1); '' = the first directory's
+    metadata_directory_id: str = ""
 
     @property
     def controller_address(self) -> str:
+        """The controller's unix socket, if it is alone."""
         return socket_address(self.run_dir, "controller")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of `controller` and `broker`."""
+        return roles_of(self.server)
+
+    @property
+    def voters(self) -> dict[NodeId, str]:
+        """The first voters by node id, with their addresses; {} = this node alone."""
+        return voters_of(self.server)
+
+    @property
+    def controller_listen(self) -> str:
+        """What this node's controller binds."""
+        given = str(self.server["controller_listen"])
+        return given or self.voters.get(self.node_id) or self.controller_address
+
+    @property
+    def controller_addresses(self) -> tuple[str, ...]:
+        """Where this node's broker finds controllers, any of which knows the active one; its own
+        first.
+        """
+        peers = self.peer_controller_addresses
+        known = {node: peers.get(node, address) for node, address in self.voters.items()}
+        if "controller" in self.roles:
+            known = {self.node_id: self.controller_listen, **known}
+        return tuple(dict.fromkeys((*known.values(), *bootstrap_of(self.server))))
+
+    @property
+    def peer_addresses(self) -> dict[NodeId, str]:
+        """By node id: what this node connects to instead of what a broker advertises."""
+        return peers_of(self.server, "peer_addresses")
+
+    @property
+    def peer_controller_addresses(self) -> dict[NodeId, str]:
+        """By node id: what this node connects to instead of a controller's known address."""
+        return peers_of(self.server, "peer_controller_addresses")
 
     @property
     def tier_address(self) -> str:

@@ -1,4 +1,5 @@
-"""Where a server's settings come from: file, then environment, then flags; the later wins.
+"""Where a server's settings come from: file, then environment, then flags; the later wins.  And
+what those of a cluster say: roles, voters, addresses.
 
 One flat space of names holds the server's own settings and the topic settings that shall be the
 cluster's defaults; Kafka's dotted names are the same names.  In a TOML file `retention.ms = 1`
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pk import errors, settings
+from pk.types import NodeId
 
 _TABLES = ("server", "topic")
 _WILDCARDS = ("0.0.0.0", "::", "")
@@ -52,6 +55,7 @@ def resolve(
     check_settings(topic, {})
     full = settings.SERVER.resolve(server)
     _check_addresses(full)
+    _check_cluster(full)
     return Resolved(full, topic, dirs)
 
 
@@ -118,6 +122,119 @@ def _check_addresses(server: Mapping[str, Any]) -> None:
         raise errors.InvalidConfig(
             f"no client can use {server['listen']} as an address: give advertise HOST:PORT too",
             option="advertise",
+        )
+
+
+# -- clusters --------------------------------------------------------------------------------------
+
+ROLES = ("controller", "broker")
+_FIRST_VOTERS = uuid.UUID("6f1dcb0a-5a0c-4b1e-9c63-1d5a3c2f7e11")
+
+
+def roles_of(server: Mapping[str, Any]) -> tuple[str, ...]:
+    """The roles of this node.  Raises `InvalidConfig`."""
+    given = [each.strip() for each in str(server["process_roles"]).split(",")]
+    if not set(given) <= set(ROLES) or len(set(given)) < len(given):
+        raise errors.InvalidConfig(
+            f"process_roles is broker, controller or broker,controller, not "
+            f"{server['process_roles']!r}",
+            option="process_roles",
+        )
+    return tuple(role for role in ROLES if role in given)
+
+
+def voters_of(server: Mapping[str, Any]) -> dict[NodeId, str]:
+    """Node id → HOST:PORT of the first voters; {} = this node alone.  Raises `InvalidConfig`."""
+    return _by_node(server, "controller_quorum_voters", "@")
+
+
+def voter_directory_id(cluster_id: str, node_id: NodeId) -> str:
+    """The uuid of a first voter's metadata directory: all first voters can name all of them."""
+    return str(uuid.uuid5(_FIRST_VOTERS, f"{cluster_id}/{node_id}"))
+
+
+def peers_of(server: Mapping[str, Any], option: str) -> dict[NodeId, str]:
+    """`peer_addresses` or `peer_controller_addresses`.  Raises `InvalidConfig`."""
+    return _by_node(server, option, "=")
+
+
+def is_clustered(server: Mapping[str, Any]) -> bool:
+    """The node is one of several, or is to become one: nothing of it is made up at its start."""
+    names = ("controller_quorum_voters", "controller_quorum_bootstrap_servers")
+    return any(server[name] for name in names)
+
+
+def bootstrap_of(server: Mapping[str, Any]) -> tuple[str, ...]:
+    """The addresses in `controller_quorum_bootstrap_servers`.  Raises `InvalidConfig`."""
+    given = str(server["controller_quorum_bootstrap_servers"])
+    found = tuple(each.strip() for each in given.split(",") if each.strip())
+    for each in found:
+        _reachable(each, "controller_quorum_bootstrap_servers")
+    return found
+
+
+def _by_node(server: Mapping[str, Any], option: str, sign: str) -> dict[NodeId, str]:
+    found: dict[NodeId, str] = {}
+    for each in str(server[option]).split(","):
+        if not each.strip():
+            continue
+        node, separator, address = each.strip().partition(sign)
+        if not separator or not node.isdigit() or int(node) in found:
+            raise errors.InvalidConfig(
+                f"{option} is ID{sign}HOST:PORT,… with each id once; {each.strip()!r} is not that",
+                option=option,
+            )
+        _reachable(address, option)
+        found[int(node)] = address
+    return found
+
+
+def _reachable(address: str, option: str) -> None:
+    """Other nodes are told this address as it stands."""
+    if host_of(address) in _WILDCARDS or address.endswith(":0"):
+        raise errors.InvalidConfig(f"{option}: nobody can connect to {address}", option=option)
+
+
+def _check_cluster(server: Mapping[str, Any]) -> None:
+    """What must agree among the settings of a cluster."""
+    roles, voters, bootstrap = roles_of(server), voters_of(server), bootstrap_of(server)
+    for option in ("peer_addresses", "peer_controller_addresses"):
+        peers_of(server, option)
+    node_id, listen = int(server["node_id"]), str(server["controller_listen"])
+    if listen and (not host_of(listen) or listen.endswith(":0")):
+        raise errors.InvalidConfig(
+            f"controller_listen must name a port that others can be told, not {listen}",
+            option="controller_listen",
+        )
+    if "controller" not in roles:
+        if not voters and not bootstrap:
+            raise errors.InvalidConfig(
+                "a broker without a controller needs controller_quorum_voters or "
+                "controller_quorum_bootstrap_servers",
+                option="controller_quorum_voters",
+            )
+        if node_id in voters:
+            raise errors.InvalidConfig(
+                f"node {node_id} is a voter, so process_roles must name controller",
+                option="process_roles",
+            )
+        return
+    if bootstrap and not voters:
+        raise errors.InvalidConfig(
+            "a controller that joins others needs controller_quorum_voters",
+            option="controller_quorum_voters",
+        )
+    if voters and node_id not in voters and not listen:
+        raise errors.InvalidConfig(
+            f"node {node_id} is no voter: give controller_listen HOST:PORT",
+            option="controller_listen",
+        )
+    if listen and node_id not in voters:  # as its voters' record will have it
+        _reachable(listen, "controller_listen")
+    if "broker" not in roles and not voters and not listen:
+        raise errors.InvalidConfig(
+            "a controller without a broker is for others: give controller_listen HOST:PORT",
+            option="controller_listen",
         )
 
 

@@ -1,5 +1,4 @@
-"""The supervisor: one node's directories, its child processes, their deaths and the drain (rule
-P1).
+"""The supervisor: one node's child processes, their deaths and the drain (rule P1).
 
 It holds no data and speaks no protocol; children are spawned, never forked, and die with it.
 
@@ -23,20 +22,17 @@ import os
 import random
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pk
 from pk import errors, tracing
-from pk.clock import SystemClock, block_s
-from pk.log import directory as directories
-from pk.log.files import RealStorage
+from pk.clock import SystemClock
+from pk.server.formatting import prepare
 from pk.server.metrics_endpoint import socket_names
 from pk.server.run_config import EXIT_OK, RunConfig, remove_sockets
-from pk.server.settings import Resolved, is_loopback
+from pk.server.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
 
 BACKOFF_MS = (50, 5_000)
 STABLE_MS = 10_000
@@ -46,103 +42,6 @@ START_TIMEOUT_MS = 60_000
 TIER_START_MS = 5_000
 CONTROLLER_STOP_MS = 3_000
 KILLED = 137
-LOCK_ATTEMPTS = 10
-LOCK_WAIT_S = 0.05
-
-
-def new_id() -> str:
-    """A fresh uuid."""
-    return str(uuid.uuid4())  # noqa: TID251 - a shell
-
-
-# -- directories -----------------------------------------------------------------------------------
-
-
-def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealStorage]:
-    """Format what is empty, check what is not, take the run directory's lock, save the
-    configuration.
-
-    Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`, `NewerFormat`,
-    `StorageFailed`, `InvalidConfig`.
-    """
-    if not dirs:
-        raise errors.InvalidConfig("no data directory: give --dir DIR", option="dir")
-    paths = [os.path.abspath(each) for each in dirs]
-    if len(set(paths)) < len(paths):
-        raise errors.InvalidConfig("a data directory is given twice", option="dir")
-    node_id = int(resolved.server["node_id"])
-    for path in (*paths, os.path.join(paths[0], "run"), os.path.join(paths[0], "metadata")):
-        _make(path)
-    run = RealStorage(os.path.join(paths[0], "run"))
-    _lock(run)  # O1
-    try:
-        formats = _format_all(paths, node_id)
-        config = RunConfig(
-            dirs=tuple(paths),
-            directory_ids=tuple(each.directory_id for each in formats),
-            run_dir=run.root,
-            cluster_id=formats[0].cluster_id,
-            node_id=node_id,
-            server=dict(resolved.server),
-            topic_defaults=dict(resolved.topic_defaults),
-        )
-        config.save()
-    except BaseException:
-        run.unlock()
-        raise
-    return config, run
-
-
-def _make(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as cause:
-        raise errors.StorageFailed(f"cannot make {path}: {cause.strerror}") from cause
-
-
-def _format_all(paths: Sequence[str], node_id: int) -> list[directories.Format]:
-    """The format of every directory; empty ones get one of the cluster of the others.
-
-    All are locked meanwhile, so that nothing is formatted beside a directory that is in use.
-    """
-    locked: list[RealStorage] = []
-    try:
-        for path in paths:
-            storage = RealStorage(path)
-            _lock(storage)
-            locked.append(storage)
-        found = [directories.read_format(storage) for storage in locked]
-        known = [each for each in found if each is not None]
-        cluster_id = known[0].cluster_id if known else new_id()
-        for storage, each in zip(locked, found, strict=True):
-            if each is not None:
-                directories.check_format(
-                    storage, each, cluster_id=cluster_id, node_id=node_id, build=pk.__version__
-                )
-        return [
-            each or _format(storage, cluster_id, node_id)
-            for storage, each in zip(locked, found, strict=True)
-        ]
-    finally:
-        for storage in locked:
-            storage.unlock()
-
-
-def _format(storage: RealStorage, cluster_id: str, node_id: int) -> directories.Format:
-    fresh = directories.Format(directories.FORMAT, pk.__version__, cluster_id, node_id, new_id())
-    directories.format_directory(storage, fresh)
-    return fresh
-
-
-def _lock(storage: RealStorage) -> None:
-    """A broker that is dying with its supervisor may hold the lock a moment longer."""
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            storage.lock()
-            return
-        except errors.DirectoryLocked:
-            block_s(LOCK_WAIT_S)
-    storage.lock()
 
 
 # -- children --------------------------------------------------------------------------------------
@@ -180,7 +79,8 @@ class Supervisor:
         self._on_ready = on_ready
         self._clock = SystemClock()
         self._rng = random.Random()
-        wanted = roles or ("controller", "broker", *(("tier",) if config.tier_url else ()))
+        tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
+        wanted = roles or (*config.roles, *tier)
         self.children = {role: Child(role) for role in wanted}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._progress = asyncio.Event()
@@ -217,12 +117,13 @@ class Supervisor:
             pid_file.unlink(missing_ok=True)
 
     def _facts(self) -> dict[str, Any]:
-        broker = self.children["broker"].ready or {}
         pids = {"supervisor": os.getpid()}
         pids |= {role: child.pid for role, child in self.children.items() if child.pid is not None}
         return {
             "ready": "server",
-            "address": broker.get("address", ""),
+            "address": self._address("broker") or self._address("controller"),
+            "controller": self._address("controller"),
+            "roles": list(self.config.roles),
             "cluster_id": self.config.cluster_id,
             "node_id": self.config.node_id,
             "pids": pids,
@@ -231,9 +132,13 @@ class Supervisor:
             "metrics": self.config.server["metrics"],
         }
 
+    def _address(self, role: str) -> str:
+        child = self.children.get(role)
+        return str((child.ready or {}).get("address", "")) if child is not None else ""
+
     def _pin_address(self) -> None:
         """Port 0 means any port once, not another one after each restart."""
-        address = (self.children["broker"].ready or {}).get("address")
+        address = self._address("broker")
         if self.config.broker_address.endswith(":0") and address and not self.config.advertise:
             self.config = replace(self.config, server={**self.config.server, "listen": address})
             self.config.save()
@@ -251,15 +156,24 @@ class Supervisor:
             if not waiting or ([c.role for c in waiting] == ["tier"] and now_ms > tier_until_ms):
                 return
             if now_ms > deadline_ms:
-                raise errors.RequestTimedOut(
-                    f"the {waiting[0].role} did not start within {START_TIMEOUT_MS // 1000} s"
-                )
+                self._late(waiting[0].role)
+                deadline_ms = now_ms + START_TIMEOUT_MS
             self._progress.clear()
             try:
                 async with asyncio.timeout(0.5):
                     await self._progress.wait()
             except TimeoutError:
                 continue
+
+    def _late(self, role: str) -> None:
+        """A node of a cluster waits for the others, however long: its controller may be the one
+        that they wait for.
+        """
+        if not is_clustered(self.config.server):
+            raise errors.RequestTimedOut(
+                f"the {role} did not start within {START_TIMEOUT_MS // 1000} s"
+            )
+        self._log.warning("still_starting", role=role, why="no controller is active, or reachable")
 
     def _raise_if_hopeless(self, child: Child) -> None:
         """O3."""
@@ -392,17 +306,29 @@ def _how(code: int) -> str:
     return f"exit code {code}"
 
 
+def _warn_if_open(log: tracing.Log, resolved: Resolved) -> None:
+    server, listens = resolved.server, []
+    if "broker" in roles_of(server):
+        listens.append(str(server["listen"]))
+    if "controller" in roles_of(server):
+        mine = voters_of(server).get(int(server["node_id"]), "")
+        listens.append(str(server["controller_listen"]) or mine)
+    for listen in listens:
+        if listen and not is_loopback(listen):
+            log.warning(
+                "open_to_the_network",
+                listen=listen,
+                why="this build has no TLS and no authentication: whoever reaches it may do "
+                "everything",
+            )
+
+
 def serve(
     dirs: Sequence[str], resolved: Resolved, on_ready: Callable[[dict[str, Any]], None]
 ) -> int:
     """`pk server start`: returns the exit code, raises the typed error that prevented the start."""
     log = tracing.Log("supervisor", SystemClock().wall_ms)
-    if not is_loopback(str(resolved.server["listen"])):
-        log.warning(
-            "open_to_the_network",
-            listen=resolved.server["listen"],
-            why="this build has no TLS and no authentication: whoever reaches it may do everything",
-        )
+    _warn_if_open(log, resolved)
     config, lock = prepare(dirs or resolved.dirs, resolved)
 
     async def main() -> int:

@@ -89,6 +89,7 @@ SHELLS = {
     "pk.tiering.resources",
     "pk.tiering.shell",
     "pk.server.__main__",
+    "pk.server.formatting",
     "pk.server.metrics_endpoint",
     "pk.server.run_config",
     "pk.server.supervisor",

@@ -1,33 +1,45 @@
-"""The broker's one stream to the controller: registration, heartbeats, calls.
+"""The broker's link to the active controller: registration, heartbeats, calls.
 
-World-generic.  The stream a broker registered on is its liveness stream (rule R7): while heartbeats
+World-generic.  Of several controllers one is active; the others refuse and name it.  The link asks
+one after another (controller_search.py) until one registers it, and stays there while heartbeats
+are answered.  The stream a broker registered on is its liveness stream (rule R7): while heartbeats
 on it are answered the broker has *contact*; when it breaks the broker re-connects with jittered
 back-off and registers again under the same incarnation id.  Without contact for
 `broker_session_timeout_ms` it may have been fenced without knowing (rule R6).
+
+Waits: a new active controller grants every broker one session timeout.  A silent controller (it
+was stopped, or is cut off) is left after a quarter of that, and when it is asked once more after at
+most half: a broker that reaches the active controller is registered there in time.  With nobody
+else to ask a controller may take the whole session timeout.
 
 Invariants
   K1  a broker epoch is used only with the incarnation that was given it
   K2  contact counts from the moment a heartbeat was *sent*, so a slow reply never stretches it
   K3  re-connection waits grow from 50 ms to 2 s, with jitter, for ever; the rest of the broker goes
       on
+  K6  once started, registration and heartbeats alone decide where the link is: a call of somebody's
+      with a short patience, or one that is refused, moves nothing; it has the heartbeat look
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.types import NONE
+from pk.server.broker.controller_search import Search
+from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
 from pk.world import World
 
 _BACKOFF_MS = (50, 2_000)
+#: Refusals that concern this broker; what else ails a controller is its own affair.
+_MINE = (errors.StaleBrokerEpoch, errors.ClusterIdMismatch, errors.DirectoryOfAnotherCluster)
 
 
 @dataclass(slots=True)
@@ -46,12 +58,16 @@ class Identity:
 
 
 class ControllerLink:
-    """Keeps a broker registered and alive in the controller's eyes."""
+    """Keeps a broker registered and alive in the active controller's eyes.
+
+    `addresses`: of controllers, any of which knows the active one; `peers`: by node id, what this
+    node connects to instead of the address a controller is known by.
+    """
 
     def __init__(
         self,
         world: World,
-        address: str,
+        addresses: Sequence[str],
         hello: wire.Hello,
         identity: Identity,
         *,
@@ -61,9 +77,12 @@ class ControllerLink:
         offline_directories: Callable[[], list[str]],
         on_fatal: Callable[[errors.PkError], None],
         on_epoch: Callable[[int], None],
+        peers: Mapping[NodeId, str] | None = None,
     ) -> None:
         self._world = world
-        self._address = address
+        self._search = Search(addresses)
+        self._peers = dict(peers or {})
+        self._hello = hello
         self.identity = identity
         self._session_timeout_ms = session_timeout_ms
         self._interval_ms = heartbeat_interval_ms
@@ -72,8 +91,11 @@ class ControllerLink:
         self._on_fatal = on_fatal
         self._on_epoch = on_epoch
         self._broken = False
+        self._wait_next = True
         self._wake = asyncio.Event()
-        self.caller = Caller(world.network, world.clock, address, hello, on_break=self._on_break)
+        self._registered = asyncio.Event()  #: on the stream that is open now
+        self._caller = self._call_at(self._search.address)
+        self._closing: dict[asyncio.Task[None], None] = {}
         self.broker_epoch = NONE
         self.fenced = True
         self.caught_up = False
@@ -83,6 +105,11 @@ class ControllerLink:
         self._task: asyncio.Task[None] | None = None
 
     # -- state others ask for --------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Of the controller that is asked now."""
+        return self._search.address
 
     def in_contact(self) -> bool:
         """False once the broker may have been fenced without hearing of it (rule R6)."""
@@ -95,9 +122,25 @@ class ControllerLink:
         self._on_fatal(error)
 
     async def call(self, request: Message, timeout_ms: int) -> frames.Frame:
-        """One call to the controller; what cannot be reached is `ControllerUnavailable`."""
+        """One call to the active controller, once the link has one; what cannot be reached is
+        `ControllerUnavailable`.
+        """
+        clock = self._world.clock
         try:
-            return await self.caller.call(request, timeout_ms=timeout_ms)
+            if self._task is None:  # nothing else looks for a controller yet
+                return await self._ask(request, min(timeout_ms, self._patience_ms()))
+            started_ms = clock.monotonic_ms()
+            async with asyncio.timeout(timeout_ms / 1000):
+                await self._registered.wait()
+            left_ms = max(1, timeout_ms - (clock.monotonic_ms() - started_ms))
+            return await self._caller.call(request, timeout_ms=left_ms)
+        except errors.ControllerUnavailable:
+            self._wake.set()  # K6
+            raise
+        except TimeoutError:
+            raise errors.ControllerUnavailable(
+                f"no active controller was found within {timeout_ms} ms"
+            ) from None
         except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
             raise errors.ControllerUnavailable(cause.message) from cause
 
@@ -110,7 +153,8 @@ class ControllerLink:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.caller.close()
+        await self._caller.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def beat_soon(self) -> None:
         """Something the controller waits for changed (the image caught up, a directory failed)."""
@@ -120,6 +164,7 @@ class ControllerLink:
         backoff_ms = _BACKOFF_MS[0]
         refused_since_ms: int | None = None
         while True:
+            self._wait_next = True
             try:
                 await self._register()
                 backoff_ms, refused_since_ms = _BACKOFF_MS[0], None
@@ -132,19 +177,85 @@ class ControllerLink:
                 if now_ms - refused_since_ms > 3 * self._session_timeout_ms:
                     self._on_fatal(error)
                     return
-            except errors.OperatorError as error:
+            except _MINE as error:
                 self._on_fatal(error)
                 return
             except errors.PkError:
                 pass  # K3: unreachable, slow or still starting
-            await self._world.clock.sleep_ms(backoff_ms * self._world.rng.uniform(0.5, 1.0))
-            backoff_ms = min(2 * backoff_ms, _BACKOFF_MS[1])
+            finally:
+                self._registered.clear()
+            if self._wait_next:
+                wait_ms = backoff_ms * self._world.rng.uniform(0.5, 1.0)
+                await self._world.clock.sleep_ms(wait_ms)
+                backoff_ms = min(2 * backoff_ms, _BACKOFF_MS[1])
+
+    # -- which controller ------------------------------------------------------------------------
+
+    def _call_at(self, address: str) -> Caller:
+        def on_break() -> None:
+            if self._caller is caller:
+                self._broken = True
+                self._registered.clear()
+                self._wake.set()
+
+        world = self._world
+        caller = Caller(world.network, world.clock, address, self._hello, on_break=on_break)
+        return caller
+
+    def _patience_ms(self) -> int:
+        """How long the controller at hand may take to answer."""
+        session_ms = self._session_timeout_ms
+        if self._search.alone:
+            return session_ms
+        return min(session_ms // 4 << self._search.doublings, session_ms // 2)
+
+    async def _ask(
+        self, request: Message, timeout_ms: int, *, registered: bool = False
+    ) -> frames.Frame:
+        """Ask the controller at hand; if it does not serve, the next one is at hand.
+
+        `registered`: a lost stream says nothing about who leads; the same one is asked first.
+        """
+        clock, search = self._world.clock, self._search
+        asked_ms = clock.monotonic_ms()
+        try:
+            return await self._caller.call(request, timeout_ms=timeout_ms)
+        except (*_MINE, errors.DuplicateBroker, errors.UserError):
+            raise
+        except errors.PkError as failure:
+            if registered and isinstance(failure, errors.BrokerUnavailable):
+                raise
+            unanswered = isinstance(failure, errors.BrokerUnavailable | errors.RequestTimedOut)
+            took_ms = clock.monotonic_ms() - asked_ms
+            silent = unanswered and took_ms >= self._patience_ms() // 2
+            before = search.address
+            self._wait_next = search.failed(hint=self._named_in(failure), silent=silent)
+            if search.address != before:
+                self._move()
+            raise
+
+    def _named_in(self, refusal: errors.PkError) -> str:
+        """The address of the active controller, as a refusal has it; '' if it does not."""
+        if not isinstance(refusal, errors.ControllerUnavailable):
+            return ""
+        named = refusal.details.get("controller", "")
+        address = self._peers.get(int(named)) if named.isdigit() else None
+        return address or refusal.details.get("address", "")
+
+    def _move(self) -> None:
+        """What is under way where the link was fails now."""
+        old, self._caller = self._caller, self._call_at(self._search.address)
+        task = asyncio.get_running_loop().create_task(old.close())
+        self._closing[task] = None
+        task.add_done_callback(lambda done: self._closing.pop(done, None))
+
+    # -- registration and heartbeats -------------------------------------------------------------
 
     async def _register(self) -> None:
         who = self.identity
         self._broken = False
         sent_ms = self._world.clock.monotonic_ms()
-        frame = await self.caller.call(
+        frame = await self._ask(
             wire.RegisterBrokerRequest(
                 broker_id=who.node_id,
                 cluster_id=who.cluster_id,
@@ -157,7 +268,7 @@ class ControllerLink:
                 clean_shutdown=who.clean_shutdown,
                 log_time_ms=self._world.clock.wall_ms(),
             ),
-            timeout_ms=self._session_timeout_ms,
+            self._patience_ms(),
         )
         self.broker_epoch = frame.head.register_broker_reply.broker_epoch
         self._on_epoch(self.broker_epoch)
@@ -166,13 +277,16 @@ class ControllerLink:
         who.clean_shutdown = True
         who.previous_broker_epoch = self.broker_epoch
         self._contact_ms = sent_ms  # K2
+        self._search.found()
+        if not self._broken:
+            self._registered.set()
 
     async def _beat(self) -> None:
-        """Heartbeats until the stream breaks."""
+        """Heartbeats until the stream breaks, or the controller does not answer them any more."""
         clock = self._world.clock
         while not self._broken:
             sent_ms = clock.monotonic_ms()
-            frame = await self.caller.call(
+            frame = await self._ask(
                 wire.BrokerHeartbeatRequest(
                     broker_id=self.identity.node_id,
                     broker_epoch=self.broker_epoch,
@@ -180,9 +294,12 @@ class ControllerLink:
                     want_shutdown=self.want_shutdown,
                     offline_directories=self._offline_directories(),
                 ),
-                timeout_ms=self._session_timeout_ms,
+                self._patience_ms(),
+                registered=True,
             )
             self._contact_ms = sent_ms
+            if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
+                self._search.steady()
             reply = frame.head.broker_heartbeat_reply
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if reply.may_shut_down:
@@ -199,7 +316,3 @@ class ControllerLink:
             except TimeoutError:
                 pass
         self._wake.clear()
-
-    def _on_break(self) -> None:
-        self._broken = True
-        self._wake.set()

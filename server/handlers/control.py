@@ -58,6 +58,9 @@ class ControlStream:
             "delete_topics": lambda request, frame: admin.delete(core, request, frame),
             "describe_configs": lambda request, frame: admin.forward(core, request, frame),
             "alter_configs": lambda request, frame: admin.forward(core, request, frame),
+            "describe_quorum": lambda request, frame: admin.forward(core, request, frame),
+            "add_voter": lambda request, frame: admin.forward(core, request, frame),
+            "remove_voter": lambda request, frame: admin.forward(core, request, frame),
         }
         return {name: self._counted(name, handler) for name, handler in table.items()}
 

@@ -32,11 +32,9 @@ from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.server.controller.records import (
     MetadataRecord,
-    decode_batches,
     encode_batch,
-    record_of,
 )
-from pk.server.quorum import codec, messages, snapshot
+from pk.server.quorum import codec, messages
 from pk.server.quorum.history import READ_BYTES, Apply, History
 from pk.server.quorum.machine import Quorum, Role, Timing
 from pk.server.quorum.messages import (
@@ -55,7 +53,6 @@ from pk.server.quorum.messages import (
     TimerFired,
     Vote,
     Voter,
-    VotersAt,
 )
 from pk.server.quorum.opening import (
     QUORUM_STATE,
@@ -67,6 +64,7 @@ from pk.server.quorum.peers import Peers
 from pk.server.quorum.snapshot_files import SnapshotFiles
 from pk.server.quorum.snapshot_loading import SnapshotLoader
 from pk.server.quorum.snapshot_making import SnapshotMaker
+from pk.server.quorum.voters import Voters
 from pk.server.runtime import MachineHost, Timers
 from pk.types import NONE, NodeId
 from pk.wire import frames
@@ -84,6 +82,8 @@ class MetadataLog:
     """See the module.  One per controller process.
 
     `voters`: the first voters of a new quorum with their addresses; none but this node by default.
+    What is given of a node's address here counts more than what the log says.  `peers`: by node id,
+    what this node connects to instead.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class MetadataLog:
         cluster_id: str = "",
         rules: SnapshotRules | None = None,
         say: Callable[..., None] = lambda event, **facts: None,
+        peers: Mapping[NodeId, str] | None = None,
     ) -> None:
         first = {me: address} if voters is None else voters
         self._clock = world.clock
         self._disk = disk
         self._on_fatal = on_fatal
-        self._addresses: dict[NodeId, str] = {v.node_id: where for v, where in first.items()}
-        self._voters = [VotersAt(NONE, tuple(first))]
+        self.voters = Voters(me, address, first)
         self.quorum = Quorum(me, timing or Timing(), world.rng)
         self._timers = Timers(world.clock, lambda _owner, key: self._post(TimerFired(key)))
         self._host: MachineHost[Any] = MachineHost(
@@ -116,7 +116,7 @@ class MetadataLog:
             node_id=me.node_id,
         )  # fmt: skip
         self._peers = Peers(
-            world, hello, lambda: self._addresses, self._post,
+            world, hello, lambda: {**self.voters.addresses, **(peers or {})}, self._post,
             timeout_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._rules = rules or SnapshotRules()
@@ -152,14 +152,15 @@ class MetadataLog:
             self._say("metadata_snapshot_damaged", why=why)
         offset = 0
         if self._files.newest is not None:
-            self._voters_of(self._files.newest, await self._files.read(self._files.newest))
+            self.voters.begin_with(self._files.newest, await self._files.read(self._files.newest))
             offset = self._files.newest.end
         while offset < log.written_end:
             raw, following = await self._told.read(offset, log.written_end, READ_BYTES)
-            self._find_voters(raw, offset)
+            self.voters.find(raw, offset)
             offset = following
-        voters = self._voters[-1].voters
-        if len(voters) == 1 and not self.alone:  # it could only wait, for ever
+        voters = self.voters.now
+        mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
+        if len(voters) == 1 and mine and not self.alone:  # it could only wait, for ever
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "
@@ -238,11 +239,11 @@ class MetadataLog:
     @property
     def alone(self) -> bool:
         """This node is the only voter: it leads as soon as it has started."""
-        return self._voters[-1].voters == (self.quorum.me,)
+        return self.voters.now == (self.quorum.me,)
 
     def address_of(self, node_id: NodeId) -> str:
         """HOST:PORT of a controller; '' if it is not known."""
-        return self._addresses.get(node_id, "")
+        return self.voters.addresses.get(node_id, "")
 
     @property
     def _told(self) -> History:
@@ -257,25 +258,7 @@ class MetadataLog:
     def _state(self) -> LogState:
         log = self._open_log
         base, newest = self._told.base, self._files.newest
-        return LogState(log.synced_end, log.epochs.entries, tuple(self._voters), base, newest)
-
-    def _voters_of(self, known: SnapshotId, raw: bytes) -> None:
-        """Begin with the voters of a snapshot."""
-        voters, addresses = snapshot.voters_of(raw)
-        self._voters = [VotersAt(known.end - 1, voters)]
-        self._addresses.update(addresses)
-
-    def _find_voters(self, raw: Any, offset: int) -> None:
-        """Note the voters that records name (KIP-853: they count from their append on)."""
-        for at, record in decode_batches(raw, offset, verify=False):
-            if record.WhichOneof("record") == "voters":
-                self._voters_at(at, record.voters)
-
-    def _voters_at(self, offset: int, record: wire.VotersRecord) -> None:
-        named = record.voters
-        voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
-        self._voters.append(VotersAt(offset, voters))
-        self._addresses.update((each.node_id, each.address) for each in named if each.address)
+        return LogState(log.synced_end, log.epochs.entries, tuple(self.voters.at), base, newest)
 
     # -- the quorum's doors (pk.server.runtime.Doors) ------------------------------------------
 
@@ -290,7 +273,7 @@ class MetadataLog:
                 await self._disk.write(partial(self._save, op.vote))
         elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
             if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
-                self._append(self._first_records(op), op.epoch, self._clock.wall_ms())
+                self._append(self.voters.records(op), op.epoch, self._clock.wall_ms())
                 await self._write_out()
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)
@@ -304,25 +287,6 @@ class MetadataLog:
         else:
             raise AssertionError(f"the quorum may not ask for {op!r}")
 
-    def _first_records(
-        self, op: messages.BeginEpoch | messages.AppendVoters
-    ) -> list[MetadataRecord]:
-        voters = wire.VotersRecord(
-            voters=[
-                wire.Voter(
-                    node_id=voter.node_id,
-                    directory_id=voter.directory_id,
-                    address=self._addresses.get(voter.node_id, ""),
-                )
-                for voter in op.voters
-            ]
-        )
-        if isinstance(op, messages.AppendVoters):
-            return [record_of(voters)]
-        ids = [voter.node_id for voter in op.voters]
-        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
-        return [record_of(change), record_of(voters)]
-
     async def _undo(self, job: int) -> None:
         """L2."""
         log = self._open_log
@@ -330,11 +294,8 @@ class MetadataLog:
             plan = log.take_writes()
             if plan is not None:
                 log.complete(plan, errors.ControllerUnavailable("another controller leads"))
-        self._forget_voters(log.log_end)
+        self.voters.forget(log.log_end)
         self._post(Synced(self._state(), job))
-
-    def _forget_voters(self, end: int) -> None:
-        self._voters = [each for each in self._voters if each.offset < end]
 
     async def _append_fetched(self, op: messages.AppendFetched) -> None:
         log, now_ms = self._open_log, self._clock.wall_ms()
@@ -344,7 +305,7 @@ class MetadataLog:
                     break  # read from a log that had gone on: not this leader's word
                 batches.check(view)
                 log.append_as_follower(header, view, now_ms=now_ms)
-                self._find_voters(view, header.base_offset)
+                self.voters.find(view, header.base_offset)
             await self._write_out(op.job)
         except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
             await self._undo(0)
@@ -355,7 +316,7 @@ class MetadataLog:
         log = self._open_log
         async with self._writing:
             await self._disk.write(partial(log.truncate_to, op.end))
-        self._forget_voters(log.log_end)
+        self.voters.forget(log.log_end)
         self._post(Synced(self._state(), op.job))
 
     async def _load(self, op: messages.LoadSnapshot) -> None:
@@ -388,7 +349,7 @@ class MetadataLog:
             await self._disk.write(partial(log.reset_to, loaded.end))
             await self._files.finish_load(loaded)
             self._told.rebase()
-        self._voters_of(loaded, raw)
+        self.voters.begin_with(loaded, raw)
         self._say("metadata_snapshot_loaded", end=loaded.end, epoch=loaded.epoch, bytes=len(raw))
 
     def send(self, peer: Any, message: Any) -> None:
@@ -409,9 +370,8 @@ class MetadataLog:
         elif name in (LEADERSHIP, HIGH_WATERMARK):
             if name == LEADERSHIP:
                 self.leadership = value
-            else:  # nothing below is ever cut away: only the last voters there can come to count
-                while len(self._voters) > 1 and self._voters[1].offset < value:
-                    del self._voters[0]
+            else:
+                self.voters.committed(value)
             self._tell()
 
     # -- what other nodes ask ------------------------------------------------------------------
@@ -491,7 +451,7 @@ class MetadataLog:
         )
         for at, record in enumerate(records, appended.base_offset):
             if record.WhichOneof("record") == "voters":
-                self._voters_at(at, record.voters)
+                self.voters.note(at, record.voters)
         return appended.base_offset
 
     async def commit(self) -> None:
@@ -521,9 +481,19 @@ class MetadataLog:
                 failure = cause
             done = log.complete(plan, failure)
         if done.error is not None:
-            self._forget_voters(log.log_end)
+            self.voters.forget(log.log_end)
             raise done.error
         self._post(Synced(self._state(), job))
+
+    async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
+        """Let `voters` be the voters; returns when that is committed (KIP-853).
+
+        Raises `ControllerUnavailable`: its outcome is open then; `InvalidRequest`.
+        """
+        self.voters.addresses.update(addresses)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(messages.VotersChange(future, tuple(voters)))
+        await future
 
     async def term_over(self, epoch: int) -> None:
         """Return once this node does not lead `epoch` any more."""

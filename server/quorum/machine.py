@@ -408,8 +408,8 @@ class Quorum:
     # -- following ---------------------------------------------------------------------------------
 
     def _look_for_leader(self) -> None:
-        """Without a leader: any voter may know one."""
-        others = self._others()
+        """Without a leader: any voter may know one, but not this node's lost directory."""
+        others = [voter for voter in self.voters if voter.node_id != self.me.node_id]
         if others and not self._writing:
             self._send_fetch(self._rng.choice(others))
 
@@ -512,7 +512,7 @@ class Quorum:
         if apart is not None:
             self._respond(request, self._part(fetch, apart))
             return
-        tenure.note(fetch, now_ms)
+        tenure.note(fetch, self.log.end, now_ms)
         tenure.waiting[fetch.sender] = Waiting(request, fetch, now_ms + self.timing.wait_ms)
         self._advance(now_ms)
         self._release(now_ms)

@@ -100,6 +100,11 @@ def state_bytes(vote: Vote, synced_end: int) -> bytes:
     return json.dumps(known).encode()
 
 
+def first_state() -> bytes:
+    """The content of `quorum-state` before any vote."""
+    return state_bytes(Vote(), 0)
+
+
 def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
     """Where the log begins, if its files begin at `first`: the older of two snapshots, so that one
     that is found damaged costs nothing.  Raises `CorruptLog` if nothing reaches back to `first`.

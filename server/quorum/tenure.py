@@ -34,13 +34,16 @@ class Tenure:
     since_ms: int
     ends: dict[Voter, int] = field(default_factory=dict)
     heard_ms: dict[Voter, int] = field(default_factory=dict)
+    caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had everything
     waiting: dict[Voter, Waiting] = field(default_factory=dict)
     change: tuple[Any, int] | None = None  #: who asked for other voters, and the record's offset
 
-    def note(self, fetch: Fetch, now_ms: int) -> None:
-        """T1; an earlier fetch of the same node was given up."""
+    def note(self, fetch: Fetch, end: int, now_ms: int) -> None:
+        """T1; an earlier fetch of the same node was given up.  `end`: of the leader's log."""
         self.ends[fetch.sender] = fetch.offset
         self.heard_ms[fetch.sender] = now_ms
+        if fetch.offset >= end:
+            self.caught_up_ms[fetch.sender] = now_ms
 
     def committed(self, voters: Sequence[Voter], own_end: int) -> int:
         """The offset below which a majority holds everything."""

@@ -370,6 +370,18 @@ class DirectoryOfAnotherCluster(OperatorError):
     code = 1031
 
 
+class DirectoryNotFormatted(OperatorError):
+    """A node of a cluster was started on a directory that `pk server format` has not seen."""
+
+    code = 1038
+
+
+class DirectoryFormatted(OperatorError):
+    """A directory that was to be formatted belongs to a node already."""
+
+    code = 1039
+
+
 class DirectoryOfAnotherBuild(OperatorError):
     """The data directory has format 0 of another build: formats are not kept before format 1."""
 

@@ -204,6 +204,24 @@ SERVER = Options(
     "server",
     [
         Option("node_id", int, 1, "this node's id, unique in the cluster", "", 0, 2**31 - 1),
+        Option("process_roles", str, "broker,controller",
+               "what this node is: broker, controller, or both"),
+        Option("cluster_id", str, "",
+               "the cluster, the same on every node; empty = the one the directory is formatted "
+               "for"),
+        Option("controller_quorum_voters", str, "",
+               "the first voters of the metadata quorum, ID@HOST:PORT,…, the same on every node; "
+               "empty = this node alone"),
+        Option("controller_quorum_bootstrap_servers", str, "",
+               "HOST:PORT,… of controllers, for a broker that is told no voters"),
+        Option("controller_listen", str, "",
+               "HOST:PORT the controller binds; empty = this node's entry among the voters, or a "
+               "unix socket if it is alone"),
+        Option("peer_addresses", str, "",
+               "ID=HOST:PORT,…: what this node connects to instead of a broker's advertised "
+               "address"),
+        Option("peer_controller_addresses", str, "",
+               "ID=HOST:PORT,…: what this node connects to instead of a controller's address"),
         Option("listen", str, "127.0.0.1:9292", "address the broker binds"),
         Option("advertise", str, "", "address clients are told; empty = listen"),
         Option("metrics", str, "", "HOST:PORT of the Prometheus and health endpoint; empty = none"),

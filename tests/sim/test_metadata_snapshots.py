@@ -506,7 +506,7 @@ def test_the_voters_are_those_of_the_snapshot(make: Any) -> None:
     assert leader is not None
     assert leader.log is not None
     four = tuple(node.voter for node in cluster.nodes)
-    leader.log._addresses[4] = late.address
+    leader.log.voters.addresses[4] = late.address
     answer: Any = asyncio.Future(loop=cluster.sim.loop)
     leader.log._post(VotersChange(answer, four))
     cluster.until(answer.done)
@@ -522,7 +522,7 @@ def test_the_voters_are_those_of_the_snapshot(make: Any) -> None:
     cluster.boot(late)
     cluster.until(lambda: late.log is not None and bool(late.log.quorum.voters))
     assert late.log.quorum.voters == four
-    assert late.log._addresses == {node.voter.node_id: node.address for node in cluster.nodes}
+    assert late.log.voters.addresses == {node.voter.node_id: node.address for node in cluster.nodes}
 
 
 def test_one_is_made_in_time_if_there_is_anything_new(make: Any) -> None:

@@ -27,11 +27,12 @@ from pk import errors
 
 #: name → what it is for.  The order is the order of `pk --help`.
 COMMANDS: Mapping[str, str] = {
-    "server": "start a node: controller, broker and tier under one supervisor",
+    "server": "start a node: controller, broker and tier under one supervisor; format its disks",
     "topics": "create, list, describe, alter and delete topics",
     "produce": "send lines to a topic",
     "consume": "print the records of a topic",
     "perf": "measure produce and consume against a running server",
+    "quorum": "describe the metadata quorum, add and remove controllers",
     "log": "print segments, indexes, snapshots and checkpoints for people",
     "tier": "describe the Delta table behind a topic",
     "doctor": "find out why an environment does not work",

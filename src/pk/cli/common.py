@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +41,18 @@ def pairs(items: Iterable[str] | None, option: str) -> dict[str, str]:
             raise errors.InvalidOption(f"{option} {name} is given twice", option=option)
         found[name] = value
     return found
+
+
+def toml_file(path: Path | None) -> dict[str, Any]:
+    """A configuration file; no path = nothing.  Raises `InvalidConfig`."""
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as cause:
+        raise errors.InvalidConfig(f"cannot read {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise errors.InvalidConfig(f"{path} is not TOML: {cause}") from cause
 
 
 def say(value: Any) -> None:

@@ -1,24 +1,27 @@
-"""`pk server start`: one node in the foreground, under its supervisor."""
+"""`pk server start`: one node in the foreground, under its supervisor.  `pk server format`: the
+directories of a node of a cluster, before its first start.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pk import errors
+from pk.cli.common import AsJson, toml_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 
 @app.callback()
 def _server() -> None:
-    """Start a node: controller, broker and tier under one supervisor."""
+    """Start a node, or format its directories before."""
 
 
 @app.command()
@@ -64,8 +67,63 @@ def start(
             if name in flags:
                 raise errors.InvalidConfig(f"{name} is given twice", option=name)
             flags[name] = value
-    resolved = resolve(_file(config), os.environ, flags)
+    resolved = resolve(toml_file(config), os.environ, flags)
     raise SystemExit(serve(dir or (), resolved, _json_line if as_json else _human_line))
+
+
+@app.command("format")
+def format_(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of the node: the one that start is given")
+    ] = None,
+    dir: Annotated[
+        list[str] | None, typer.Option("--dir", help="data directory; repeat for several disks")
+    ] = None,
+    cluster_id: Annotated[
+        str, typer.Option(help="the same on every node; default: the setting cluster_id")
+    ] = "",
+    initial_controllers: Annotated[
+        bool,
+        typer.Option(
+            "--initial-controllers",
+            help="a new cluster: this node is one of the first voters, controller_quorum_voters",
+        ),
+    ] = False,
+    ignore_formatted: Annotated[
+        bool, typer.Option("--ignore-formatted", help="format only what is not formatted yet")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value of any setting; repeatable")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Format a node's directories, as kafka-storage does; a node that is alone needs none of it.
+
+    Without --initial-controllers a controller gets an identity of its own: it follows the quorum
+    and votes once `pk quorum add-controller` has added it. A replaced disk is formatted that way:
+    what the lost one had voted for is not known here.
+    """
+    from pk.server.formatting import format_node
+    from pk.server.settings import resolve
+
+    resolved = resolve(toml_file(config), os.environ, _assignments(settings or []))
+    made = format_node(
+        dir or resolved.dirs,
+        resolved,
+        cluster_id=cluster_id,
+        initial_controllers=initial_controllers,
+        ignore_formatted=ignore_formatted,
+    )
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    for path in made.made:
+        print(f"formatted {path} for node {made.node_id} of cluster {made.cluster_id}")
+    if not made.made:
+        print(f"nothing to format: node {made.node_id} of cluster {made.cluster_id}")
+    if made.metadata_directory_id:
+        what = "a first voter" if made.voter else "no voter until it is added"
+        print(f"controller {made.node_id}, directory {made.metadata_directory_id}: {what}")
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:
@@ -80,17 +138,6 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as cause:
-        raise errors.InvalidConfig(f"cannot read {path}: {cause.strerror}") from cause
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
-        raise errors.InvalidConfig(f"{path} is not TOML: {cause}") from cause
-
-
 def _json_line(facts: dict[str, Any]) -> None:
     print(json.dumps(facts), flush=True)
 
@@ -102,5 +149,7 @@ def _human_line(facts: dict[str, Any]) -> None:
     if facts["metrics"]:
         parts.append(f"metrics http://{facts['metrics']}/metrics")
     parts.append(" ".join(f"{role} {pid}" for role, pid in facts["pids"].items()))
+    if facts["roles"] != ["controller", "broker"]:
+        parts.insert(0, f"{' and '.join(facts['roles'])} only")
     print(f"pk serves on {facts['address']} ({'; '.join(parts)})", flush=True)
     print("Ctrl-C drains and stops", file=sys.stderr)

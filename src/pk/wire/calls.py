@@ -68,6 +68,9 @@ async def open_stream(
     except Disconnected as cause:
         stream.close()
         raise errors.BrokerUnavailable(f"{address}: {cause}") from cause
+    except BaseException:  # given up: a peer that says nothing must not keep the stream
+        stream.close()
+        raise
     if head.HasField("error"):
         stream.close()
         raise frames.raise_error(head.error)

@@ -1,0 +1,93 @@
+"""The metadata quorum as `AdminClient` describes it, and how its controllers are asked directly.
+
+Asked through a broker, the broker finds the active controller.  Asked directly (Kafka's
+`bootstrap.controllers`, KIP-919), a controller that does not lead names the one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.client.cluster import Cluster
+from pk.wire import pk_pb2 as wire
+
+
+@dataclass(slots=True, frozen=True)
+class QuorumReplica:
+    """One controller as the leader sees it; times are ms ago, -1 = never in this epoch."""
+
+    node_id: int
+    directory_id: str
+    address: str
+    log_end: int
+    lag: int
+    last_fetch_ago_ms: int
+    last_caught_up_ago_ms: int
+
+
+@dataclass(slots=True, frozen=True)
+class QuorumDescription:
+    """Who leads the metadata quorum, and how far everybody is."""
+
+    leader_id: int
+    leader_epoch: int
+    high_watermark: int
+    log_start: int
+    snapshot_end: int
+    voters: tuple[QuorumReplica, ...]
+    observers: tuple[QuorumReplica, ...]
+
+    @property
+    def max_lag(self) -> int:
+        """Of the voters, in records."""
+        return max((each.lag for each in self.voters), default=0)
+
+    @property
+    def max_caught_up_ago_ms(self) -> int:
+        """How long ago the last of the voters had everything; -1 = one of them never had."""
+        times = [each.last_caught_up_ago_ms for each in self.voters]
+        return -1 if min(times, default=-1) < 0 else max(times)
+
+
+def description_of(reply: wire.DescribeQuorumReply) -> QuorumDescription:
+    """The reply in the client's words."""
+    leader = [each.log_end for each in reply.voters if each.node_id == reply.leader_id]
+    end = max([reply.high_watermark, *leader])
+
+    def rows(given: Iterable[wire.QuorumReplica]) -> tuple[QuorumReplica, ...]:
+        return tuple(
+            QuorumReplica(
+                r.node_id, r.directory_id, r.address, r.log_end, end - max(0, r.log_end),
+                r.last_fetch_ago_ms, r.last_caught_up_ago_ms,
+            )
+            for r in given
+        )  # fmt: skip
+
+    return QuorumDescription(
+        reply.leader_id, reply.leader_epoch, reply.high_watermark, reply.log_start,
+        reply.snapshot_end, rows(reply.voters), rows(reply.observers),
+    )  # fmt: skip
+
+
+async def ask_active(cluster: Cluster, request: Message, timeout_ms: int) -> Message:
+    """One round over the controllers `cluster` was given, whom a refusal names first."""
+    waiting, asked = list(cluster.bootstrap), dict[str, None]()
+    error: errors.PkError = errors.BrokerUnavailable("no controller is known")
+    while waiting:
+        address = waiting.pop(0)
+        if address in asked:
+            continue
+        asked[address] = None
+        try:
+            return await cluster.call_address(address, request, timeout_ms=timeout_ms)
+        except errors.ControllerUnavailable as cause:
+            error = cause
+            if named := cause.details.get("address"):
+                waiting.insert(0, named)
+        except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
+            error = cause
+    raise error

@@ -1,0 +1,137 @@
+"""Who the directories of a node belong to (rules F1–F3)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.formatting import Formatted, controller_identity, format_node, prepare
+from pk.server.run_config import RunConfig
+from pk.server.settings import Resolved, resolve, voter_directory_id
+
+CLUSTER = "11111111-2222-4333-8444-555555555555"
+VOTERS = "1@127.0.0.1:1,2@127.0.0.1:2,3@127.0.0.1:3"
+
+
+def node(**flags: Any) -> Resolved:
+    return resolve({}, {}, {"cluster_id": CLUSTER, "controller_quorum_voters": VOTERS, **flags})
+
+
+def make(path: Path, resolved: Resolved, **more: Any) -> Formatted:
+    given = {"cluster_id": "", "initial_controllers": True, "ignore_formatted": False, **more}
+    return format_node([str(path)], resolved, **given)
+
+
+def start(path: Path, resolved: Resolved) -> RunConfig:
+    config, lock = prepare([str(path)], resolved)
+    lock.unlock()
+    return config
+
+
+def test_a_node_alone_formats_what_is_empty(tmp_path: Path) -> None:
+    first = start(tmp_path, resolve({}, {}, {}))
+    assert first.metadata_directory_id == ""
+    assert start(tmp_path, resolve({}, {}, {})).directory_ids == first.directory_ids
+    with pytest.raises(errors.DirectoryOfAnotherCluster):
+        start(tmp_path, resolve({}, {}, {"cluster_id": CLUSTER}))
+
+
+def test_a_node_of_a_cluster_starts_on_nothing_that_was_not_formatted(tmp_path: Path) -> None:
+    with pytest.raises(errors.DirectoryNotFormatted, match="pk server format"):
+        start(tmp_path / "data", node())
+    assert not (tmp_path / "data").exists(), "nothing is made"
+
+
+def test_first_voters_know_each_other_and_nobody_knows_a_replacement(tmp_path: Path) -> None:
+    """F1, Q1."""
+    made = make(tmp_path / "a", node())
+    assert made.voter
+    assert made.metadata_directory_id == voter_directory_id(CLUSTER, 1)
+    config = start(tmp_path / "a", node())
+    assert config.metadata_directory_id == made.metadata_directory_id
+    assert config.directory_ids[0] != made.metadata_directory_id, "F2"
+    replaced = make(tmp_path / "b", node(), initial_controllers=False)
+    assert not replaced.voter
+    assert replaced.metadata_directory_id != made.metadata_directory_id
+    assert controller_identity([str(tmp_path / "b")], node()) == (
+        1,
+        replaced.metadata_directory_id,
+        "127.0.0.1:1",
+    )
+
+
+def test_what_is_formatted_is_not_formatted_again(tmp_path: Path) -> None:
+    first = make(tmp_path, node())
+    with pytest.raises(errors.DirectoryFormatted, match="--ignore-formatted"):
+        make(tmp_path, node())
+    again = make(tmp_path, node(), initial_controllers=False, ignore_formatted=True)
+    assert again.made == ()
+    assert again.metadata_directory_id == first.metadata_directory_id
+    with pytest.raises(errors.DirectoryOfAnotherCluster):
+        make(tmp_path, node(node_id=2), ignore_formatted=True)
+
+
+@pytest.mark.parametrize("lost", ["directory.json", "quorum-state"])
+def test_metadata_that_is_gone_is_a_loss(tmp_path: Path, lost: str) -> None:
+    """F3: without its vote a controller could vote twice."""
+    make(tmp_path, node())
+    (tmp_path / "metadata" / lost).unlink()
+    with pytest.raises(errors.CorruptLog, match="gone"):
+        start(tmp_path, node())
+
+
+def test_metadata_of_another_node_or_damaged(tmp_path: Path) -> None:
+    for name, number in (("a", 1), ("b", 2)):
+        make(tmp_path / name, node(node_id=number))
+    shutil.rmtree(tmp_path / "a/metadata")
+    shutil.copytree(tmp_path / "b/metadata", tmp_path / "a/metadata")
+    with pytest.raises(errors.DirectoryOfAnotherCluster, match="node 2"):
+        start(tmp_path / "a", node())
+    (tmp_path / "b/metadata/directory.json").write_text("{}")
+    with pytest.raises(errors.CorruptLog, match="damaged"):
+        start(tmp_path / "b", node(node_id=2))
+
+
+def test_a_format_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
+    make(tmp_path, node())
+    (tmp_path / "pk.json").unlink()  # written last
+    assert make(tmp_path, node()).voter
+    assert start(tmp_path, node()).node_id == 1
+
+
+def test_a_directory_with_somebodys_metadata_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metadata/__cluster_metadata-0").mkdir(parents=True)
+    with pytest.raises(errors.DirectoryOfAnotherCluster, match="not empty"):
+        make(tmp_path, node())
+
+
+def test_a_broker_alone_has_no_metadata(tmp_path: Path) -> None:
+    broker = node(node_id=9, process_roles="broker")
+    made = make(tmp_path, broker)
+    assert (made.metadata_directory_id, made.voter) == ("", False)
+    start(tmp_path, broker)
+    assert not (tmp_path / "metadata").exists()
+    with pytest.raises(errors.InvalidConfig, match="no controller"):
+        controller_identity([str(tmp_path)], broker)
+
+
+def test_who_is_no_voter_cannot_be_a_first_one(tmp_path: Path) -> None:
+    late = node(node_id=4, controller_listen="127.0.0.1:4")
+    with pytest.raises(errors.InvalidConfig, match="add-controller"):
+        make(tmp_path, late)
+    assert not make(tmp_path, late, initial_controllers=False).voter
+
+
+def test_the_cluster_has_to_be_named(tmp_path: Path) -> None:
+    unnamed = resolve({}, {}, {"controller_quorum_voters": VOTERS})
+    with pytest.raises(errors.InvalidConfig, match="same cluster_id"):
+        make(tmp_path, unnamed)
+    with pytest.raises(errors.InvalidConfig, match="contradicts"):
+        make(tmp_path, node(), cluster_id="other")
+    assert make(tmp_path, unnamed, cluster_id=CLUSTER).cluster_id == CLUSTER
+    assert json.loads((tmp_path / "pk.json").read_text())["cluster_id"] == CLUSTER
