@@ -21,7 +21,7 @@ from pk.client.cluster import Cluster
 from pk.client.offsets import ISOLATION, lookup_offsets
 from pk.client.options import bootstrap_of
 from pk.client.quorum import QuorumDescription, ask_active, description_of
-from pk.types import NONE, TopicPartition
+from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -93,6 +93,17 @@ class PartitionDescription:
     def bytes(self) -> int:
         """Bytes on local disk."""
         return self.local_bytes
+
+
+@dataclass(slots=True, frozen=True)
+class PartitionReassignment:
+    """A reassignment under way: `replicas` are the target's, then those that will go."""
+
+    topic: str
+    partition: int
+    replicas: tuple[int, ...]
+    adding: tuple[int, ...]
+    removing: tuple[int, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -378,6 +389,77 @@ class AdminClient:
         await cluster.retrying(attempt, timeout_ms)
         return found
 
+    # -- replicas and brokers ----------------------------------------------------------------------
+
+    def alter_partition_reassignments(
+        self,
+        reassignments: Mapping[TopicPartition, Iterable[int] | None],
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[TopicPartition, errors.PkError | None]:
+        """Give partitions other replicas, the preferred leader first; None cancels (KIP-455).
+
+        The copying goes on after the call: `list_partition_reassignments` says what is under way.
+        Each partition succeeds or fails by itself: the result has its error, or None.
+        """
+        request = wire.AlterReassignmentsRequest()
+        for place, replicas in reassignments.items():
+            topic, partition = place
+            request.reassignments.add(
+                topic=topic, partition=partition, replicas=replicas or (), cancel=replicas is None
+            )
+        reply = self._ask(request, wire.AlterReassignmentsReply, timeout_s)
+        return _by_partition(reply.results)
+
+    def list_partition_reassignments(
+        self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> list[PartitionReassignment]:
+        """The reassignments under way, of these topics (None = all)."""
+        wanted = None if topics is None else list(topics)
+        if wanted is not None and not wanted:
+            return []
+        request = wire.ListReassignmentsRequest(topics=wanted or ())
+        reply = self._ask(request, wire.ListReassignmentsReply, timeout_s)
+        return [
+            PartitionReassignment(
+                r.topic, r.partition, tuple(r.replicas), tuple(r.adding), tuple(r.removing)
+            )
+            for r in reply.reassignments
+        ]
+
+    def elect_leaders(
+        self,
+        partitions: Iterable[TopicPartition] | None = None,
+        *,
+        unclean: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[TopicPartition, errors.PkError | None]:
+        """Have the preferred leaders elected (KIP-460); None = wherever one could take over.
+
+        `unclean` elects where nobody leads, without the replicas that are missing: what only they
+        hold is lost.  Each partition succeeds or fails by itself.
+        """
+        request = wire.ElectLeadersRequest(unclean=unclean)
+        if partitions is not None:
+            wanted = [TopicPartition(*place) for place in partitions]
+            if not wanted:
+                return {}
+            work = self._keys(wanted, int(timeout_s * 1000))
+            for key in self._run(work, timeout_s):
+                request.partitions.add(topic_id=key.topic_id, partition=key.partition)
+        return _by_partition(self._ask(request, wire.ElectLeadersReply, timeout_s).results)
+
+    async def _keys(self, places: list[TopicPartition], timeout_ms: int) -> list[PartitionKey]:
+        ids: dict[str, str] = {}
+        for name in dict.fromkeys(place.topic for place in places):
+            ids[name] = (await self._cluster.topic(name, timeout_ms)).topic_id
+        return [PartitionKey(ids[place.topic], place.partition) for place in places]
+
+    def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Forget a broker that is stopped for good and has no replicas any more (KIP-500)."""
+        request = wire.UnregisterBrokerRequest(broker_id=broker_id)
+        self._ask(request, wire.UnregisterBrokerReply, timeout_s)
+
     # -- the tier ----------------------------------------------------------------------------------
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
@@ -505,6 +587,17 @@ def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:
         )
         for r in results
     ]
+
+
+def _by_partition(
+    results: Iterable[wire.ReassignmentResult],
+) -> dict[TopicPartition, errors.PkError | None]:
+    return {
+        TopicPartition(r.topic, r.partition): (
+            frames.raise_error(r.error) if r.HasField("error") else None
+        )
+        for r in results
+    }
 
 
 def _one(results: list[TopicResult]) -> TopicResult:

@@ -346,6 +346,25 @@ class LogManager:
         await directory.disk.write(partial(log.close, False))
         await self._discard(directory, log.path, log.config.file_delete_delay_ms)
 
+    async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
+        """Out of the way with a partition that is damaged, whether or not it could be opened (L9):
+        its replica is made anew.  What was there stays for `delay_ms`, for people.
+        """
+        key = PartitionKey(topic_id, tp.partition)
+        if key in self._logs:
+            await self.delete(key)
+            return
+        for directory in self.directories:
+            path = self._path(str(tp))
+            if directory.failed is None and directory.disk.storage.exists(path):
+                for offsets in (
+                    directory.recovery_points,
+                    directory.log_starts,
+                    directory.high_watermarks,
+                ):
+                    offsets.pop(key, None)
+                await self._discard(directory, path, delay_ms)
+
     def _doomed(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{DELETING}"
 

@@ -120,6 +120,7 @@ class BrokerNode:
             node_id=run.node_id,
         )
         core.hello = hello
+        core.peer_addresses = run.peer_addresses
         core.tier = TierClient(
             self.world,
             run.tier_address,
@@ -138,6 +139,8 @@ class BrokerNode:
             heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
             metadata_offset=lambda: core.follower.reacted,
             offline_directories=core.offline_directories,
+            positions=core.positions,
+            offline_replicas=core.offline_replicas,
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )

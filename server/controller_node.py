@@ -42,6 +42,7 @@ FETCH_WAIT_MS_MAX = 30_000
 _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
+    "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
 )  # fmt: skip
 
 FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]

@@ -3,27 +3,36 @@ node leads.
 
 World-generic.  Over the metadata log stands the controller machine; brokers register, beat and ask
 on control streams.  The stream a broker registered on is its liveness stream (rule R7).  Whatever
-a term knows besides the log (sessions, waits) is made anew by the next one.
+a term knows besides the log (sessions, waits, what brokers report of their replicas) is made anew
+by the next one, and every command carries what it needs of it.
 
 Invariants
   T1  a term serves only after everything in the log it began with is committed and applied
   T2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
+  T3  what a former term left undone (elections, sweeps in steps) is taken up: its cause is still
+      there, and elections are tried for every leaderless partition when a term begins
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
-from pk.server.controller import commands
+from pk.effects import Effect, Publish
+from pk.server.controller import commands, leaders
+from pk.server.controller.elections import waits_for
+from pk.server.controller.image import MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
+from pk.server.controller.reports import Report, Reports, reported
 from pk.server.controller.sessions import Session, Sessions
+from pk.server.controller.sweeps import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.quorum.log import MetadataLog
 from pk.server.runtime import ReplayedHost
-from pk.types import PartitionKey
+from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Handler
@@ -35,6 +44,10 @@ if TYPE_CHECKING:
 #: R7: how long a broker whose stream was reset may take to accept a connection.
 PROBE_MS = 250
 TICK_MS = 100
+#: Elections that failed for want of disk space, say, are tried again after this.
+RETRY_MS = 1_000
+#: Names in one line of the log.
+NAMED_MAX = 20
 
 Say = Callable[..., None]
 
@@ -58,17 +71,42 @@ class Term:
         rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
         self.epoch = metadata.epoch
         self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
-            lambda: Controller(rules), metadata, world.clock, on_fatal=on_fatal
-        )
+            lambda: Controller(rules), metadata, world.clock,
+            on_fatal=on_fatal, on_effects=self._effects,
+        )  # fmt: skip
         self.sessions = Sessions(int(run.server["broker_session_timeout_ms"]))
+        self.reports: dict[NodeId, Report] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._waiting: dict[PartitionKey, int] = {}  # leaderless since
+        self._elections_due_ms: int | None = 0  #: when to try them next (T3); None: nothing is new
+        #: (offset, time): the image had come to `offset` by then; what has waited since is over.
+        self._marks: deque[tuple[int, int]] = deque()
+        self._over = NONE  #: partitions leaderless since this offset or before have waited
+        self._losing: frozenset[PartitionKey] = frozenset()  #: may be elected uncleanly
+        self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
+        self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
+        self._balance_ms = 0
 
     @property
     def machine(self) -> Controller:
         machine = self.host.machine
         assert isinstance(machine, Controller)
         return machine
+
+    @property
+    def _image(self) -> MetadataImage:
+        return self.machine.image
+
+    async def _ask(self, command: Command) -> Any:
+        """The reply to `command`, in as many steps as it takes."""
+        while True:
+            reply = await self.host.ask(command)
+            if not isinstance(reply, More):
+                return reply
+
+    def _effects(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Publish) and effect.name == UNCLEAN_ELECTION:
+                self._say(UNCLEAN_ELECTION, **effect.value)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -86,7 +124,9 @@ class Term:
             for broker in self.machine.image.brokers.values()
             if not broker.fenced
         ]
-        self.sessions.grant(unfenced, self._world.clock.monotonic_ms())
+        now_ms = self._world.clock.monotonic_ms()
+        self.sessions.grant(unfenced, now_ms)
+        self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())
 
     async def close(self) -> None:
@@ -119,7 +159,7 @@ class Term:
 
         def asks(make: Callable[[Any], Command]) -> Handler:
             async def handle(request: Any, _frame: frames.Frame) -> Any:
-                return await self.host.ask(make(request))
+                return await self._ask(make(request))
 
             return handle
 
@@ -129,16 +169,28 @@ class Term:
         async def heartbeat(request: Any, _frame: frames.Frame) -> Any:
             return await self._heartbeat(stream, request)
 
+        async def alter_configs(request: Any, _frame: frames.Frame) -> Any:
+            reply = await self._ask(commands.AlterConfigs(request))
+            self._try_elections()
+            return reply
+
+        async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
+            return await self._elect_leaders(request)
+
         return {
             "register_broker": register,
             "broker_heartbeat": heartbeat,
             "create_topics": asks(self._create_topics),
             "delete_topics": asks(commands.DeleteTopics),
             "create_partitions": asks(commands.CreatePartitions),
-            "alter_configs": asks(commands.AlterConfigs),
+            "alter_configs": alter_configs,
             "describe_configs": asks(commands.DescribeConfigs),
             "allocate_producer_ids": asks(commands.AllocateProducerIds),
-            "alter_partition": asks(commands.AlterPartition),
+            "alter_partition": asks(lambda r: commands.AlterPartition(r, self._known())),
+            "alter_reassignments": asks(lambda r: commands.AlterReassignments(r, self._known())),
+            "list_reassignments": asks(commands.ListReassignments),
+            "elect_leaders": elect_leaders,
+            "unregister_broker": asks(commands.UnregisterBroker),
         }
 
     def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
@@ -150,7 +202,8 @@ class Term:
         self, stream: int, request: wire.RegisterBrokerRequest
     ) -> wire.RegisterBrokerReply:
         live = self.sessions.live(request.broker_id, except_stream=stream)
-        reply: wire.RegisterBrokerReply = await self.host.ask(commands.Register(request, live))
+        command = commands.Register(request, live, self._known())
+        reply: wire.RegisterBrokerReply = await self._ask(command)
         now_ms = self._world.clock.monotonic_ms()
         self.sessions.open(request.broker_id, reply.broker_epoch, stream, now_ms)
         self._say("broker_registered", broker=request.broker_id, epoch=reply.broker_epoch)
@@ -159,10 +212,35 @@ class Term:
     async def _heartbeat(
         self, stream: int, request: wire.BrokerHeartbeatRequest
     ) -> wire.BrokerHeartbeatReply:
-        now_ms = self._world.clock.monotonic_ms()
-        self.sessions.beat(request.broker_id, request.broker_epoch, stream, now_ms)
-        reply: wire.BrokerHeartbeatReply = await self.host.ask(commands.Beat(request))
+        who, now_ms = request.broker_id, self._world.clock.monotonic_ms()
+        self.sessions.beat(who, request.broker_epoch, stream, now_ms)
+        broker = self._image.brokers.get(who)
+        known = broker is not None and broker.broker_epoch == request.broker_epoch
+        retry = self._hear(request) if known else ()
+        unclean = self._losing.union(self._asked) if self._asked else self._losing
+        beat = commands.Beat(request, self._known(), retry, unclean)
+        reply: wire.BrokerHeartbeatReply = await self._ask(beat)
+        if broker is not None and broker.fenced and not reply.fenced:
+            self._try_elections()  # those that found no room in the decision
         return reply
+
+    def _known(self) -> Reports:
+        """What brokers have said, as it is now (P3)."""
+        return dict(self.reports)
+
+    def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:
+        """Keep what the heartbeat says of replicas; returns the partitions it has news of."""
+        before = self.reports.get(request.broker_id)
+        report = reported(before, request, self.machine.leaderless)
+        self.reports[request.broker_id] = report
+        if before is None or before.broker_epoch != report.broker_epoch:
+            self._try_elections()  # whatever waited for a word of this broker
+            return ()
+        retry = [PartitionKey(each.topic_id, each.partition) for each in request.positions]
+        retry += [key for key in before.offline if key not in report.offline]
+        if retry:
+            self._try_elections()
+        return tuple(retry)
 
     async def _probe(self, session: Session) -> None:
         """R7: a stream was lost; if the broker's address refuses a connection, it is gone."""
@@ -182,13 +260,13 @@ class Term:
 
     async def _fence(self, session: Session, why: str) -> None:
         self.sessions.end(session)
-        fence = commands.Fence(session.broker_id, session.broker_epoch)
+        fence = commands.Fence(session.broker_id, session.broker_epoch, self._known())
         broker = self.machine.image.brokers.get(session.broker_id)
         event = "broker_fenced"
         if broker is not None and broker.in_controlled_shutdown:
             event, why = "broker_left", "it was shut down in order"
         try:
-            if await self.host.ask(fence):
+            if await self._ask(fence):
                 self._say(event, broker=session.broker_id, why=why)
         except errors.RetriableError as failure:  # the disk is full, say: the next tick tries again
             self.sessions.retry(session)
@@ -197,28 +275,143 @@ class Term:
     # -- time --------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Sessions that expired, elections whose wait is over."""
+        """Sessions that expired, elections worth a try, leaders to move back."""
         clock = self._world.clock
         while True:
             await clock.sleep_ms(TICK_MS)
             for session in self.sessions.expired(clock.monotonic_ms()):
                 await self._fence(session, "no heartbeat within broker_session_timeout_ms")
             await self._recover(clock.monotonic_ms())
+            await self._balance(clock.monotonic_ms())
+
+    def _try_elections(self) -> None:
+        self._elections_due_ms = 0
 
     async def _recover(self, now_ms: int) -> None:
-        leaderless = self.machine.leaderless
-        for key in [key for key in self._waiting if key not in leaderless]:
-            del self._waiting[key]
-        for key in leaderless:
-            self._waiting.setdefault(key, now_ms)
-        wait_ms = int(self._run.server["unclean_recovery_wait_ms"])
-        over = [key for key, since_ms in self._waiting.items() if now_ms - since_ms >= wait_ms]
-        if not over:
+        """R3: elections of leaderless partitions, when something is new or a wait is over."""
+        if self._wait_over(now_ms):
+            self._try_elections()
+        if self._elections_due_ms is None or now_ms < self._elections_due_ms:
             return
-        for key in over:
-            self._waiting[key] = now_ms
+        self._elections_due_ms = None
+        waited = []
+        for key, since in self.machine.leaderless.items():
+            if since > self._over:
+                break
+            waited.append(key)
+        rules, image = self.machine.rules, self._image
+        allowed = {name: rules.unclean_enabled(image, name) for name in self._topics_of(waited)}
+        self._losing = frozenset(k for k in waited if allowed[image.topics[k.topic_id].name])
+        keys, over = tuple(self.machine.leaderless), frozenset(waited)
         try:
-            elected = await self.host.ask(commands.Recover(tuple(over)))
-            self._say("leaderless", partitions=len(over), elected=elected)
+            for start in range(0, len(keys), CHANGES_MAX):
+                chunk = keys[start : start + CHANGES_MAX]
+                await self._ask(commands.Recover(chunk, over, self._known()))
         except errors.RetriableError as failure:
+            self._elections_due_ms = now_ms + RETRY_MS
             self._say("recovery_failed", why=failure.message)
+
+    def _wait_over(self, now_ms: int) -> bool:
+        """Whether partitions have newly waited unclean_recovery_wait_ms; says for whom."""
+        image = self._image
+        if self._marks and image.offset < self._marks[-1][0]:
+            self._marks.clear()  # the log's end was undone: what is counted begins again
+            self._over = NONE
+        if not self._marks or self._marks[-1][0] != image.offset:
+            self._marks.append((image.offset, now_ms))
+        wait_ms = int(self._run.server["unclean_recovery_wait_ms"])
+        before = self._over
+        while self._marks and now_ms - self._marks[0][1] >= wait_ms:
+            self._over = self._marks.popleft()[0]
+        if self._over == before:
+            return False
+        over = []
+        for key, since in image.leaderless.items():
+            if since > self._over:
+                break
+            if since > before:
+                over.append(key)
+        if not over:
+            return False
+        brokers: dict[NodeId, None] = {}
+        for key in over:
+            state = image.partition(key)
+            if state is not None:
+                brokers.update(dict.fromkeys(waits_for(state, image.available)))
+        topics = self._topics_of(over)[:NAMED_MAX]
+        self._say("leaderless", partitions=len(over), topics=topics, waits_for=sorted(brokers))
+        return True
+
+    def _topics_of(self, keys: Sequence[PartitionKey]) -> list[str]:
+        topics = self._image.topics
+        return list(dict.fromkeys(topics[k.topic_id].name for k in keys if k.topic_id in topics))
+
+    @property
+    def _balance_interval_ms(self) -> int:
+        return 1_000 * int(self._run.server["leader_imbalance_check_interval_seconds"])
+
+    async def _balance(self, now_ms: int) -> None:
+        """Preferred leaders, some at a tick: nobody waits for them."""
+        if now_ms >= self._balance_ms and not self._moves:
+            self._balance_ms = now_ms + self._balance_interval_ms
+            if self._run.server["auto_leader_rebalance_enable"]:
+                self._moves.extend(leaders.imbalanced(self._image))
+        if not self._moves:
+            return
+        chunk = tuple(
+            self._moves.popleft() for _ in range(min(len(self._moves), leaders.MOVES_MAX))
+        )
+        try:
+            moved = await self._ask(commands.Prefer(chunk, self._known()))
+        except errors.RetriableError as failure:
+            self._moves.clear()
+            self._say("rebalance_failed", why=failure.message)
+            return
+        if moved:
+            self._say("preferred_leaders", moved=moved, left=len(self._moves))
+
+    # -- elections asked for (KIP-460) ------------------------------------------------------------
+
+    async def _elect_leaders(self, request: wire.ElectLeadersRequest) -> wire.ElectLeadersReply:
+        """In bounded decisions; an unclean one waits for the replicas' positions."""
+        keys = [PartitionKey(each.topic_id, each.partition) for each in request.partitions]
+        if not request.partitions:
+            found = self.machine.leaderless if request.unclean else leaders.imbalanced(self._image)
+            keys = list(found)
+        keys = list(dict.fromkeys(keys))
+        reply = wire.ElectLeadersReply()
+        if request.unclean:
+            self._asked.update(dict.fromkeys(keys))
+        try:
+            for start in range(0, len(keys), leaders.MOVES_MAX):
+                chunk = keys[start : start + leaders.MOVES_MAX]
+                part = await self._elect_some(chunk, unclean=request.unclean)
+                reply.results.extend(part.results)
+                reply.metadata_offset = part.metadata_offset
+        finally:
+            for key in keys:
+                self._asked.pop(key, None)
+        return reply
+
+    async def _elect_some(
+        self, keys: Sequence[PartitionKey], *, unclean: bool
+    ) -> wire.ElectLeadersReply:
+        wait_ms = 3 * int(self._run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
+        until_ms = self._world.clock.monotonic_ms() + wait_ms
+        done: dict[PartitionKey, wire.ReassignmentResult] = {}
+        left = list(keys)
+        while True:
+            request = wire.ElectLeadersRequest(unclean=unclean)
+            for key in left:
+                request.partitions.add(topic_id=key.topic_id, partition=key.partition)
+            reply = await self._ask(commands.ElectLeaders(request, self._known()))
+            done.update(zip(left, reply.results, strict=True))
+            late = self._world.clock.monotonic_ms() >= until_ms
+            pending = errors.EligibleLeadersNotAvailable.code
+            left = [key for key in left if done[key].error.code == pending]
+            if not left or late:
+                break
+            await self._world.clock.sleep_ms(TICK_MS)
+        answer = wire.ElectLeadersReply(metadata_offset=reply.metadata_offset)
+        answer.results.extend(done[key] for key in dict.fromkeys(keys))
+        return answer

@@ -78,6 +78,10 @@ class ControllerLink:
         on_fatal: Callable[[errors.PkError], None],
         on_epoch: Callable[[int], None],
         peers: Mapping[NodeId, str] | None = None,
+        positions: Callable[[Sequence[wire.FetchPartition]], list[wire.ReplicaPosition]] = (
+            lambda asked: []
+        ),
+        offline_replicas: Callable[[], list[wire.FetchPartition]] = list,
     ) -> None:
         self._world = world
         self._search = Search(addresses)
@@ -88,6 +92,8 @@ class ControllerLink:
         self._interval_ms = heartbeat_interval_ms
         self._metadata_offset = metadata_offset
         self._offline_directories = offline_directories
+        self._positions = positions
+        self._offline_replicas = offline_replicas
         self._on_fatal = on_fatal
         self._on_epoch = on_epoch
         self._broken = False
@@ -284,6 +290,7 @@ class ControllerLink:
     async def _beat(self) -> None:
         """Heartbeats until the stream breaks, or the controller does not answer them any more."""
         clock = self._world.clock
+        asked: Sequence[wire.FetchPartition] = ()  #: whose positions the controller wants (R3)
         while not self._broken:
             sent_ms = clock.monotonic_ms()
             frame = await self._ask(
@@ -293,6 +300,8 @@ class ControllerLink:
                     metadata_offset=self._metadata_offset(),
                     want_shutdown=self.want_shutdown,
                     offline_directories=self._offline_directories(),
+                    positions=self._positions(asked),
+                    offline_replicas=self._offline_replicas(),
                 ),
                 self._patience_ms(),
                 registered=True,
@@ -304,7 +313,9 @@ class ControllerLink:
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if reply.may_shut_down:
                 self.may_shut_down.set()
-            wait_ms = self._interval_ms if not self.fenced else min(self._interval_ms, 50)
+            asked = reply.report_positions
+            hurry = self.fenced or asked
+            wait_ms = min(self._interval_ms, 50) if hurry else self._interval_ms
             await self._wait(wait_ms)
 
     async def _wait(self, wait_ms: int) -> None:

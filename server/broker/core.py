@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from pk.server.broker.tier_client import TierClient
 from pk.server.broker.tier_view import TierFeed
 from pk.server.purgatory import ProducePurgatory, TimerHeap
 from pk.server.replication.leader import ACKS_ALL
-from pk.types import NodeId, Offset, PartitionKey
+from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
@@ -239,6 +239,7 @@ class BrokerCore:
         if partition.tiered:  # the copier lets go of it
             self.feed.remove(partition.key, partition.topic)
             self.feed_moved.set()
+        self.link.beat_soon()  # the controller elects another replica
 
     def suspect(self, partition: Partition, told: errors.PkError) -> None:
         """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
@@ -270,6 +271,48 @@ class BrokerCore:
             for each in self.manager.directories
             if each.failed is not None or each.disk.storage.failed is not None
         ]
+
+    def offline_replicas(self) -> list[wire.FetchPartition]:
+        """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9).
+
+        A partition that waits for its tier's table is none of them: it will be served.
+        """
+        failed = {k: p.problem for k, p in self.partitions.items() if p.problem is not None}
+        problems = {**failed, **self.follower.unopened}
+        image = self.follower.image
+        found = []
+        for key, problem in problems.items():
+            if not isinstance(problem, errors.StorageFailed | errors.CorruptLog):
+                continue
+            state = image.partition(key)
+            if state is not None and self.node_id in state.replicas:
+                found.append(wire.FetchPartition(topic_id=key.topic_id, partition=key.partition))
+        return found
+
+    def positions(self, asked: Sequence[wire.FetchPartition]) -> list[wire.ReplicaPosition]:
+        """How far the replicas asked for are, of those that stand still because nobody leads (R3).
+
+        The others are asked for again: what is being written is about to stop.
+        """
+        found = []
+        for each in asked:
+            key = PartitionKey(each.topic_id, each.partition)
+            partition, state = self.partitions.get(key), self.follower.image.partition(key)
+            if partition is None or state is None or state.leader != NONE:
+                continue
+            log, problem = partition.log, partition.problem
+            lost = isinstance(problem, errors.StorageFailed | errors.CorruptLog)
+            if lost or log.written_end != log.log_end or key in self.replicas.changing:
+                continue
+            found.append(
+                wire.ReplicaPosition(
+                    topic_id=key.topic_id,
+                    partition=key.partition,
+                    last_epoch=log.epochs.latest,
+                    log_end=log.written_end,
+                )
+            )
+        return found
 
     # -- timers ----------------------------------------------------------------------------------
 

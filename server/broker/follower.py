@@ -18,6 +18,8 @@ Invariants
       T4)
   M6  a partition that is in no working directory is not created anew while a directory has failed:
       it is offline, its records are there
+  M7  a damaged replica is set aside and made anew once another broker leads and it is in neither
+      ISR nor ELR: then what it has is nobody's last copy (rule L9)
 """
 
 from __future__ import annotations
@@ -331,6 +333,10 @@ class MetadataFollower:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
             self.unopened.pop(key, None)
             return
+        problem = self.unopened.get(key) if partition is None else partition.problem
+        if isinstance(problem, errors.CorruptLog) and self._others_have_it(state):
+            await self._set_aside(key, partition)
+            partition = None
         if partition is None:
             if key in self.unopened:
                 return
@@ -338,6 +344,29 @@ class MetadataFollower:
             if partition is None:
                 return
         await self._lead_or_follow(partition, state)
+
+    def _others_have_it(self, state: PartitionState) -> bool:
+        """L9: another broker leads, and nobody counts on what is here any more."""
+        me = self._core.node_id
+        return state.leader not in (NONE, me) and me not in (*state.isr, *state.elr)
+
+    async def _set_aside(self, key: PartitionKey, partition: Partition | None) -> None:
+        """M7."""
+        core = self._core
+        topic = self.image.topics[key.topic_id].name
+        core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
+        if partition is not None:
+            core.partitions.pop(key, None)
+            core.replicas.leave(partition)
+            await core.replicas.stand_still(partition)
+        delay_ms = self.settings_of(topic)["file_delete_delay_ms"]
+        try:
+            tp = TopicPartition(topic, key.partition)
+            await core.manager.set_aside(tp, key.topic_id, delay_ms)
+        except errors.PkError as error:
+            core.warn("delete_failed", partition=f"{topic}-{key.partition}", error=error.message)
+            return
+        self.unopened.pop(key, None)
 
     async def _lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
         core = self._core

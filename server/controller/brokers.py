@@ -3,13 +3,15 @@
 Rules: L3 (what survived a restart), Q2 (unfenced only when its image holds its registration), R2
 (who may join an ISR), R3 (recovery elections), R7 (a lost session fences).  Each function reads
 the image and returns a `Decision`; the elections are in `elections.py`.
+
+A replica that its broker reports as offline (rules L2, L9) is treated like one that may have lost
+its data: it leaves ISR and ELR by a record.  That it is offline is soft (`reports.py`): it is not
+elected while it is said to be, and comes back through an election or the ISR when it no longer is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from google.protobuf.message import Message
+from collections.abc import Container, Iterable, Mapping
 
 from pk import errors
 from pk.server.controller.commands import (
@@ -20,16 +22,17 @@ from pk.server.controller.commands import (
     Recover,
     Register,
     Rules,
+    UnregisterBroker,
     decision,
     registered,
 )
 from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.image import BrokerState, MetadataImage, PartitionState, TopicState
-from pk.types import NodeId, PartitionKey
+from pk.server.controller.image import BrokerState, MetadataImage, PartitionState
+from pk.server.controller.reports import wanted
+from pk.server.controller.sweeps import More, Step, StepOf, Sweep
+from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-Step = Callable[[Draft], object]
 
 
 def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
@@ -53,24 +56,24 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
             f"broker {request.broker_id} is alive with another process; use another node_id"
         )
     clean = _survived(old, request)
-    epoch = image.offset + 1
-    bodies: list[Message] = [
-        wire.RegisterBrokerRecord(
-            broker_id=request.broker_id,
-            broker_epoch=epoch,
-            incarnation_id=request.incarnation_id,
-            boot_id=request.boot_id,
-            directory_ids=request.directory_ids,
-            address=request.address,
-            rack=request.rack,
-            fenced=True,
-            clean=clean,
-        )
-    ]
     who = request.broker_id
-    leave: Step = (lambda draft: draft.fence(who)) if clean else (lambda draft: draft.lose(who))
-    bodies += _sweep(image, rules, who, leave, available=_without(image, who))
-    return decision(wire.RegisterBrokerReply(broker_epoch=epoch, clean=clean), bodies)
+    sweep = Sweep(image, rules, Cluster(image, command.reports, leaving=who))
+    if not sweep.all_of(who, _fences(who) if clean else _loses(who)):
+        return decision(More(), sweep.bodies, sweep.effects)
+    epoch = image.offset + 1
+    record = wire.RegisterBrokerRecord(
+        broker_id=who,
+        broker_epoch=epoch,
+        incarnation_id=request.incarnation_id,
+        boot_id=request.boot_id,
+        directory_ids=request.directory_ids,
+        address=request.address,
+        rack=request.rack,
+        fenced=True,
+        clean=clean,
+    )
+    reply = wire.RegisterBrokerReply(broker_epoch=epoch, clean=clean)
+    return decision(reply, [record, *sweep.bodies], sweep.effects)
 
 
 def _same(old: BrokerState, request: wire.RegisterBrokerRequest) -> bool:
@@ -99,32 +102,60 @@ def _survived(old: BrokerState | None, request: wire.RegisterBrokerRequest) -> b
 
 
 def beat(image: MetadataImage, rules: Rules, command: Beat) -> Out:
-    """A heartbeat: unfence, fence or drain as asked (rule Q2)."""
+    """A heartbeat: unfence, fence or drain as asked (rule Q2); news of its replicas."""
     request = command.request
     broker = registered(image, request.broker_id, request.broker_epoch)
     who = broker.broker_id
     caught_up = request.metadata_offset >= broker.broker_epoch
-    bodies: list[Message] = []
-    fenced, may_shut_down = broker.fenced, False
-    if request.want_shutdown:
-        if broker.fenced:
-            may_shut_down = True
-        elif broker.in_controlled_shutdown:
-            may_shut_down = request.metadata_offset >= broker.changed_offset
-        else:  # the change comes last: who has seen it has seen every resignation
-            bodies += _sweep(image, rules, who, _fence(who), available=_without(image, who))
-            bodies.append(_change(broker, fenced=False, in_controlled_shutdown=True))
-    elif request.want_fence and not broker.fenced:
-        fenced = True
-        bodies += _fenced(image, rules, broker)
-    elif broker.fenced and caught_up and not request.want_fence:
-        fenced = False
-        bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
-        bodies += _sweep(image, rules, who, _nothing, available=_with(image, who))
-    reply = wire.BrokerHeartbeatReply(
-        fenced=fenced, caught_up=caught_up, may_shut_down=may_shut_down
+    reply = wire.BrokerHeartbeatReply(fenced=broker.fenced, caught_up=caught_up)
+    drains = request.want_shutdown and broker.available
+    fences = request.want_fence and not request.want_shutdown and not broker.fenced
+    unfences = broker.fenced and caught_up and not (request.want_fence or request.want_shutdown)
+    cluster = Cluster(
+        image,
+        command.reports,
+        arriving=who if unfences else NONE,
+        leaving=who if drains or fences else NONE,
     )
-    return decision(reply, bodies)
+    report = cluster.report(who)
+    offline = {} if report is None else report.offline
+    sweep = Sweep(image, rules, cluster)
+    if drains or fences:  # the change comes last: who has seen it has seen every resignation
+        if not sweep.all_of(who, _fences(who, offline)):
+            return decision(More(), sweep.bodies, sweep.effects)
+        reply.fenced = fences
+        sweep.bodies.append(_change(broker, fenced=fences, in_controlled_shutdown=drains))
+    elif unfences:  # elections that find no room now are tried again by `Recover`
+        reply.fenced = False
+        sweep.bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
+        sweep.all_of(who, _arrives(who, offline))
+    else:
+        if request.want_shutdown:
+            seen = request.metadata_offset >= broker.changed_offset
+            reply.may_shut_down = broker.fenced or seen
+        _news(sweep, who, offline, command.retry)
+    for key in wanted(image, command.reports, who, command.unclean) if caught_up else ():
+        reply.report_positions.add(topic_id=key.topic_id, partition=key.partition)
+    return decision(reply, sweep.bodies, sweep.effects)
+
+
+def _news(
+    sweep: Sweep, who: NodeId, offline: Mapping[PartitionKey, None], retry: Iterable[PartitionKey]
+) -> None:
+    """Replicas that went offline, and elections worth another try.
+
+    What finds no room is said again by the next heartbeat, or tried by `Recover`.
+    """
+    lost = _loses(who)
+    for key in offline:
+        state = sweep.cluster.image.partition(key)
+        step = None if state is None else lost(key, state)
+        if step is not None and not sweep.full:
+            sweep.visit_key(key, step)
+    for key in retry:
+        state = sweep.cluster.image.partition(key)
+        if key not in offline and state is not None and state.leader == NONE and not sweep.full:
+            sweep.visit_key(key)
 
 
 def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
@@ -132,61 +163,85 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
     broker = image.brokers.get(command.broker_id)
     if broker is None or broker.broker_epoch != command.broker_epoch or broker.fenced:
         return decision(False)
-    return decision(True, _fenced(image, rules, broker))
-
-
-def _fenced(image: MetadataImage, rules: Rules, broker: BrokerState) -> list[Message]:
     who = broker.broker_id
-    change = _change(broker, fenced=True, in_controlled_shutdown=broker.in_controlled_shutdown)
-    return [change, *_sweep(image, rules, who, _fence(who), available=_without(image, who))]
+    sweep = Sweep(image, rules, Cluster(image, command.reports, leaving=who))
+    report = sweep.cluster.report(who)
+    offline = {} if report is None else report.offline
+    if not sweep.all_of(who, _fences(who, offline)):
+        return decision(More(), sweep.bodies, sweep.effects)
+    draining = broker.in_controlled_shutdown
+    sweep.bodies.append(_change(broker, fenced=True, in_controlled_shutdown=draining))
+    return decision(True, sweep.bodies, sweep.effects)
 
 
 def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
-    """R3: some last-known members are still missing after unclean_recovery_wait_ms."""
-    bodies: list[Message] = []
+    """R3: leaderless partitions for which something may have changed."""
+    sweep = Sweep(image, rules, Cluster(image, command.reports))
     for key in command.partitions:
         topic, state = image.topics.get(key.topic_id), image.partition(key)
-        if topic is None or state is None:
+        if topic is None or state is None or state.leader != NONE or sweep.full:
             continue
-        draft = Draft(state, rules.min_isr(image, topic.name))
-        unclean = rules.unclean_enabled(image, topic.name)
-        draft.elect(Cluster(image.available, unclean_enabled=unclean, wait_over=True))
-        change = draft.record(key.topic_id, key.partition)
-        if change is not None:
-            bodies.append(change)
-    return decision(len(bodies), bodies)
+        may_lose = key in command.waited and rules.unclean_enabled(image, topic.name)
+        sweep.visit(topic, key.partition, state, may_lose=may_lose)
+    return decision(len(sweep.bodies), sweep.bodies, sweep.effects)
+
+
+def unregister(image: MetadataImage, _rules: Rules, command: UnregisterBroker) -> Out:
+    """Forget a broker that is gone for good (KIP-500).
+
+    Stricter than Kafka's: no partition may name it any more.  A broker that registers under an
+    unknown id is taken to have lost nothing (L3), which is true only while nothing is assigned
+    to it; and what only it holds is given up by a reassignment, in the open.
+    """
+    who = command.request.broker_id
+    broker = image.brokers.get(who)
+    if broker is None:
+        raise errors.BrokerNotRegistered(f"broker {who} is not registered")
+    if not broker.fenced:
+        raise errors.InvalidRequest(f"broker {who} is alive; stop it first")
+    for topic, number, _ in image.partitions_of(who):
+        raise errors.InvalidRequest(
+            f"broker {who} is a replica of {topic.name}-{number}: reassign its partitions first"
+        )
+    record = wire.UnregisterBrokerRecord(broker_id=who, broker_epoch=broker.broker_epoch)
+    return decision(wire.UnregisterBrokerReply(metadata_offset=image.offset + 1), [record])
 
 
 # -- ISR changes ---------------------------------------------------------------------------------
 
 
-def alter_partition(image: MetadataImage, _rules: Rules, command: AlterPartition) -> Out:
+def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition) -> Out:
     """A leader changes its ISR, or says that it has recovered from an unclean election (R2, T4)."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
-    bodies: list[Message] = []
+    sweep = Sweep(image, rules, Cluster(image, command.reports))
     reply = wire.AlterPartitionReply()
+    seen: dict[PartitionKey, None] = {}
     for item in request.items:
+        key = PartitionKey(item.topic_id, item.partition)
         result = reply.results.add(topic_id=item.topic_id, partition=item.partition)
         try:
-            state, change = _isr_change(image, request.broker_id, item)
+            if key in seen:
+                raise errors.InvalidRequest(f"{key} is named twice in one request")
+            seen[key] = None
+            draft = _isr_change(sweep, request.broker_id, key, item)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue
-        result.leader, result.leader_epoch = state.leader, state.leader_epoch
-        result.partition_epoch = state.partition_epoch + (change is not None)
-        result.isr.extend(item.new_isr if change is not None else state.isr)
-        if change is not None:
-            bodies.append(change)
-    return decision(reply, bodies)
+        state, changed = draft.now, draft.now != draft.before
+        result.leader, result.leader_epoch = state.leader, state.leader_epoch + draft.led_anew
+        result.partition_epoch = state.partition_epoch + changed
+        result.isr.extend(state.isr)
+    return decision(reply, sweep.bodies, sweep.effects)
 
 
 def _isr_change(
-    image: MetadataImage, leader: NodeId, item: wire.AlterPartitionItem
-) -> tuple[PartitionState, wire.PartitionChangeRecord | None]:
-    state = image.partition(PartitionKey(item.topic_id, item.partition))
-    if state is None:
-        raise errors.UnknownTopicId(f"{item.topic_id}:{item.partition} does not exist")
+    sweep: Sweep, leader: NodeId, key: PartitionKey, item: wire.AlterPartitionItem
+) -> Draft:
+    image = sweep.cluster.image
+    topic, state = image.topics.get(key.topic_id), image.partition(key)
+    if topic is None or state is None:
+        raise errors.UnknownTopicId(f"{key} does not exist")
     if item.leader_epoch < state.leader_epoch:
         raise errors.FencedLeaderEpoch(f"leader epoch {item.leader_epoch} < {state.leader_epoch}")
     if state.leader != leader or item.leader_epoch != state.leader_epoch:
@@ -195,39 +250,68 @@ def _isr_change(
         raise errors.InvalidUpdateVersion(
             f"partition epoch {item.partition_epoch}, now {state.partition_epoch}"
         )
-    new_isr = tuple(item.new_isr)
-    if leader not in new_isr or not set(new_isr) <= set(state.replicas):
-        raise errors.InvalidRequest(f"{new_isr} is not an ISR of replicas {state.replicas}")
-    _check_eligible(image, state, item)
-    unclean = state.unclean and not item.recovered
-    if set(new_isr) == set(state.isr) and unclean == state.unclean:
-        return state, None
-    change = wire.PartitionChangeRecord(
-        topic_id=item.topic_id, partition=item.partition, unclean=unclean
-    )
-    if set(new_isr) != set(state.isr):
-        change.isr.CopyFrom(wire.IntList(values=new_isr))
-        elr = [member for member in state.elr if member not in new_isr]
-        if tuple(elr) != state.elr:
-            change.elr.CopyFrom(wire.IntList(values=elr))
-    return state, change
+    isr = tuple(item.new_isr)
+    distinct = set(isr)
+    if leader not in isr or len(distinct) != len(isr) or not distinct <= set(state.replicas):
+        raise errors.InvalidRequest(f"{isr} is not an ISR of replicas {state.replicas}")
+    _check_eligible(sweep.cluster, key, state, item)
+
+    def change(draft: Draft) -> None:
+        draft.alter_isr(isr)
+        if item.recovered:
+            draft.recovered()
+        draft.complete(sweep.cluster)
+
+    return sweep.visit(topic, key.partition, state, change)
 
 
 def _check_eligible(
-    image: MetadataImage, state: PartitionState, item: wire.AlterPartitionItem
+    cluster: Cluster, key: PartitionKey, state: PartitionState, item: wire.AlterPartitionItem
 ) -> None:
-    """R2: fenced, draining or re-registered brokers never join (KIP-903)."""
+    """R2: fenced, draining or re-registered brokers never join (KIP-903), nor offline replicas."""
     epochs = list(item.isr_broker_epochs)
     for index, member in enumerate(item.new_isr):
         if member in state.isr:
             continue
-        broker = image.brokers.get(member)
+        broker = cluster.image.brokers.get(member)
         known = epochs[index] if index < len(epochs) else None
-        if broker is None or not broker.available or known != broker.broker_epoch:
+        may_join = broker is not None and known == broker.broker_epoch
+        if not may_join or not cluster.eligible(member, key):
             raise errors.IneligibleReplica(f"broker {member} may not join the ISR now")
 
 
 # -- shared --------------------------------------------------------------------------------------
+
+
+def _fences(who: NodeId, offline: Container[PartitionKey] = ()) -> StepOf:
+    """`who` leaves every ISR; where its replica is offline, the ELR too."""
+    lost, fenced = _loses(who), _fence(who)
+
+    def step_of(key: PartitionKey, state: PartitionState) -> Step | None:
+        if key in offline:
+            return lost(key, state)
+        return fenced if who in state.isr else None
+
+    return step_of
+
+
+def _loses(who: NodeId) -> StepOf:
+    def lose(draft: Draft) -> None:
+        draft.lose(who)
+
+    return lambda _key, state: lose if who in state.isr or who in state.elr else None
+
+
+def _arrives(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
+    """`who` is back: what nobody leads may be led again."""
+    lost = _loses(who)
+
+    def step_of(key: PartitionKey, state: PartitionState) -> Step | None:
+        if key in offline:
+            return lost(key, state)
+        return _nothing if state.leader == NONE else None
+
+    return step_of
 
 
 def _fence(who: NodeId) -> Step:
@@ -236,14 +320,6 @@ def _fence(who: NodeId) -> Step:
 
 def _nothing(_draft: Draft) -> None:
     """Only the election is wanted."""
-
-
-def _without(image: MetadataImage, who: NodeId) -> Callable[[NodeId], bool]:
-    return lambda broker_id: broker_id != who and image.available(broker_id)
-
-
-def _with(image: MetadataImage, who: NodeId) -> Callable[[NodeId], bool]:
-    return lambda broker_id: broker_id == who or image.available(broker_id)
 
 
 def _change(
@@ -255,24 +331,3 @@ def _change(
         fenced=fenced,
         in_controlled_shutdown=in_controlled_shutdown,
     )
-
-
-def _sweep(
-    image: MetadataImage,
-    rules: Rules,
-    who: NodeId,
-    step: Step,
-    *,
-    available: Callable[[NodeId], bool],
-) -> list[Message]:
-    """Apply `step` to every partition of `who`, elect where nobody leads, return the changes."""
-    bodies: list[Message] = []
-    topic: TopicState
-    for topic, number, state in image.partitions_of(who):
-        draft = Draft(state, rules.min_isr(image, topic.name))
-        step(draft)
-        draft.elect(Cluster(available))
-        change = draft.record(topic.topic_id, number)
-        if change is not None:
-            bodies.append(change)
-    return bodies

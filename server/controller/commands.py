@@ -1,7 +1,7 @@
 """What the controller is asked to decide, and what its decisions share.
 
 A command is a request as it came from the wire plus what a pure core cannot make itself: fresh
-ids, whether a session is live, whose waits are over.
+ids, whether a session is live, whose waits are over, what brokers reported (`reports`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.effects import Decision
+from pk.effects import Decision, Effect
 from pk.server.controller.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
 from pk.server.controller.records import MetadataRecord, record_of
+from pk.server.controller.reports import Reports
 from pk.types import NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
@@ -33,11 +34,20 @@ class Register:
 
     request: wire.RegisterBrokerRequest
     live: bool
+    reports: Reports = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
 class Beat:
+    """`reports` counts this heartbeat in; `retry`: partitions it may have news of.
+
+    `unclean`: those whose replicas are all asked for their positions.
+    """
+
     request: wire.BrokerHeartbeatRequest
+    reports: Reports = field(default_factory=dict)
+    retry: tuple[PartitionKey, ...] = ()
+    unclean: frozenset[PartitionKey] = frozenset()
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,13 +56,53 @@ class Fence:
 
     broker_id: NodeId
     broker_epoch: int
+    reports: Reports = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
 class Recover:
-    """These leaderless partitions have waited unclean_recovery_wait_ms."""
+    """Try elections for these leaderless partitions.
+
+    `waited`: those that have waited unclean_recovery_wait_ms for missing members.
+    """
 
     partitions: tuple[PartitionKey, ...]
+    waited: frozenset[PartitionKey] = frozenset()
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class Prefer:
+    """Move the leadership of these partitions to their first replica where it is in sync."""
+
+    partitions: tuple[PartitionKey, ...]
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class ElectLeaders:
+    """KIP-460."""
+
+    request: wire.ElectLeadersRequest
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class AlterReassignments:
+    """KIP-455."""
+
+    request: wire.AlterReassignmentsRequest
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class ListReassignments:
+    request: wire.ListReassignmentsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class UnregisterBroker:
+    request: wire.UnregisterBrokerRequest
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +141,7 @@ class AllocateProducerIds:
 @dataclass(slots=True, frozen=True)
 class AlterPartition:
     request: wire.AlterPartitionRequest
+    reports: Reports = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,9 +171,9 @@ class Rules:
 Out = Decision[MetadataRecord]
 
 
-def decision(reply: Any, bodies: Sequence[Message] = ()) -> Out:
+def decision(reply: Any, bodies: Sequence[Message] = (), effects: Sequence[Effect] = ()) -> Out:
     """`reply`, justified by records with these bodies."""
-    return Decision([record_of(body) for body in bodies], reply)
+    return Decision([record_of(body) for body in bodies], reply, effects)
 
 
 def registered(image: MetadataImage, broker_id: NodeId, broker_epoch: int) -> BrokerState:

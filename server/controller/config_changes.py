@@ -17,6 +17,7 @@ from pk.server.controller.elections import Draft
 from pk.server.controller.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
 from pk.server.controller.topics import cluster_base
 from pk.server.settings import as_text, check_settings
+from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -105,14 +106,17 @@ def _check_topics_under(image: MetadataImage, rules: Rules, cluster: Mapping[str
 def _forget_eligible(image: MetadataImage, rules: Rules, kind: str, name: str) -> list[Message]:
     """R1: a change of min_insync_replicas clears the ELR."""
     bodies: list[Message] = []
-    for topic, number, state in image.partitions():
-        if kind == TOPIC_RESOURCE and topic.name != name:
-            continue
-        draft = Draft(state, rules.min_isr(image, topic.name))
-        draft.forget_eligible()
-        change = draft.record(topic.topic_id, number)
-        if change is not None:
-            bodies.append(change)
+    one = image.topic(name) if kind == TOPIC_RESOURCE else None
+    for topic in image.topics.values() if one is None else (one,):
+        for number, state in topic.partitions.items():
+            if not state.elr and not state.last_known:
+                continue
+            key = PartitionKey(topic.topic_id, number)
+            draft = Draft(key, state, rules.min_isr(image, topic.name))
+            draft.forget_eligible()
+            change = draft.record()
+            if change is not None:
+                bodies.append(change)
     return bodies
 
 

@@ -7,153 +7,289 @@ order:
 
   | who is there                                   | elected                      | unclean |
   |------------------------------------------------|------------------------------|---------|
-  | an available member of the ISR                 | the first in replica order   | no      |
-  | an available member of the ELR                 | the same; it joins the ISR   | no      |
-  | ISR and ELR empty, every last-known registered | greatest (last epoch, end)   | yes     |
-  | the same, some missing, wait over and allowed  | greatest among those present | yes     |
+  | an eligible member of the ISR                  | the first in replica order   | no      |
+  | an eligible member of the ELR                  | the same; it joins the ISR   | no      |
+  | ISR and ELR empty, every last-known reported   | greatest (last epoch, end)   | yes     |
+  | some missing, waited for, and loss is allowed  | greatest among those present | yes     |
   | otherwise                                      | nobody: leader NONE          | –       |
 
-The third row is the recovery election of rule R3: it needs no permission, for nothing
-acknowledged can be anywhere else.  With one last-known member its log is the greatest without
-being asked.
+*Eligible* = available, and its broker does not report the replica as offline.  The third row is
+the recovery election of rule R3: it needs no permission, for nothing acknowledged can be
+anywhere else.  With one last-known member its log is the greatest without being asked.  In the
+fourth row those present are last-known members, or any replica if none of them is there.
+
+What becomes of a member that leaves the ISR depends on *required* = min(min_insync_replicas,
+replicas); while a reassignment runs, replicas are the old and the new ones together (as in
+Kafka), here and in the leader's high watermark alike:
+
+  | the ISR is then  | it left with its data | it may have lost data | ELR and last-known          |
+  |------------------|-----------------------|-----------------------|-----------------------------|
+  | required or more | forgotten             | forgotten             | both empty                  |
+  | smaller          | to the ELR            | to last-known         | kept until it has grown     |
+
+The high watermark stands still while the ISR is smaller (rule R1), so members of the ELR hold
+everything below it; the moment the ISR is large enough it moves without them, so they are
+forgotten in the same record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from pk.server.controller.image import PartitionState
-from pk.types import NONE, NodeId, TopicId
+from pk.server.controller.image import MetadataImage, PartitionState
+from pk.server.controller.reports import Position, Report, Reports
+from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-#: (last epoch, log end) of a replica, as a recovery election compares them.
-Position = tuple[int, int]
 
 
 @dataclass(slots=True)
 class Cluster:
-    """What an election may know of the brokers."""
+    """What an election may know of the brokers.
 
-    available: Callable[[NodeId], bool]
-    positions: Mapping[NodeId, Position] = field(default_factory=dict)
-    unclean_enabled: bool = False  #: unclean_leader_election_enable of the topic
-    wait_over: bool = False  #: unclean_recovery_wait_ms has passed
+    `arriving` counts as available already, `leaving` no more.
+    """
+
+    image: MetadataImage
+    reports: Reports = field(default_factory=dict)
+    arriving: NodeId = NONE
+    leaving: NodeId = NONE
+
+    def available(self, member: NodeId) -> bool:
+        if member == self.leaving:
+            return False
+        return member == self.arriving or self.image.available(member)
+
+    def eligible(self, member: NodeId, key: PartitionKey) -> bool:
+        """May lead `key`."""
+        report = self.report(member)
+        return self.available(member) and (report is None or key not in report.offline)
+
+    def report(self, member: NodeId) -> Report | None:
+        """What the current registration of `member` has said in this term (P1)."""
+        report, broker = self.reports.get(member), self.image.brokers.get(member)
+        if report is None or broker is None or report.broker_epoch != broker.broker_epoch:
+            return None
+        return report
+
+    def position(self, member: NodeId, key: PartitionKey) -> Position | None:
+        report, since = self.report(member), self.image.leaderless.get(key)
+        return None if report is None or since is None else report.position(key, since)
+
+
+def waits_for(state: PartitionState, available: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
+    """The brokers whose return, with their data, would give a leaderless partition its leader.
+
+    Of ISR and ELR any one is enough; of the last known all must come.
+    """
+    if state.leader != NONE:
+        return ()
+    members = (*state.isr, *state.elr) or state.last_known or state.replicas
+    return tuple(member for member in members if not available(member))
 
 
 class Draft:
     """One partition while the controller decides about it."""
 
-    def __init__(self, before: PartitionState, min_insync_replicas: int) -> None:
+    def __init__(self, key: PartitionKey, before: PartitionState, min_insync_replicas: int) -> None:
+        self.key = key
         self.before = before
         self.now = before
         self.led_anew = False
-        self._min_isr = min(max(1, min_insync_replicas), len(before.replicas))
+        #: Positions a recovery election was decided by; empty if there was none.
+        self.at_risk: Mapping[NodeId, Position | None] = {}
+        self._min_isr = max(1, min_insync_replicas)
 
-    # -- members leave --------------------------------------------------------------------------
+    # -- members come and leave -----------------------------------------------------------------
 
     def fence(self, broker_id: NodeId) -> None:
         """`broker_id` is gone but has its data: below min ISR it stays eligible (ELR)."""
-        now = self.now
-        if broker_id not in now.isr:
-            return
-        isr = tuple(member for member in now.isr if member != broker_id)
-        eligible = len(isr) < self._min_isr
-        elr = (*now.elr, broker_id) if eligible else now.elr
-        self._set(replace(now, isr=isr, elr=elr), losing=broker_id)
+        if broker_id in self.now.isr:
+            self._leave(broker_id, lost=())
 
     def lose(self, broker_id: NodeId) -> None:
-        """`broker_id` may have lost data (rule L3): it is neither in sync nor eligible."""
-        now = self.now
-        if broker_id not in now.isr and broker_id not in now.elr:
-            return
-        isr = tuple(member for member in now.isr if member != broker_id)
-        elr = tuple(member for member in now.elr if member != broker_id)
-        last_known = now.last_known
-        if not isr and broker_id not in last_known:
-            last_known = (*last_known, broker_id)
-        self._set(replace(now, isr=isr, elr=elr, last_known=last_known), losing=broker_id)
+        """`broker_id` may have lost data (rule L3), or cannot serve it (rules L2, L9)."""
+        if broker_id in self.now.isr or broker_id in self.now.elr:
+            self._leave(broker_id, lost=(broker_id,))
 
-    def _set(self, now: PartitionState, losing: NodeId) -> None:
-        if now.leader == losing:
-            now = replace(now, leader=NONE)
+    def _leave(self, broker_id: NodeId, lost: Collection[NodeId]) -> None:
+        self._set_isr([member for member in self.now.isr if member != broker_id], lost)
+        if self.now.leader == broker_id:
+            self.now = replace(self.now, leader=NONE)
             self.led_anew = True
-        self.now = now
+
+    def alter_isr(self, isr: Collection[NodeId]) -> None:
+        """The leader's word (rule R2)."""
+        if set(isr) != set(self.now.isr):
+            self._set_isr(isr, lost=())
+
+    def recovered(self) -> None:
+        """The leader has made good what an unclean election cost (rule T4)."""
+        self.now = replace(self.now, unclean=False)
+
+    def _set_isr(self, isr: Collection[NodeId], lost: Collection[NodeId]) -> None:
+        """The second table of the module."""
+        now = self.now
+        elr: tuple[NodeId, ...] = ()
+        last_known: tuple[NodeId, ...] = ()
+        if len(isr) < min(self._min_isr, len(now.replicas)):
+            held = [each for each in (*now.elr, *now.isr) if each in now.replicas]
+            elr = tuple(each for each in held if each not in isr and each not in lost)
+            known = [*now.last_known, *(each for each in held if each in lost)]
+            last_known = tuple(
+                each
+                for each in dict.fromkeys(known)
+                if each in now.replicas and each not in isr and each not in elr
+            )
+        self.now = replace(now, isr=tuple(isr), elr=elr, last_known=last_known)
 
     def forget_eligible(self) -> None:
         """min_insync_replicas changed: what made the ELR safe no longer holds (rule R1).
 
         While the ISR is empty nobody moves the high watermark, so the ELR stays true and stays.
         """
-        if self.now.isr and self.now.elr:
-            self.now = replace(self.now, elr=())
+        if self.now.isr and (self.now.elr or self.now.last_known):
+            self.now = replace(self.now, elr=(), last_known=())
 
     # -- somebody leads -------------------------------------------------------------------------
 
-    def elect(self, cluster: Cluster) -> bool:
-        """Give a leaderless partition a leader if the table above has one."""
+    def elect(self, cluster: Cluster, *, may_lose: bool = False) -> bool:
+        """Give a leaderless partition a leader if the table above has one.
+
+        `may_lose`: missing members were waited for, and unclean elections are allowed or asked for.
+        """
         now = self.now
         if now.leader != NONE:
             return False
-        for eligible in (now.isr, now.elr):
+        for members in (now.isr, now.elr):
             for member in now.replicas:
-                if member in eligible and cluster.available(member):
+                if member in members and cluster.eligible(member, self.key):
                     isr = now.isr if member in now.isr else (*now.isr, member)
-                    self._lead(member, isr, unclean=now.unclean)
+                    self._set_isr(isr, lost=())
+                    self._lead(member)
                     return True
-        if now.isr or now.elr:
-            return False
-        chosen = self._recover(cluster)
+        chosen = self._recover(cluster, may_lose)
         if chosen is None:
             return False
-        self._lead(chosen, (chosen,), unclean=True)
+        self._set_isr((chosen,), lost=(*now.isr, *now.elr))
+        self._lead(chosen)
+        self.now = replace(self.now, unclean=True)
         return True
 
-    def _recover(self, cluster: Cluster) -> NodeId | None:
-        known = self.now.last_known or self.now.replicas
-        present = [member for member in known if cluster.available(member)]
-        if len(present) < len(known) and not (cluster.wait_over and cluster.unclean_enabled):
+    def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
+        now, key = self.now, self.key
+        known = now.last_known or now.replicas
+        present = self._present(known, cluster)
+        if not now.isr and not now.elr:
+            if len(known) == 1:
+                return self._greatest(present, cluster)
+            if all(cluster.position(member, key) is not None for member in known):
+                best = self._greatest(list(known), cluster)
+                if best in present:
+                    return best
+        if not may_lose:
             return None
-        if len(present) == 1:
-            return present[0]
-        if not present or any(member not in cluster.positions for member in present):
-            return None
-        return max(present, key=lambda member: (cluster.positions[member], -present.index(member)))
+        return self._greatest(present or self._present(now.replicas, cluster), cluster)
 
-    def _lead(self, leader: NodeId, isr: tuple[NodeId, ...], *, unclean: bool) -> None:
-        elr = tuple(member for member in self.now.elr if member not in isr)
+    def _present(self, members: Collection[NodeId], cluster: Cluster) -> list[NodeId]:
+        """Those that may be elected and were heard in this term."""
+        return [
+            member
+            for member in members
+            if cluster.eligible(member, self.key) and cluster.report(member) is not None
+        ]
+
+    def _greatest(self, members: list[NodeId], cluster: Cluster) -> NodeId | None:
+        """By (last epoch, log end), then by replica order; None until all have said theirs."""
+        positions = {member: cluster.position(member, self.key) for member in members}
+        best, best_at = NONE, None
+        for member, at in positions.items():
+            if at is None and len(members) > 1:
+                return None
+            if best == NONE or (at is not None and best_at is not None and at > best_at):
+                best, best_at = member, at
+        if best == NONE:
+            return None
+        self.at_risk = positions
+        return best
+
+    def _lead(self, leader: NodeId) -> None:
         self.led_anew = True
-        self.now = replace(
-            self.now, leader=leader, isr=isr, elr=elr, last_known=(), unclean=unclean
+        self.now = replace(self.now, leader=leader)
+
+    def prefer(self, cluster: Cluster) -> bool:
+        """Give the lead to the first replica if it is in sync; an unclean leader recovers first."""
+        now = self.now
+        first = now.replicas[0]
+        if now.leader in (NONE, first) or now.unclean or first not in now.isr:
+            return False
+        if not cluster.eligible(first, self.key):
+            return False
+        self._lead(first)
+        return True
+
+    # -- reassignment (KIP-455) -----------------------------------------------------------------
+
+    def can_assign(self, replicas: Collection[NodeId], cluster: Cluster) -> bool:
+        """Whether `replicas` alone could go on: one of them leads, or may."""
+        now = self.now
+        if now.leader == NONE or now.leader in replicas:
+            return any(member in replicas for member in (*now.isr, *now.elr, *now.last_known))
+        return any(
+            member in replicas and cluster.eligible(member, self.key)
+            for member in (*now.isr, *now.elr)
         )
 
-    def lead_again(self) -> None:
-        """The same leader begins a new leader epoch: its process was restarted (rule L5)."""
-        if self.now.leader != NONE:
+    def assign(
+        self,
+        replicas: tuple[NodeId, ...],
+        adding: tuple[NodeId, ...],
+        removing: tuple[NodeId, ...],
+        cluster: Cluster,
+    ) -> None:
+        """The replicas are these from now on; elect if the leader was not among them."""
+        now = replace(self.now, replicas=replicas, adding=adding, removing=removing)
+        if now.leader != NONE and now.leader not in replicas:
+            now = replace(now, leader=NONE)
             self.led_anew = True
+        self.now = now
+        self._set_isr([member for member in now.isr if member in replicas], lost=())
+        self.elect(cluster)
+
+    def complete(self, cluster: Cluster) -> bool:
+        """End a reassignment whose new replicas are all in sync.
+
+        Stricter than Kafka's in one point: the ISR within the target must be as large as
+        min_insync_replicas asks, so that the end of a reassignment never stops acks=all.
+        """
+        now = self.now
+        if not now.adding and not now.removing:
+            return False
+        target = now.target
+        isr = [member for member in now.isr if member in target]
+        if any(member not in isr for member in now.adding):
+            return False
+        if len(isr) < min(self._min_isr, len(target)):
+            return False
+        if now.leader not in target and not self.can_assign(target, cluster):
+            return False
+        self.assign(target, (), (), cluster)
+        return True
 
     # -- the outcome ----------------------------------------------------------------------------
 
-    def waits_for(self, available: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
-        """The brokers whose return would give the partition a leader."""
-        now = self.now
-        members = (*now.isr, *now.elr) or now.last_known or now.replicas
-        return tuple(member for member in members if not available(member))
-
-    def record(self, topic_id: TopicId, partition: int) -> wire.PartitionChangeRecord | None:
+    def record(self) -> wire.PartitionChangeRecord | None:
         """The change from `before` to `now`, or None if there is none."""
         before, now = self.before, self.now
         if now == before and not self.led_anew:
             return None
         change = wire.PartitionChangeRecord(
-            topic_id=topic_id, partition=partition, unclean=now.unclean
+            topic_id=self.key.topic_id, partition=self.key.partition, unclean=now.unclean
         )
-        if now.isr != before.isr:
-            change.isr.CopyFrom(wire.IntList(values=now.isr))
-        if now.elr != before.elr:
-            change.elr.CopyFrom(wire.IntList(values=now.elr))
-        if now.last_known != before.last_known:
-            change.last_known.CopyFrom(wire.IntList(values=now.last_known))
+        for name in ("isr", "elr", "last_known", "replicas", "adding", "removing"):
+            members = getattr(now, name)
+            if members != getattr(before, name):
+                getattr(change, name).CopyFrom(wire.IntList(values=members))
         if self.led_anew:
             change.leader = now.leader
         return change

@@ -8,9 +8,11 @@ may keep what it got; the dictionaries are the image's own.
 
 Invariants (checked by `check`, which tests and the simulator call after every record)
   I1  leader is NONE or a member of the ISR; ISR, ELR and last-known are subsets of the replicas
-  I2  ISR and ELR are disjoint; last-known is empty while there is a leader
+  I2  ISR, ELR and last-known are disjoint
   I3  a broker's epoch is the offset of its registration record
   I4  equal records in equal order give equal images (replay == image)
+  I5  `assigned` and `leaderless` say nothing that the partitions do not say: they are kept so that
+      what concerns one broker costs as much as it has partitions, not as the cluster has
 """
 
 from __future__ import annotations
@@ -43,6 +45,16 @@ class PartitionState:
     directories: tuple[str, ...] = ()
     unclean: bool = False
     unclean_epoch: int = NONE  #: the last leader epoch that began so; followers may cut for it (R4)
+
+    @property
+    def original(self) -> tuple[NodeId, ...]:
+        """The replicas it has without those a reassignment adds (KIP-455)."""
+        return tuple(member for member in self.replicas if member not in self.adding)
+
+    @property
+    def target(self) -> tuple[NodeId, ...]:
+        """The replicas it will have when its reassignment is complete; else those it has."""
+        return tuple(member for member in self.replicas if member not in self.removing)
 
 
 class VoterState(NamedTuple):
@@ -103,6 +115,12 @@ class MetadataImage:
     leader_id: NodeId = NONE  #: of the metadata quorum
     leader_epoch: int = NONE
     voters: tuple[VoterState, ...] = ()
+    #: The partitions with a replica on a broker, and those nobody leads with the offset of the
+    #: record that left them so (I5).
+    assigned: dict[NodeId, dict[TopicId, dict[int, None]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    leaderless: dict[PartitionKey, int] = field(default_factory=dict, repr=False, compare=False)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -122,9 +140,10 @@ class MetadataImage:
 
     def partitions_of(self, broker_id: NodeId) -> Iterator[tuple[TopicState, int, PartitionState]]:
         """The partitions that have a replica on `broker_id`."""
-        for topic, number, state in self.partitions():
-            if broker_id in state.replicas:
-                yield topic, number, state
+        for topic_id, numbers in self.assigned.get(broker_id, {}).items():
+            topic = self.topics[topic_id]
+            for number in numbers:
+                yield topic, number, topic.partitions[number]
 
     def available(self, broker_id: NodeId) -> bool:
         broker = self.brokers.get(broker_id)
@@ -194,9 +213,13 @@ class MetadataImage:
         topic = self.topics.pop(record.topic_id)
         del self.topic_ids[topic.name]
         self.configs.pop((TOPIC_RESOURCE, topic.name), None)
+        for numbers in self.assigned.values():
+            numbers.pop(topic.topic_id, None)
+        for number in topic.partitions:
+            self.leaderless.pop(PartitionKey(topic.topic_id, number), None)
 
-    def _partition(self, _offset: int, record: wire.PartitionRecord) -> None:
-        self.topics[record.topic_id].partitions[record.partition] = PartitionState(
+    def _partition(self, offset: int, record: wire.PartitionRecord) -> None:
+        state = PartitionState(
             replicas=tuple(record.replicas),
             isr=tuple(record.isr),
             leader=record.leader,
@@ -210,10 +233,28 @@ class MetadataImage:
             unclean=record.unclean,
             unclean_epoch=record.unclean_epoch if record.HasField("unclean_epoch") else NONE,
         )
+        self._put(offset, record.topic_id, record.partition, state)
 
-    def _partition_change(self, _offset: int, record: wire.PartitionChangeRecord) -> None:
-        partitions = self.topics[record.topic_id].partitions
-        partitions[record.partition] = changed(partitions[record.partition], record)
+    def _partition_change(self, offset: int, record: wire.PartitionChangeRecord) -> None:
+        before = self.topics[record.topic_id].partitions[record.partition]
+        self._put(offset, record.topic_id, record.partition, changed(before, record))
+
+    def _put(self, offset: int, topic_id: TopicId, number: int, state: PartitionState) -> None:
+        """`state` and what is kept beside it (I5)."""
+        partitions = self.topics[topic_id].partitions
+        before = partitions.get(number)
+        partitions[number] = state
+        held = () if before is None else before.replicas
+        if held != state.replicas:
+            for member in held:
+                if member not in state.replicas:
+                    del self.assigned[member][topic_id][number]
+            for member in state.replicas:
+                self.assigned.setdefault(member, {}).setdefault(topic_id, {})[number] = None
+        if state.leader == NONE:
+            self.leaderless.setdefault(PartitionKey(topic_id, number), offset)
+        elif before is not None and before.leader == NONE:
+            self.leaderless.pop(PartitionKey(topic_id, number), None)
 
     def _config(self, _offset: int, record: wire.ConfigRecord) -> None:
         resource = (record.resource_type, record.resource_name)
@@ -248,7 +289,7 @@ class MetadataImage:
     # -- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert I1 to I3."""
+        """Assert I1, I2, I3 and I5."""
         for broker in self.brokers.values():
             assert broker.broker_epoch <= self.offset, broker  # I3
         for topic, number, state in self.partitions():
@@ -259,7 +300,11 @@ class MetadataImage:
             assert elr <= replicas, story
             assert set(state.last_known) <= replicas, story
             assert not isr & elr, story  # I2
-            assert state.leader == NONE or not state.last_known, story
+            assert not set(state.last_known) & (isr | elr), story
+            key = PartitionKey(topic.topic_id, number)
+            assert (state.leader == NONE) == (key in self.leaderless), story  # I5
+            holders = [b for b, held in self.assigned.items() if number in held.get(key[0], {})]
+            assert set(holders) == replicas, story
 
 
 def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> PartitionState:

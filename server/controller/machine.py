@@ -3,25 +3,33 @@
 `decide` reads the image and answers a command with records and the reply they justify; `apply`
 gives a record to the image.  It knows no clock but `now_ms`, no stream, no file; who is alive
 comes in as commands (`sessions.py`), fresh ids come with them.  The decisions stand in
-`brokers`, `topics` and `config_changes`.
+`brokers`, `leaders`, `reassignments`, `topics` and `config_changes`.
 
 Invariants
   M1  decide never mutates; equal logs give equal machines (replay == image)
-  M2  a decision's records are one batch: all of them or none
+  M2  a decision's records are one batch: all of them or none; what is too large for one is decided
+      in steps, each whole by itself (`sweeps.py`)
   M3  a broker's epoch is the offset of its registration record, so the machine must have applied
       every record below the one it decides next
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pk.server.controller import brokers, commands, config_changes, topics
+from pk.server.controller import (
+    brokers,
+    commands,
+    config_changes,
+    leaders,
+    reassignments,
+    topics,
+)
 from pk.server.controller.commands import Out, Rules, decision
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import MetadataRecord
-from pk.types import NONE, PartitionKey
+from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 
 #: The feature whose level says which records and formats this cluster may use.
@@ -40,6 +48,11 @@ Command = (
     | commands.DescribeConfigs
     | commands.AllocateProducerIds
     | commands.AlterPartition
+    | commands.Prefer
+    | commands.ElectLeaders
+    | commands.AlterReassignments
+    | commands.ListReassignments
+    | commands.UnregisterBroker
 )
 
 
@@ -55,12 +68,16 @@ def bootstrap(image: MetadataImage, _rules: Rules, command: commands.Bootstrap) 
 
 
 class Controller:
-    """See the module; `leaderless` are the partitions without a leader, oldest loss first."""
+    """See the module."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.image = MetadataImage()
-        self.leaderless: dict[PartitionKey, None] = {}
+
+    @property
+    def leaderless(self) -> Mapping[PartitionKey, int]:
+        """The partitions without a leader, oldest loss first, with the offset that left them so."""
+        return self.image.leaderless
 
     def decide(self, command: Command, now_ms: int) -> Out:
         """The records and the reply that `command` deserves.  Raises typed errors for refusals."""
@@ -69,19 +86,6 @@ class Controller:
     def apply(self, offset: int, record: MetadataRecord) -> None:
         """Account for one record of the log."""
         self.image.apply(offset, record)
-        kind = record.WhichOneof("record")
-        if kind in ("partition", "partition_change"):
-            body = record.partition if kind == "partition" else record.partition_change
-            key = PartitionKey(body.topic_id, body.partition)
-            state = self.image.partition(key)
-            if state is not None and state.leader == NONE:
-                self.leaderless.setdefault(key, None)
-            else:
-                self.leaderless.pop(key, None)
-        elif kind == "remove_topic":
-            gone = record.remove_topic.topic_id
-            for key in [key for key in self.leaderless if key.topic_id == gone]:
-                del self.leaderless[key]
 
 
 _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
@@ -97,4 +101,9 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.DescribeConfigs: config_changes.describe_configs,
     commands.AllocateProducerIds: topics.allocate_producer_ids,
     commands.AlterPartition: brokers.alter_partition,
+    commands.Prefer: leaders.prefer,
+    commands.ElectLeaders: leaders.elect_leaders,
+    commands.AlterReassignments: reassignments.alter_reassignments,
+    commands.ListReassignments: reassignments.list_reassignments,
+    commands.UnregisterBroker: brokers.unregister,
 }

@@ -185,7 +185,7 @@ def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartiti
                     f"topic {wanted.name} has {today} partitions; {wanted.total_count} is not more"
                 )
             _check_count(wanted.total_count, budget)
-            factor = len(topic.partitions[0].replicas)
+            factor = len(topic.partitions[0].target)
             placed = place(_candidates(image), wanted.total_count - today, factor, today)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))

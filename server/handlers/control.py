@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.server.broker.partition import Partition
+from pk.server.controller.elections import waits_for
 from pk.server.handlers import admin, metadata, offsets, tier
 from pk.types import NONE
 from pk.wire import frames
@@ -61,6 +62,10 @@ class ControlStream:
             "describe_quorum": lambda request, frame: admin.forward(core, request, frame),
             "add_voter": lambda request, frame: admin.forward(core, request, frame),
             "remove_voter": lambda request, frame: admin.forward(core, request, frame),
+            "alter_reassignments": lambda request, frame: admin.forward(core, request, frame),
+            "list_reassignments": lambda request, frame: admin.forward(core, request, frame),
+            "elect_leaders": lambda request, frame: admin.forward(core, request, frame),
+            "unregister_broker": lambda request, frame: admin.forward(core, request, frame),
         }
         return {name: self._counted(name, handler) for name, handler in table.items()}
 
@@ -140,5 +145,10 @@ def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartit
         isr=() if state is None else state.isr,
         replicas=() if state is None else state.replicas,
     )
-    if partition.problem is not None:
-        described.error.CopyFrom(frames.error_of(partition.problem))
+    problem = partition.problem
+    if problem is None and state is not None and state.leader == NONE:
+        names = ", ".join(map(str, waits_for(state, core.follower.image.available)))
+        awaited = f"brokers {names}" if names else "an election"
+        problem = errors.EligibleLeadersNotAvailable(f"{partition} waits for {awaited} (rule R3)")
+    if problem is not None:
+        described.error.CopyFrom(frames.error_of(problem))

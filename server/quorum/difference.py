@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pk.server.controller.image import MetadataImage
+from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage
 from pk.server.controller.records import record_of
 from pk.server.quorum.snapshot import Row, broker_rows, cluster_rows, partition_record
 from pk.types import TopicId
@@ -53,8 +53,14 @@ def _topic_rows(earlier: MetadataImage, later: MetadataImage, topic_id: TopicId)
 
 
 def _config_rows(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:
+    gone = {
+        (TOPIC_RESOURCE, topic.name): None
+        for topic_id, topic in earlier.topics.items()
+        if topic_id not in later.topics
+    }
     for resource in {**earlier.configs, **later.configs}:
-        before, after = earlier.configs.get(resource, {}), later.configs.get(resource, {})
+        before = {} if resource in gone else earlier.configs.get(resource, {})
+        after = later.configs.get(resource, {})
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
                 yield (

@@ -1,10 +1,10 @@
 """A snapshot of the cluster's metadata: what the records below an offset come to (KIP-630).
 
 It is a list of rows `(offset, record)`; an empty image that applies them in order is the image of
-the log up to `end`.  Most rows say how things stand at the end, and carry its last offset.  A
-broker's rows carry the offsets that the log had given them, because those are state: a broker epoch
-is the offset of its registration.  So whoever replays the log replays a snapshot with the same
-`apply` and the same checks.
+the log up to `end`.  Most rows say how things stand at the end, and carry its last offset.  Where
+an offset of the log is state itself, rows carry that: a broker epoch is the offset of its
+registration, and a partition without a leader has been so since a record.  So whoever replays the
+log replays a snapshot with the same `apply` and the same checks.
 
 File `<end>-<epoch>.checkpoint`: header, batches of rows, footer.
 
@@ -44,7 +44,7 @@ from pk.server.controller.records import (
     record_of,
 )
 from pk.server.quorum.messages import SnapshotId, Voter
-from pk.types import NONE, NodeId, TopicId
+from pk.types import NONE, NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
 SUFFIX = ".checkpoint"
@@ -90,7 +90,8 @@ def rows_of(image: MetadataImage) -> Iterator[Row]:
     for topic in image.topics.values():
         yield last, record_of(wire.TopicRecord(name=topic.name, topic_id=topic.topic_id))
         for number, state in topic.partitions.items():
-            yield last, record_of(partition_record(topic.topic_id, number, state))
+            since = image.leaderless.get(PartitionKey(topic.topic_id, number), last)
+            yield since, record_of(partition_record(topic.topic_id, number, state))
     for (kind, name), values in image.configs.items():
         for option, value in values.items():
             config = wire.ConfigRecord(
@@ -156,7 +157,7 @@ def register_record(broker: BrokerState) -> wire.RegisterBrokerRecord:
 
 def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> wire.PartitionRecord:
     """A partition as it stands."""
-    return wire.PartitionRecord(
+    record = wire.PartitionRecord(
         topic_id=topic_id,
         partition=number,
         replicas=state.replicas,
@@ -171,6 +172,9 @@ def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> w
         partition_epoch=state.partition_epoch,
         unclean=state.unclean,
     )
+    if state.unclean_epoch != NONE:
+        record.unclean_epoch = state.unclean_epoch
+    return record
 
 
 # -- rows to bytes and back ------------------------------------------------------------------------

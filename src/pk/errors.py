@@ -5,11 +5,14 @@
     │   ├── NotLeaderOrFollower · UnknownLeaderEpoch · FencedLeaderEpoch · OffsetNotAvailable
     │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
     │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
-    │   ├── TierUnavailable · UnknownTierRange · InvalidUpdateVersion · IneligibleReplica
-    │   └── SnapshotNotFound
+    │   ├── InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable
+    │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable
+    │   └── SnapshotNotFound (of the metadata, rule Q2)
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
     │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
+    │   ├── InvalidReplicaAssignment · NoReassignmentInProgress · ElectionNotNeeded
+    │   ├── BrokerNotRegistered
     │   ├── OffsetOutOfRange · LogTruncated · NoOffsetForPartition · TopicRecreated · DataLoss
     │   ├── CorruptBatch · RecordTooLarge · InvalidRecord · SerializationError · RegistryError
     │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
@@ -20,6 +23,7 @@
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
     │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch
+    │   ├── DirectoryNotFormatted · DirectoryFormatted
     │   └── JavaMissing · JarsMissing
     └── InternalError             ours: a bug; report it
 
@@ -162,6 +166,18 @@ class InvalidUpdateVersion(RetriableError):
     code = 95
 
 
+class EligibleLeadersNotAvailable(RetriableError):
+    """No replica of the partition can be elected now: none is there, or none has reported yet."""
+
+    code = 83
+
+
+class PreferredLeaderNotAvailable(RetriableError):
+    """The first replica cannot lead now: it is not in sync, fenced or shutting down."""
+
+    code = 80
+
+
 class IneligibleReplica(RetriableError):
     """A fenced, draining or re-registered broker may not join the ISR now (KIP-903)."""
 
@@ -229,6 +245,30 @@ class InvalidRequest(UserError):
     """The request is malformed or contradicts itself."""
 
     code = 42
+
+
+class InvalidReplicaAssignment(UserError):
+    """The replicas asked for are not registered brokers, repeat one, or could not lead."""
+
+    code = 39
+
+
+class NoReassignmentInProgress(UserError):
+    """There is nothing to cancel: the partition is not being reassigned."""
+
+    code = 85
+
+
+class ElectionNotNeeded(UserError):
+    """The partition has the leader that was asked for."""
+
+    code = 84
+
+
+class BrokerNotRegistered(UserError):
+    """No broker is registered under this id."""
+
+    code = 102
 
 
 class OutOfOrderSequence(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pk.server.controller.records import record_of
 from pk.server.quorum import codec, snapshot
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.messages import AskVote, Voter, VotersChange
-from pk.server.quorum.opening import LOG_DIR, SnapshotRules
+from pk.server.quorum.opening import LOG_DIR, QUORUM_STATE, SnapshotRules
 from pk.sim.cluster import MortalStorage
 from pk.sim.disk import SimDisk
 from pk.sim.world import SimWorld
@@ -432,15 +433,17 @@ def test_a_log_that_lost_what_a_snapshot_was_made_of_is_refused(make: Any) -> No
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 3)
     cluster.down(node, power=False)
-    for name in node.storage.list(LOG_DIR)[1:]:
-        if name.endswith(".log"):
-            node.storage.remove(f"{LOG_DIR}/{name}")
-    state = node.storage.read_file("quorum-state")
-    node.storage.replace_file("quorum-state", state.replace(b'"synced_end": ', b'"synced_end": 0'))
+    logs = [name for name in node.storage.list(LOG_DIR) if name.endswith(".log")]
+    file = node.storage.open(f"{LOG_DIR}/{logs[0]}")
+    file.truncate(1_000)
+    file.close()
+    state = json.loads(node.storage.read_file(QUORUM_STATE))
+    node.storage.replace_file(QUORUM_STATE, json.dumps({**state, "synced_end": 0}).encode())
     cluster.boot(node)
     cluster.until(lambda: bool(node.fatal) or node.log is not None)
-    assert node.fatal
-    assert isinstance(node.fatal[0], errors.CorruptLog)
+    (failure,) = node.fatal
+    assert isinstance(failure, errors.CorruptLog)
+    assert "but had" in failure.message
 
 
 def leads(node: Node) -> bool:

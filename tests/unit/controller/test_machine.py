@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pk import errors, limits, settings
-from pk.effects import Decision
+from pk import errors, limits
 from pk.server.controller import commands as c
-from pk.server.controller.image import MetadataImage, PartitionState
-from pk.server.controller.machine import Command, Controller
+from pk.server.controller.image import MetadataImage
+from pk.server.controller.machine import Controller
 from pk.server.controller.records import (
-    MetadataRecord,
     decode_batches,
     decode_record,
     encode_batch,
@@ -23,101 +21,7 @@ from pk.server.controller.records import (
 )
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-NOW = 1_000
-
-
-class Bench:
-    """A controller, its log, and short words for commands."""
-
-    def __init__(self, **server: Any) -> None:
-        self.rules = c.Rules(1, settings.SERVER.resolve(server), {})
-        self.machine = Controller(self.rules)
-        self.log: list[MetadataRecord] = []
-        self.next_id = 0
-        self.do(c.Bootstrap("cluster"))
-
-    @property
-    def image(self) -> MetadataImage:
-        return self.machine.image
-
-    def do(self, command: Command) -> Any:
-        """Decide, append, apply; M1: deciding changed nothing."""
-        before = snapshot(self.image)
-        decision: Decision[MetadataRecord] = self.machine.decide(command, NOW)
-        assert snapshot(self.image) == before
-        for record in decision.records:
-            self.machine.apply(len(self.log), record)
-            self.log.append(record)
-            self.image.check()
-        return decision.reply
-
-    def register(
-        self, broker: int = 1, incarnation: str = "i", **more: Any
-    ) -> wire.RegisterBrokerReply:
-        fields: dict[str, Any] = {
-            "cluster_id": "cluster",
-            "incarnation_id": f"{incarnation}{broker}",
-            "boot_id": f"boot{broker}",
-            "directory_ids": [f"dir{broker}"],
-            "address": f"b{broker}:1",
-        }
-        live = more.pop("live", False)
-        request = wire.RegisterBrokerRequest(broker_id=broker, **{**fields, **more})
-        reply: wire.RegisterBrokerReply = self.do(c.Register(request, live))
-        return reply
-
-    def beat(self, broker: int = 1, **more: Any) -> wire.BrokerHeartbeatReply:
-        fields: dict[str, Any] = {
-            "broker_epoch": self.image.brokers[broker].broker_epoch,
-            "metadata_offset": self.image.offset,
-        }
-        request = wire.BrokerHeartbeatRequest(broker_id=broker, **{**fields, **more})
-        reply: wire.BrokerHeartbeatReply = self.do(c.Beat(request))
-        return reply
-
-    def up(self, *brokers: int) -> None:
-        for broker in brokers:
-            self.register(broker)
-            assert not self.beat(broker).fenced
-
-    def fence(self, broker: int) -> bool:
-        fenced: bool = self.do(c.Fence(broker, self.image.brokers[broker].broker_epoch))
-        return fenced
-
-    def create(self, *topics: wire.NewTopic, validate_only: bool = False) -> list[wire.TopicResult]:
-        ids = tuple(f"id{self.next_id + n}" for n in range(len(topics)))
-        self.next_id += len(topics)
-        request = wire.CreateTopicsRequest(topics=topics, validate_only=validate_only)
-        reply = self.do(c.CreateTopics(request, ids))
-        assert reply.metadata_offset == self.image.offset
-        return list(reply.results)
-
-    def topic(self, name: str, partitions: int = 1, factor: int = 1, **configs: str) -> None:
-        new = wire.NewTopic(
-            name=name, partitions=partitions, replication_factor=factor, configs=configs
-        )
-        (result,) = self.create(new)
-        assert not result.HasField("error"), result
-
-    def state(self, name: str, partition: int = 0) -> PartitionState:
-        topic = self.image.topic(name)
-        assert topic is not None
-        return topic.partitions[partition]
-
-    def alter(
-        self, kind: str, name: str, unset: tuple[str, ...] = (), **values: str
-    ) -> wire.ConfigResult:
-        resource = wire.ConfigResource(type=kind, name=name)
-        change = wire.ConfigChange(resource=resource, set=values, unset=unset)
-        reply = self.do(c.AlterConfigs(wire.AlterConfigsRequest(changes=[change])))
-        result: wire.ConfigResult = reply.results[0]
-        return result
-
-
-def snapshot(image: MetadataImage) -> str:
-    return repr(image)
-
+from tests.unit.controller.controller_bench import NOW, Bench, alter_isr, item, snapshot
 
 # -- registration (L3) -----------------------------------------------------------------------------
 
@@ -252,9 +156,10 @@ def test_recovery_waits_for_every_last_known_member() -> None:
     bench.register(2, "again", boot_id="x")
     assert set(bench.state("t").last_known) == {1, 2}
     key = PartitionKey("id0", 0)
-    assert bench.do(c.Recover((key,))) == 0, "not without unclean_leader_election_enable"
+    assert bench.recover(key, waited=True) == 0, "not without unclean_leader_election_enable"
     bench.alter("topic", "t", unclean_leader_election_enable="true")
-    assert bench.do(c.Recover((key, PartitionKey("gone", 0)))) == 1
+    assert bench.recover(key) == 0, "not before the wait is over"
+    assert bench.recover(key, PartitionKey("gone", 0), waited=True) == 1
     state = bench.state("t")
     assert (state.leader, state.isr, state.unclean) == (1, (1,), True)
 
@@ -291,30 +196,6 @@ def test_controlled_shutdown_moves_leaders_and_says_when_it_may_go() -> None:
     assert bench.beat(1, want_shutdown=True).may_shut_down
     bench.register(1, "again")
     assert not bench.image.brokers[1].in_controlled_shutdown
-
-
-def item(bench: Bench, name: str, isr: list[int], **more: Any) -> wire.AlterPartitionItem:
-    state = bench.state(name)
-    fields: dict[str, Any] = {
-        "topic_id": bench.image.topic_ids[name],
-        "leader_epoch": state.leader_epoch,
-        "partition_epoch": state.partition_epoch,
-        "new_isr": isr,
-        "isr_broker_epochs": [bench.image.brokers[b].broker_epoch for b in isr],
-    }
-    return wire.AlterPartitionItem(**{**fields, **more})
-
-
-def alter_isr(
-    bench: Bench, broker: int, wanted: wire.AlterPartitionItem
-) -> wire.AlterPartitionResult:
-    request = wire.AlterPartitionRequest(
-        broker_id=broker,
-        broker_epoch=bench.image.brokers[broker].broker_epoch,
-        items=[wanted],
-    )
-    result: wire.AlterPartitionResult = bench.do(c.AlterPartition(request)).results[0]
-    return result
 
 
 def test_isr_changes() -> None:

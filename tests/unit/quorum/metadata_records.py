@@ -114,7 +114,7 @@ class Historian:
                 adding=self._subset(BROKERS), removing=self._subset(BROKERS),
                 directories=self._subset(WORDS), leader=self.some((NONE, *BROKERS)),
                 leader_epoch=self._draw(5), partition_epoch=self._draw(9),
-                unclean=bool(self._draw(2)),
+                unclean=bool(self._draw(2)), unclean_epoch=self.some((None, 0, 3)),
             )
         )  # fmt: skip
 
@@ -166,8 +166,13 @@ def history(seed: int, count: int) -> Historian:
 
 
 def order(image: MetadataImage) -> list[Any]:
-    """What equality of dictionaries does not see."""
+    """What equality does not see."""
+    held = {
+        broker_id: sorted((topic.topic_id, n) for topic, n, _ in image.partitions_of(broker_id))
+        for broker_id in BROKERS
+    }
     return [
+        image.leaderless, held,
         list(image.brokers), list(image.topics), list(image.topic_ids), list(image.features),
         [(key, list(values)) for key, values in image.configs.items()],
         [list(topic.partitions) for topic in image.topics.values()],

@@ -78,7 +78,7 @@ def scene() -> Scene:
 
 
 def test_a_visit_is_bounded_and_the_next_goes_on_where_it_stopped() -> None:
-    scene = Scene(visit_ms=50)
+    scene = Scene(visit_ms=15)
     known, raw = made(1)
     scene.has[known] = raw
     visits = 1
@@ -193,7 +193,7 @@ def test_a_leader_that_fails_is_asked_again_later(scene: Scene) -> None:
 def test_a_full_disk_is_said_and_nothing_is_left(scene: Scene) -> None:
     known, raw = made(1)
     scene.has[known] = raw
-    scene.storage.capacity = 350
+    scene.storage.capacity = len(raw) // 2
     with pytest.raises(errors.StorageFull):
         scene.visit(known)
     assert not scene.parts()

@@ -1,0 +1,127 @@
+"""Many partitions in one decision, and decisions too large for one batch of the metadata log.
+
+A decision about a broker touches every partition it has: a hundred thousand changes would be one
+batch that keeps the controller, the quorum and every broker from anything else meanwhile.  So a
+decision writes at most `METADATA_RECORDS_PER_APPEND_MAX` changes.  If there are more to make it
+answers `More` and is asked again; only the step that finds nothing left over adds the record that
+the decision is about (the broker is fenced, registered anew, in shutdown).
+
+Why that is safe at any point, a failover of the controller included: each step is whole by
+itself (one batch, rule M2) and leaves every partition in a state that the same event could have
+left it in alone: one broker fewer in its ISR.  Until the last step the broker is what it was
+before, so whoever takes over sees the same cause (the session that ends, the broker that asks to
+register or to stop) and goes on where the other ended.  A registration that lost data is not
+written before the last partition was told (rule L3), so its broker can lead none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import limits
+from pk.effects import Effect, Publish
+from pk.server.controller.commands import Rules
+from pk.server.controller.elections import Cluster, Draft
+from pk.server.controller.image import MetadataImage, PartitionState, TopicState
+from pk.types import NONE, NodeId, PartitionKey
+
+Step = Callable[[Draft], Any]
+#: What happens to one partition; None: nothing.
+StepOf = Callable[[PartitionKey, PartitionState], Step | None]
+
+#: Partition changes of one step; the last one has room for the record it is about.
+CHANGES_MAX = limits.METADATA_RECORDS_PER_APPEND_MAX - 1
+#: Published for the log of the process: an election that may have cost records (rule R3).
+UNCLEAN_ELECTION = "unclean_election"
+
+
+@dataclass(slots=True, frozen=True)
+class More:
+    """A step was made; the same command, asked again, makes the next one."""
+
+
+class Sweep:
+    """The partition changes of one decision: visit each partition once."""
+
+    def __init__(
+        self,
+        image: MetadataImage,
+        rules: Rules,
+        cluster: Cluster,
+        changes_max: int = CHANGES_MAX,
+    ) -> None:
+        self.bodies: list[Message] = []
+        self.effects: list[Effect] = []
+        self.cluster = cluster
+        self._image = image
+        self._rules = rules
+        self._room = changes_max
+        self._min_isr: dict[str, int] = {}
+
+    @property
+    def full(self) -> bool:
+        return len(self.bodies) >= self._room
+
+    def draft(self, topic: TopicState, number: int, state: PartitionState) -> Draft:
+        min_isr = self._min_isr.get(topic.name)
+        if min_isr is None:
+            min_isr = self._min_isr[topic.name] = self._rules.min_isr(self._image, topic.name)
+        return Draft(PartitionKey(topic.topic_id, number), state, min_isr)
+
+    def visit(
+        self,
+        topic: TopicState,
+        number: int,
+        state: PartitionState,
+        step: Step | None = None,
+        *,
+        may_lose: bool = False,
+    ) -> Draft:
+        """Take `step`, elect if nobody leads, keep the change."""
+        draft = self.draft(topic, number, state)
+        if step is not None:
+            step(draft)
+        if draft.now.leader == NONE:
+            draft.elect(self.cluster, may_lose=may_lose)
+        self.keep(draft, topic)
+        return draft
+
+    def visit_key(
+        self, key: PartitionKey, step: Step | None = None, *, may_lose: bool = False
+    ) -> Draft | None:
+        """The same by key; None if there is no such partition any more."""
+        topic, state = self._image.topics.get(key.topic_id), self._image.partition(key)
+        if topic is None or state is None:
+            return None
+        return self.visit(topic, key.partition, state, step, may_lose=may_lose)
+
+    def keep(self, draft: Draft, topic: TopicState) -> None:
+        change = draft.record()
+        if change is None:
+            return
+        self.bodies.append(change)
+        if draft.at_risk:
+            positions = {str(member): at for member, at in draft.at_risk.items()}
+            facts = {
+                "topic": topic.name,
+                "partition": draft.key.partition,
+                "leader": draft.now.leader,
+                "leader_epoch": draft.before.leader_epoch + 1,
+                "positions": positions,
+            }
+            self.effects.append(Publish(UNCLEAN_ELECTION, facts))
+
+    def all_of(self, who: NodeId, step_of: StepOf) -> bool:
+        """Visit the partitions of `who` that `step_of` gives a step; whether that was all."""
+        for topic, number, state in self._image.partitions_of(who):
+            step = step_of(PartitionKey(topic.topic_id, number), state)
+            if step is None:
+                continue
+            if self.full:
+                return False
+            self.visit(topic, number, state, step)
+        return True
