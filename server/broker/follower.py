@@ -36,6 +36,7 @@ from pk.server.broker.partition import Partition
 from pk.server.controller import records
 from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage, PartitionState
 from pk.server.quorum.difference import difference
+from pk.server.quorum.history import SLICE_RECORDS
 from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -250,7 +251,10 @@ class MetadataFollower:
         """The log does not reach back to here: what a snapshot changes, both ways (rule Q2)."""
         image = await load_image(self._core, reply.snapshot, self.next_offset)
         changes = _Changes()
-        for _offset, record in difference(self.image, image):
+        rows = difference(self.image, image) if self._loaded else ()
+        for count, (_offset, record) in enumerate(rows, 1):
+            if count % SLICE_RECORDS == 0:  # heartbeats go on (rule P1)
+                await self._core.clock.sleep_ms(0)
             if record.WhichOneof("record") == "remove_topic":
                 changes.topics[record.remove_topic.name] = None
             changes.note(record, self._core.node_id)

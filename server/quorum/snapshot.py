@@ -10,7 +10,7 @@ File `<end>-<epoch>.checkpoint`: header, batches of rows, footer.
 
     header   magic, format, epoch of the last record, end, CRC-32C of these
     batches  as in the log; the value of a row is a MetadataRecord, its key the offset (8 bytes, big
-             endian), no key = end - 1
+             endian), an empty one = end - 1
     footer   magic, number of rows, bytes of the batches, CRC-32C of everything before it
 
 Invariants
@@ -196,7 +196,7 @@ def encode(snapshot: SnapshotId, rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def _encode_batch(rows: list[Row], base: int, last: int) -> bytes:
-    keys = [None if offset == last else _OFFSET.pack(offset) for offset, _ in rows]
+    keys = [b"" if offset == last else _OFFSET.pack(offset) for offset, _ in rows]
     values = [encode_record(record) for _, record in rows]
     raw = b"".join(columns.encode_lists(values, keys))
     return b"".join(batches.patched(raw, base, 0))
@@ -241,7 +241,7 @@ def batches_of(raw: Buffer) -> Iterator[list[Row]]:
         found = columns.decode(batch, decoded_bytes_max=DECODED_BYTES_MAX, header=header)
         keys, values = found.column("key").to_pylist(), found.column("value").to_pylist()
         yield [
-            (last if key is None else _OFFSET.unpack(key)[0], decode_record(value))
+            (_OFFSET.unpack(key)[0] if key else last, decode_record(value))
             for key, value in zip(keys, values, strict=True)
         ]
 

@@ -459,8 +459,9 @@ def spoil(node: Node, name: str) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    hangs: bool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L3, S2, rule P1."""
     cluster = make(41)
@@ -478,6 +479,9 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     other = next(node for node in cluster.nodes if node not in (late, leader))
     for node in cluster.nodes:  # nobody else says a word
         cluster.sim.network.cut(other.name, node.name)
+    if hangs:
+        cluster.sim.network.cut(leader.name, late.name)
+        cluster.run(50)
     request = codec.encode(
         AskVote(other.voter, log.epoch + 5, log.epoch + 4, 1_000_000, late.voter)
     )
@@ -496,7 +500,29 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     assert reply.granted
     assert took_ms < 100, took_ms
     cluster.run(100)
-    assert not log.quorum._writing, "the leader that was followed then is followed no longer"
+    assert log.quorum._writing == hangs, "the leader that was followed then is followed no longer"
+
+
+def test_what_is_not_committed_is_in_no_snapshot(make: Any) -> None:
+    """K1: it may be cut away, and what is below a snapshot may not."""
+    for seed in range(51, 53):
+        cluster = make(seed, rules=SnapshotRules(max_bytes=1, max_interval_ms=0))
+        cluster.run(5_000)
+        leader = cluster.leader()
+        assert leader is not None
+        log = leader.log
+        assert log is not None
+        for node in cluster.nodes:
+            cluster.sim.network.cut(leader.name, node.name)
+        cluster.run(2_500)
+        assert log.committed < log.end, "nobody confirms it"
+        assert log.newest_snapshot is not None
+        assert log.newest_snapshot.end <= log.committed
+        cluster.run(5_000)
+        cluster.heal()
+        cluster.run(15_000)
+        assert not [failure for node in cluster.nodes for failure in node.fatal]
+        cluster.same()
 
 
 def test_the_voters_are_those_of_the_snapshot(make: Any) -> None:
