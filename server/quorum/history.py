@@ -25,7 +25,7 @@ from pk.server.quorum.opening import base_of
 from pk.server.quorum.snapshot_files import SnapshotFiles
 
 READ_BYTES = 4 * limits.MIB
-SLICE_RECORDS = 256
+SLICE_RECORDS = 128
 
 Apply = Callable[[int, MetadataRecord], None]
 Say = Callable[..., None]

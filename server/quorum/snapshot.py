@@ -55,7 +55,7 @@ _CRC_BYTES = 4
 _MAGIC, _END_MAGIC = b"pk meta\n", b"pk done\n"
 _OFFSET = struct.Struct(">q")
 #: Rows of one batch: what is encoded or decoded between two turns of the loop.
-BATCH_ROWS = 256
+BATCH_ROWS = 128
 
 Row = tuple[int, MetadataRecord]
 

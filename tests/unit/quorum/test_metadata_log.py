@@ -163,17 +163,17 @@ def test_a_replay_gives_way_to_votes() -> None:
     turns = history._clock = Turns(clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
     assert turns.applied > 4_500
-    assert turns.longest <= 256
+    assert turns.longest <= 128
     files = log._files
     assert files.newest is None
     writing = files._clock = Turns(clock)  # type: ignore[assignment]
     maker = SnapshotMaker(log, history, files, clock, SnapshotRules(), lambda event, **facts: None)
     disk.world.run(maker.make())
-    assert len(writing.at) > 4_500 // 256
+    assert len(writing.at) > 4_500 // 128
     turns = history._clock = Turns(clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
     assert turns.applied > 4_500
-    assert turns.longest <= 256
+    assert turns.longest <= 128
     assert log.newest_snapshot is not None
     assert names(disk, log) == [f"t{turn}-{n}" for turn in range(3) for n in range(1_500)]
 
