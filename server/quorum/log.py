@@ -13,8 +13,8 @@ Invariants
   L2  what a former leader had decided and not written is undone before anything is fetched
   L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
       meanwhile nobody else writes to the log (quorum/machine.py, U6)
-  L4  the log is made shorter under the lock of the writes: cutting its end and its beginning are
-      never done at once
+  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes:
+      neither cutting the log's end nor loading a snapshot happens at the same time
 """
 
 from __future__ import annotations
@@ -527,8 +527,11 @@ class MetadataLog:
     async def begin_at(self, made: SnapshotId) -> None:
         """Keep `made`, and drop whole segments below the older of those that are kept (L4)."""
         log = self._open_log
-        await self._files.keep(made)
         async with self._writing:
+            newest = self._files.newest
+            if newest is not None and newest.end >= made.end:
+                raise errors.SnapshotNotFound("a later one was loaded meanwhile")
+            await self._files.keep(made)
             self._told.rebase()
             log.advance_log_start(self._told.base.end)
             plan = log.retention_plan(self._clock.wall_ms(), self.committed)

@@ -43,7 +43,10 @@ class Source(Protocol):
         ...
 
     async def begin_at(self, made: SnapshotId) -> None:
-        """`made` is SYNCED: keep it, and make the log shorter (K2)."""
+        """`made` is SYNCED: keep it, and make the log shorter (K2).
+
+        Raises `SnapshotNotFound` if a later one was loaded meanwhile.
+        """
         ...
 
 
@@ -95,10 +98,7 @@ class SnapshotMaker:
         made = SnapshotId(end, source.epoch_at(end - 1))
         await self._history.replay(image.apply, end)
         assert image.offset == end - 1, (image.offset, end)
-        before = self._files.newest
         await self._files.write(made, snapshot.encode(made, snapshot.rows_of(image)))
-        if self._files.newest != before:
-            raise errors.SnapshotNotFound("another one was loaded meanwhile")
         await source.begin_at(made)
         self._since_ms = self._clock.monotonic_ms()
         self._say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +12,9 @@ from pk import errors
 from pk.effects import Level
 from pk.server.controller.records import record_of
 from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.messages import BeginEpoch, Voter
+from pk.server.quorum.messages import BeginEpoch, SnapshotId, Voter
 from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules
+from pk.server.quorum.snapshot import file_name
 from pk.server.quorum.snapshot_making import SnapshotMaker
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -199,3 +201,49 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
     )  # fmt: skip
     with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory d,"):
         disk.world.run(other.open())
+
+
+def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
+    """L4: it would be kept, and the later one, behind which the log begins, removed."""
+    disk = Disk()
+    log = disk.open()
+    files = log._files
+    maker = SnapshotMaker(
+        log, log._told, files, log._clock, SnapshotRules(), lambda event, **facts: None
+    )
+    later = SnapshotId(log.end + 10, log.epoch)
+
+    async def story() -> None:
+        async with log._writing:  # as `_install` has it
+            making = asyncio.get_running_loop().create_task(maker.make())
+            await log._clock.sleep_ms(1_000)
+            disk.storage.replace_file(file_name(later), b"loaded")
+            files.kept = (later,)
+        with pytest.raises(errors.SnapshotNotFound):
+            await making
+
+    disk.world.run(story())
+    assert files.kept == (later,)
+    assert disk.storage.read_file(file_name(later)) == b"loaded"
+
+
+def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
+    disk = Disk()
+    log = disk.open()
+    log.append([topic(f"t{n}") for n in range(500)], 5)
+    disk.world.run(log.commit())
+    maker = SnapshotMaker(
+        log, log._told, log._files, log._clock, SnapshotRules(1), lambda event, **facts: None
+    )
+    found: list[bool] = []
+
+    class Asking(Turns):
+        async def sleep_ms(self, ms: float) -> None:
+            found.append(await maker._due())
+
+    history = log._told
+    turns = history._clock = Asking(log._clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert found
+    assert not any(found)
+    assert disk.world.run(maker._due())
