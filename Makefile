@@ -28,6 +28,10 @@ PLAIN := not s3 and not spark and not chaos and not peer
 demo: $(VENV)/.jars ## real data: producer, broker, log, tier and Spark; the counts must agree
 	$(VENV)/bin/pk demo $(ARGS)
 
+.PHONY: cluster
+cluster: $(VENV)/.ready ## three nodes on this machine, in .cluster/; Ctrl-C drains them
+	$(PY) examples/cluster/run.py
+
 ##@ Tests
 .PHONY: test
 test: java setup test-unit test-integration test-spark test-s3 test-chaos ## all that CI runs
@@ -114,7 +118,7 @@ proto: $(VENV)/.ready ## src/pk/wire/pk_pb2.py from proto/pk.proto
 
 .PHONY: clean
 clean: ## everything that can be made again, .venv/ included
-	rm -rf $(VENV) build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .demo .cluster .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info spark-warehouse metastore_db derby.log
 

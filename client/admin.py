@@ -8,7 +8,7 @@ threads and does not survive a fork.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pk import errors, settings
-from pk.client import connection
+from pk.client import connection, described
 from pk.client.cluster import Cluster
+from pk.client.described import PartitionDescription, TierDescription
 from pk.client.offsets import ISOLATION, lookup_offsets
-from pk.client.options import bootstrap_of
-from pk.client.quorum import QuorumDescription, ask_active, description_of
+from pk.client.options import TIMEOUT_S, bootstrap_of
+from pk.client.quorum import QuorumCalls, ask_active
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -28,7 +29,6 @@ from pk.wire import pk_pb2 as wire
 T = TypeVar("T")
 
 _LOOP_SLACK_S = 5.0
-TIMEOUT_S = 60.0
 
 #: `list_offsets` by word; a number is a time in ms.
 SPECIAL_OFFSETS = {
@@ -67,35 +67,6 @@ class TopicListing:
 
 
 @dataclass(slots=True, frozen=True)
-class PartitionDescription:
-    """Where the log of a partition stands: log_start <= local_log_start, LSO <= HW <= log_end."""
-
-    topic: str
-    topic_id: str
-    partition: int
-    leader: int
-    leader_epoch: int
-    replicas: tuple[int, ...]
-    isr: tuple[int, ...]
-    log_start: int
-    local_log_start: int
-    tiered_end: int
-    last_stable_offset: int
-    high_watermark: int
-    log_end: int
-    local_bytes: int
-    tier_bytes: int
-    segments: int
-    directory: str
-    error: errors.PkError | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on local disk."""
-        return self.local_bytes
-
-
-@dataclass(slots=True, frozen=True)
 class PartitionReassignment:
     """A reassignment under way: `replicas` are the target's, then those that will go."""
 
@@ -117,38 +88,7 @@ class ConfigEntry:
     doc: str = ""
 
 
-@dataclass(slots=True, frozen=True)
-class TierPartition:
-    """What the topic's table holds of a partition: offsets `[start, end)`."""
-
-    partition: int
-    start: int
-    end: int
-    epoch: int
-    claim: int
-    rows: int
-    sum: int
-    removed: int
-    files: int
-    bytes: int
-    lag: int
-
-
-@dataclass(slots=True, frozen=True)
-class TierDescription:
-    """The Delta table behind a topic."""
-
-    topic: str
-    topic_id: str
-    uri: str
-    version: int
-    status: str
-    partitions: tuple[TierPartition, ...]
-    storage_options: Mapping[str, str]
-    problem: errors.PkError | None = None
-
-
-class AdminClient:
+class AdminClient(QuorumCalls):
     """Administers a cluster.
 
     With `bootstrap_controllers` instead of brokers it asks controllers directly (KIP-919), also
@@ -267,21 +207,12 @@ class AdminClient:
 
         Raises `UnknownTopicOrPartition` for a name that no topic has.
         """
-        wanted = None if names is None else [names] if isinstance(names, str) else list(names)
+        wanted = None if names is None else described.unique(names)
         if wanted is not None and not wanted:
             return []
-        request = wire.DescribePartitionsRequest(topics=wanted or [])
-        reply = self._ask(request, wire.DescribePartitionsReply, timeout_s)
-        found = sorted(
-            (_description(s) for s in reply.partitions), key=lambda p: (p.topic, p.partition)
+        return self._joined(
+            lambda one_ms: described.describe_partitions(self._cluster, wanted, one_ms), timeout_s
         )
-        for each in found:
-            if each.error is not None and isinstance(each.error, errors.UnknownTopicOrPartition):
-                raise each.error
-        missing = [n for n in wanted or () if all(p.topic != n for p in found)]
-        if missing:
-            raise errors.UnknownTopicOrPartition(f"topic {missing[0]} does not exist")
-        return found
 
     # -- settings ----------------------------------------------------------------------------------
 
@@ -375,7 +306,7 @@ class AdminClient:
                 leader = cluster.metadata.leader(key)
                 if leader is None:
                     cluster.want_metadata()
-                    raise errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+                    raise cluster.metadata.leaderless(place)
                 request = wire.DeleteRecordsRequest()
                 request.items.add(
                     topic_id=key.topic_id, partition=key.partition, before_offset=offset
@@ -427,6 +358,18 @@ class AdminClient:
             for r in reply.reassignments
         ]
 
+    def partition_replicas(
+        self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, tuple[int, ...]]:
+        """The replicas of every partition of these topics; an unknown topic is left out."""
+        request = wire.MetadataRequest(topics=list(topics))
+        reply = self._ask(request, wire.MetadataReply, timeout_s)
+        return {
+            TopicPartition(t.name, p.partition): tuple(p.replicas)
+            for t in reply.topics
+            for p in t.partitions
+        }
+
     def elect_leaders(
         self,
         partitions: Iterable[TopicPartition] | None = None,
@@ -464,51 +407,9 @@ class AdminClient:
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
         """The table behind a topic and what it holds."""
-        reply = self._ask(wire.DescribeTierRequest(topic=topic), wire.DescribeTierReply, timeout_s)
-        partitions = [
-            TierPartition(
-                p.partition,
-                p.start,
-                p.end,
-                p.epoch,
-                p.claim,
-                p.rows,
-                p.sum,
-                p.removed,
-                p.files,
-                p.bytes,
-                p.lag,
-            )
-            for p in reply.partitions
-        ]
-        return TierDescription(
-            reply.topic, reply.topic_id, reply.uri, reply.version, reply.status,
-            tuple(sorted(partitions, key=lambda p: p.partition)), dict(reply.storage_options),
-            frames.raise_error(reply.problem) if reply.HasField("problem") else None,
-        )  # fmt: skip
-
-    # -- the metadata quorum -----------------------------------------------------------------------
-
-    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
-        """Who leads, who votes, who follows, and how far each is."""
-        request = wire.DescribeQuorumRequest()
-        return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
-
-    def add_raft_voter(
-        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
-    ) -> tuple[int, ...]:
-        """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
-        request = wire.AddVoterRequest(node_id=node_id, directory_id=directory_id, address=address)
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
-        return tuple(each.node_id for each in reply.voters)
-
-    def remove_raft_voter(
-        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
-    ) -> tuple[int, ...]:
-        """Let a controller vote no more; returns the ids of the voters that stay."""
-        request = wire.RemoveVoterRequest(node_id=node_id, directory_id=directory_id)
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
-        return tuple(each.node_id for each in reply.voters)
+        return self._joined(
+            lambda one_ms: described.describe_tier(self._cluster, topic, one_ms), timeout_s
+        )
 
     # -- plumbing ----------------------------------------------------------------------------------
 
@@ -529,6 +430,12 @@ class AdminClient:
         if not isinstance(reply, kind):
             raise errors.InternalError(f"{type(reply).__name__} answers {request.DESCRIPTOR.name}")
         return reply
+
+    def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
+        """What several brokers must say together."""
+        unknown = errors.UnknownTopicOrPartition
+        work = self._cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
+        return self._run(work, timeout_s)
 
     def _run(self, work: Awaitable[T], timeout_s: float) -> T:
         async def run() -> T:
@@ -606,13 +513,3 @@ def _one(results: list[TopicResult]) -> TopicResult:
     if results[0].error is not None:
         raise results[0].error
     return results[0]
-
-
-def _description(state: wire.PartitionState) -> PartitionDescription:
-    return PartitionDescription(
-        state.topic, state.topic_id, state.partition, state.leader, state.leader_epoch,
-        tuple(state.replicas), tuple(state.isr), state.log_start, state.local_log_start,
-        state.tiered_end, state.last_stable_offset, state.high_watermark, state.log_end,
-        state.local_bytes, state.tier_bytes, state.segments, state.directory,
-        frames.raise_error(state.error) if state.HasField("error") else None,
-    )  # fmt: skip

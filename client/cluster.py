@@ -1,21 +1,26 @@
 """A client's connections to the cluster: metadata kept fresh, requests sent to whoever answers
 them.
 
-World-generic.  One `Caller` per broker address; the metadata loop asks any broker it can reach,
-those it knows first, then the bootstrap addresses.  Broken connections are noticed by the next
-call.
+World-generic.  One `Caller` per broker address.  Metadata is asked of two brokers at once, and both
+go on to push what changes (`watch`): a leader that fell silent is then told of by the other one.
+What is pushed is whole, and taken over as it is; who is asked, known brokers before bootstrap
+addresses, is tried last for a while after it refused or did not answer.
 
 Invariants
-  K1  one metadata request at a time; everybody who waits for news waits for the same one.
+  K1  one round of metadata requests at a time; everybody who waits for news waits for the same one.
   K2  every call has a deadline; retries back off with jitter and stop at the deadline.
+  K3  a broker that is silent delays nobody for longer than HEDGE_MS while another one answers; one
+      that left the metadata (fenced, or moved to another address) keeps no call waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -35,6 +40,19 @@ _log = logging.getLogger("pk.client")
 #: How long a topic nobody knows is asked for again before that is believed: metadata travels.
 UNKNOWN_TOPIC_MS = 2_000
 DEFAULT_PORT = 9292
+#: The id of no topic: for requests that are about the brokers alone.
+NOBODY = "-"
+#: So many brokers push changes; one more is asked whenever those asked are silent for HEDGE_MS.
+WATCHES = 2
+HEDGE_MS = 500
+#: How long a broker that did not answer is tried last, and one that did is trusted to answer again.
+DOUBT_MS = 10_000
+TRUST_MS = 1_000
+#: How often those that push are asked whether they are still there: both may have fallen silent.
+PING_MS = 10_000
+PING_TIMEOUT_MS = 2_000
+#: The broker could not answer, another one may.
+ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
 
 
 def given_up(error: errors.PkError) -> errors.PkError:
@@ -48,6 +66,8 @@ def given_up(error: errors.PkError) -> errors.PkError:
         error = errors.BrokerUnavailable(
             f"{error.message}; is a server running there?", **error.details
         )
+        setattr(error, "acts", "operator")  # noqa: B010
+    elif error.acts == "client":  # it tried for as long as it may
         setattr(error, "acts", "operator")  # noqa: B010
     return error
 
@@ -106,6 +126,10 @@ class Cluster:
         self._poked: asyncio.Event | None = None
         self._news: asyncio.Future[None] | None = None
         self._last_error: errors.PkError | None = None
+        self._watched: dict[str, bool] = {}  #: address → it watches all topics; oldest first
+        self._doubted: dict[str, float] = {}  #: address → when it failed to answer
+        self._heard: dict[str, float] = {}  #: address → when it answered last
+        self._asks: dict[asyncio.Task[Any], None] = {}
         self._closed = False
         self.on_change: list[Callable[[], None]] = []  #: called after every update
 
@@ -117,13 +141,43 @@ class Cluster:
             if self._closed:
                 raise errors.ClosedError("the client was closed")
             found = Caller(
-                self.world.network, self.world.clock, address, self.hello, on_push=self._on_push
-            )
+                self.world.network, self.world.clock, address, self.hello,
+                on_push=partial(self._on_push, address), on_break=partial(self._on_break, address),
+            )  # fmt: skip
             self._callers[address] = found
         return found
 
+    async def _call(self, address: str, request: Message, timeout_ms: int) -> Message:
+        """One attempt at one address; who does not answer is tried last for a while (K3)."""
+        try:
+            frame = await self.caller(address).call(request, timeout_ms=timeout_ms)
+        except errors.PkError as cause:
+            if isinstance(cause, ELSEWHERE):
+                self._doubt(address)
+            raise
+        self._doubted.pop(address, None)
+        self._heard[address] = self.world.clock.monotonic_ms()
+        return _body(frame)
+
+    def _doubt(self, address: str) -> None:
+        self._doubted[address] = self.world.clock.monotonic_ms()
+        self._heard.pop(address, None)
+
+    def _order(self) -> list[str]:
+        """Whom to ask: known brokers in any order, bootstrap addresses, then who did not answer."""
+        now_ms = self.world.clock.monotonic_ms()
+        known = list(self.metadata.brokers.values())
+        if len(known) > 1:
+            self.world.rng.shuffle(known)
+        found = list(dict.fromkeys([*known, *self.bootstrap]))
+        doubted = {each for each in found if now_ms - self._doubted.get(each, -DOUBT_MS) < DOUBT_MS}
+        return sorted(found, key=doubted.__contains__)
+
     async def call_node(self, node: int, request: Message, *, timeout_ms: int) -> Message:
-        """One attempt at one broker; the reply's body."""
+        """One attempt at one broker; the reply's body.
+
+        Fails at once when the metadata drops that broker: it was fenced, or came back elsewhere.
+        """
         address = self.metadata.brokers.get(node)
         if address is None:
             self.want_metadata()
@@ -132,20 +186,95 @@ class Cluster:
 
     async def call_address(self, address: str, request: Message, *, timeout_ms: int) -> Message:
         """One attempt at whoever listens there; the reply's body."""
-        return _body(await self.caller(address).call(request, timeout_ms=timeout_ms))
+        return await self._call(address, request, timeout_ms)
 
     async def call_any(self, request: Message, *, timeout_ms: int) -> Message:
-        """One round over the brokers we know and the bootstrap addresses."""
-        known = list(self.metadata.brokers.values())
-        if len(known) > 1:
-            self.world.rng.shuffle(known)
+        """One round over the brokers we know and the bootstrap addresses, one after another: the
+        request may have been carried out by one that did not answer.
+        """
+        left = self._order()
         error: errors.PkError = errors.BrokerUnavailable("no broker is known")
-        for address in dict.fromkeys([*known, *self.bootstrap]):
+        while left:
+            address = await self._responsive(left, timeout_ms)
+            left.remove(address)
             try:
-                return await self.call_address(address, request, timeout_ms=timeout_ms)
-            except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
+                return await self._call(address, request, timeout_ms)
+            except ELSEWHERE as cause:
                 error = cause
         raise error
+
+    async def brokers(self, timeout_ms: int) -> dict[int, str]:
+        """The brokers that are in service, and their addresses, as any of them says now."""
+        reply = await self.call_any(wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms=timeout_ms)
+        assert isinstance(reply, wire.MetadataReply)
+        del reply.topics[:]
+        self._update(reply, [])
+        return dict(self.metadata.brokers)
+
+    async def _responsive(self, addresses: list[str], timeout_ms: int) -> str:
+        """The first of these that is known to answer, or does so when asked; else simply the
+        first.
+        """
+        since = self.world.clock.monotonic_ms() - TRUST_MS
+        for address in addresses:
+            if self._heard.get(address, since - 1) >= since:
+                return address
+        if len(addresses) == 1:
+            return addresses[0]
+
+        async def ping(address: str) -> str:
+            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms)
+            return address
+
+        try:
+            return await self._first(ping, addresses, at_once=1)
+        except errors.PkError:
+            return addresses[0]
+
+    async def _first(
+        self, attempt: Callable[[str], Awaitable[T]], addresses: Iterable[str], *, at_once: int
+    ) -> T:
+        """The first answer; one more is asked whenever there is none for HEDGE_MS (K3).
+
+        Attempts that are still under way then go on: their answers are news, too.
+        """
+        left, waiting = deque(addresses), dict[asyncio.Task[T], None]()
+        error: errors.PkError = errors.BrokerUnavailable("no broker is known")
+        while left or waiting:
+            while left and len(waiting) < at_once:
+                address = left.popleft()
+                loop = asyncio.get_running_loop()
+                task = loop.create_task(_awaited(attempt(address)))
+                waiting[task] = None
+                self._keep(task)
+                loop.call_later(HEDGE_MS / 1000, self._silent, address, task)
+            patience = HEDGE_MS / 1000 if left else None
+            await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            ended = [task for task in waiting if task.done()]
+            for task in ended:
+                del waiting[task]
+                try:
+                    found = task.result()
+                except ELSEWHERE as cause:
+                    error = cause
+                    continue
+                return found
+            if not ended:
+                at_once = len(waiting) + 1
+        raise error
+
+    def _silent(self, address: str, task: asyncio.Task[Any]) -> None:
+        if not task.done():
+            self._doubt(address)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._asks[task] = None
+        task.add_done_callback(self._forget_ask)
+
+    def _forget_ask(self, task: asyncio.Task[Any]) -> None:
+        self._asks.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have had its answer from another broker
 
     async def retrying(
         self,
@@ -201,6 +330,7 @@ class Cluster:
         if self._task is None and not self._closed:
             self._poked = asyncio.Event()
             self._task = asyncio.get_running_loop().create_task(self._keep_fresh())
+            self._keep(asyncio.get_running_loop().create_task(self._keep_watched()))
 
     async def news(self, timeout_ms: float) -> None:
         """Wait for the next answer (or failure) of the metadata loop.  Raises `TimeoutError`."""
@@ -281,41 +411,92 @@ class Cluster:
             if news is not None and not news.done():
                 news.set_result(None)
 
+    async def _keep_watched(self) -> None:
+        """K3 for those that push: both may have fallen silent."""
+        while not self._closed:
+            await self.world.clock.sleep_ms(PING_MS)
+            await asyncio.gather(*[self._ping(address) for address in list(self._watched)])
+
+    async def _ping(self, address: str) -> None:
+        try:
+            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), PING_TIMEOUT_MS)
+        except errors.PkError as cause:
+            _log.debug("%s tells of no change any more: %s", address, cause)
+            if self._watched.pop(address, None) is not None:
+                self.want_metadata()
+
     async def _ask(self) -> bool:
         names = None if self._names is None else list(self._names)
         self.metadata.asked(self.world.clock.monotonic_ms())
         if names == []:  # only the brokers: a name that no topic has
-            request = wire.MetadataRequest(topic_ids=["-"], watch=False)
+            request = wire.MetadataRequest(topic_ids=[NOBODY], watch=False)
         else:
             request = wire.MetadataRequest(topics=names or [], watch=True)
+        timeout_ms = min(self.request_timeout_ms, 10_000)
+
+        async def attempt(address: str) -> None:
+            reply = await self._call(address, request, timeout_ms)
+            assert isinstance(reply, wire.MetadataReply)
+            if names == []:
+                del reply.topics[:]
+            else:
+                self._watched.pop(address, None)
+                self._watched[address] = names is None
+            self._update(reply, names)
+
+        # One that watches already and another one, so that two know all there is to know.
+        order = self._order()
+        watching = [each for each in order if each in self._watched and each not in self._doubted]
+        order = list(dict.fromkeys([*watching[:1], *order]))
         try:
-            reply = await self.call_any(request, timeout_ms=min(self.request_timeout_ms, 10_000))
+            await self._first(attempt, order, at_once=WATCHES)
         except errors.PkError as cause:
             self._last_error = cause
             _log.debug("metadata: %s", cause)
             return False
-        assert isinstance(reply, wire.MetadataReply)
         self._last_error = None
-        if names == []:
-            del reply.topics[:]
-        self._update(reply, names)
+        self._unwatch()
         return True
 
+    def _unwatch(self) -> None:
+        """Who was asked to watch long ago need not any more."""
+        fresh = [address for address in self._watched if address not in self._doubted]
+        for address in fresh[:-WATCHES]:
+            del self._watched[address]
+            request = wire.MetadataRequest(
+                topic_ids=[NOBODY], watch=True
+            )  # in the other one's place
+            call = self._call(address, request, self.request_timeout_ms)
+            self._keep(asyncio.get_running_loop().create_task(call))
+
     def _update(self, reply: wire.MetadataReply, names: list[str] | None) -> None:
+        before = set(self.metadata.brokers.values())
         self.metadata.update(reply, names, self.world.clock.monotonic_ms())
         self.hello.cluster_id = reply.cluster_id  # from now on another cluster is refused
+        now = set(self.metadata.brokers.values())
         for address in list(self._callers):
             caller = self._callers[address]
-            known = address in self.bootstrap or address in self.metadata.brokers.values()
-            if not known and not caller.connected:
+            left = address in before and address not in now  # K3: nobody waits for it any more
+            if left or not (caller.connected or address in now or address in self.bootstrap):
                 del self._callers[address]
+                self._watched.pop(address, None)
+                self._heard.pop(address, None)
+                self._keep(asyncio.get_running_loop().create_task(caller.close()))
         for call in list(self.on_change):
             call()
 
-    def _on_push(self, frame: frames.Frame) -> None:
-        """Somebody changed something we asked for: a hint, the whole answer follows."""
-        if frame.head.WhichOneof("body") == "metadata_reply":
-            self.want_metadata()
+    def _on_push(self, address: str, frame: frames.Frame) -> None:
+        """Something changed that this broker was asked for: what it says now is the whole of it."""
+        if frame.head.WhichOneof("body") != "metadata_reply" or address not in self._watched:
+            return
+        reply = frame.head.metadata_reply
+        everything = self._watched[address]
+        self._update(reply, None if everything else [info.name for info in reply.topics])
+
+    def _on_break(self, address: str) -> None:
+        self._heard.pop(address, None)
+        if self._watched.pop(address, None) is not None and not self._closed:
+            self.want_metadata()  # somebody else must watch in its place
 
     def leader_address(self, key: PartitionKey) -> str | None:
         leader = self.metadata.leader(key)
@@ -330,9 +511,16 @@ class Cluster:
         news, self._news = self._news, None
         if news is not None and not news.done():
             news.set_result(None)
+        for ask in list(self._asks):
+            ask.cancel()
+        await asyncio.gather(*list(self._asks), return_exceptions=True)
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             await caller.close()
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
 
 
 def _body(frame: frames.Frame) -> Message:

@@ -49,6 +49,9 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
+#: A broker that lives says hello at once.
+HELLO_TIMEOUT_MS = 5_000
+
 
 class FetchEngine:
     """One consumer.  `options` are resolved (settings.CONSUMER)."""
@@ -113,6 +116,8 @@ class FetchEngine:
     def _on_metadata(self) -> None:
         if self._names is not None or self._pattern is not None:
             self._take_partitions()
+        for link in list(self._sessions.values()):
+            link.follow()
         self.step(Wake())
 
     def _take_partitions(self) -> None:
@@ -266,6 +271,10 @@ class FetchEngine:
             self.cluster.want_metadata()
         elif name == "offset":
             self._spawn(self._find_offset(value))
+        elif name == "leaderless":
+            place, absent = value
+            names = f": it waits for one of the brokers {absent}" if absent else ""
+            _log.warning("%s has no reachable leader%s", place, names)
         elif name == "reset":
             place, offset, policy, why = value
             _log.warning(
@@ -320,11 +329,20 @@ class _FetchLink:
         self.ended = False
         loop = asyncio.get_running_loop()
         self._stream: Stream | None = None
+        self._address = ""
         self._task = loop.create_task(self._run())
 
     def put(self, ask: Ask) -> None:
         self._asks.append(ask)
         self._filled.set()
+
+    def follow(self) -> None:
+        """A broker that came back elsewhere does not answer where it was."""
+        address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
+        if self._stream is not None and not self.ended and address != self._address:
+            self.ended = True
+            self._task.cancel()
+            self._engine.step(Broken(self._node))
 
     async def close(self) -> None:
         self.ended = True
@@ -340,7 +358,9 @@ class _FetchLink:
             address = engine.cluster.metadata.brokers.get(self._node)
             if address is None:
                 raise errors.BrokerUnavailable(f"broker {self._node} is not known any more")
-            async with asyncio.timeout(engine.options["request_timeout_ms"] / 1000):
+            self._address = address
+            patience_ms = min(HELLO_TIMEOUT_MS, engine.options["request_timeout_ms"])
+            async with asyncio.timeout(patience_ms / 1000):
                 self._stream, _ = await open_stream(
                     engine.world.network, address, StreamKind.FETCH, engine.cluster.hello
                 )

@@ -46,11 +46,18 @@ from pk.client.fetcher_events import (
     Seek,
     Wake,
 )
-from pk.client.metadata import Metadata
+from pk.client.metadata import Leader, Metadata
 from pk.client.offsets import EARLIEST, LATEST
 from pk.effects import Effect, Publish, Send, SetTimer
 from pk.log import batch as batches
 from pk.types import NONE, PartitionKey, TopicPartition
+
+#: The first back-off from a leader that was just elected: it catches up, or hears of it, at once.
+EARLY_MS = 20
+_JUST_ELECTED = (
+    errors.OffsetNotAvailable, errors.UnknownLeaderEpoch, errors.FencedLeaderEpoch,
+    errors.NotLeaderOrFollower,
+)  # fmt: skip
 
 _LENGTH_EPOCH = struct.Struct("<ii")  # of a batch header, from byte 8
 
@@ -59,8 +66,8 @@ class _Slot:
     """One assigned partition."""
 
     __slots__ = (
-        "asking", "assigned_id", "attempts", "failing_ms", "fetched_epoch", "halted", "key", "next",
-        "node", "paused", "place", "position_id", "retry_ms", "set_id", "special",
+        "asking", "assigned_id", "attempts", "failing_ms", "fetched_epoch", "halted", "key",
+        "leader", "next", "node", "paused", "place", "position_id", "retry_ms", "set_id", "special",
     )  # fmt: skip
 
     def __init__(self, place: TopicPartition, assigned_id: int) -> None:
@@ -79,6 +86,7 @@ class _Slot:
         self.retry_ms = 0
         self.attempts = 0
         self.failing_ms: int | None = None
+        self.leader: Leader | None = None  #: as of the last look at the metadata
 
 
 class _Session:
@@ -289,7 +297,10 @@ class Fetcher:
             self._out_of_range(slot, error)
             return
         slot.attempts += 1
-        slot.retry_ms = now_ms + self._back_off(slot.attempts)
+        wait = self._back_off(slot.attempts)
+        if isinstance(error, _JUST_ELECTED):
+            wait = min(wait, EARLY_MS * 2 ** min(slot.attempts - 1, 16))
+        slot.retry_ms = now_ms + wait
         if isinstance(error, errors.OffsetNotAvailable | errors.UnknownLeaderEpoch):
             self._want_metadata()
             return  # a new leader catches up: wait, never reset (KIP-207)
@@ -386,6 +397,9 @@ class Fetcher:
         """Take the next step for a slot; a time = look again then, None = done or waiting for an
         answer.
         """
+        leader = None if slot.key is None else self.metadata.leader(slot.key)
+        if leader is not None and leader != slot.leader:
+            self._new_leader(slot, leader)
         if slot.retry_ms > now_ms:
             return slot.retry_ms
         if not self._identify(slot):
@@ -394,8 +408,7 @@ class Fetcher:
         assert slot.key is not None
         leader = self.metadata.leader(slot.key)
         if leader is None:
-            self._want_metadata()
-            return now_ms + self.options.retry_backoff_ms
+            return self._leaderless(slot, now_ms)
         if slot.next is None:
             special = slot.special
             if special is None:
@@ -422,6 +435,29 @@ class Fetcher:
             return session.retry_ms
         self._set(slot, leader.node, leader.epoch, session)
         return None
+
+    def _new_leader(self, slot: _Slot, leader: Leader) -> None:
+        """Whoever was just elected is alive: no back-off of before counts any more."""
+        slot.leader = leader
+        slot.retry_ms = slot.attempts = 0
+        session = self._sessions.get(leader.node)
+        if session is not None:
+            session.retry_ms = session.attempts = 0
+
+    def _leaderless(self, slot: _Slot, now_ms: int) -> int:
+        """When to look again; what it waits for is said once it lasts."""
+        assert slot.key is not None
+        self._want_metadata()
+        if slot.failing_ms is None:
+            slot.failing_ms = now_ms
+        elif now_ms - slot.failing_ms >= self.options.complain_ms:
+            slot.failing_ms = now_ms
+            self._effects.append(
+                Publish("leaderless", (slot.place, self.metadata.waits_for(slot.key)))
+            )
+        slot.attempts += 1
+        slot.retry_ms = now_ms + self._back_off(slot.attempts)
+        return slot.retry_ms
 
     def _identify(self, slot: _Slot) -> bool:
         """Bind the slot to a topic id; a topic that went away is reported once (rule L8)."""

@@ -3,7 +3,8 @@
 Invariants
   M1  a partition is known by topic id (rule L8); a name points to the id it has now.
   M2  a leader epoch never goes back for a partition (KIP-320): older news of a partition are
-      ignored.
+      ignored.  A reply from a broker that is behind (it names an older offset of the metadata log)
+      only adds: it takes no broker and no topic away.
   M3  refreshes are at least `backoff_ms` apart and at most `max_age_ms`.
 """
 
@@ -53,6 +54,8 @@ class Metadata:
         self._updated_ms: int | None = None
         self._asked_ms: int | None = None
         self._wanted = True
+        self._absent: dict[PartitionKey, tuple[int, ...]] = {}  #: whom a leaderless one waits for
+        self._offset = NONE  #: of the metadata log, the newest heard of
         self.generation = 0  #: counts updates
         self.complete = False  #: the last update was about all topics
 
@@ -62,6 +65,16 @@ class Metadata:
         """The leader of a partition, None if there is none to send to."""
         leader = self._leaders.get(key)
         return leader if leader is not None and leader.node in self.brokers else None
+
+    def waits_for(self, key: PartitionKey) -> tuple[int, ...]:
+        """The brokers of which one must come back for a partition without leader to have one."""
+        return self._absent.get(key, ())
+
+    def leaderless(self, place: TopicPartition) -> errors.PkError:
+        """What there is to say of a partition without leader."""
+        absent = ", ".join(map(str, self.waits_for(self.key(place))))
+        names = f": it waits for one of the brokers {absent}" if absent else ""
+        return errors.NotLeaderOrFollower(f"{place} has no reachable leader{names}")
 
     def key(self, place: TopicPartition) -> PartitionKey:
         """Raises `UnknownTopicOrPartition`, or what the broker said of the topic."""
@@ -96,6 +109,13 @@ class Metadata:
     def update(self, reply: wire.MetadataReply, asked: Iterable[str] | None, now_ms: int) -> None:
         """Take over `reply` to a request for the names `asked` (None = all topics)."""
         self.cluster_id = reply.cluster_id
+        self._updated_ms = now_ms
+        self._wanted = False
+        self.generation += 1
+        if reply.metadata_offset < self._offset:
+            self._hear_old(reply)
+            return
+        self._offset = reply.metadata_offset
         self.controller_id = reply.controller_id
         self.brokers = {node.node_id: node.address for node in reply.brokers}
         heard = set()
@@ -107,10 +127,15 @@ class Metadata:
             self._forget(name)
             if asked is not None:
                 self.problems[name] = errors.UnknownTopicOrPartition(f"topic {name} does not exist")
-        self._updated_ms = now_ms
-        self._wanted = False
         self.complete = asked is None
-        self.generation += 1
+
+    def _hear_old(self, reply: wire.MetadataReply) -> None:
+        """From a broker that is behind: what it knows and we do not (M2)."""
+        for info in reply.topics:
+            known = self.topics.get(info.name)
+            same = known is None or known.topic_id == info.topic_id
+            if same and not info.HasField("error") and info.topic_id not in self.gone:
+                self._hear(info)
 
     def _hear(self, info: wire.TopicInfo) -> None:
         if info.HasField("error"):
@@ -136,6 +161,10 @@ class Metadata:
             before = self._leaders.get(key)
             if before is None or partition.leader_epoch >= before.epoch:  # M2
                 self._leaders[key] = Leader(partition.leader, partition.leader_epoch)
+                self._absent.pop(key, None)
+                if partition.leader == NONE:
+                    eligible = partition.isr or partition.elr or partition.last_known
+                    self._absent[key] = tuple(eligible or partition.replicas)
 
     def _forget(self, name: str) -> None:
         topic = self.topics.pop(name, None)
@@ -147,6 +176,7 @@ class Metadata:
             del self.gone[next(iter(self.gone))]
         for partition in range(topic.partitions):
             self._leaders.pop(PartitionKey(topic.topic_id, partition), None)
+            self._absent.pop(PartitionKey(topic.topic_id, partition), None)
 
     def loss_of(self, key: PartitionKey) -> errors.PkError | None:
         """Why a partition that was known exists no more; None if it still does."""

@@ -5,6 +5,7 @@ World-generic, and light to import: neither Arrow nor the data path comes with i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from pk import errors
@@ -40,11 +41,14 @@ async def lookup_offsets(
             leader = cluster.metadata.leader(cluster.metadata.key(place))
             if leader is None:
                 cluster.want_metadata()
-                error = errors.NotLeaderOrFollower(f"{place} has no reachable leader")
+                error = cluster.metadata.leaderless(place)
             else:
                 by_node.setdefault(leader.node, []).append(place)
-        for node, group in by_node.items():
-            failed = await _ask_offsets(cluster, node, group, timestamps, isolation, one_ms, found)
+        asks = [
+            _ask_offsets(cluster, node, group, timestamps, isolation, one_ms, found)
+            for node, group in by_node.items()
+        ]
+        for failed in await asyncio.gather(*asks):  # a silent one keeps no other one waiting
             error = failed or error
         left[:] = [place for place in left if place not in found]
         if error is not None:

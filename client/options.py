@@ -10,6 +10,9 @@ from typing import Any
 from pk import errors
 from pk.settings import CONSUMER, PRODUCER, Options
 
+#: How long a blocking call of the administration may take.
+TIMEOUT_S = 60.0
+
 #: Kafka's names where pk's is shorter.
 ALIASES = {
     "compression_type": "compression",

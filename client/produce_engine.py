@@ -55,6 +55,8 @@ _log = logging.getLogger("pk.client")
 
 #: So many frames of a broker are encoded at once.
 AHEAD = 3
+#: A broker that lives says hello at once.
+HELLO_TIMEOUT_MS = 5_000
 #: Runs CPU-bound work off the loop, a few at a time; in the simulator, at once.
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -108,7 +110,7 @@ class ProduceEngine:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._encoders: dict[Batch, asyncio.Task[list[Buffer]]] = {}  #: who encodes it last
         self._closed = False
-        cluster.on_change.append(lambda: self.step(Wake()))
+        cluster.on_change.append(self._on_metadata)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -245,6 +247,11 @@ class ProduceEngine:
         for piece in pieces:
             key = PartitionKey(topic.topic_id, piece.part.partition)
             self.step(Add(intake.topic, key, piece, batch_size))
+
+    def _on_metadata(self) -> None:
+        for link in list(self._links.values()):
+            link.follow()
+        self.step(Wake())
 
     def _runs(self, intake: Intake, chunk: Chunk) -> list[tuple[int, int, Any, int]]:
         rows, explicit = chunk.rows()
@@ -387,12 +394,19 @@ class _Link:
         self._encoding: dict[int, asyncio.Task[list[Buffer]]] = {}  #: by correlation id
         self._filled = asyncio.Event()
         self._stream: Stream | None = None
+        self._address = ""  #: where the stream leads
         self._reader: asyncio.Task[None] | None = None
         self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def put(self, frame: Frame) -> None:
         self._queue.append(frame)
         self._filled.set()
+
+    def follow(self) -> None:
+        """A broker that came back elsewhere does not answer where it was."""
+        address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
+        if self._stream is not None and address != self._address:
+            self._broke(errors.BrokerUnavailable(f"broker {self._node} moved to {address}"))
 
     def reset(self) -> None:
         """The machine gave up every frame of this broker: forget them, and the stream."""
@@ -437,6 +451,10 @@ class _Link:
             if not self._queue:
                 continue  # given up meanwhile (E2)
             frame = self._queue[0]
+            if not frame.open:  # everything in it went to another leader meanwhile (E2)
+                self._queue.popleft()
+                self._encoding.pop(frame.correlation_id, None)
+                continue
             try:
                 pieces = await self._encoded(frame)
             except Exception as cause:
@@ -470,13 +488,14 @@ class _Link:
         if address is None:
             raise errors.BrokerUnavailable(f"broker {self._node} is not known any more")
         try:
-            async with asyncio.timeout(engine.options["request_timeout_ms"] / 1000):
+            patience_ms = min(HELLO_TIMEOUT_MS, engine.options["request_timeout_ms"])
+            async with asyncio.timeout(patience_ms / 1000):
                 stream, _ = await open_stream(
                     engine.world.network, address, StreamKind.PRODUCE, engine.cluster.hello
                 )
         except TimeoutError:
             raise errors.BrokerUnavailable(f"{address}: no answer to the hello") from None
-        self._stream = stream
+        self._stream, self._address = stream, address
         self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         return stream
 

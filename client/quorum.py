@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from pk import errors
 from pk.client.cluster import Cluster
+from pk.client.options import TIMEOUT_S
 from pk.wire import pk_pb2 as wire
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,3 +95,31 @@ async def ask_active(cluster: Cluster, request: Message, timeout_ms: int) -> Mes
         except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
             error = cause
     raise error
+
+
+class QuorumCalls:
+    """The calls of `AdminClient` that concern the metadata quorum."""
+
+    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
+        raise NotImplementedError
+
+    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
+        """Who leads, who votes, who follows, and how far each is."""
+        request = wire.DescribeQuorumRequest()
+        return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
+
+    def add_raft_voter(
+        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
+        request = wire.AddVoterRequest(node_id=node_id, directory_id=directory_id, address=address)
+        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        return tuple(each.node_id for each in reply.voters)
+
+    def remove_raft_voter(
+        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Let a controller vote no more; returns the ids of the voters that stay."""
+        request = wire.RemoveVoterRequest(node_id=node_id, directory_id=directory_id)
+        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        return tuple(each.node_id for each in reply.voters)

@@ -14,25 +14,28 @@ under their old sequence until the answer is definite; only then does the partit
 epoch at sequence 0 and the rest is sent again in order (KIP-360).  A gap behind an acknowledged
 batch means the broker lost it: fatal.
 
+A partition whose leadership moved is not waited for at its old leader: what is in flight there is
+unknown, and asked for again from the new one.  Should the old one still get to it, the leader epoch
+that it was sent under refuses it.  Without idempotence the old leader has MOVED_GRACE_MS to answer.
+
 Invariants
   N1  batches of a partition are appended in the order their pieces came (idempotent; else with one
       in flight).
   N2  a batch that may have been stored is never sent again under another sequence, and without
       idempotence never sent again at all (rule L7).
   N3  at most `max_in_flight` frames per broker; a partition has batches in flight to one broker
-      only.
+      only: the leader that the metadata names.
   N4  every piece is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from pk import errors, limits
-from pk.client.accumulator import Batch, Waiting
-from pk.client.metadata import Metadata
+from pk.client.accumulator import Batch
+from pk.client.metadata import Leader, Metadata
 from pk.client.sender_events import (
     Add,
     Broken,
@@ -47,65 +50,17 @@ from pk.client.sender_events import (
     Wake,
     Written,
 )
+from pk.client.sender_state import NOT_STORED, STALE, Node, Partition
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
 EPOCH_MAX = 2**15 - 1
+#: How long a deposed leader may still say what became of a batch that cannot be sent again.
+MOVED_GRACE_MS = 1_000
+#: The first back-off from a leader that does not know of its office yet.
+EARLY_MS = 20
 
 
-class _Partition:
-    """What the sender knows of one partition."""
-
-    __slots__ = (
-        "acked_offset", "acked_sequence", "attempts", "epoch", "gap", "key", "number",
-        "producer_id", "retry_ms", "sequence", "topic", "unresolved", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, key: PartitionKey, batch_size: int) -> None:
-        self.topic = topic
-        self.key = key
-        self.waiting = Waiting(batch_size)
-        self.unresolved: deque[Batch] = deque()  #: in sequence order
-        self.producer_id = NONE
-        self.epoch = NONE
-        self.sequence = 0  #: of the next new batch
-        self.number = 0  #: batches numbered so far
-        self.acked_sequence = NONE  #: last sequence acknowledged in this epoch
-        self.acked_offset = NONE
-        self.gap = False  #: a sequence below an unresolved one will never be stored
-        self.attempts = 0
-        self.retry_ms = 0
-
-    @property
-    def idle(self) -> bool:
-        return not self.unresolved and not self.waiting.batches
-
-    @property
-    def in_flight(self) -> int:
-        return sum(batch.flight is not None for batch in self.unresolved)
-
-
-class _Node:
-    """What the sender knows of one broker."""
-
-    __slots__ = ("attempts", "frames", "retry_ms")
-
-    def __init__(self) -> None:
-        self.frames: dict[int, Frame] = {}
-        self.retry_ms = 0
-        self.attempts = 0
-
-
-#: The answer says that the batch was not appended, and that it may be tried again.
-_NOT_STORED = (
-    errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,
-    errors.UnknownLeaderEpoch, errors.ThrottledError, errors.StorageFull, errors.UnknownTopicId,
-)  # fmt: skip
-#: The answer says that leadership moved or the topic did: ask for metadata.
-_STALE = (
-    errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.FencedLeaderEpoch,
-    errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.BrokerUnavailable,
-)  # fmt: skip
 #: "Offer this partition once more": not a time.
 _AGAIN = -1
 
@@ -117,9 +72,9 @@ class Sender:
         self.options = options
         self.metadata = metadata
         self._rng = rng
-        self._active: dict[PartitionKey, _Partition] = {}  #: with anything to do, fair order
-        self._idle: dict[PartitionKey, _Partition] = {}  #: remembered for their sequences
-        self._nodes: dict[int, _Node] = {}
+        self._active: dict[PartitionKey, Partition] = {}  #: with anything to do, fair order
+        self._idle: dict[PartitionKey, Partition] = {}  #: remembered for their sequences
+        self._nodes: dict[int, Node] = {}
         self._flights: dict[int, Frame] = {}
         self._next_correlation = 1
         self.producer_id = NONE
@@ -159,7 +114,7 @@ class Sender:
             return
         partition = self._active.get(event.key)
         if partition is None:
-            partition = self._idle.pop(event.key, None) or _Partition(
+            partition = self._idle.pop(event.key, None) or Partition(
                 event.topic, event.key, event.batch_size
             )
             self._active[event.key] = partition
@@ -245,8 +200,8 @@ class Sender:
             self.producer_id = NONE  # this id is spoilt: begin with another
             self._keep_or_drop(partition, batch)
             partition.gap = True
-        elif isinstance(error, _NOT_STORED) or self._refused_leader(error):
-            self._retry(batch, error, now_ms)
+        elif isinstance(error, NOT_STORED) or self._refused_leader(error):
+            self._retry(batch, error, now_ms, frame.epochs[result.index])
         elif error.retriable:
             self._unknown(batch, error, now_ms)
         else:
@@ -256,10 +211,11 @@ class Sender:
         """NOT_LEADER before the append; parked replies (acks=all) get it after it too (rule L5)."""
         return isinstance(error, errors.NotLeaderOrFollower) and self.options.acks != NONE
 
-    def _stored(self, partition: _Partition, batch: Batch, result: Result) -> None:
+    def _stored(self, partition: Partition, batch: Batch, result: Result) -> None:
         partition.unresolved.remove(batch)
         partition.attempts = 0
         partition.retry_ms = 0
+        partition.problem = None
         if batch.sequence != NONE and batch.epoch == partition.epoch:
             partition.acked_sequence = (batch.next_sequence - 1) & 0x7FFFFFFF
             partition.acked_offset = max(
@@ -268,7 +224,7 @@ class Sender:
         if not batch.expired:
             self._respond(batch, Outcome(result.base_offset, result.append_time_ms))
 
-    def _failed(self, partition: _Partition, batch: Batch, error: errors.PkError) -> None:
+    def _failed(self, partition: Partition, batch: Batch, error: errors.PkError) -> None:
         if batch in partition.unresolved:
             partition.unresolved.remove(batch)
             if batch.sequence != NONE:
@@ -278,22 +234,29 @@ class Sender:
         if not batch.expired:
             self._respond(batch, Outcome(error=error))
 
-    def _keep_or_drop(self, partition: _Partition, batch: Batch) -> None:
+    def _keep_or_drop(self, partition: Partition, batch: Batch) -> None:
         """A batch that was not stored stays for its next attempt, unless its caller gave it up."""
         if batch.expired:
             self._failed(partition, batch, errors.DeliveryTimedOut())
 
-    def _retry(self, batch: Batch, error: errors.PkError, now_ms: int) -> None:
-        """`batch` was not stored by this attempt."""
+    def _retry(self, batch: Batch, error: errors.PkError, now_ms: int, epoch: int = NONE) -> None:
+        """`batch` was not stored by this attempt, which was made under that leader epoch."""
         partition = self._active[batch.key]
-        if isinstance(error, _STALE):
+        partition.problem = error
+        if isinstance(error, STALE):
             self._want_metadata()
         loss = self.metadata.loss_of(batch.key)
         if loss is not None:
             self._failed(partition, batch, loss)
             return
         partition.attempts += 1
-        partition.retry_ms = now_ms + self._back_off(partition.attempts)
+        wait = self._back_off(partition.attempts)
+        leader = self.metadata.leader(batch.key)
+        if isinstance(error, STALE) and leader is not None and epoch != NONE:
+            # Who was asked was deposed: on to the next one; or it will hear soon that it leads.
+            early = EARLY_MS * 2 ** min(partition.attempts - 1, 16)
+            wait = 0 if epoch < leader.epoch else min(wait, early)
+        partition.retry_ms = now_ms + wait
         self._keep_or_drop(partition, batch)
 
     def _unknown(self, batch: Batch, error: errors.PkError, now_ms: int) -> None:
@@ -312,7 +275,7 @@ class Sender:
 
     def _out_of_order(
         self,
-        partition: _Partition,
+        partition: Partition,
         batch: Batch,
         error: errors.PkError,
         log_start: int,
@@ -341,12 +304,49 @@ class Sender:
                 partition.retry_ms = now_ms + self._back_off(partition.attempts - 1)
         self._keep_or_drop(partition, batch)
 
+    # -- leaders -----------------------------------------------------------------------------------
+
+    def _new_leader(self, partition: Partition, leader: Leader) -> None:
+        """Whoever was just elected is alive: no back-off of before counts any more."""
+        partition.leader = leader
+        partition.retry_ms = partition.attempts = 0
+        node = self._nodes.get(leader.node)
+        if node is not None:
+            node.retry_ms = node.attempts = 0
+
+    def _leave(self, partition: Partition, leader: Leader, now_ms: int) -> int | None:
+        """Do not wait for brokers that lead no more; a time = only from then on."""
+        away = [
+            (batch, frame)
+            for batch in partition.unresolved
+            if batch.flight is not None
+            and (frame := self._flights[batch.flight]).node != leader.node
+        ]
+        if not away:
+            partition.left_ms = None
+            return None
+        if partition.left_ms is None:
+            partition.left_ms = now_ms
+        patience_ms = 0 if self.options.idempotent else MOVED_GRACE_MS
+        if now_ms < partition.left_ms + patience_ms:
+            return partition.left_ms + patience_ms
+        for batch, frame in away:
+            frame.open.discard(frame.batches.index(batch))
+            if not frame.open:
+                self._close_frame(frame)
+            batch.flight = None
+            why = f"broker {frame.node} leads {partition.topic}-{partition.key.partition} no more"
+            self._unknown(batch, errors.NotLeaderOrFollower(why), now_ms)
+        partition.left_ms = None
+        partition.retry_ms = partition.attempts = 0
+        return None
+
     def _fatal(self, error: errors.PkError, now_ms: int) -> None:
         self._on_fail(Fail(error), now_ms)
 
     # -- epochs ------------------------------------------------------------------------------------
 
-    def _mend(self, partition: _Partition) -> bool:
+    def _mend(self, partition: Partition) -> bool:
         """Close a gap if nothing is uncertain any more; True if the partition may send new
         sequences.
         """
@@ -370,7 +370,7 @@ class Sender:
             self._number(partition, batch)
         return True
 
-    def _number(self, partition: _Partition, batch: Batch) -> None:
+    def _number(self, partition: Partition, batch: Batch) -> None:
         batch.producer_id, batch.epoch = partition.producer_id, partition.epoch
         batch.sequence = partition.sequence
         batch.number = partition.number
@@ -393,7 +393,7 @@ class Sender:
         wait = min(bound, self.options.retry_backoff_ms * 2 ** min(attempts - 1, 16))
         return int(wait * (0.8 + 0.4 * self._rng.random()))
 
-    def _back_off_node(self, node: _Node, now_ms: int) -> None:
+    def _back_off_node(self, node: Node, now_ms: int) -> None:
         node.attempts += 1
         node.retry_ms = now_ms + self._back_off(node.attempts)
 
@@ -424,16 +424,17 @@ class Sender:
                     batch.expired = True
                     self._respond(batch, Outcome(error=error))
 
-    def _timed_out(self, partition: _Partition, what: str) -> errors.DeliveryTimedOut:
-        cause = ""
-        if self.metadata.leader(partition.key) is None:
-            cause = "; the partition has no reachable leader"
-        elif self.options.idempotent and self.producer_id == NONE:
-            cause = "; no producer id could be had from the broker"
-        return errors.DeliveryTimedOut(
+    def _timed_out(self, partition: Partition, what: str) -> errors.DeliveryTimedOut:
+        idless = self.options.idempotent and self.producer_id == NONE
+        cause = partition.obstacle(self.metadata, idless=idless)
+        error = errors.DeliveryTimedOut(
             f"{partition.topic}-{partition.key.partition}: no acknowledgement within "
-            f"delivery_timeout_ms={self.options.delivery_timeout_ms}: {what}{cause}"
+            f"delivery_timeout_ms={self.options.delivery_timeout_ms}: {what}"
+            + (f"; {cause}" if cause else "")
         )
+        if cause:  # the cluster's own failure, and it lasts
+            setattr(error, "acts", "operator")  # noqa: B010 - the class says what holds otherwise
+        return error
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -464,24 +465,28 @@ class Sender:
         self._set_timer(wake, now_ms)
 
     def _offer(
-        self, partition: _Partition, frames: dict[int, Frame], used: dict[int, int], now_ms: int
+        self, partition: Partition, frames: dict[int, Frame], used: dict[int, int], now_ms: int
     ) -> int | None:
         """Put the partition's next batch into its leader's frame; or say when to look again."""
         horizon = self._deadline(partition, now_ms)
+        leader = self.metadata.leader(partition.key)
+        if leader is not None and leader != partition.leader:
+            self._new_leader(partition, leader)
         if partition.retry_ms > now_ms:
             return min(partition.retry_ms, horizon)
-        leader = self.metadata.leader(partition.key)
         if leader is None:
             loss = self.metadata.loss_of(partition.key)
             if loss is not None:
                 self._lost(partition, loss)
                 return None
             self._want_metadata()
-            return min(now_ms + self.options.retry_backoff_ms, horizon)
-        flights = [self._flights[b.flight] for b in partition.unresolved if b.flight is not None]
-        if any(frame.node != leader.node for frame in flights):
-            return horizon  # N3: first hear from the old leader, or of its stream's end
-        node = self._nodes.setdefault(leader.node, _Node())
+            partition.attempts += 1
+            partition.retry_ms = now_ms + self._back_off(partition.attempts)
+            return min(partition.retry_ms, horizon)
+        later = self._leave(partition, leader, now_ms)
+        if later is not None:
+            return min(later, horizon)  # N3
+        node = self._nodes.setdefault(leader.node, Node())
         if node.retry_ms > now_ms:
             return min(node.retry_ms, horizon)
         frame = frames.get(leader.node)
@@ -507,7 +512,7 @@ class Sender:
         self._enter(partition, frame, batch, leader.epoch)
         return _AGAIN
 
-    def _next_batch(self, partition: _Partition, now_ms: int) -> tuple[Batch | None, int | None]:
+    def _next_batch(self, partition: Partition, now_ms: int) -> tuple[Batch | None, int | None]:
         """The batch to send now, or None and when one will be ripe."""
         whole = self._mend(partition)
         for batch in partition.unresolved:
@@ -528,7 +533,7 @@ class Sender:
             return None, ready_ms
         return partition.waiting.batches[0], None
 
-    def _room(self, partition: _Partition) -> bool:
+    def _room(self, partition: Partition) -> bool:
         """Whether one more batch may be numbered: the broker must still know the oldest unresolved
         one.
         """
@@ -538,7 +543,7 @@ class Sender:
             return len(partition.unresolved) < self.options.max_in_flight
         return partition.number - partition.unresolved[0].number < limits.IN_FLIGHT_MAX
 
-    def _enter(self, partition: _Partition, frame: Frame, batch: Batch, epoch: int) -> None:
+    def _enter(self, partition: Partition, frame: Frame, batch: Batch, epoch: int) -> None:
         if partition.waiting.batches and partition.waiting.batches[0] is batch:
             partition.waiting.batches.popleft()
             partition.unresolved.append(batch)
@@ -556,12 +561,12 @@ class Sender:
         for batch in frame.batches:  # fair: who was served goes to the end of the line
             self._active[batch.key] = self._active.pop(batch.key)
 
-    def _lost(self, partition: _Partition, loss: errors.PkError) -> None:
+    def _lost(self, partition: Partition, loss: errors.PkError) -> None:
         for batch in [*partition.unresolved, *partition.waiting.batches]:
             if batch.flight is None:
                 self._failed(partition, batch, loss)
 
-    def _deadline(self, partition: _Partition, now_ms: int) -> int:
+    def _deadline(self, partition: Partition, now_ms: int) -> int:
         """When the next thing of this partition expires."""
         oldest = now_ms
         for batch in partition.unresolved:

@@ -1,10 +1,11 @@
 """One partition's log: decide, write, complete, read, truncate, retain.
 
 Three threads meet here and never share a mutable thing without a rule (docs/design/0001):
-  loop        decide, append_as_follower, take_writes, complete, advance_log_start, retention_plan,
-  drop_segments, properties write lane  open, perform, flush, checkpoint, truncate_to, reset_to,
-  close       (one thread per directory, in order) read lane   read, offset_for_time,
-  offset_of_max_timestamp, bytes_at, flush_sealed    (any thread)
+  loop        decide, append_as_follower, take_writes, complete, read_recent, retire, properties,
+              advance_log_start, retention_plan, drop_segments
+  write lane  open, perform, flush, checkpoint, truncate_to, reset_to, close
+              (one thread per directory, in order)
+  read lane   read, offset_for_time, offset_of_max_timestamp, bytes_at, flush_sealed (any thread)
 
 Use
     outcome = log.decide(header, batch, leader_epoch=…, now_ms=…)     # Appended | Duplicate |
@@ -18,6 +19,7 @@ and the next plan begins by cutting the files back (rule L2)."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 
@@ -34,12 +36,14 @@ from pk.log.plan import (
     Duplicate,
     EpochOp,
     LogConfig,
+    Read,
     RepairOp,
     RetentionPlan,
     RollOp,
     WritePlan,
 )
 from pk.log.producers import Producers, Undo
+from pk.log.recent import Recent
 from pk.log.retention import SegmentFacts
 from pk.log.segment import (
     DELETED,
@@ -86,6 +90,7 @@ class PartitionLog(Writable):
         #: broker.
         self.droppable_end = 0
         self.retention_hold: int | None = None  #: retention does not move log_start past it
+        self.recent: Recent | None = None  #: where the end of the log is kept in memory
         self._storage = storage
         self._cache = cache
         self._segments: tuple[Segment, ...] = tuple(loaded.segments)  #: readers take it as a whole
@@ -409,6 +414,8 @@ class PartitionLog(Writable):
             self._undo.popleft()
         if plan.sync:
             self._synced_end = max(self._synced_end, plan.end)
+        if self.recent is not None and not self._retired:
+            self.recent.keep(self, self._cuts, plan)
         return Completion(self._written_end, self._synced_end, rolled=bool(fresh))
 
     def _failed(self, error: BaseException) -> Completion:
@@ -439,6 +446,16 @@ class PartitionLog(Writable):
     def retire(self) -> None:
         """Refuse further appends: the partition is being closed or deleted."""
         self._retired = True
+        if self.recent is not None:
+            self.recent.forget(self)
+
+    def read_recent(
+        self, offset: int, *, bound: int, max_bytes: int, min_one_batch: bool = True
+    ) -> Read | None:
+        """What `read` could give, from memory and at once; None = `read` must be asked."""
+        if self.recent is None or offset < self.local_log_start:
+            return None
+        return self.recent.read(self, self._cuts, offset, bound, max_bytes, min_one_batch)
 
     def last_stable_offset(self, high_watermark: int) -> int:
         """Rule L11."""
@@ -447,8 +464,10 @@ class PartitionLog(Writable):
     def aborted_in(self, start: int, end: int) -> list[AbortedTransaction]:
         """Aborted transactions with records in `[start, end)`, by marker offset."""
         found: list[AbortedTransaction] = []
-        for segment in self._segments:
-            if segment.aborted and segment.written.next_offset > start:
+        segments = self._segments
+        at = max(0, bisect_right(segments, start, key=lambda s: s.base_offset) - 1)
+        for segment in segments[at:]:  # a marker may lie any way behind its records
+            if segment.aborted:
                 found += aborted.overlapping(segment.aborted, start, end)
         return found
 

@@ -37,6 +37,7 @@ class Writable(Readable):
     _closed: bool
 
     def _init_lane(self, loaded: loading.Loaded) -> None:
+        self._cuts = 0  #: how often the log was cut back: what was read before is void
         self._lane_failed = NONE  #: plans up to this generation fail (W1)
         self._lane_error: Exception | None = None
         self._lane_end = loaded.segments[-1].written.next_offset
@@ -143,6 +144,7 @@ class Writable(Readable):
         assert self._idle(), "truncation waits for the writes before it"
         if offset >= self._written_end:
             return
+        self._cuts += 1
         if offset <= self._segments[0].base_offset:
             self.reset_to(offset)
             return
@@ -168,6 +170,7 @@ class Writable(Readable):
         state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
         """
         assert self._idle(), "a reset waits for the writes before it"
+        self._cuts += 1
         for segment in reversed(self._segments):
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):

@@ -45,6 +45,10 @@ _ASKED = (
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
 )  # fmt: skip
 
+#: What a broker takes for a sign that it is not fenced: not from a leader that another may have
+#: followed.
+_CONTACT = ("register_broker", "broker_heartbeat")
+
 FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
 
 
@@ -245,7 +249,10 @@ class ControllerNode:
     def _handlers(self, number: int) -> Mapping[str, Handler]:
         def active(name: str) -> Handler:
             async def handle(request: Any, frame: frames.Frame) -> Any:
-                return await self._active().handlers(number)[name](request, frame)
+                term = self._active()
+                if name in _CONTACT and not self.metadata.in_touch():  # R6
+                    raise errors.ControllerUnavailable("no majority of controllers was heard of")
+                return await term.handlers(number)[name](request, frame)
 
             return handle
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders
+from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import waits_for
-from pk.server.controller.image import MetadataImage
+from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
 from pk.server.controller.reports import Report, Reports, reported
@@ -119,6 +120,7 @@ class Term:
                 f"{self._run.metadata_dir} holds the metadata of cluster {cluster_id}, "
                 f"not of {self._run.cluster_id}"
             )
+        self._compare_min_isr()
         unfenced = [
             (broker.broker_id, broker.broker_epoch)
             for broker in self.machine.image.brokers.values()
@@ -128,6 +130,14 @@ class Term:
         self.sessions.grant(unfenced, now_ms)
         self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())
+
+    def _compare_min_isr(self) -> None:
+        """The file's min_insync_replicas counts once; say so where it differs (rule R1)."""
+        given = self._run.topic_defaults.get(MIN_ISR)
+        stored = self._image.configs.get((BROKER_RESOURCE, ""), {}).get(MIN_ISR)
+        if given is not None and stored is not None and int(given) != int(stored):
+            why = "the cluster's default wins; alter that one"
+            self._say("setting_ignored", setting=MIN_ISR, file=given, cluster=stored, why=why)
 
     async def close(self) -> None:
         """T2."""
@@ -249,7 +259,8 @@ class Term:
             return
         try:
             async with asyncio.timeout(PROBE_MS / 1000):
-                stream = await self._world.network.connect(broker.address, StreamKind.CONTROL)
+                address = self._run.peer_addresses.get(session.broker_id, broker.address)
+                stream = await self._world.network.connect(address, StreamKind.CONTROL)
         except TimeoutError:
             return  # neither there nor gone: the session timeout decides
         except Disconnected:

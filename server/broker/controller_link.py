@@ -235,7 +235,8 @@ class ControllerLink:
             took_ms = clock.monotonic_ms() - asked_ms
             silent = unanswered and took_ms >= self._patience_ms() // 2
             before = search.address
-            self._wait_next = search.failed(hint=self._named_in(failure), silent=silent)
+            over = search.failed(hint=self._named_in(failure), silent=silent)
+            self._wait_next = over and (search.alone or not silent)  # that was a wait enough
             if search.address != before:
                 self._move()
             raise

@@ -4,7 +4,8 @@ Controllers are asked in rounds: in one round each is asked once, whom a refusal
 that did not answer in time is *silent*: to ask it again costs time in which another may be elected.
 
 Invariants
-  K4  within a round nobody is asked twice; a round that found nobody is followed by a wait
+  K4  within a round nobody is asked twice; a round that found nobody is followed by a wait, unless
+      it ended with a silent one: that was a wait
   K5  a silent controller is asked last, one in a round, and only after `PATIENT_ROUNDS` rounds of
       the others, unless all are silent: between two waits for silent ones everybody else is asked
 """

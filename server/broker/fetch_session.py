@@ -48,6 +48,7 @@ class Position:
     last_fetched_epoch: (
         Epoch  #: to be checked once against the epoch cache; NONE = nothing (left) to check
     )
+    log_start: Offset = 0  #: a follower's
     announce: bool = True  #: the reader has not been told the partition's bounds yet
     arriving: bool = True  #: nothing was read since it was set: the first batch is verified
     available: int = 0  #: bytes noticed below the bound when it was last weighed
@@ -121,6 +122,7 @@ class FetchSession:
             else PARTITION_BYTES_DEFAULT,
             end_offset=item.end_offset,
             last_fetched_epoch=item.last_fetched_epoch,
+            log_start=item.log_start,
         )
 
     # -- the partition speaks --------------------------------------------------------------------

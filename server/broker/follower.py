@@ -405,6 +405,7 @@ class MetadataFollower:
         ):
             core.replicas.leave(partition)
         else:
+            partition.others = True
             core.replicas.follow(partition, state)
 
     def take_office(self, partition: Partition, state: PartitionState) -> None:

@@ -72,7 +72,7 @@ class IsrChanges:
             if replica in brokers and brokers[replica].available
         }
         lag_max_ms = core.server["replica_lag_time_max_ms"]
-        wanted = leader.wanted_isr(eligible, now_ms, lag_max_ms)
+        wanted = leader.wanted_isr(eligible, now_ms, lag_max_ms, partition.log.log_start)
         if wanted is None:
             return
         leader.on_isr_proposed(wanted)

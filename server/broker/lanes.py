@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pk import limits
+from pk.log.recent import Recent
 from pk.log.storage import Disk
 
 
@@ -51,6 +52,7 @@ class WriteLane:
         bytes_max: int = limits.WRITE_QUEUE_BYTES_MAX,
     ) -> None:
         self.disk = disk
+        self.recent = Recent()  #: what it wrote last, for readers that wait for it
         self.queued_bytes = 0
         self.rounds = 0
         self._bytes_max = bytes_max

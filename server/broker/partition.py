@@ -17,10 +17,11 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pk import errors
 from pk.log import batch as batches
@@ -34,6 +35,7 @@ from pk.server.broker.tier_view import TierState
 from pk.server.controller.image import PartitionState
 from pk.server.purgatory import Parked, ProducePurgatory
 from pk.server.replication.leader import ACKS_ALL, Leader
+from pk.server.replication.parting import Parting, parting
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -108,6 +110,10 @@ class Follows(Protocol):
         """`size` fetched bytes are WRITTEN, or SYNCED where the topic asks for that."""
         ...
 
+    def log_start_moved(self) -> None:
+        """This replica's log start moved, durably."""
+        ...
+
     def not_stored(self, error: errors.PkError) -> None:
         """What was decided and not written is undone: fetch it again."""
         ...
@@ -140,22 +146,6 @@ class Host(Protocol):
     def retain_soon(self, key: PartitionKey) -> None: ...
 
 
-class EpochEnd(NamedTuple):
-    """Where an epoch ended here."""
-
-    epoch: Epoch
-    end_offset: Offset
-
-
-class StartAt(NamedTuple):
-    """Drop the log, begin at `offset`, where a segment of the leader's does (rule R5)."""
-
-    offset: Offset
-
-
-Parting = EpochEnd | StartAt
-
-
 class Partition:
     """A partition this broker holds a replica of."""
 
@@ -183,15 +173,18 @@ class Partition:
         self.problem: errors.PkError | None = (
             None  #: why it is not served although this broker should lead it
         )
+        self.others = False  #: other replicas were in sync when this one last led or followed
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
         #: what a leader said, and up to which offset this replica knew itself to be committed
         self._leader_watermark: Offset = 0
-        self.leader_log_start: Offset = 0  #: as the leader said last
+        self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
+        self._deleting: list[tuple[Offset, asyncio.Future[None]]] = []
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         self._told: tuple[Offset, Offset] = (NONE, NONE)
+        log.recent = lane.recent
         if tiered:  # T1: what is not local any more is in the tier
             log.tiered_end = max(log.tiered_end, log.local_log_start)
             log.droppable_end = max(log.droppable_end, log.local_log_start)
@@ -202,16 +195,22 @@ class Partition:
         """The leader machine.  Raises why this broker does not serve the partition, or `epoch` is
         wrong.
         """
-        if self.problem is not None:
-            raise self.problem.with_traceback(
-                None
-            )  # raised again and again: its trace must not grow
+        if self.problem is not None:  # raised again and again: its trace must not grow
+            raise self.as_told(self.problem).with_traceback(None)
         if self.leader is None:
             raise errors.NotLeaderOrFollower(
                 f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
             )
         self.leader.check_epoch(epoch)
         return self.leader
+
+    def as_told(self, error: errors.PkError) -> errors.PkError:
+        """`error` as clients hear it: what costs one replica of several is no end for them, another
+        one will lead (rules L2, L9).
+        """
+        if self.others and isinstance(error, errors.StorageFailed | errors.CorruptLog):
+            return errors.NotLeaderOrFollower(f"{self}: this replica is offline: {error.message}")
+        return error
 
     @property
     def leader_epoch(self) -> Epoch:
@@ -349,7 +348,7 @@ class Partition:
         tickets, self._inflight = self._inflight, deque()
         self.lane.done(sum(ticket.size for ticket in tickets))
         for ticket in tickets:
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
@@ -371,6 +370,8 @@ class Partition:
         """Wake the sessions that hold a position here, and the tier's feed."""
         for watcher in list(self._watchers):
             watcher.moved(self.key, urgent=urgent)
+        if self._deleting:
+            self.log_starts_heard()
         for follower in list(self._followers):
             if urgent:
                 follower.moved(self.key, urgent=True)
@@ -378,16 +379,38 @@ class Partition:
                 follower.watermark_moved(self.key)
         self._host.partition_moved(self)
 
+    def deleted(self, before: Offset) -> asyncio.Future[None]:
+        """Done when everybody who may lead next knows that the log starts at `before` (T9)."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._deleting.append((before, future))
+        self.log_starts_heard()
+        return future
+
+    def log_starts_heard(self) -> None:
+        """A follower, or the ISR, moved: whoever waits for a deletion may be told."""
+        waiting, self._deleting = self._deleting, []
+        for before, future in waiting:
+            if future.done():
+                continue
+            if self.leader is None:
+                future.set_exception(errors.NotLeaderOrFollower(f"{self}: another broker leads"))
+            elif self.leader.low_watermark(self.log.log_start) >= before:
+                future.set_result(None)
+            else:
+                self._deleting.append((before, future))
+
     # -- leadership ------------------------------------------------------------------------------
 
     def lead(self, state: PartitionState, *, checkpointed: Offset) -> None:
         """The metadata log made this broker the leader, or changed the ISR under its leadership."""
         current = self.leader
+        self.others = len(state.isr) > 1
         if current is not None and current.leader_epoch == state.leader_epoch:
             if current.on_isr_committed(
                 state.isr, state.replicas, state.partition_epoch, self._host.now_ms
             ):
                 self.watermark_moved()
+            self.log_starts_heard()
             return
         assert self.replica is None, "who leads does not follow"
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
@@ -426,9 +449,9 @@ class Partition:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
         for ticket in list(self._inflight):
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         for ticket in self._host.purgatory.on_epoch(self.key, None):
-            ticket.answer(error)
+            ticket.answer(self.as_told(error))
         self.bounds_moved(urgent=True)
 
     def _overtaken(self, leader_epoch: Epoch | None) -> None:
@@ -491,8 +514,12 @@ class Partition:
         if self.tiered:
             log.tiered_end = max(log.tiered_end, tiered_end)
             log.droppable_end = max(log.droppable_end, droppable_end)
-        if log_start > self.leader_log_start:
-            self.leader_log_start = log_start
+        self.heard_log_start(log_start)
+
+    def heard_log_start(self, log_start: Offset) -> None:
+        """What lies below is given up: the leader says so, or the table begins there (T9)."""
+        if log_start > max(self.told_log_start, self.log.log_start):
+            self.told_log_start = log_start
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:
@@ -546,18 +573,8 @@ class Partition:
 
     def parting(self, last_epoch: Epoch, offset: Offset) -> Parting | None:
         """Where a follower whose log ends at `offset`, with `last_epoch` before it, parts from this
-        log (KIP-101, KIP-279); `StartAt` = it must begin anew (rule R5); None = they agree.
+        log.
         """
-        log, end = self.log, self.log.written_end
+        log = self.log
         first = log.segments[0].base_offset
-        entries = log.epochs.entries
-        unknown = last_epoch != NONE and (not entries or last_epoch < entries[0].epoch)
-        if first > 0 and (offset < first or unknown):
-            return StartAt(first)  # what was here in epochs older than all known cannot be compared
-        if last_epoch != NONE:
-            epoch, ended = log.epochs.end_offset_for(last_epoch, end)
-            if epoch == NONE:  # its last epoch never wrote here
-                return EpochEnd(log.epochs.latest, min(end, offset))
-            if epoch != last_epoch or min(ended, end) < offset:
-                return EpochEnd(epoch, min(ended, end))
-        return EpochEnd(log.epochs.latest, end) if offset > end else None
+        return parting(log.epochs, first, log.written_end, last_epoch, offset)

@@ -80,6 +80,10 @@ class Replica:
         """partition.Follows."""
         self.fetcher.stored(self, size)
 
+    def log_start_moved(self) -> None:
+        """partition.Follows."""
+        self.fetcher.stored(self, 0)
+
     def not_stored(self, error: errors.PkError) -> None:
         """partition.Follows."""
         wait_ms = FULL_MS if isinstance(error, errors.StorageFull) else AGAIN_MS
@@ -316,6 +320,7 @@ class LeaderFetcher:
                     partition=key.partition,
                     position_id=replica.position_id,
                     log_end=_kept_end(replica.partition),
+                    log_start=replica.partition.log.log_start,
                 )
         return request
 

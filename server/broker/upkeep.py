@@ -174,6 +174,12 @@ class Upkeep:
         partition = self._core.partitions.get(key)
         if partition is None or partition.problem is not None:
             return
+        told = min(partition.told_log_start, partition.high_watermark)
+        if told > partition.log.log_start:
+            await self._core.manager.move_log_starts({key: told})
+            partition.bounds_moved(urgent=partition.leader is not None)
+            if partition.replica is not None:
+                partition.replica.log_start_moved()
         if partition.leader is None:
             await self._retain_replica(partition)
             return
@@ -196,9 +202,6 @@ class Upkeep:
         what lies below, and of tiered data what its own disk need not keep.
         """
         log, core = partition.log, self._core
-        start = min(partition.leader_log_start, log.written_end)
-        if start > log.log_start:
-            await core.manager.move_log_starts({partition.key: start})
         plan = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
         ends = {each.base_offset: each.next_offset for each in log.segments}
         drop = tuple(base for base in plan.drop if partition.tiered or ends[base] <= log.log_start)

@@ -23,7 +23,7 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True, frozen=True)
 class Bootstrap:
-    """The log is empty: say which cluster this is."""
+    """A term begins: say which cluster this is, if the log does not."""
 
     cluster_id: str
 
@@ -161,7 +161,12 @@ class Rules:
         return self.topic_defaults.get(option)
 
     def min_isr(self, image: MetadataImage, name: str) -> int:
-        return int(self.of_topic(image, name, "min_insync_replicas") or 1)
+        """As the records say: never a file's (config_changes.py)."""
+        for resource in ((TOPIC_RESOURCE, name), (BROKER_RESOURCE, "")):
+            value = image.configs.get(resource, {}).get("min_insync_replicas")
+            if value is not None:
+                return int(value)
+        return 1
 
     def unclean_enabled(self, image: MetadataImage, name: str) -> bool:
         value = self.of_topic(image, name, "unclean_leader_election_enable")

@@ -2,7 +2,8 @@
 
 Precedence, strongest first: the topic's own, the cluster's (resource broker with an empty name),
 the configuration file's, the default.  A broker's own settings come from its file and flags and
-are read-only.
+are read-only.  min_insync_replicas is never taken from a file: the first controller with one makes
+it the cluster's (`record_min_isr`).
 """
 
 from __future__ import annotations
@@ -118,6 +119,17 @@ def _forget_eligible(image: MetadataImage, rules: Rules, kind: str, name: str) -
             if change is not None:
                 bodies.append(change)
     return bodies
+
+
+def record_min_isr(image: MetadataImage, rules: Rules) -> list[Message]:
+    """The file's min_insync_replicas as the cluster's default, if the cluster has none yet."""
+    value = rules.topic_defaults.get(MIN_ISR)
+    if value is None or MIN_ISR in image.configs.get((BROKER_RESOURCE, ""), {}):
+        return []
+    record = wire.ConfigRecord(
+        resource_type=BROKER_RESOURCE, resource_name="", name=MIN_ISR, value=as_text(value)
+    )
+    return [record, *_forget_eligible(image, rules, BROKER_RESOURCE, "")]
 
 
 # -- describe --------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ from pk.server.controller.reports import Position, Report, Reports
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 
+_MEMBERS = ("isr", "elr", "last_known", "replicas", "adding", "removing")
+
 
 @dataclass(slots=True)
 class Cluster:
@@ -96,7 +98,7 @@ class Draft:
         self.before = before
         self.now = before
         self.led_anew = False
-        #: Positions a recovery election was decided by; empty if there was none.
+        #: Positions of who may have held what a recovery election lost; empty if there was none.
         self.at_risk: Mapping[NodeId, Position | None] = {}
         self._min_isr = max(1, min_insync_replicas)
 
@@ -115,8 +117,7 @@ class Draft:
     def _leave(self, broker_id: NodeId, lost: Collection[NodeId]) -> None:
         self._set_isr([member for member in self.now.isr if member != broker_id], lost)
         if self.now.leader == broker_id:
-            self.now = replace(self.now, leader=NONE)
-            self.led_anew = True
+            self._lead(NONE)
 
     def alter_isr(self, isr: Collection[NodeId]) -> None:
         """The leader's word (rule R2)."""
@@ -141,7 +142,7 @@ class Draft:
                 for each in dict.fromkeys(known)
                 if each in now.replicas and each not in isr and each not in elr
             )
-        self.now = replace(now, isr=tuple(isr), elr=elr, last_known=last_known)
+        self.now = now.led(now.leader, tuple(isr), elr, last_known)
 
     def forget_eligible(self) -> None:
         """min_insync_replicas changed: what made the ELR safe no longer holds (rule R1).
@@ -171,22 +172,24 @@ class Draft:
         chosen = self._recover(cluster, may_lose)
         if chosen is None:
             return False
+        self.at_risk = {
+            member: cluster.position(member, self.key)
+            for member in now.replicas
+            if member == chosen or member in (*now.isr, *now.elr, *now.last_known)
+        }
         self._set_isr((chosen,), lost=(*now.isr, *now.elr))
         self._lead(chosen)
         self.now = replace(self.now, unclean=True)
         return True
 
     def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
-        now, key = self.now, self.key
-        known = now.last_known or now.replicas
+        now = self.now
+        known = [member for member in now.replicas if member in (now.last_known or now.replicas)]
         present = self._present(known, cluster)
         if not now.isr and not now.elr:
-            if len(known) == 1:
-                return self._greatest(present, cluster)
-            if all(cluster.position(member, key) is not None for member in known):
-                best = self._greatest(list(known), cluster)
-                if best in present:
-                    return best
+            best = self._greatest(known, cluster)
+            if best in present:
+                return best
         if not may_lose:
             return None
         return self._greatest(present or self._present(now.replicas, cluster), cluster)
@@ -208,14 +211,12 @@ class Draft:
                 return None
             if best == NONE or (at is not None and best_at is not None and at > best_at):
                 best, best_at = member, at
-        if best == NONE:
-            return None
-        self.at_risk = positions
-        return best
+        return None if best == NONE else best
 
     def _lead(self, leader: NodeId) -> None:
+        now = self.now
         self.led_anew = True
-        self.now = replace(self.now, leader=leader)
+        self.now = now.led(leader, now.isr, now.elr, now.last_known)
 
     def prefer(self, cluster: Cluster) -> bool:
         """Give the lead to the first replica if it is in sync; an unclean leader recovers first."""
@@ -286,10 +287,12 @@ class Draft:
         change = wire.PartitionChangeRecord(
             topic_id=self.key.topic_id, partition=self.key.partition, unclean=now.unclean
         )
-        for name in ("isr", "elr", "last_known", "replicas", "adding", "removing"):
+        for name in _MEMBERS:
             members = getattr(now, name)
             if members != getattr(before, name):
-                getattr(change, name).CopyFrom(wire.IntList(values=members))
+                field: wire.IntList = getattr(change, name)
+                field.SetInParent()  # an empty list is a change, too
+                field.values.extend(members)
         if self.led_anew:
             change.leader = now.leader
         return change

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from google.protobuf.message import Message
+
 from pk.server.controller import (
     brokers,
     commands,
@@ -56,15 +58,19 @@ Command = (
 )
 
 
-def bootstrap(image: MetadataImage, _rules: Rules, command: commands.Bootstrap) -> Out:
-    """The first records of a cluster; none if it has them."""
-    if image.cluster_id:
-        return decision(image.cluster_id)
-    bodies = [
-        wire.ClusterRecord(cluster_id=command.cluster_id),
-        wire.FeatureLevelRecord(name=FORMAT_FEATURE, level=0),
-    ]
-    return decision(command.cluster_id, bodies)
+def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -> Out:
+    """What must be on record before a term serves; none of it if it is.
+
+    The first records of a cluster; and min_insync_replicas as this node's file has it, unless the
+    cluster has a default of its own: were it left in files, two nodes could differ about it, and a
+    change would not clear the ELR (rule R1, KIP-966).
+    """
+    bodies: list[Message] = []
+    if not image.cluster_id:
+        bodies.append(wire.ClusterRecord(cluster_id=command.cluster_id))
+        bodies.append(wire.FeatureLevelRecord(name=FORMAT_FEATURE, level=0))
+    bodies += config_changes.record_min_isr(image, rules)
+    return decision(image.cluster_id or command.cluster_id, bodies)
 
 
 class Controller:

@@ -6,7 +6,8 @@ one.  When everything was sent the pump sleeps until a partition's bound moves; 
 moved (rule P6).
 
 A byte is copied twice in this process, both times by the kernel: page cache into the read, the
-read into the socket.
+read into the socket.  Who waits at the end of a log for small appends is answered from memory, on
+the loop (log/recent.py): a trip to the read lane and back would cost more than the answer.
 
 The log's checksums are the readers' to verify: bytes go out as they lie on the disk.  One batch is
 looked at here, the first that is read after a position was set: a reader that tripped over damage
@@ -233,6 +234,10 @@ class FetchStream:
             if plan is not None:
                 plans.append(plan)
         while plans and sent < budget:
+            recent = _read_at_once(plans[0], budget - sent, sent == 0)
+            if recent is not None:
+                sent += self._add(reply, pieces, plans.pop(0), recent, None)
+                continue
             disk = plans[0].partition.lane.disk
             turn = [plan for plan in plans if plan.partition.lane.disk is disk]
             plans = [plan for plan in plans if plan.partition.lane.disk is not disk]
@@ -315,7 +320,7 @@ class FetchStream:
             else:
                 if isinstance(error, errors.CorruptLog):
                     self._core.storage_failed(partition, error)  # L9
-                self._fail(reply, position, error)
+                self._fail(reply, position, partition.as_told(error))
             return 0
         assert read is not None
         if read.next_offset <= position.next_offset:
@@ -486,6 +491,23 @@ class FetchStream:
                 self._unwatch(position.key)
         self._start_cold()
         return sent
+
+
+def _read_at_once(plan: _Plan, room: int, force: bool) -> Read | None:
+    """On the loop: what memory has for the plan; None = the read lane must be asked.
+
+    Of the plans the first is asked for only, so that no position is overtaken for ever by others
+    that stand at the ends of their logs.
+    """
+    position, partition, bound, _ = plan
+    if position.arriving:
+        return None  # L9: its first batch is verified where it lies
+    return partition.log.read_recent(
+        position.next_offset,
+        bound=bound,
+        max_bytes=min(position.max_bytes, room),
+        min_one_batch=force,
+    )
 
 
 def _read_all(

@@ -13,12 +13,12 @@ Invariant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pk import errors
-from pk.server.controller.image import TopicState
-from pk.types import NONE
+from pk.server.controller.image import PartitionState, TopicState
+from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
@@ -99,7 +99,7 @@ def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) ->
     for number, state in sorted(topic.partitions.items()):
         info.partitions.add(
             partition=number,
-            leader=state.leader,
+            leader=_whom_to_ask(state, available),
             leader_epoch=state.leader_epoch,
             partition_epoch=state.partition_epoch,
             replicas=state.replicas,
@@ -108,6 +108,18 @@ def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) ->
             last_known=state.last_known,
             offline_replicas=[each for each in state.replicas if not available(each)],
         )
+
+
+def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> NodeId:
+    """The leader; without one and without anybody who may become it, a broker that knows why.
+
+    Whoever held the data last may have found it damaged or its disk dead (rules L2, L9): it
+    answers with that error, which a client that is told of no leader would wait for in vain.  If
+    an election is all that is missing it answers like any other that does not lead.
+    """
+    if state.leader != NONE or state.isr or state.elr:
+        return state.leader
+    return next((member for member in state.last_known if available(member)), NONE)
 
 
 class Watch:

@@ -32,6 +32,8 @@ MAX_TIMESTAMP = -3
 EARLIEST_LOCAL = -4
 TIERED_END = -5
 
+#: How long a deletion waits for the in-sync replicas.
+DELETE_WAIT_MS = 10_000
 QUERIES_MAX = 100_000
 SAMPLES_MAX = 10_000
 #: Look-ups in the tier that one request may have under way.
@@ -241,4 +243,22 @@ async def delete_records(
         for partition in moved:
             partition.bounds_moved(urgent=True)
             core.retain_soon(partition.key)
+    for item, result in zip(request.items, reply.results, strict=True):
+        if not result.HasField("error"):
+            await _until_known(core, item, result)
     return reply
+
+
+async def _until_known(
+    core: BrokerCore, item: wire.DeleteRecordsItem, result: wire.DeleteRecordsResult
+) -> None:
+    """T9: an acknowledged deletion is not undone by the next leader."""
+    try:
+        partition = core.find(PartitionKey(item.topic_id, item.partition))
+        async with asyncio.timeout(DELETE_WAIT_MS / 1000):
+            await partition.deleted(result.log_start)
+    except TimeoutError:
+        slow = errors.RequestTimedOut("in-sync replicas did not confirm the deletion in time")
+        result.error.CopyFrom(frames.error_of(slow))
+    except errors.PkError as error:
+        result.error.CopyFrom(frames.error_of(error))

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.server.broker.fetch_session import Position
-from pk.server.broker.partition import Partition, StartAt
+from pk.server.broker.partition import Partition
+from pk.server.replication.parting import StartAt
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
 
 #: A watermark that moves alone waits so long for data to travel with.
 TELL_MS = 20
+
+
+#: Watermark, log start, and what of the local log may go.
+_Marks = tuple[Offset, Offset, Offset]
+
+
+def _marks(partition: Partition) -> _Marks:
+    log = partition.log
+    return partition.high_watermark, log.log_start, log.droppable_end
 
 
 class ReplicaEnd:
@@ -42,7 +52,7 @@ class ReplicaEnd:
         self.replica = replica
         self.broker_epoch = broker_epoch
         self._compared: dict[PartitionKey, Position] = {}  #: P1
-        self._told: dict[PartitionKey, Offset] = {}  #: the watermark it was told last
+        self._told: dict[PartitionKey, _Marks] = {}  #: what it was told last beside data
         self._untold: dict[PartitionKey, None] = {}
         self._telling: asyncio.TimerHandle | None = None
 
@@ -65,20 +75,25 @@ class ReplicaEnd:
             key = PartitionKey(item.topic_id, item.partition)
             position = self._compared.get(key)
             if position is not None and position.position_id == item.position_id:
-                self._confirm(key, position, item.log_end)
+                self._confirm(key, position, item.log_end, item.log_start)
 
-    def _confirm(self, key: PartitionKey, position: Position, end: Offset) -> None:
+    def _confirm(
+        self, key: PartitionKey, position: Position, end: Offset, log_start: Offset
+    ) -> None:
         partition = self._core.partitions.get(key)
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
             return  # P1: of another epoch; the pump tells the replica
         try:
-            moved = leader.on_follower_end(self.replica, end, self._core.now_ms, self.broker_epoch)
+            moved = leader.on_follower_end(
+                self.replica, end, self._core.now_ms, self.broker_epoch, log_start
+            )
         except errors.PkError as error:
             self._core.metrics.refused(error)
             return
         if moved:
             partition.watermark_moved()
+        partition.log_starts_heard()
         if self.replica not in leader.isr:
             self._core.isr_changes.consider(partition)
 
@@ -96,7 +111,7 @@ class ReplicaEnd:
         untold, self._untold = self._untold, {}
         for key in untold:
             partition = self._core.partitions.get(key)
-            if partition is not None and self._told.get(key) != partition.high_watermark:
+            if partition is not None and self._told.get(key) != _marks(partition):
                 self._stream.moved(key)
 
     # -- turns -------------------------------------------------------------------------------------
@@ -127,10 +142,10 @@ class ReplicaEnd:
                 self._stream.end(position)
                 return None
             self._compared[position.key] = position
-            self._confirm(position.key, position, position.next_offset)
+            self._confirm(position.key, position, position.next_offset, position.log_start)
         if position.next_offset < leader.log_end:
             return partition, leader.log_end
-        if position.announce or self._told.get(position.key) != leader.high_watermark:
+        if position.announce or self._told.get(position.key) != _marks(partition):
             self._stream.entry(reply, position, partition).next_offset = position.next_offset
             self._stream.served(position)
         return None
@@ -140,7 +155,7 @@ class ReplicaEnd:
         log = partition.log
         entry.local_log_start = log.local_log_start
         entry.droppable_end = log.droppable_end
-        self._told[partition.key] = partition.high_watermark
+        self._told[partition.key] = _marks(partition)
 
     def _start_at(self, position: Position, partition: Partition, offset: Offset) -> None:
         position.cold = True

@@ -119,6 +119,9 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
         except errors.TierTableChanged as changed:
             partition.tier.problem = changed
             continue
+        # T9: a former leader moved log_start and died before this broker heard of it; the rows
+        # below are gone.
+        partition.heard_log_start(partition.tier.start)
         problem = partition.tier.problem
         if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
             core.suspect(partition, problem)  # L9: it cannot find what it was told is there

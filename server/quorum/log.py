@@ -241,6 +241,14 @@ class MetadataLog:
         """This node is the only voter: it leads as soon as it has started."""
         return self.voters.now == (self.quorum.me,)
 
+    def in_touch(self) -> bool:
+        """This node leads, and so lately heard of a majority that nobody else can have been elected
+        for long: an election begins `fetch_ms` after a follower last heard of its leader.
+        """
+        tenure, lease_ms = self.quorum.tenure, 3 * self.quorum.timing.fetch_ms // 4
+        since_ms = self._clock.monotonic_ms() - lease_ms
+        return tenure is not None and tenure.in_touch(self.quorum.voters, since_ms)
+
     def address_of(self, node_id: NodeId) -> str:
         """HOST:PORT of a controller; '' if it is not known."""
         return self.voters.addresses.get(node_id, "")

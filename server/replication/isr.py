@@ -9,8 +9,8 @@ coming, is in sync; one that stands still is not.
 
 Invariants
   S1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break
-  S2  a replica joins only when it has everything below the high watermark, and everything that was
-      there when the leader's epoch began
+  S2  a replica joins only when it has everything below the high watermark, everything that was
+      there when the leader's epoch began, and knows what was deleted (rule T9)
   S3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
       earlier life confirmed counts for nothing
 """
@@ -32,6 +32,7 @@ class Progress:
     heard_ms: int  #: when it was last heard
     leader_end: Offset  #: the leader's end then
     broker_epoch: int  #: of the registration that fetches
+    log_start: Offset = 0  #: durable there
 
 
 class InSync:
@@ -48,10 +49,21 @@ class InSync:
         known = self._known.get(replica)
         return 0 if known is None else known.end
 
+    def log_start_of(self, replica: NodeId) -> Offset:
+        """Where the log of `replica` starts, durably; 0 = nothing was heard."""
+        known = self._known.get(replica)
+        return 0 if known is None else known.log_start
+
     def heard(
-        self, replica: NodeId, end: Offset, leader_end: Offset, now_ms: int, broker_epoch: int
+        self,
+        replica: NodeId,
+        end: Offset,
+        leader_end: Offset,
+        now_ms: int,
+        broker_epoch: int,
+        log_start: Offset = 0,
     ) -> None:
-        """`replica` keeps everything below `end`."""
+        """`replica` keeps everything of `[log_start, end)`."""
         known = self._known.get(replica)
         if known is None:
             known = self._known[replica] = Progress(end, NONE, now_ms, leader_end, broker_epoch)
@@ -60,7 +72,7 @@ class InSync:
         elif end >= known.leader_end and known.broker_epoch == broker_epoch:
             known.caught_up_ms = max(known.caught_up_ms, known.heard_ms)
         known.end, known.heard_ms, known.leader_end = end, now_ms, leader_end
-        known.broker_epoch = broker_epoch
+        known.broker_epoch, known.log_start = broker_epoch, log_start
 
     def wanted(
         self,
@@ -71,6 +83,7 @@ class InSync:
         log_end: Offset,
         high_watermark: Offset,
         epoch_start: Offset,
+        log_start: Offset,
         eligible: Mapping[NodeId, int],
         now_ms: int,
         lag_max_ms: int,
@@ -86,7 +99,7 @@ class InSync:
             elif replica in isr:
                 if not self._lags(replica, log_end, now_ms, lag_max_ms):
                     members.append(replica)
-            elif self._may_join(replica, max(high_watermark, epoch_start), eligible):
+            elif self._may_join(replica, max(high_watermark, epoch_start), log_start, eligible):
                 members.append(replica)
         return tuple(members)
 
@@ -97,10 +110,16 @@ class InSync:
             return True
         return known.end < log_end and now_ms - known.caught_up_ms > lag_max_ms
 
-    def _may_join(self, replica: NodeId, needed: Offset, eligible: Mapping[NodeId, int]) -> bool:
+    def _may_join(
+        self,
+        replica: NodeId,
+        needed: Offset,
+        log_start: Offset,
+        eligible: Mapping[NodeId, int],
+    ) -> bool:
         """S2, S3."""
         known = self._known.get(replica)
-        if known is None or known.end < needed:
+        if known is None or known.end < needed or known.log_start < log_start:
             return False
         return eligible.get(replica) == known.broker_epoch
 

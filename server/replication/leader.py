@@ -134,9 +134,14 @@ class Leader:
         self.start_offset = min(self.start_offset, written_end)
 
     def on_follower_end(
-        self, replica: NodeId, end: Offset, now_ms: int = 0, broker_epoch: int = NONE
+        self,
+        replica: NodeId,
+        end: Offset,
+        now_ms: int = 0,
+        broker_epoch: int = NONE,
+        log_start: Offset = 0,
     ) -> bool:
-        """`replica` keeps everything below `end`.  True if the high watermark moved.
+        """`replica` keeps everything of `[log_start, end)`.  True if the high watermark moved.
 
         Under `flush_on_ack` a follower confirms its *synced* end (rule L2), so one number serves
         both.  Raises `NotLeaderOrFollower`, `OffsetOutOfRange`.
@@ -145,11 +150,22 @@ class Leader:
             raise errors.NotLeaderOrFollower(f"broker {replica} is no follower of this partition")
         if end > self._written_end:
             raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
-        self._followers.heard(replica, end, self._written_end, now_ms, broker_epoch)
+        self._followers.heard(replica, end, self._written_end, now_ms, broker_epoch, log_start)
         return self._move()
 
+    def low_watermark(self, log_start: Offset) -> Offset:
+        """Below it records are gone for good: the smallest log start among those who may lead next
+        (KIP-107, rule T9), `log_start` being the own.
+        """
+        others = (
+            self._followers.log_start_of(member)
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+        return min((log_start, *others))
+
     def wanted_isr(
-        self, eligible: Mapping[NodeId, int], now_ms: int, lag_max_ms: int
+        self, eligible: Mapping[NodeId, int], now_ms: int, lag_max_ms: int, log_start: Offset = 0
     ) -> tuple[NodeId, ...] | None:
         """The ISR to ask the controller for; None = the one there is, or a change is under way.
 
@@ -164,6 +180,7 @@ class Leader:
             log_end=self._written_end,
             high_watermark=self.high_watermark,
             epoch_start=self.start_offset,
+            log_start=log_start,
             eligible=eligible,
             now_ms=now_ms,
             lag_max_ms=lag_max_ms,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,23 @@ def test_three_nodes_go_on_whoever_dies(cluster: RealCluster) -> None:
         node.wait_ready()
     everywhere(cluster, expected)
     in_step(nodes[3].listen)
+
+
+def test_a_stopped_controller_holds_nobody(cluster: RealCluster) -> None:
+    """It accepts connections and says nothing: silence is told by a timeout."""
+    nodes = {node.node_id: node for node in cluster.add(1, 2, 3)}
+    cluster.start()
+    active = quorum(nodes[1].listen).leader_id
+    stopped = nodes[active].pid("controller")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for node in nodes.values():
+            create(node.listen, f"by-{node.node_id}")
+        assert quorum(nodes[active].listen).leader_id != active
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    everywhere(cluster, {"by-1", "by-2", "by-3"})
+    in_step(nodes[active].listen)
 
 
 def test_brokers_and_controllers_of_their_own(cluster: RealCluster) -> None:

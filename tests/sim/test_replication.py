@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pk.limits import HEADER_BYTES
+from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -264,3 +266,182 @@ def test_a_new_replica_begins_where_the_leaders_log_does(make: Any) -> None:
     assert mine is not None
     assert theirs is not None
     assert mine.batches == theirs.batches
+
+
+def test_a_damaged_replica_is_made_anew(make: Any) -> None:
+    """Rule L9: sealed data that was flushed and reads wrong is the replica's end, not the
+    partition's.
+    """
+    kit = make(4, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    ledger = Ledger(kit, "t")
+    ledger.more(2_000)
+    leader, n = kit.state("t").replicas[:2]
+    kit.drain(n)  # its directory says that everything is flushed
+    storage = kit.storages[n]
+    path = next(name for name in sorted(storage.files()) if name.endswith("00000000.log"))
+    raw = bytearray(storage.read_file(path))
+    raw[HEADER_BYTES] ^= 1  # of the first batch, which a reader asks for again
+    storage.replace_file(path, bytes(raw))
+    kit.boot(n)
+    kit.until(lambda: n in kit.state("t").isr)
+    assert kit.state("t").leader != n
+    kit.until(lambda: kit.in_sync("t"))
+    # Nobody reads it there, so nobody knows yet.  It is made the leader, and read.
+    for other in (leader, kit.state("t").replicas[2]):
+        kit.drain(other)
+    kit.until(lambda: kit.state("t").leader == n)
+    for other in (leader, kit.state("t").replicas[2]):
+        kit.boot(other)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    ledger.check()
+    assert kit.events("replica_made_anew") == 1
+    kit.until(lambda: kit.in_sync("t"))
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_unclean_leader_is_followed_below_the_watermark(make: Any, seed: int) -> None:
+    """Rules R3, R4: only where the topic allows it, and then all replicas serve one history."""
+    kit = make(seed, unclean_recovery_wait_ms=1_000)
+    kit.create("t", min_insync_replicas=1, unclean_leader_election_enable=True)
+    ledger = Ledger(kit, "t", enable_idempotence=False)
+    ledger.more(50)
+    first, second, third = kit.state("t").replicas
+    kit.kill(third)
+    kit.until(lambda: third not in kit.state("t").isr)
+    ledger.more(100)
+    kit.kill(second)
+    ledger.more(100)
+    kit.power_loss(first)
+    kit.boot(third)
+    kit.until(lambda: kit.state("t").leader == third)
+    ledger.more(50)
+    kit.boot(first)
+    kit.boot(second)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    assert kit.state("t").unclean_epoch > 0
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+    numbers = list(ledger.rows().values())
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_only_member_of_the_isr_is_waited_for(make: Any, seed: int) -> None:
+    """Rule R3 without permission: the partition stays offline, and nothing is lost."""
+    kit = make(seed, unclean_recovery_wait_ms=500)
+    kit.create("t", min_insync_replicas=1)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    first, second, third = kit.state("t").replicas
+    for n in (third, second):
+        kit.kill(n)
+        kit.until(lambda n=n: n not in kit.state("t").isr)
+    ledger.more(100)
+    kit.kill(first)
+    kit.boot(second)
+    kit.boot(third)
+    kit.wait(5_000)
+    assert kit.state("t").leader == -1
+    kit.boot(first)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_power_lost_everywhere_loses_nothing_that_was_flushed(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2, flush_on_ack=True)
+    ledger = Ledger(kit, "t")
+    for _ in range(3):
+        ledger.more(100)
+        for n in (1, 2, 3):
+            kit.power_loss(n)
+        kit.wait(200)
+        for n in (2, 3, 1):
+            kit.boot(n)
+            kit.wait(100)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_power_lost_everywhere_leaves_one_history(make: Any, seed: int) -> None:
+    """Page-cache acknowledgements and all power gone: a prefix stays, the same on all replicas."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t", enable_idempotence=False, delivery_timeout_ms=3_000)
+    ledger.more(300)
+    for n in (1, 2, 3):
+        kit.power_loss(n)
+    kit.wait(200)
+    before = dict(ledger.acked)
+    for n in (1, 2, 3):
+        kit.boot(n)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.more(50)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+    rows = ledger.rows()
+    kept = [rows.get(offset) == number for number, offset in sorted(before.items())]
+    assert kept == sorted(kept, reverse=True), "a hole"
+
+
+def test_a_topic_that_went_while_a_broker_was_away(make: Any) -> None:
+    """Rules L8, Q2: the directory of the earlier life is a stray, the new topic another log."""
+    kit = make(5)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(100)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    n = kit.state("t").replicas[2]
+    kit.kill(n)
+    kit.delete("t")
+    kit.create("t", min_insync_replicas=2)
+    again = Ledger(kit, "t")
+    again.more(100)
+    kit.boot(n)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    again.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    again.check()
+    assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_acknowledged_deletion_is_not_undone(make: Any, seed: int) -> None:
+    """Rule T9, KIP-107: whoever may lead next knows it before it is acknowledged."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(200)
+    leader = kit.state("t").leader
+    partition = kit.replica(leader, "t")
+    follower = kit.state("t").replicas[1]
+    kit.sim.network.cut(f"b{leader}", f"b{follower}")
+    request = wire.DeleteRecordsRequest()
+    request.items.add(topic_id=partition.key.topic_id, partition=0, before_offset=150)
+    asked = kit.spawn_ask(request, leader)
+    kit.wait(1_000)
+    assert not asked.done(), "a member of the ISR does not know it"
+    kit.until(asked.done)  # it left the ISR
+    assert not asked.result().results[0].HasField("error"), asked.result()
+    assert follower not in kit.state("t").isr
+    kit.kill(leader)
+    kit.sim.network.heal(f"b{leader}", f"b{follower}")
+    kit.until(lambda: kit.state("t").leader not in (leader, -1))
+    assert kit.replica(kit.state("t").leader, "t").log.log_start == 150
+    ledger.stop()
+    kit.boot(leader)
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    kit.until(lambda: all(kit.replica(n, "t").log.log_start == 150 for n in (1, 2, 3)))

@@ -20,7 +20,7 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin import TierDescription
+    from pk.client.described import TierDescription
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

@@ -23,7 +23,8 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin import PartitionDescription, TopicResult
+    from pk.client.admin import TopicResult
+    from pk.client.described import PartitionDescription
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -153,18 +154,21 @@ def describe(
             shown = " ".join(f"{key}={value}" for key, value in settings[name].items())
             head = f"{name}  {partitions[0].topic_id}  {len(partitions)} partitions"
             table(
-                ["partition", "leader", "isr", *_OFFSETS, "bytes", "tier_bytes"],
+                ["partition", "leader", "replicas", "isr", *_OFFSETS, "bytes", "tier_bytes"],
                 [_row(each) for each in partitions],
                 title=f"{head}  {shown}".rstrip(),
             )
             for each in partitions:
                 if each.error is not None:
                     typer.echo(f"partition {each.partition}: {each.error.message}")
+                elif each.under_replicated:
+                    missing = ", ".join(str(n) for n in each.replicas if n not in each.isr)
+                    typer.echo(f"partition {each.partition}: under-replicated, without {missing}")
 
 
 def _row(each: PartitionDescription) -> list[Any]:
     leader = "none" if each.leader < 0 else each.leader
-    isr = ",".join(map(str, each.isr))
+    replicas, isr = (",".join(map(str, nodes)) for nodes in (each.replicas, each.isr))
     offsets = [
         each.log_start, each.local_log_start, each.tiered_end, each.last_stable_offset,
         each.high_watermark, each.log_end,
@@ -172,6 +176,7 @@ def _row(each: PartitionDescription) -> list[Any]:
     return [
         each.partition,
         leader,
+        replicas,
         isr,
         *offsets,
         size_text(each.bytes),
@@ -184,7 +189,12 @@ def _object(
 ) -> dict[str, Any]:
     listed = []
     for each in partitions:
-        item = {**asdict(each), "bytes": each.bytes, "error": error_json(each.error)}
+        item = {
+            **asdict(each),
+            "bytes": each.bytes,
+            "under_replicated": each.under_replicated,
+            "error": error_json(each.error),
+        }
         del item["topic"], item["topic_id"]
         listed.append(item)
     topic_id = partitions[0].topic_id
@@ -253,3 +263,48 @@ def delete(
     with quiet_end(), _admin(bootstrap) as admin:
         results = admin.delete_topics(names, purge_tier=purge_tier, timeout_s=timeout_ms / 1000)
         _report(results, "deleted", as_json)
+
+
+@app.command("elect-leaders")
+def elect_leaders(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="topic names; default: all", metavar="[TOPIC]…")
+    ] = None,
+    preferred: Annotated[
+        bool, typer.Option("--preferred", help="the first replica, where it is in sync")
+    ] = False,
+    unclean: Annotated[
+        bool,
+        typer.Option(
+            "--unclean", help="where nobody leads; what only missing replicas hold is LOST"
+        ),
+    ] = False,
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Have leaders elected: the preferred ones, or any where there is none."""
+    if preferred == unclean:
+        raise errors.InvalidOption("give one of --preferred and --unclean")
+    seconds = timeout_ms / 1000
+    with quiet_end(), _admin(bootstrap) as admin:
+        places = list(admin.partition_replicas(names, timeout_s=seconds)) if names else None
+        results = admin.elect_leaders(places, unclean=unclean, timeout_s=seconds)
+        needed = {
+            place: error
+            for place, error in results.items()
+            if not isinstance(error, errors.ElectionNotNeeded)
+        }
+        if as_json:
+            listed = [
+                {"topic": p.topic, "partition": p.partition, "error": error_json(error)}
+                for p, error in needed.items()
+            ]
+            say({"partitions": listed})
+        else:
+            for place, error in needed.items():
+                typer.echo(f"{place}: {'elected' if error is None else error.message}")
+            if not needed:
+                typer.echo("no election was needed")
+    if any(error is not None for error in needed.values()):
+        raise SystemExit(1)

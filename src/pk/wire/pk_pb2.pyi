@@ -1993,10 +1993,12 @@ class ReplicaEnd(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     POSITION_ID_FIELD_NUMBER: _builtins.int
     LOG_END_FIELD_NUMBER: _builtins.int
+    LOG_START_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
     log_end: _builtins.int
+    log_start: _builtins.int
     def __init__(
         self,
         *,
@@ -2004,10 +2006,11 @@ class ReplicaEnd(_message.Message):
         partition: _builtins.int = ...,
         position_id: _builtins.int = ...,
         log_end: _builtins.int = ...,
+        log_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,12 +57,11 @@ class Cluster:
         self.broker: BrokerNode | None = None
         self.fatal: list[BaseException] = []
 
-    def boot(self, n: int) -> None:
+    def boot(self, n: int, **server: Any) -> None:
         async def main(world: World) -> None:
             disk = SimDisk(self.storages[f"c{n}"], world.clock, world.rng)
-            node = ControllerNode(
-                world, disk, config(n, "controller"), on_fatal=self.fatal.append, voters=VOTERS
-            )
+            run = config(n, "controller", **server)
+            node = ControllerNode(world, disk, run, on_fatal=self.fatal.append, voters=VOTERS)
             await node.start()
             self.controllers[n] = node
 
@@ -226,6 +225,42 @@ def test_a_controller_that_stops_leading_is_left_though_it_answers(make: Any) ->
     assert names(cluster) == ["after"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_broker_trusts_a_controller_that_was_deposed(seed: int, make: Any) -> None:
+    """R6: when the next controller fences a broker, the broker knows that it may be fenced, though
+    the former controller still answers it.
+    """
+    cluster = make(seed)
+    old = cluster.start()
+    others = [n for n in IDS if n != old]
+    cluster.cut(old, *(f"c{n}" for n in others))
+    for n in others:
+        cluster.cut(n, f"b{BROKER}")
+    del cluster.controllers[old]
+    fenced = 0
+    for _ in range(900):
+        cluster.sim.loop.run_for_ms(20)
+        if cluster.terms() and cluster.fenced():
+            fenced += 1
+            assert not cluster.broker.core.link.in_contact()
+    assert fenced
+
+
+def test_a_probe_goes_where_the_settings_say(make: Any) -> None:
+    """R7 through a test's proxy: refused there, refused."""
+    cluster = make(9)
+    active = cluster.start()
+    term = cluster.controllers[active].term
+    term._run = config(active, "controller", peer_addresses=f"{BROKER}=nowhere:1")
+    session = term.sessions._by_broker[BROKER]
+    session.stream = None
+
+    task = cluster.sim.spawn(f"c{active}", term._probe(session))
+    cluster.sim.run_until(task.done)
+    task.result()
+    assert cluster.fenced()
+
+
 def test_metadata_is_never_followed_back(make: Any) -> None:
     """A controller that was deposed without knowing has less than the broker has applied: the
     broker waits for one that has more.
@@ -293,6 +328,19 @@ def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) ->
     other = errors.ControllerUnavailable("x", controller="99", address="c99:1")
     assert link._named_in(other) == "c99:1"
     assert link._named_in(errors.RequestTimedOut("x")) == ""
+
+
+def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> None:
+    """Node 1 connects to nobody: the others elect, and tell whoever asks the true addresses."""
+    cluster = make(11)
+    cluster.boot(1, peer_controller_addresses="2=nowhere:1,3=nowhere:2")
+    cluster.boot(2)
+    cluster.boot(3)
+    assert cluster.active() in (2, 3)
+    cluster.sim.loop.run_for_ms(5_000)
+    lone, active = cluster.controllers[1], cluster.controllers[cluster.active()]
+    assert lone.metadata.end == 0 < active.metadata.end
+    assert lone.metadata.address_of(2) == "c2:1"
 
 
 def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:

@@ -55,10 +55,10 @@ def test_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]) ->
 def test_what_is_not_built_is_neither_listed_nor_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(app, "COMMANDS", {**app.COMMANDS, "quorum": "not in this build"})
-    assert "quorum" not in app.help_text()
-    assert app.run(["quorum", "describe"]) == 2
-    assert "no command 'quorum'" in capsys.readouterr().err
+    monkeypatch.setattr(app, "COMMANDS", {**app.COMMANDS, "rebalance": "not in this build"})
+    assert "rebalance" not in app.help_text()
+    assert app.run(["rebalance", "describe"]) == 2
+    assert "no command 'rebalance'" in capsys.readouterr().err
 
 
 def test_a_typo_gets_the_nearest_name(

@@ -217,7 +217,7 @@ def run(history: History, steps: list[tuple[str, int, int]]) -> None:
         history.check()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), STEPS)
 def test_what_is_committed_is_where_the_controller_says(
     min_isr: int, steps: list[tuple[str, int, int]]

@@ -12,8 +12,8 @@ LAG_MS = 1_000
 
 def wanted(known: InSync, isr: tuple[int, ...], **given: Any) -> tuple[int, ...]:
     asked: dict[str, Any] = {
-        "log_end": 10, "high_watermark": 10, "epoch_start": 0, "eligible": {2: 20, 3: 30},
-        "now_ms": 0, "lag_max_ms": LAG_MS,
+        "log_end": 10, "high_watermark": 10, "epoch_start": 0, "log_start": 0,
+        "eligible": {2: 20, 3: 30}, "now_ms": 0, "lag_max_ms": LAG_MS,
     }  # fmt: skip
     return known.wanted(isr, (1, 2, 3), 1, **{**asked, **given})
 
@@ -50,6 +50,25 @@ def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
     assert wanted(known, (1,), high_watermark=5, epoch_start=10) == (1,)
     known.heard(2, 10, 10, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,), epoch_start=10) == (1, 2)
+
+
+def test_joining_needs_to_know_what_was_deleted() -> None:
+    """S2, rule T9: else deleted records would come back with the next leader."""
+    known = InSync((1,), 10, now_ms=0)
+    known.heard(2, 10, 10, now_ms=0, broker_epoch=20, log_start=4)
+    assert wanted(known, (1,), log_start=5) == (1,)
+    known.heard(2, 10, 10, now_ms=0, broker_epoch=20, log_start=5)
+    assert wanted(known, (1,), log_start=5) == (1, 2)
+
+
+def test_the_low_watermark_is_that_of_all_who_may_lead_next() -> None:
+    one = leader()
+    one.on_follower_end(2, 10, 0, 20, log_start=3)
+    assert one.low_watermark(7) == 3
+    one.on_follower_end(2, 10, 0, 20, log_start=8)
+    assert one.low_watermark(7) == 7
+    one.on_isr_proposed((1, 2, 3))
+    assert one.low_watermark(7) == 0
 
 
 def test_joining_needs_the_registration_that_fetched() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
-from pk.server.broker.partition import EpochEnd, Partition, StartAt
 from pk.server.replication.follower import cut_at
+from pk.server.replication.parting import EpochEnd, Parting, StartAt, parting
 from pk.types import NONE, EpochStart
 
 #: A log is the list of its records' leader epochs.
@@ -31,13 +30,9 @@ def epochs_of(log: Log, first: int = 0) -> LeaderEpochs:
     return known
 
 
-def led(log: Log, first: int = 0) -> Any:
-    """What `parting` looks at, of a leader whose segments begin at `first`."""
-    stored = SimpleNamespace(
-        written_end=len(log), segments=[SimpleNamespace(base_offset=first)],
-        epochs=epochs_of(log, first),
-    )  # fmt: skip
-    return SimpleNamespace(log=stored)
+def asked(leader: Log, last: int, end: int, first: int = 0) -> Parting | None:
+    """Of a leader whose segments begin at `first`."""
+    return parting(epochs_of(leader, first), first, len(leader), last, end)
 
 
 @st.composite
@@ -78,12 +73,12 @@ def test_the_follower_keeps_exactly_what_both_have(logs: tuple[Log, Log, int]) -
     mine = list(follower)
     for _ in range(len(follower) + 2):
         last = mine[-1] if mine else NONE
-        parting = Partition.parting(led(leader), last, len(mine))
-        if parting is None:
+        told = asked(leader, last, len(mine))
+        if told is None:
             break
-        assert isinstance(parting, EpochEnd)
+        assert isinstance(told, EpochEnd)
         cut = cut_at(
-            (parting.epoch, parting.end_offset), epochs_of(mine), log_end=len(mine),
+            (told.epoch, told.end_offset), epochs_of(mine), log_end=len(mine),
             high_watermark=0, unclean=False,
         )  # fmt: skip
         assert cut.offset < len(mine), "F2"
@@ -105,18 +100,18 @@ def test_what_cannot_be_compared_is_fetched_anew(
     start = 0
     for _ in range(len(follower) + 3):
         last = mine[-1] if len(mine) > start else NONE
-        parting = Partition.parting(led(leader, first), last, len(mine))
-        if parting is None:
+        told = asked(leader, last, len(mine), first)
+        if told is None:
             break
-        if isinstance(parting, StartAt):
-            assert parting.offset == first > 0
+        if isinstance(told, StartAt):
+            assert told.offset == first > 0
             mine, start = [NONE] * first, first
             continue
         own = LeaderEpochs() if len(mine) == start else epochs_of(mine)
         if len(mine) == start and start:
             own = LeaderEpochs()
         cut = cut_at(
-            (parting.epoch, parting.end_offset), own, log_end=len(mine), high_watermark=0,
+            (told.epoch, told.end_offset), own, log_end=len(mine), high_watermark=0,
             unclean=False,
         )  # fmt: skip
         mine = mine[: cut.offset]
@@ -130,11 +125,11 @@ def test_what_cannot_be_compared_is_fetched_anew(
 def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
     """Rule R4."""
     own = epochs_of([1, 1, 1, 2])
-    asked: dict[str, Any] = {"log_end": 4, "high_watermark": 3}
-    assert cut_at((1, 3), own, unclean=False, **asked) == (3, False)
+    known: dict[str, Any] = {"log_end": 4, "high_watermark": 3}
+    assert cut_at((1, 3), own, unclean=False, **known) == (3, False)
     with pytest.raises(errors.LogTruncated):
-        cut_at((1, 2), own, unclean=False, **asked)
-    assert cut_at((1, 2), own, unclean=True, **asked) == (2, True)
+        cut_at((1, 2), own, unclean=False, **known)
+    assert cut_at((1, 2), own, unclean=True, **known) == (2, True)
 
 
 def test_epochs_grow() -> None:

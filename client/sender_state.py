@@ -1,0 +1,80 @@
+"""What the sender knows of a partition and of a broker, and what answers mean for a batch."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pk import errors
+from pk.client.accumulator import Batch, Waiting
+from pk.client.metadata import Leader, Metadata
+from pk.client.sender_events import Frame
+from pk.types import NONE, PartitionKey
+
+
+class Partition:
+    """What the sender knows of one partition."""
+
+    __slots__ = (
+        "acked_offset", "acked_sequence", "attempts", "epoch", "gap", "key", "leader", "left_ms",
+        "number", "problem", "producer_id", "retry_ms", "sequence", "topic", "unresolved",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, topic: str, key: PartitionKey, batch_size: int) -> None:
+        self.topic = topic
+        self.key = key
+        self.waiting = Waiting(batch_size)
+        self.unresolved: deque[Batch] = deque()  #: in sequence order
+        self.producer_id = NONE
+        self.epoch = NONE
+        self.sequence = 0  #: of the next new batch
+        self.number = 0  #: batches numbered so far
+        self.acked_sequence = NONE  #: last sequence acknowledged in this epoch
+        self.acked_offset = NONE
+        self.gap = False  #: a sequence below an unresolved one will never be stored
+        self.attempts = 0
+        self.retry_ms = 0
+        self.leader: Leader | None = None  #: as of the last look at the metadata
+        self.left_ms: int | None = None  #: since when the old leader owes an answer
+        self.problem: errors.PkError | None = None  #: why the last attempt did not get through
+
+    @property
+    def idle(self) -> bool:
+        return not self.unresolved and not self.waiting.batches
+
+    @property
+    def in_flight(self) -> int:
+        return sum(batch.flight is not None for batch in self.unresolved)
+
+    def obstacle(self, metadata: Metadata, *, idless: bool) -> str:
+        """What keeps its batches from being stored, for whoever must remove it; "" = nothing."""
+        if metadata.leader(self.key) is None:
+            absent = metadata.waits_for(self.key)
+            names = f": it waits for one of the brokers {', '.join(map(str, absent))}"
+            return "the partition has no reachable leader" + (names if absent else "")
+        if idless:
+            return "no producer id could be had from the broker"
+        return "" if self.problem is None else f"the last attempt: {self.problem.message}"
+
+
+class Node:
+    """What the sender knows of one broker."""
+
+    __slots__ = ("attempts", "frames", "retry_ms")
+
+    def __init__(self) -> None:
+        self.frames: dict[int, Frame] = {}
+        self.retry_ms = 0
+        self.attempts = 0
+
+
+#: The answer says that the batch was not appended, and that it may be tried again.
+NOT_STORED = (
+    errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,
+    errors.UnknownLeaderEpoch, errors.ThrottledError, errors.StorageFull, errors.UnknownTopicId,
+)  # fmt: skip
+#: The answer says that leadership moved or the topic did: ask for metadata.
+STALE = (
+    errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.FencedLeaderEpoch,
+    errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.BrokerUnavailable,
+)  # fmt: skip

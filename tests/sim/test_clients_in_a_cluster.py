@@ -1,0 +1,512 @@
+"""Clients of a cluster of several production brokers: leaders die, move, fall silent and come back
+elsewhere, and nobody who sends or reads has to care.
+
+Times are simulated; every bound here is one that a client which waits for the wrong thing misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.client.cluster import HEDGE_MS, PING_MS, Cluster
+from pk.client.described import PATIENCE_MS, PartitionDescription, describe_partitions
+from pk.client.fetch_engine import FetchEngine
+from pk.client.intake import record_size
+from pk.client.offsets import lookup_offsets
+from pk.client.options import consumer_options, producer_options
+from pk.client.produce_engine import ProduceEngine
+from pk.types import TopicPartition
+from tests.sim.replication_kit import SERVER, Kit
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+SESSION_MS = int(SERVER["broker_session_timeout_ms"])
+
+
+class Town(Kit):
+    """The kit with clients as people configure them: every setting at its default."""
+
+    def __init__(self, seed: int, brokers: int = 3, **server: Any) -> None:
+        super().__init__(seed, brokers, **server)
+        self.sim.network.silence_ms = 10**9  # what is silent stays so: SIGSTOP, not a dead host
+
+    def cluster(self, name: str, bootstrap: list[str] | None = None) -> Cluster:
+        world = self.sim.world_of(name)
+        return Cluster(world, bootstrap or [f"b{n}:9292" for n in self.boots], client_id=name)
+
+    def done(self, name: str, work: Any) -> Any:
+        task = self.sim.spawn(name, work)
+        self.until(task.done)
+        return task.result()
+
+    @property
+    def now_ms(self) -> float:
+        return self.sim.loop.now_us / 1000
+
+    def silence(self, n: int, *also: str, heal: bool = False) -> None:
+        """Broker `n` answers nobody and its streams stay open."""
+        others = [f"b{each}" for each in self.boots if each != n]
+        change = self.sim.network.heal if heal else self.sim.network.cut
+        for name in ("controller", "admin", "producer", "reader", *others):
+            change(f"b{n}", name)
+
+    def spread(self, topic: str, **configs: Any) -> None:
+        """A topic with a partition led by each broker."""
+        self.create(topic, partitions=len(self.boots), **configs)
+        leaders = {self.state(topic, n).leader for n in range(len(self.boots))}
+        assert leaders == set(self.boots)
+
+
+class Lines:
+    """One producer; a numbered record to every partition of a topic every few milliseconds."""
+
+    def __init__(
+        self, kit: Town, topic: str, partitions: int = 1, bootstrap: Any = None, **given: Any
+    ) -> None:
+        self.kit = kit
+        self.topic = topic
+        self.partitions = partitions
+        self.sent = 0
+        self.acked: dict[tuple[int, int], int] = {}  #: (partition, number) -> offset
+        self.newest = dict.fromkeys(range(partitions), -1)  #: the last number acknowledged
+        self.failed: dict[tuple[int, int], errors.PkError] = {}
+        options, idempotent = producer_options(given)
+        self.world = kit.sim.world_of("producer")
+        cluster = kit.cluster("producer", bootstrap)
+        self.engine = ProduceEngine(self.world, cluster, options, idempotent=idempotent)
+        self._going = True
+        self._task = kit.sim.spawn("producer", self._run())
+
+    async def _run(self) -> None:
+        self.engine.start()
+        intake = await self.engine.open(self.topic, 60_000)
+        while self._going:
+            number, self.sent = self.sent, self.sent + 1
+            for partition in range(self.partitions):
+                value = b"%d" % number
+
+                def told(at: Any, error: Any, key: Any = (partition, number)) -> None:
+                    if error is None:
+                        self.acked[key] = at.offset
+                        self.newest[key[0]] = max(self.newest[key[0]], key[1])
+                    else:
+                        self.failed[key] = error
+
+                size = record_size(value, None, None, self.topic)
+                intake.offer(value, None, None, partition, None, told, size, self.world.clock)
+            self.engine.marked[self.topic] = intake
+            self.engine.poke()
+            await self.world.clock.sleep_ms(self.world.rng.randint(1, 9))
+
+    def after(self, partition: int = 0) -> float:
+        """Run until a record that is sent from now on is acknowledged: how many ms that takes."""
+        begun, mark = self.kit.now_ms, self.sent
+        self.kit.until(lambda: self.newest[partition] >= mark or self.engine.fatal is not None)
+        assert self.engine.fatal is None, self.engine.fatal
+        return self.kit.now_ms - begun
+
+    def stop(self) -> None:
+        """No more; every record gets an outcome."""
+        self._going = False
+        self.kit.until(self._task.done)
+
+        async def flush() -> None:
+            self.engine.begin_flush()
+
+        self.kit.until(self.kit.sim.spawn("producer", flush()).done)
+        total = self.sent * self.partitions
+        self.kit.until(lambda: len(self.acked) + len(self.failed) == total)
+
+
+class Reader:
+    """One consumer of every partition, from the beginning."""
+
+    def __init__(self, kit: Town, topic: str, partitions: int = 1) -> None:
+        self.kit = kit
+        self.rows: dict[int, list[tuple[int, int]]] = {p: [] for p in range(partitions)}
+        self.told: list[errors.PkError] = []
+        self.world = kit.sim.world_of("reader")
+        options = consumer_options({"auto_offset_reset": "earliest"})
+        self.engine = FetchEngine(self.world, kit.cluster("reader"), options)
+        self._task = kit.sim.spawn("reader", self._run(topic))
+
+    async def _run(self, topic: str) -> None:
+        self.engine.assign([TopicPartition(topic, p) for p in self.rows])
+        while True:
+            await self.world.clock.sleep_ms(2)
+            try:
+                found = self.engine.drain()
+            except errors.PkError as error:
+                self.told.append(error)
+                continue
+            for place, batch in found:
+                offsets = batch.column("offset").to_pylist()
+                values = map(int, batch.column("value").to_pylist())
+                self.rows[place.partition] += zip(offsets, values, strict=True)
+
+    def after(self, partition: int = 0) -> float:
+        """Run until something new is read: how many ms that takes."""
+        begun, seen = self.kit.now_ms, len(self.rows[partition])
+        self.kit.until(lambda: len(self.rows[partition]) > seen)
+        return self.kit.now_ms - begun
+
+    def check(self, lines: Lines) -> None:
+        """Everything acknowledged was read, where it was said, each once, in order, no gap."""
+        for partition, rows in self.rows.items():
+            offsets = [offset for offset, _ in rows]
+            assert offsets == list(range(len(rows))), "a gap or a repetition"
+            numbers = [number for _, number in rows]
+            assert numbers == sorted(set(numbers)), "order, exactly once"
+            for (p, number), offset in lines.acked.items():
+                assert p != partition or rows[offset] == (offset, number)
+
+    def catch_up(self, lines: Lines) -> None:
+        want = {p: max(o for (q, _), o in lines.acked.items() if q == p) + 1 for p in self.rows}
+        self.kit.until(lambda: all(len(self.rows[p]) >= end for p, end in want.items()))
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Town] = []
+
+    def one(seed: int, **given: Any) -> Town:
+        made.append(Town(seed, **given))
+        return made[-1]
+
+    yield one
+    for kit in made:
+        kit.sim.close()
+
+
+# -- producers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_killed_leader_is_replaced_at_once(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    for _ in range(3):
+        lines.after()
+        leader = kit.state("t").leader
+        kit.kill(leader)
+        assert lines.after() < 100  # of which the election takes 5
+        assert reader.after() < 100
+        kit.boot(leader)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+    assert not reader.told
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -> None:
+    """The stream stays open and nothing answers: what is in flight is sent to the new leader."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    lines.after()
+    leader = kit.state("t").leader
+    kit.silence(leader)
+    assert lines.after() < SESSION_MS + 500
+    assert reader.after() < 500
+    kit.silence(leader, heal=True)  # it wakes up and gets to what it was sent
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    lines.after()
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+    assert not reader.told
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
+    """Who tells of changes is asked whether it is still there (K3)."""
+    kit = make(seed, brokers=5)
+    kit.create("t", min_insync_replicas=1)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    lines.after()
+    kit.wait(1_000)
+    watched = list(reader.engine.cluster._watched)
+    assert len(watched) == 2
+    replicas = kit.state("t").replicas
+    silent = dict.fromkeys([int(address[1]) for address in watched] + [replicas[0]])
+    for n in silent:
+        kit.silence(n)
+    if set(replicas) <= set(silent):
+        return  # nobody is left to lead
+    assert lines.after() < PING_MS + SESSION_MS + 4_000
+    assert reader.after() < PING_MS + 4_000
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_leader_that_only_clients_reach_is_left(make: Any, seed: int) -> None:
+    """Cut off from the cluster, it would still tell its clients that it leads."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    lines.after()
+    leader = kit.state("t").leader
+    for name in ("controller", *[f"b{n}" for n in kit.boots if n != leader]):
+        kit.sim.network.cut(f"b{leader}", name)
+    assert lines.after() < SESSION_MS + 500
+    assert reader.after() < 500
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_leadership_moves_without_a_pause(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.spread("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t", 3), Reader(kit, "t", 3)
+    for n in (1, 2):
+        for partition in range(3):
+            lines.after(partition)
+        kit.drain(n)
+        for partition in range(3):
+            assert lines.after(partition) < 200
+            assert reader.after(partition) < 200
+        kit.boot(n)
+        kit.until(lambda: all(len(kit.state("t", p).isr) == 3 for p in range(3)))
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+    assert not reader.told
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_silent_leader_stops_its_own_partitions_only(make: Any, seed: int) -> None:
+    kit = make(seed, replica_lag_time_max_ms=500)
+    kit.spread("t", min_insync_replicas=1)
+    lines, reader = Lines(kit, "t", 3), Reader(kit, "t", 3)
+    for partition in range(3):
+        lines.after(partition)
+        reader.after(partition)
+    silent = 1 + seed
+    kit.silence(silent)
+    kit.wait(600)  # R2: the others wait for it as a follower for so long
+    for partition in range(3):
+        if kit.state("t", partition).leader != silent:
+            assert lines.after(partition) < 200
+            assert reader.after(partition) < 200
+    for partition in range(3):
+        lines.after(partition)
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+
+
+def test_what_cannot_be_sent_again_is_said_to_be_unknown(make: Any) -> None:
+    """Rule L7: the old leader has a moment to answer, then its silence is the answer."""
+    kit = make(1)
+    kit.create("t", min_insync_replicas=1)
+    lines = Lines(kit, "t", acks="1", enable_idempotence=False)
+    lines.after()
+    kit.silence(kit.state("t").leader)
+    kit.wait(100)
+    mark, begun = lines.sent, kit.now_ms
+    kit.until(lambda: lines.newest[0] >= mark)
+    assert kit.now_ms - begun < SESSION_MS + 2_000
+    assert lines.failed
+    assert all(isinstance(each, errors.OutcomeUnknown) for each in lines.failed.values())
+    lines.stop()
+    assert not set(lines.failed) & set(lines.acked)
+
+
+def test_dead_bootstrap_addresses_are_passed_over(make: Any) -> None:
+    kit = make(2)
+    kit.create("t", min_insync_replicas=2)
+    for name in ("hole", "pit"):  # nobody refuses there, nobody answers
+        kit.sim.network.cut("producer", f"{name}:9292")
+    lines = Lines(kit, "t", bootstrap=["hole:9292", "gone:9292", "pit:9292", "b2:9292"])
+    assert lines.after() < 2 * HEDGE_MS + 100
+    kit.kill(2)  # the only bootstrap address that was right
+    assert lines.after() < 100
+    lines.stop()
+    assert not lines.failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_silent_broker_delays_no_newcomer(make: Any, seed: int) -> None:
+    """Whoever comes while a broker hangs is served by the others."""
+    kit = make(seed, brokers=4)
+    kit.create("t", min_insync_replicas=1)
+    (idle,) = set(kit.boots) - set(kit.state("t").replicas)
+    kit.silence(idle)
+    lines = Lines(kit, "t", bootstrap=[f"b{idle}:9292", *[f"b{n}:9292" for n in kit.boots]])
+    assert lines.after() < 4 * HEDGE_MS
+    lines.stop()
+    assert not lines.failed
+
+
+def test_a_broker_that_comes_back_elsewhere_is_found(make: Any) -> None:
+    kit = make(3)
+    kit.create("t", factor=1)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    lines.after()
+    leader = kit.state("t").leader
+    kit.kill(leader)
+    kit.port = 9393
+    kit.boot(leader)
+    assert lines.after() < 2_000
+    assert reader.after() < 2_000
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_elected_leader_that_does_not_know_is_waited_for(make: Any, seed: int) -> None:
+    """Metadata travel: a broker that is behind refuses, or tells of the past."""
+    kit = make(seed)
+    kit.create("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t"), Reader(kit, "t")
+    lines.after()
+    leader = kit.state("t").leader
+    behind = kit.state("t").replicas[1]
+    kit.sim.network.cut("controller", f"b{behind}", both=False)
+    kit.kill(leader)
+    kit.wait(30)
+    kit.sim.network.heal("controller", f"b{behind}", both=False)
+    assert lines.after() < 80
+    assert reader.after() < 80
+    kit.boot(leader)
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+
+
+def test_a_partition_without_leader_is_waited_for_and_named(make: Any) -> None:
+    kit = make(4)
+    kit.create("t", min_insync_replicas=2)
+    lines = Lines(kit, "t", delivery_timeout_ms=5_000, request_timeout_ms=3_000)
+    lines.after()
+    leader = kit.state("t").leader
+    followers = [n for n in kit.boots if n != leader]
+    for n in followers:
+        kit.kill(n)
+    kit.until(lambda: kit.state("t").isr == (leader,))
+    kit.kill(leader)
+    kit.boot(followers[0])
+    kit.until(lambda: kit.serves(followers[0]))
+    kit.wait(2_000)
+    mark = lines.sent
+    kit.until(lambda: (0, mark) in lines.failed)
+    error = lines.failed[0, mark]
+    assert isinstance(error, errors.DeliveryTimedOut)
+    named = ", ".join(map(str, kit.state("t").elr))
+    assert str(leader) in named
+    assert f"no reachable leader: it waits for one of the brokers {named}" in error.message
+    assert error.acts == "operator"
+    kit.boot(leader)
+    assert lines.after() < 2_000
+    reader = Reader(kit, "t")
+    lines.stop()
+    reader.catch_up(lines)
+    for (_, number), offset in lines.acked.items():
+        assert dict(reader.rows[0])[offset] == number
+
+
+# -- look-ups --------------------------------------------------------------------------------------
+
+
+def test_offsets_are_found_although_a_leader_is_silent(make: Any) -> None:
+    kit = make(5)
+    kit.spread("t", min_insync_replicas=1)
+    lines = Lines(kit, "t", 3)
+    for partition in range(3):
+        lines.after(partition)
+    lines.stop()
+    places = [TopicPartition("t", p) for p in range(3)]
+    cluster = kit.cluster("reader")
+
+    async def ends() -> dict[TopicPartition, tuple[int, int]]:
+        return await lookup_offsets(cluster, places, {}, 1, 60_000)
+
+    before = kit.done("reader", ends())
+    assert {at for at, _ in before.values()} == {lines.sent}
+    kit.silence(2)
+    begun = kit.now_ms
+    assert kit.done("reader", ends()) == before
+    assert kit.now_ms - begun < SESSION_MS + 1_000
+
+
+# -- administration --------------------------------------------------------------------------------
+
+
+def describe(kit: Town, *names: str) -> list[PartitionDescription]:
+    cluster = kit.cluster("admin")
+
+    def attempt(timeout_ms: int) -> Any:
+        return describe_partitions(cluster, list(names) or None, timeout_ms)
+
+    work = cluster.retrying(attempt, 60_000, final=errors.UnknownTopicOrPartition)
+    found: list[PartitionDescription] = kit.done("admin", work)
+    kit.done("admin", cluster.close())
+    return found
+
+
+def test_partitions_are_described_by_their_leaders(make: Any) -> None:
+    kit = make(6)
+    kit.spread("t", min_insync_replicas=1)
+    kit.create("u")
+    lines = Lines(kit, "t", 3)
+    for partition in range(3):
+        lines.after(partition)
+    lines.stop()
+    for each, number in zip(describe(kit, "t"), range(3), strict=True):
+        state = kit.state("t", number)
+        assert (each.partition, each.leader, each.isr) == (number, state.leader, state.isr)
+        assert each.log_end == each.high_watermark == lines.sent
+        assert not each.under_replicated
+        assert each.directory == f"d{state.leader}"
+        assert each.error is None
+    assert [(each.topic, each.partition) for each in describe(kit)][-1] == ("u", 0)
+    with pytest.raises(errors.UnknownTopicOrPartition, match="nowhere"):
+        describe(kit, "t", "nowhere")
+
+
+def test_a_partition_without_leader_is_described_too(make: Any) -> None:
+    kit = make(7)
+    kit.create("one", factor=1)
+    kit.create("all", min_insync_replicas=1)
+    dead = kit.state("one").leader
+    kit.kill(dead)
+    kit.until(lambda: kit.state("one").leader == -1 and dead not in kit.state("all").isr)
+    every, one = describe(kit)
+    assert every.leader == kit.state("all").leader
+    assert every.under_replicated
+    assert every.offline_replicas == (dead,)
+    assert one.leader == -1
+    assert isinstance(one.error, errors.NotLeaderOrFollower)
+    assert one.error.message == f"no leader: it waits for one of the brokers {dead}"
+
+
+def test_a_silent_broker_delays_a_description_but_a_moment(make: Any) -> None:
+    kit = make(8)
+    kit.spread("t")
+    silent = kit.state("t").leader
+    kit.silence(silent)
+    begun = kit.now_ms
+    first = describe(kit, "t")[0]
+    assert kit.now_ms - begun < 2 * PATIENCE_MS + 4 * HEDGE_MS
+    if first.leader == silent:
+        assert isinstance(first.error, errors.BrokerUnavailable)
+        assert f"broker {silent}" in first.error.message

@@ -1,0 +1,288 @@
+"""A term of the controller among several brokers, in virtual time: what it knows but the log."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.controller.image import PartitionState
+from pk.types import NONE, PartitionKey
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+from tests.unit.controller import test_controller_node
+from tests.unit.controller.test_controller_node import CALL_MS, FakeBroker, Scene
+
+Place = tuple[int, int]
+
+
+class Replica(FakeBroker):
+    """A broker that beats by itself and says how far its log is when it is asked."""
+
+    def __init__(
+        self, scene: Scene, world: World, node_id: int, life: int = 1, at: Place = (0, 0)
+    ) -> None:
+        super().__init__(scene, world, f"i{node_id}.{life}", f"boot{node_id}.{life}")
+        self.world, self.node_id, self.at = world, node_id, at
+        self.offline: tuple[PartitionKey, ...] = ()
+        self._task: asyncio.Task[None] | None = None
+
+    async def register(self, **more: Any) -> wire.RegisterBrokerReply:
+        request = wire.RegisterBrokerRequest(
+            broker_id=self.node_id, cluster_id="cluster", incarnation_id=self.incarnation,
+            address=f"broker{self.node_id}:1", boot_id=self.boot,
+            directory_ids=[f"dir-{self.node_id}"],
+        )  # fmt: skip
+        frame = await self.caller.call(request, timeout_ms=CALL_MS)
+        self.epoch = frame.head.register_broker_reply.broker_epoch
+        return frame.head.register_broker_reply
+
+    async def live(self) -> None:
+        """Register and beat from here on; again with the next controller."""
+        asked: Any = ()
+        while True:
+            try:
+                if self.epoch == NONE:
+                    await self.register()
+                await self.follow()
+                request = wire.BrokerHeartbeatRequest(
+                    broker_id=self.node_id, broker_epoch=self.epoch,
+                    metadata_offset=self.image.offset,
+                )  # fmt: skip
+                for each in asked:
+                    request.positions.add(
+                        topic_id=each.topic_id, partition=each.partition,
+                        last_epoch=self.at[0], log_end=self.at[1],
+                    )  # fmt: skip
+                for key in self.offline:
+                    request.offline_replicas.add(topic_id=key.topic_id, partition=key.partition)
+                frame = await self.caller.call(request, timeout_ms=CALL_MS)
+                asked = frame.head.broker_heartbeat_reply.report_positions
+            except errors.RetriableError:
+                self.epoch = NONE
+            await self.world.clock.sleep_ms(200)
+
+    def start(self) -> Replica:
+        self._task = asyncio.get_running_loop().create_task(self.live())
+        return self
+
+    async def stop(self) -> None:
+        """Power loss, or so it will seem."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.caller.close()
+
+    def state(self, topic: str = "t") -> PartitionState:
+        found = self.image.topic(topic)
+        assert found is not None
+        return found.partitions[0]
+
+    async def until(self, holds: Callable[[PartitionState], bool], within_ms: int) -> None:
+        end_ms = self.world.clock.monotonic_ms() + within_ms
+        while not holds(self.state()):
+            left = self.world.clock.monotonic_ms() < end_ms
+            assert left, self.state()
+            await self.world.clock.sleep_ms(50)
+
+
+@pytest.fixture
+def scene() -> Any:
+    made = Scene()
+    made.start()
+    yield made
+    assert not made.fatal
+    made.world.close()
+
+
+async def ask(scene: Scene, world: World, request: Any) -> Any:
+    caller = scene.caller(world)
+    frame = await caller.call(request, timeout_ms=30_000)
+    await caller.close()
+    return getattr(frame.head, frame.head.WhichOneof("body") or "error")
+
+
+async def topic_on(scene: Scene, world: World, count: int, **configs: str) -> list[Replica]:
+    """So many brokers, and topic t with a replica on each."""
+    brokers = [Replica(scene, world, node_id).start() for node_id in range(1, count + 1)]
+    await world.clock.sleep_ms(1_000)
+    new = wire.NewTopic(name="t", partitions=1, replication_factor=count, configs=configs)
+    reply = await ask(scene, world, wire.CreateTopicsRequest(topics=[new]))
+    assert not reply.results[0].HasField("error"), reply
+    await world.clock.sleep_ms(500)
+    return brokers
+
+
+async def power_cut(brokers: list[Replica], world: World) -> None:
+    for broker in brokers:
+        await broker.stop()
+    await world.clock.sleep_ms(1_000)
+
+
+async def alter(scene: Scene, world: World, **values: str) -> None:
+    resource = wire.ConfigResource(type="topic", name="t")
+    change = wire.ConfigChange(resource=resource, set=values)
+    await ask(scene, world, wire.AlterConfigsRequest(changes=[change]))
+
+
+def test_the_greatest_log_is_elected_after_a_power_cut(scene: Scene) -> None:
+    """R3: with no permission, as soon as the last of them has reported."""
+
+    async def story(world: World) -> None:
+        await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
+        one = Replica(scene, world, 1, life=2, at=(0, 10)).start()
+        await world.clock.sleep_ms(3_000)
+        assert one.state().leader == NONE
+        two = Replica(scene, world, 2, life=2, at=(0, 11)).start()
+        await one.until(lambda state: state.leader != NONE, 2_000)
+        assert (one.state().leader, one.state().isr, one.state().unclean) == (2, (2,), True)
+        await two.stop()
+        await one.stop()
+
+    scene.run(story)
+
+
+def test_a_new_term_asks_again_before_it_elects(scene: Scene) -> None:
+    async def before(world: World) -> Replica:
+        await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
+        one = Replica(scene, world, 1, life=2, at=(0, 10)).start()
+        await world.clock.sleep_ms(1_500)
+        return one
+
+    one = scene.run(before)
+    scene.kill()
+    scene.start()
+
+    async def after(world: World) -> None:
+        two = Replica(scene, world, 2, life=2, at=(0, 9)).start()
+        await world.clock.sleep_ms(2_000)
+        await one.until(lambda state: state.leader != NONE, 6_000)
+        assert (one.state().leader, one.state().unclean) == (1, True)
+        await two.stop()
+        await one.stop()
+
+    scene.run(after)
+
+
+def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) -> None:
+    """The setting changes long after the wait was over: the election comes at once."""
+
+    async def story(world: World) -> None:
+        await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
+        two = Replica(scene, world, 2, life=2).start()
+        await world.clock.sleep_ms(1_000)
+        await two.stop()  # registered, so it may have lost data; then gone for good
+        one = Replica(scene, world, 1, life=2, at=(0, 3)).start()
+        await world.clock.sleep_ms(40_000)
+        assert one.state().leader == NONE
+        assert set(one.state().last_known) == {1, 2}
+        await alter(scene, world, unclean_leader_election_enable="true")
+        await one.until(lambda state: state.leader == 1, 1_000)
+        await one.stop()
+
+    scene.run(story)
+
+
+def test_an_operators_unclean_election_waits_for_what_replicas_say(scene: Scene) -> None:
+    async def story(world: World) -> None:
+        brokers = await topic_on(scene, world, 3, min_insync_replicas="1")
+        for broker in brokers:
+            broker.at = (0, 10 * broker.node_id)
+        (first, second, third) = brokers
+        for member in (first, second):  # both leave the ISR; 3 goes last, with all the data
+            await member.stop()
+        await world.clock.sleep_ms(1_000)
+        await third.stop()
+        await world.clock.sleep_ms(1_000)
+        back = [Replica(scene, world, n, at=(0, 10 * n)).start() for n in (1, 2)]
+        await world.clock.sleep_ms(1_000)
+        assert back[0].state().leader == NONE
+        reply = await ask(scene, world, wire.ElectLeadersRequest(unclean=True))
+        (result,) = reply.results
+        assert (result.topic, result.error.code) == ("t", 0)
+        await back[0].until(lambda state: state.leader == 2, 1_000)
+        for broker in back:
+            await broker.stop()
+
+    scene.run(story)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_leaders_move_back_by_themselves(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    server = {
+        **test_controller_node.RUN.server,
+        "leader_imbalance_check_interval_seconds": 20,
+        "auto_leader_rebalance_enable": enabled,
+    }
+    run = dataclasses.replace(test_controller_node.RUN, server=server)
+    monkeypatch.setattr(test_controller_node, "RUN", run)
+    scene = Scene()
+    scene.start()
+
+    async def story(world: World) -> None:
+        first, second = await topic_on(scene, world, 2)
+        assert first.state().leader == 1
+        await first.stop()
+        await second.until(lambda state: state.leader == 2, 1_000)
+        again = Replica(scene, world, 1).start()
+        await world.clock.sleep_ms(1_000)
+        state = second.state()
+        item = wire.AlterPartitionItem(
+            topic_id=second.image.topic_ids["t"], partition=0, leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch, new_isr=[2, 1],
+            isr_broker_epochs=[second.epoch, again.epoch],
+        )  # fmt: skip
+        request = wire.AlterPartitionRequest(broker_id=2, broker_epoch=second.epoch, items=[item])
+        reply = await ask(scene, world, request)
+        assert not reply.results[0].HasField("error"), reply
+        await world.clock.sleep_ms(2_000)
+        assert second.state().leader == 2
+        if enabled:
+            await second.until(lambda state: state.leader == 1, 20_000)
+        else:
+            await world.clock.sleep_ms(30_000)
+            assert second.state().leader == 2
+        await second.stop()
+        await again.stop()
+
+    scene.run(story)
+    assert not scene.fatal
+    scene.world.close()
+
+
+def test_an_offline_replica_gives_the_lead_to_another(scene: Scene) -> None:
+    async def story(world: World) -> None:
+        first, second = await topic_on(scene, world, 2)
+        first.offline = (PartitionKey(first.image.topic_ids["t"], 0),)
+        await second.until(lambda state: state.leader == 2 and state.isr == (2,), 1_000)
+        await first.stop()
+        await second.stop()
+
+    scene.run(story)
+
+
+def test_reassignments_and_unregistering_travel_the_wire(scene: Scene) -> None:
+    async def story(world: World) -> None:
+        first, second = await topic_on(scene, world, 2)
+        third = Replica(scene, world, 3).start()
+        await world.clock.sleep_ms(1_000)
+        request = wire.AlterReassignmentsRequest()
+        request.reassignments.add(topic="t", partition=0, replicas=[3, 1])
+        reply = await ask(scene, world, request)
+        assert reply.results[0].error.code == 0
+        listed = await ask(scene, world, wire.ListReassignmentsRequest())
+        (moving,) = listed.reassignments
+        assert (list(moving.replicas), list(moving.adding)) == ([3, 1, 2], [3])
+        assert (list(moving.removing), moving.topic) == ([2], "t")
+        await second.stop()
+        await world.clock.sleep_ms(1_000)
+        with pytest.raises(errors.InvalidRequest):
+            await ask(scene, world, wire.UnregisterBrokerRequest(broker_id=2))
+        await first.stop()
+        await third.stop()
+
+    scene.run(story)
