@@ -15,6 +15,7 @@ from pk import errors
 from pk.client.cluster import HEDGE_MS, PING_MS, Cluster
 from pk.client.described import PATIENCE_MS, PartitionDescription, describe_partitions
 from pk.client.fetch_engine import FetchEngine
+from pk.client.fetcher_events import Seek
 from pk.client.intake import record_size
 from pk.client.offsets import lookup_offsets
 from pk.client.options import consumer_options, producer_options
@@ -37,6 +38,11 @@ class Town(Kit):
     def cluster(self, name: str, bootstrap: list[str] | None = None) -> Cluster:
         world = self.sim.world_of(name)
         return Cluster(world, bootstrap or [f"b{n}:9292" for n in self.boots], client_id=name)
+
+    def soon(self, holds: Any, within_ms: int = 20_000) -> None:
+        deadline = self.now_ms + within_ms
+        self.until(lambda: holds() or self.now_ms > deadline)
+        assert holds()
 
     def done(self, name: str, work: Any) -> Any:
         task = self.sim.spawn(name, work)
@@ -510,3 +516,79 @@ def test_a_silent_broker_delays_a_description_but_a_moment(make: Any) -> None:
     if first.leader == silent:
         assert isinstance(first.error, errors.BrokerUnavailable)
         assert f"broker {silent}" in first.error.message
+
+
+# -- readers of a log that was cut -----------------------------------------------------------------
+
+
+def test_an_unclean_election_is_told_to_readers(make: Any) -> None:
+    """KIP-320, rule R4: what was read is gone; the reader hears of it and goes on where it says."""
+    kit = make(9)
+    kit.create("t", min_insync_replicas=1)
+    lines, reader = Lines(kit, "t", acks="1", enable_idempotence=False), Reader(kit, "t")
+    lines.after()
+    leader, *followers = kit.state("t").replicas
+    kit.soon(lambda: len(kit.state("t").isr) == 3)
+    for n in followers:
+        kit.kill(n)
+    kit.soon(lambda: kit.state("t").isr == (leader,))
+    lines.after()
+    reader.after()
+    kit.power_loss(leader)  # alone in sync, it comes back without what was never flushed
+    read = len(reader.rows[0])
+    for n in kit.boots:
+        kit.boot(n)
+    kit.soon(lambda: bool(reader.told))
+    (error,) = reader.told
+    assert isinstance(error, errors.LogTruncated)
+    end = int(error.details["end_offset"])
+    assert 0 <= end < read
+    assert len(reader.rows[0]) == read
+    kit.done("reader", seek(reader, end))
+    lines.after()
+    reader.after()
+    again = [offset for offset, _ in reader.rows[0][read:]]
+    assert again == list(range(end, end + len(again)))
+    assert len(reader.told) == 1
+
+
+async def seek(reader: Reader, offset: int) -> None:
+    reader.engine.step(Seek(TopicPartition("t", 0), offset))
+
+
+# -- all of it at once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_nothing_is_lost_doubled_or_swapped(make: Any, seed: int) -> None:
+    kit = make(seed)
+    kit.spread("t", min_insync_replicas=2)
+    lines, reader = Lines(kit, "t", 3), Reader(kit, "t", 3)
+    rng = kit.sim.random("events")
+    for _ in range(4):
+        for partition in range(3):
+            lines.after(partition)
+        n = rng.choice(list(kit.boots))
+        what = rng.choice(["kill", "silence", "drain", "break", "alone"])
+        if what == "kill":
+            kit.kill(n)
+        elif what == "drain":
+            kit.drain(n)
+        elif what == "silence":
+            kit.silence(n)
+        elif what == "alone":
+            for name in ("controller", *[f"b{each}" for each in kit.boots if each != n]):
+                kit.sim.network.cut(f"b{n}", name)
+        else:
+            kit.sim.network.break_streams("producer", f"b{n}")
+            kit.sim.network.break_streams("reader", f"b{n}")
+        kit.wait(rng.randint(1, 3 * SESSION_MS))
+        kit.silence(n, heal=True)
+        if n not in kit.brokers:
+            kit.boot(n)
+        kit.until(lambda: all(len(kit.state("t", p).isr) == 3 for p in range(3)))
+    lines.stop()
+    reader.catch_up(lines)
+    reader.check(lines)
+    assert not lines.failed
+    assert not reader.told

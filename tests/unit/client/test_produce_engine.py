@@ -455,3 +455,24 @@ def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
         rows = b.cluster.log("t", partition).rows()
         assert [(o, b"%d" % i) for o, i in mine] == [(o, v) for o, _, v in rows]
     b.close()
+
+
+def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
+    """Its old stream may stay open for ever: a host that vanished says nothing."""
+    b = bench()
+    b.cluster.create("t")
+    b.broker.on_produce = lambda log, header: SILENT
+    elsewhere = FakeBroker(b.cluster, b.sim.world_of("elsewhere"), 1)
+
+    async def work() -> None:
+        future = await b.send("t", b"x")
+        b.engine.poke()
+        await b.world.clock.sleep_ms(100)
+        assert not future.done()
+        await b.sim.spawn("elsewhere", elsewhere.listen("elsewhere:9292"))
+        b.engine.cluster.want_metadata()
+        await b.engine.flush(1_000)
+        assert future.result(0).offset == 0
+
+    b.run(work)
+    assert len(b.broker.produced) == len(elsewhere.produced) == 1
