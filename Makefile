@@ -61,7 +61,7 @@ test-s3: $(VENV)/.ready ## the tier on a real S3 server (needs Go)
 	fi
 
 .PHONY: test-chaos
-test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load
+test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and five faults of a cluster
 	$(PYTEST) tests/chaos -m chaos
 
 .PHONY: check
@@ -79,6 +79,10 @@ sim: $(VENV)/.ready ## one seeded run of the whole cluster in virtual time (SEED
 .PHONY: chaos
 chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table
 	$(PY) tests/chaos/run.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: chaos-cluster
+chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost disks (SEED=); a verdict
+	$(PY) tests/chaos/cluster_run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory, disk, descriptors

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import cases, page, report
 from bench.measuring import Bench
 from bench.runs import RunFailed
-from bench.sides import SideFailed
+from bench.sides import ClusterSide, SideFailed
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,7 +85,9 @@ def _measured(given: argparse.Namespace, bench: Bench, name: str) -> dict[str, o
 
 
 def main() -> int:
+    from bench.kafka.cluster import KafkaCluster
     from bench.kafka.side import KafkaSide
+    from bench.pk_cluster import PkCluster
     from bench.pk_side import PkSide
 
     given = _arguments()
@@ -96,7 +98,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tiered = PkSide(tiered=True)
-        with Bench(PkSide(), KafkaSide(), folder, _say, tiered, given.size_gb) as bench:
+        clusters: dict[str, ClusterSide] = {"pk": PkCluster(), "peer": KafkaCluster()}
+        sides = (PkSide(), KafkaSide(), folder, _say, tiered, given.size_gb, clusters)
+        with Bench(*sides) as bench:
             lines = [_measured(given, bench, name) for name in names]
     except (SideFailed, RunFailed) as failure:
         _say(f"{type(failure).__name__}: {failure}")

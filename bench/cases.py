@@ -163,6 +163,69 @@ _CLIENTS = (
     ),
 )
 
+_CLUSTERS = (
+    Case(
+        name="failover",
+        what="three nodes, one partition, a record every 5 ms, acks=all: from the end of the "
+        "leader's node (all its processes; SIGSTOP: with clients that wait 3 s for an answer) to "
+        "the next acknowledgement of a record sent after it; four failovers a round",
+        against="three KRaft nodes, confluent-kafka",
+        plan="failover",
+        pk_modes=("pk",),
+        peer_modes=("confluent",),
+        variants=(
+            Variant("kill -9", unit="s", less_is_better=True),
+            Variant("SIGSTOP", unit="s", less_is_better=True),
+        ),
+        records=0,
+        peer_records=0,
+    ),
+    Case(
+        name="produce_replicated",
+        what="three nodes, replication factor 3, min_insync_replicas 2: batches built from Python "
+        "lists of bytes inside the timing, acks=all",
+        against="three KRaft nodes, Java ProducerPerformance",
+        plan="replicated",
+        pk_modes=("lists",),
+        peer_modes=("java",),
+        variants=_codecs(3.0, 3.0),
+        records=6_000_000,
+        peer_records=4_000_000,
+        records_least=3_000_000,
+    ),
+    Case(
+        name="produce_replicated_record",
+        what="three nodes, replication factor 3, min_insync_replicas 2: send per record, acks=all",
+        against="three KRaft nodes, the better of the Java and the confluent-kafka producer",
+        plan="replicated",
+        pk_modes=("record",),
+        peer_modes=("java", "confluent"),
+        variants=_codecs(3.0, 3.0),
+        records=4_000_000,
+        peer_records=4_000_000,
+        records_least=3_000_000,
+    ),
+    Case(
+        name="cluster_partitions",
+        what="1,000 partitions of three replicas on three nodes: created with all leaders known; "
+        "CPU at rest and memory of all nodes; all stopped cleanly and started together until all "
+        "replicas are in sync",
+        against="three KRaft nodes",
+        plan="cluster_partitions",
+        pk_modes=("pk",),
+        peer_modes=("kafka",),
+        variants=(
+            Variant("create", unit="s", less_is_better=True),
+            Variant("restart", unit="s", less_is_better=True),
+            Variant("memory", unit="MB", less_is_better=True),
+            Variant("idle CPU", unit="% of a core", less_is_better=True),
+        ),
+        records=0,
+        peer_records=0,
+        joint=True,
+    ),
+)
+
 _CONNECTOR = "Spark's Kafka connector"
 _SPARK = (
     Case(
@@ -261,5 +324,5 @@ _STORED = (
     ),
 )
 
-CASES = (*_CLIENTS, *_SPARK, *_STORED)
+CASES = (*_CLIENTS, *_CLUSTERS, *_SPARK, *_STORED)
 BY_NAME = {case.name: case for case in CASES}

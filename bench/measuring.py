@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import plans, sides, values
 from bench.cases import Case, Variant
 from bench.runs import Sample
-from bench.sides import Party, Side, TieredSide
+from bench.sides import ClusterSide, Party, Side, TieredSide
 from bench.spark.worker import SparkSession
 from pk.limits import MIB
 
@@ -70,8 +70,10 @@ class Bench:
         say: Say,
         tiered: TieredSide | None = None,
         size_gb: float = 20.0,
+        clusters: Mapping[str, ClusterSide] | None = None,
     ) -> None:
         self.pk, self.peer = pk, peer
+        self._clusters = clusters or {}
         self._tiered = tiered
         self.folder = folder
         self.values = folder / "values.txt"
@@ -96,6 +98,10 @@ class Bench:
     def tiered(self) -> TieredSide:
         assert self._tiered is not None, "no side with a tier was given"
         return self._tiered
+
+    def cluster(self, role: str) -> ClusterSide:
+        """Three nodes of a role's side."""
+        return self._clusters[role]
 
     def descriptions(self) -> dict[str, str]:
         """Of the sides that were measured."""

@@ -73,6 +73,9 @@ class PkSide:
         from pk import AdminClient
 
         self._admin = AdminClient(self.address)
+        self._make_probe()
+
+    def _make_probe(self) -> None:
         self.create_topic(PROBE_TOPIC)
 
     def stop(self) -> None:
@@ -98,10 +101,19 @@ class PkSide:
     ) -> None:
         self._admin.create_topic(topic, partitions=partitions, configs=configs)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while any(state.leader < 0 for state in self._admin.describe_topics([topic])):
+        while not self._has_leaders(topic):
             if time.monotonic() > deadline:
                 raise SideFailed(f"not all of {topic}'s {partitions} partitions have a leader")
             time.sleep(0.01)
+
+    def _has_leaders(self, topic: str) -> bool:
+        from pk import errors
+
+        try:
+            states = self._admin.describe_topics([topic])
+        except errors.UnknownTopicOrPartition:
+            return False  # another broker of a cluster was asked, which has not heard of it yet
+        return all(state.leader >= 0 for state in states)
 
     def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:
         self._admin.alter_configs(topic, configs)

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from bench.measuring import Result, median
 from bench.runs import Sample
 
 Figures = Mapping[str, Any]
+_AMONG: Mapping[str, Callable[[Sequence[float]], float]] = {"worst": max, "least": min}
 _HEAD = ("name", "what", "against", "sides", "machine")
 
 
@@ -79,9 +80,9 @@ def rounded(value: float) -> float:
 
 
 def _middle(samples: Sequence[Sample]) -> dict[str, float]:
-    """Medians of what else a round told."""
+    """Medians of what else a round told, and extremes of its extremes."""
     return {
-        name: rounded(statistics.median(each.figures[name] for each in samples))
+        name: rounded(_AMONG.get(name, statistics.median)([each.figures[name] for each in samples]))
         for name in samples[0].figures
     }
 

@@ -8,6 +8,7 @@ query before it is timed.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from bench.runs import Sample
 PARTITIONS = 4
 PROBE_TOPIC = "bench-probe"
 STEADY_S = 2.0
+CLUSTER_NODES = 3
 SETTLE_TIMEOUT_S = 90.0
 
 
@@ -112,6 +114,81 @@ class TieredSide(Side, Protocol):
     def tier(self, topic: str) -> Path:
         """The folder of the topic's table, once it holds the whole log."""
         ...
+
+
+class ClusterSide(Side, Protocol):
+    """Three nodes, each controller and broker; topics have three replicas."""
+
+    def leader(self, topic: str) -> int:
+        """The node that leads partition 0."""
+        ...
+
+    def kill(self, node: int) -> None:
+        """`kill -9` of all its processes."""
+        ...
+
+    def start_node(self, node: int) -> None: ...
+
+    def freeze_node(self, node: int) -> None: ...
+
+    def thaw_node(self, node: int) -> None: ...
+
+    def stop_nodes(self) -> None:
+        """A clean stop of all."""
+        ...
+
+    def start_nodes(self) -> None: ...
+
+    def whole(self, topic: str) -> None:
+        """Returns when every partition has a leader and all replicas in sync."""
+        ...
+
+    def pulse(self, topic: str, request_timeout_ms: int) -> Pulse:
+        """A producer that sends to partition 0 all the time."""
+        ...
+
+
+class Pulse:
+    """A record every `PULSE_S`, acks=all, from a thread; and when each was acknowledged."""
+
+    PULSE_S = 0.005
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._sent: list[float] = []
+        self._news = threading.Condition()
+        self._served: list[tuple[float, float]] = []  #: (sent, acknowledged), newest last
+
+    def send(self, number: int) -> None:
+        """Hand record `number` to the client library."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        while not self.stop.wait(self.PULSE_S):
+            self._sent.append(time.monotonic())
+            self.send(len(self._sent) - 1)
+
+    def answered(self, number: int, error: object) -> None:
+        if error is None:
+            with self._news:
+                self._served.append((self._sent[number], time.monotonic()))
+                self._news.notify_all()
+
+    def served_after(self, begin: float, timeout_s: float) -> float:
+        """When the first record sent after `begin` was acknowledged.  Raises `TimeoutError`."""
+        with self._news:
+            self._served.clear()
+            deadline = time.monotonic() + timeout_s
+            while True:
+                for sent, acknowledged in self._served:
+                    if sent > begin:
+                        return acknowledged
+                self._served.clear()
+                if not self._news.wait(deadline - time.monotonic()):
+                    raise TimeoutError(f"{timeout_s:g} s")
 
 
 def freeze(party: Party) -> None:

@@ -16,7 +16,7 @@ COORDINATES = (f"org.apache.kafka:kafka_2.13:{VERSION}", f"org.apache.kafka:kafk
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30
-_CLUSTER_ID = "cGstYmVuY2gta2Fma2EtMQ"
+CLUSTER_ID = "cGstYmVuY2gta2Fma2EtMQ"
 
 
 def options(name: str) -> list[str]:
@@ -74,7 +74,7 @@ class KafkaBroker:
             text = text.replace(f"@{name}@", str(value))
         config = folder / "server.properties"
         config.write_text(text)
-        arguments = ("format", "-t", _CLUSTER_ID, "-c", str(config))
+        arguments = ("format", "-t", CLUSTER_ID, "-c", str(config))
         subprocess.run(
             self.command("client.options", "kafka.tools.StorageTool", *arguments),
             check=True,

@@ -37,9 +37,10 @@ class KafkaSide:
     """One Apache Kafka broker and its Java clients."""
 
     name = "kafka"
+    replication = 1
 
     def __init__(self) -> None:
-        self.broker = KafkaBroker()
+        self.broker: KafkaBroker = KafkaBroker()
         self.address = ""
         self._admin: Any = None
         self._folder = Path()
@@ -60,7 +61,11 @@ class KafkaSide:
         self.broker.start(folder)
         self.address = self.broker.address
         self._admin = AdminClient({"bootstrap.servers": self.broker.address, "log_level": 0})
+        self.wait_for_nodes()
         self.create_topic(PROBE_TOPIC)
+
+    def wait_for_nodes(self) -> None:
+        """Returns when topics can be created: a single node's port opens then."""
 
     def stop(self) -> None:
         self._admin = None
@@ -72,7 +77,7 @@ class KafkaSide:
     def create_topic(
         self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
     ) -> None:
-        new = NewTopic(topic, partitions, 1, config=dict(configs or {}))
+        new = NewTopic(topic, partitions, self.replication, config=dict(configs or {}))
         futures = self._admin.create_topics([new], operation_timeout=_CREATE_S)
         futures[topic].result(_CREATE_S)
         deadline = time.monotonic() + _CREATE_S

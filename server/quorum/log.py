@@ -127,6 +127,7 @@ class MetadataLog:
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
+        self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
         self._log: PartitionLog | None = None
         self._history: History | None = None
         self._writing = asyncio.Lock()
@@ -200,6 +201,7 @@ class MetadataLog:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._host.close()
         await self._peers.close()
+        await asyncio.gather(*self._unfinished, return_exceptions=True)
         log = self._log
         if log is not None:
             async with self._writing:
@@ -475,6 +477,20 @@ class MetadataLog:
             await self._next_news()
 
     async def _write_out(self, job: int = 0) -> None:
+        """Who waits may be cancelled (a term that ends); the write goes on: a plan that was taken
+        is completed, or nothing is ever written again.
+        """
+        write = asyncio.get_running_loop().create_task(self._write_plan(job))
+        self._unfinished[write] = None
+        write.add_done_callback(self._ended)
+        await asyncio.shield(write)
+
+    def _ended(self, write: asyncio.Task[None]) -> None:
+        del self._unfinished[write]
+        if not write.cancelled():
+            write.exception()  # told to the caller, if there still is one
+
+    async def _write_plan(self, job: int) -> None:
         log = self._open_log
         async with self._writing:
             plan = log.take_writes()

@@ -1,7 +1,7 @@
 """What the driver knows of each record it sent, and what that demands of the log.
 
 A record's value starts with its id; ids grow in send order.  Pure: the driver feeds it outcomes and
-what was read, and gets violations in words.
+what was read, and gets violations in words.  Columns, not objects: a campaign has millions.
 
 Demands, for every partition
   D1  offsets and ids both grow: nothing twice, and order is send order
@@ -14,7 +14,10 @@ Demands, for every partition
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
 
 ID_DIGITS = 12
 SHOWN_MAX = 5
@@ -27,68 +30,120 @@ class Outcome(enum.Enum):
     REFUSED = "refused"
 
 
-@dataclass(slots=True)
-class Sent:
-    partition: int
-    outcome: Outcome = Outcome.PENDING
-    offset: int = -1
+_CODES = {outcome: code for code, outcome in enumerate(Outcome)}
+_ACKNOWLEDGED, _PENDING = _CODES[Outcome.ACKNOWLEDGED], _CODES[Outcome.PENDING]
 
 
-@dataclass(slots=True)
+class Read:
+    """What was read of one partition: offsets and ids, in reading order."""
+
+    __slots__ = ("ids", "offsets")
+
+    def __init__(self, pairs: Sequence[tuple[int, int]] = ()) -> None:
+        self.offsets = array("q", (offset for offset, _ in pairs))
+        self.ids = array("q", (number for _, number in pairs))
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Read) and (self.offsets, self.ids) == (other.offsets, other.ids)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def add(self, offsets: Sequence[int], ids: Sequence[int]) -> None:
+        self.offsets.extend(offsets)
+        self.ids.extend(ids)
+
+
 class Ledger:
-    """Ids are positions in `records`."""
+    """Ids are positions in the columns."""
 
-    records: list[Sent] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._partitions = array("q")
+        self._offsets = array("q")
+        self._outcomes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
 
     def send(self, partition: int) -> int:
         """A new record's id, to be put into its value."""
-        self.records.append(Sent(partition))
-        return len(self.records) - 1
+        self._partitions.append(partition)
+        self._offsets.append(-1)
+        self._outcomes.append(_PENDING)
+        return len(self._outcomes) - 1
 
     def acknowledge(self, number: int, partition: int, offset: int) -> None:
-        sent = self.records[number]
-        sent.outcome, sent.offset = Outcome.ACKNOWLEDGED, offset
+        self._outcomes[number] = _ACKNOWLEDGED
+        self._offsets[number] = offset
         # an acknowledgement that names another partition is found as D2 there
-        sent.partition = partition
+        self._partitions[number] = partition
 
     def settle(self, number: int, outcome: Outcome) -> None:
-        self.records[number].outcome = outcome
+        self._outcomes[number] = _CODES[outcome]
 
     def count(self, outcome: Outcome) -> int:
-        return sum(sent.outcome is outcome for sent in self.records)
+        return self._outcomes.count(_CODES[outcome])
 
     def partitions(self) -> list[int]:
-        return sorted({sent.partition for sent in self.records})
+        return sorted(set(self._partitions))
 
-    def violations(self, partition: int, found: list[tuple[int, int]]) -> list[str]:
+    def violations(self, partition: int, found: Read | Sequence[tuple[int, int]]) -> list[str]:
         """`found`: (offset, id) of the partition from offset 0 to the end, in reading order."""
-        told = []
-        where: dict[int, int] = {}
-        last_offset = last_id = -1
-        for offset, number in found:
-            if offset <= last_offset:
-                told.append(f"D1: offset {offset} follows {last_offset}")
-            if number in where:
-                told.append(f"D1: record {number} is at {where[number]} and at {offset}")
-            elif number < last_id:
-                told.append(f"D1: record {number} at {offset} follows record {last_id}")
-            if not 0 <= number < len(self.records) or (self.records[number].partition != partition):
-                told.append(f"D5: record {number} at {offset} was not sent here")
-            where.setdefault(number, offset)
-            last_offset, last_id = offset, max(last_id, number)
-        for number, sent in enumerate(self.records):
-            if sent.partition != partition:
-                continue
-            if sent.outcome is Outcome.ACKNOWLEDGED and where.get(number) != sent.offset:
-                told.append(
-                    f"D2: record {number} was acknowledged at {sent.offset}, "
-                    f"found at {where.get(number)}"
-                )
-            elif sent.outcome is Outcome.REFUSED and number in where:
-                told.append(f"D4: record {number} was refused, found at {where[number]}")
-            elif sent.outcome is Outcome.PENDING:
-                told.append(f"D2: record {number} never got an answer")
+        read = found if isinstance(found, Read) else Read(found)
+        offsets, ids = np.array(read.offsets), np.array(read.ids)
+        told = _order(offsets, ids)
+        owner = np.array(self._partitions)
+        known = (ids >= 0) & (ids < len(owner))
+        strange = ~known
+        strange[known] = owner[ids[known]] != partition
+        told += [
+            f"D5: record {ids[at]} at {offsets[at]} was not sent here"
+            for at in np.flatnonzero(strange)
+        ]
+        where = np.full(len(owner), -1)
+        where[ids[known][::-1]] = offsets[known][::-1]  # the first place of each
+        told += self._promises(owner == partition, where)
         return [f"partition {partition}: {words}" for words in told]
+
+    def _promises(self, mine: np.ndarray, where: np.ndarray) -> list[str]:
+        """D2, D4: what was said of this partition's records, and where they are (-1 = nowhere)."""
+        outcomes = np.array(self._outcomes, dtype=np.uint8)
+        acknowledged = np.array(self._offsets)
+        lost = mine & (outcomes == _ACKNOWLEDGED) & (where != acknowledged)
+        told = [
+            f"D2: record {number} was acknowledged at {acknowledged[number]}, "
+            f"found at {where[number] if where[number] >= 0 else None}"
+            for number in np.flatnonzero(lost)
+        ]
+        there = mine & (outcomes == _CODES[Outcome.REFUSED]) & (where >= 0)
+        told += [
+            f"D4: record {number} was refused, found at {where[number]}"
+            for number in np.flatnonzero(there)
+        ]
+        silent = np.flatnonzero(mine & (outcomes == _PENDING))
+        return told + [f"D2: record {number} never got an answer" for number in silent]
+
+
+def _order(offsets: np.ndarray, ids: np.ndarray) -> list[str]:
+    """D1."""
+    back = np.flatnonzero(np.diff(offsets) <= 0)
+    told = [f"D1: offset {offsets[at + 1]} follows {offsets[at]}" for at in back]
+    ranked = np.argsort(ids, kind="stable")
+    twice = np.flatnonzero(np.diff(ids[ranked]) == 0)
+    told += [
+        f"D1: record {ids[ranked[at]]} is at {offsets[ranked[at]]} and at {offsets[ranked[at + 1]]}"
+        for at in twice
+    ]
+    turned = np.flatnonzero(ids[1:] < np.maximum.accumulate(ids)[:-1]) if len(ids) else ()
+    again = set(ranked[twice + 1].tolist())
+    told += [
+        f"D1: record {ids[at + 1]} at {offsets[at + 1]} follows record {ids[: at + 1].max()}"
+        for at in turned
+        if at + 1 not in again
+    ]
+    return told
 
 
 def value_of(number: int, padding: bytes) -> bytes:

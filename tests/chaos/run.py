@@ -22,13 +22,14 @@ import random
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ledger import Ledger, Outcome, number_of, value_of
+from ledger import Ledger, Outcome, Read, number_of
+from load import Load
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedServer
@@ -86,52 +87,6 @@ class Round:
         )
 
 
-@dataclass(slots=True)
-class Load:
-    """Sends records at a steady pace from its own thread until told to stop."""
-
-    producer: Producer
-    ledger: Ledger
-    rng: random.Random
-    padding: bytes
-    stop: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    newest_acknowledged: int = -1
-    failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            begin, sent = monotonic_s(), 0
-            while not self.stop.is_set():
-                due = int((monotonic_s() - begin) * RECORDS_PER_S)
-                for _ in range(min(due - sent, 200)):
-                    self.send_one()
-                    sent += 1
-                block_s(0.002)
-        except BaseException as failure:
-            self.failure = failure
-
-    def send_one(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
-        with self.lock:
-            number = self.ledger.send(partition)
-        value = value_of(number, self.padding[: self.rng.randrange(len(self.padding) + 1)])
-
-        def delivered(where: Any, error: Any) -> None:
-            with self.lock:
-                if error is None:
-                    self.ledger.acknowledge(number, where.partition, where.offset)
-                    self.newest_acknowledged = max(self.newest_acknowledged, number)
-                else:
-                    self.ledger.settle(number, Outcome.UNKNOWN)
-
-        try:
-            self.producer.send(TOPIC, value, partition=partition, on_delivery=delivered)
-        except (errors.BufferExhausted, errors.RecordTooLarge):
-            with self.lock:
-                self.ledger.settle(number, Outcome.REFUSED)
-
-
 class Driver:
     """One node, one ledger, one consumer that lives through every kill."""
 
@@ -140,7 +95,7 @@ class Driver:
         self.rng = rng
         self.ledger = Ledger()
         self.partitions = [TopicPartition(TOPIC, number) for number in range(PARTITIONS)]
-        self.read: dict[int, list[tuple[int, int]]] = {n: [] for n in range(PARTITIONS)}
+        self.read = {number: Read() for number in range(PARTITIONS)}
         self.violations: list[str] = []
         with AdminClient(server.address) as admin:
             admin.create_topic(TOPIC, partitions=PARTITIONS, configs=TOPIC_SETTINGS)
@@ -161,8 +116,8 @@ class Driver:
             delivery_timeout_ms=plan.delivery_timeout_ms,
             request_timeout_ms=min(30_000, plan.delivery_timeout_ms - 100),
         )
-        load = Load(producer, self.ledger, self.rng, os.urandom(plan.padding // 2).hex().encode())
-        before = len(self.ledger.records)
+        load = self.load(producer, os.urandom(plan.padding // 2).hex().encode())
+        before = len(self.ledger)
         thread = threading.Thread(target=load.run, daemon=True)
         thread.start()
         try:
@@ -170,8 +125,7 @@ class Driver:
             living = self.living_with(plan.victim)
             killed_at = monotonic_s()  # a restart by the driver counts as recovery, too
             self.kill(plan.victim, living)
-            with load.lock:
-                mark = len(self.ledger.records)
+            mark = load.mark()
             while load.newest_acknowledged < mark and monotonic_s() - killed_at < RECOVERY_MAX_S:
                 block_s(0.01)
             plan.recovery_ms = int((monotonic_s() - killed_at) * 1000)
@@ -189,8 +143,19 @@ class Driver:
             self.violations.append(
                 f"nothing was acknowledged within {RECOVERY_MAX_S:g} s of killing {plan.victim}"
             )
-        plan.sent = len(self.ledger.records) - before
+        plan.sent = len(self.ledger) - before
         self.read_on()
+
+    def load(self, producer: Producer, padding: bytes = b"") -> Load:
+        return Load(
+            producer,
+            self.ledger,
+            self.rng,
+            topic=TOPIC,
+            partitions=PARTITIONS,
+            records_per_s=RECORDS_PER_S,
+            padding=padding,
+        )
 
     def answers(self) -> bool:
         """Whether a patient producer is served: the drawn one may give up sooner than a busy
@@ -198,7 +163,7 @@ class Driver:
         """
         patience_ms = int(RECOVERY_MAX_S * 1000)
         with Producer(self.server.address, delivery_timeout_ms=patience_ms) as producer:
-            load = Load(producer, self.ledger, self.rng, b"")
+            load = self.load(producer)
             load.send_one()
             producer.flush(timeout_s=SETTLE_MAX_S)
         return load.newest_acknowledged >= 0
@@ -232,7 +197,7 @@ class Driver:
         for number, found in self.read.items():
             self.violations += self.ledger.violations(number, found)
 
-    def _read_to_end(self, consumer: Consumer, into: dict[int, list[tuple[int, int]]]) -> None:
+    def _read_to_end(self, consumer: Consumer, into: dict[int, Read]) -> None:
         ends = consumer.end_offsets(self.partitions)
         deadline = monotonic_s() + READ_MAX_S
         while any(consumer.position(each) < ends[each] for each in self.partitions):
@@ -247,11 +212,11 @@ class Driver:
             for partition, batch in batches:
                 offsets = batch.column("offset").to_pylist()
                 values = batch.column("value").to_pylist()
-                into[partition.partition] += zip(offsets, map(number_of, values), strict=True)
+                into[partition.partition].add(offsets, [number_of(value) for value in values])
 
     def check_everything(self) -> dict[str, int]:
         """A fresh consumer from offset 0, and the table without pk."""
-        fresh: dict[int, list[tuple[int, int]]] = {number: [] for number in self.read}
+        fresh = {number: Read() for number in self.read}
         consumer = self.new_consumer()
         try:
             self._read_to_end(consumer, fresh)
@@ -285,7 +250,7 @@ class Driver:
                     return ""
                 block_s(0.2)
 
-    def check_table(self, uri: str, fresh: dict[int, list[tuple[int, int]]]) -> None:
+    def check_table(self, uri: str, fresh: dict[int, Read]) -> None:
         from deltalake import DeltaTable
 
         rows = DeltaTable(uri).to_pyarrow_table(columns=["partition", "offset", "value"])
@@ -300,7 +265,7 @@ class Driver:
                 )
                 if partition == number
             ]
-            if sorted(mine) != fresh[number]:
+            if Read(sorted(mine)) != fresh[number]:
                 self.violations.append(
                     f"partition {number}: the table has {len(mine)} rows ({len(set(mine))} "
                     f"different), the log {len(fresh[number])}"

@@ -57,14 +57,24 @@ class EmbeddedServer:
         self.stop()
 
     @property
+    def data(self) -> Path:
+        """The node's data directory."""
+        return self.directory / "data"
+
+    @property
     def log(self) -> Path:
         return self.directory / "server.log"
 
     def start(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Start, wait for the ready line and return it.  Raises the server's own error."""
+        self.spawn()
+        return self.wait_ready(timeout_s)
+
+    def spawn(self) -> None:
+        """Start without waiting: a node of a cluster is ready only once others are there, too."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pk.cli", "server", "start", "--json"]
-        command += ["--dir", str(self.directory / "data"), "--listen", self.address or self.listen]
+        command += ["--dir", str(self.data), "--listen", self.address or self.listen]
         if self.tier_url:
             command += ["--tier-url", self.tier_url]
         environment = {f"PK_{name.upper()}": str(value) for name, value in self.settings.items()}
@@ -77,6 +87,9 @@ class EmbeddedServer:
                 env={**os.environ, **environment, "PK_SUPERVISOR_PID": str(os.getpid())},
                 start_new_session=True,  # Ctrl-C in a terminal reaches us first; we drain it
             )
+
+    def wait_ready(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """What was spawned is ready: its ready line.  Raises the server's own error."""
         try:
             ready = self._ready_line(timeout_s)
         except BaseException:
@@ -123,7 +136,7 @@ class EmbeddedServer:
             found["supervisor"] = self._process.pid
         for role in ROLES:
             try:
-                pid = int((self.directory / "data" / "run" / f"{role}.pid").read_text())
+                pid = int((self.data / "run" / f"{role}.pid").read_text())
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except (OSError, ValueError):
                 continue

@@ -124,6 +124,31 @@ def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
     assert names(disk, log) == ["after"]
 
 
+async def _abandon(log: MetadataLog) -> None:
+    """A commit whose caller goes while the disk writes."""
+    commit = asyncio.get_running_loop().create_task(log.commit())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    commit.cancel()
+    await asyncio.gather(commit, return_exceptions=True)
+
+
+def test_a_write_whose_caller_goes_is_finished() -> None:
+    """A term that ends cancels what it waits for; the log must not wait for ever, too."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("abandoned")], 5)
+    disk.world.run(_abandon(log))
+    log.append([topic("after")], 5)
+    disk.world.run(log.commit())
+    assert names(disk, log) == ["abandoned", "after"]
+    log.append([topic("last")], 5)
+    disk.world.run(_abandon(log))
+    disk.world.run(log.close())
+    disk.storage.crash()
+    assert names(disk, disk.open()) == ["abandoned", "after", "last"]
+
+
 def test_an_epoch_that_is_over_begins_no_more() -> None:
     """Writes wait in a row: by the time of this one another may lead."""
     disk = Disk()
