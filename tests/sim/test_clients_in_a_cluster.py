@@ -13,7 +13,7 @@ import pytest
 
 from pk import errors
 from pk.client.cluster import HEDGE_MS, PING_MS, Cluster
-from pk.client.described import PATIENCE_MS, PartitionDescription, describe_partitions
+from pk.client.described import PartitionDescription, describe_partitions
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.intake import record_size
@@ -21,6 +21,7 @@ from pk.client.offsets import lookup_offsets
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.types import TopicPartition
+from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import SERVER, Kit
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -360,6 +361,38 @@ def test_a_silent_broker_delays_no_newcomer(make: Any, seed: int) -> None:
     assert not lines.failed
 
 
+def test_a_request_goes_to_a_broker_that_answers(make: Any) -> None:
+    """It may have been carried out by one that does not: so it is not sent to two, but asks first
+    who is there.
+    """
+    kit = make(3)
+    kit.create("t")
+    request = wire.InitProducerIdRequest(producer_id=-1, producer_epoch=-1)
+    cluster = kit.cluster("producer")
+    kit.done("producer", cluster.brokers(1_000))
+    kit.wait(2_000)
+    for n in (1, 2):
+        kit.silence(n)
+    for _ in range(4):
+        begun = kit.now_ms
+        kit.done("producer", cluster.call_any(request, timeout_ms=30_000))
+        assert kit.now_ms - begun < 3 * HEDGE_MS
+        kit.wait(2_000)
+
+
+def test_two_brokers_go_on_to_push(make: Any) -> None:
+    kit = make(4, brokers=5)
+    kit.create("t", factor=1)
+    reader, leader = Reader(kit, "t"), kit.state("t").leader
+    kit.wait(1_000)
+    watched = reader.engine.cluster._watched
+    dead = next(n for n in kit.boots if f"b{n}:9292" in watched and n != leader)
+    kit.kill(dead)
+    kit.wait(1_500)
+    assert len(watched) == 2
+    assert f"b{dead}:9292" not in watched
+
+
 def test_a_broker_that_comes_back_elsewhere_is_found(make: Any) -> None:
     kit = make(3)
     kit.create("t", factor=1)
@@ -368,9 +401,13 @@ def test_a_broker_that_comes_back_elsewhere_is_found(make: Any) -> None:
     leader = kit.state("t").leader
     kit.kill(leader)
     kit.port = 9393
+    kit.wait(3_000)  # long enough for every back-off to be at its longest
     kit.boot(leader)
-    assert lines.after() < 2_000
-    assert reader.after() < 2_000
+    kit.soon(lambda: kit.state("t").leader == leader)
+    begun = kit.now_ms
+    assert lines.after() < 100
+    reader.after()
+    assert kit.now_ms - begun < 100
     lines.stop()
     reader.catch_up(lines)
     reader.check(lines)
@@ -388,10 +425,12 @@ def test_an_elected_leader_that_does_not_know_is_waited_for(make: Any, seed: int
     behind = kit.state("t").replicas[1]
     kit.sim.network.cut("controller", f"b{behind}", both=False)
     kit.kill(leader)
-    kit.wait(30)
+    kit.wait(10)
     kit.sim.network.heal("controller", f"b{behind}", both=False)
-    assert lines.after() < 80
-    assert reader.after() < 80
+    begun = kit.now_ms
+    lines.after()
+    reader.after()
+    assert kit.now_ms - begun < 150  # of which the followers' own back-off takes most
     kit.boot(leader)
     lines.stop()
     reader.catch_up(lines)
@@ -512,7 +551,7 @@ def test_a_silent_broker_delays_a_description_but_a_moment(make: Any) -> None:
     kit.silence(silent)
     begun = kit.now_ms
     first = describe(kit, "t")[0]
-    assert kit.now_ms - begun < 2 * PATIENCE_MS + 4 * HEDGE_MS
+    assert kit.now_ms - begun < 8_000
     if first.leader == silent:
         assert isinstance(first.error, errors.BrokerUnavailable)
         assert f"broker {silent}" in first.error.message
