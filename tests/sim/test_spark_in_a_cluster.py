@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,22 +13,11 @@ from pk.sparkconnector.connection import Cluster
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.scan import Scan
 from pk.wire import pk_pb2 as wire
-from tests.sim.test_clients_in_a_cluster import SESSION_MS, Lines, Town
+from tests.sim.clients_kit import SESSION_MS, Lines, Town, make
+
+__all__ = ["make"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Town] = []
-
-    def one(seed: int, **given: Any) -> Town:
-        made.append(Town(seed, **given))
-        return made[-1]
-
-    yield one
-    for kit in made:
-        kit.sim.close()
 
 
 def connect(kit: Town) -> Cluster:
