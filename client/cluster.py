@@ -454,7 +454,16 @@ class Cluster:
             return False
         self._last_error = None
         self._unwatch()
+        if names != []:
+            asyncio.get_running_loop().call_later(HEDGE_MS / 1000, self._complete_watch)
         return True
+
+    def _complete_watch(self) -> None:
+        """One that was asked to watch may have refused, after another one had answered."""
+        known = [each for each in self.metadata.brokers.values() if each not in self._doubted]
+        watching = [each for each in known if each in self._watched]
+        if len(watching) < min(WATCHES, len(known)) and not self._closed:
+            self.want_metadata()
 
     def _unwatch(self) -> None:
         """Who was asked to watch long ago need not any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +12,12 @@ from pk.settings import CONSUMER
 from pk.sparkconnector.connection import Cluster
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.scan import Scan
-from tests.sim.test_clients_in_a_cluster import SESSION_MS, Lines, Town
+from pk.wire import pk_pb2 as wire
+from tests.sim.clients_kit import SESSION_MS, Lines, Town, make
+
+__all__ = ["make"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Town] = []
-
-    def one(seed: int, **given: Any) -> Town:
-        made.append(Town(seed, **given))
-        return made[-1]
-
-    yield one
-    for kit in made:
-        kit.sim.close()
 
 
 def connect(kit: Town) -> Cluster:
@@ -108,3 +97,21 @@ def test_offsets_and_sizes_come_from_the_leaders(make: Any) -> None:
         if leader not in kit.brokers:
             kit.boot(leader)
         kit.until(lambda: all(len(kit.state("t", p).isr) == 3 for p in range(3)))
+
+
+def test_every_leader_is_asked_for_the_table(make: Any) -> None:
+    """A broker that leads nothing of a topic has never seen its table."""
+    kit = make(4)
+    kit.spread("t")
+    cluster = connect(kit)
+    asked: list[str] = []
+    call = cluster._call
+
+    async def noted(address: str, request: Any) -> Any:
+        if isinstance(request, wire.DescribeTierRequest):
+            asked.append(address)
+        return await call(address, request)
+
+    cluster._call = noted  # type: ignore[method-assign]
+    assert cluster.tier("t").uri == ""
+    assert asked == [f"b{n}:9292" for n in (1, 2, 3)]

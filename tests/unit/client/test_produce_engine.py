@@ -476,3 +476,25 @@ def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
 
     b.run(work)
     assert len(b.broker.produced) == len(elsewhere.produced) == 1
+
+
+def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
+    """It will hear of it at once; and many batches that it refuses together are one refusal."""
+    b = bench(retry_backoff_ms=1_000, retry_backoff_max_ms=10_000, batch_size=1_024)
+    b.cluster.create("t")
+    until_ms = b.world.clock.monotonic_ms() + 100
+
+    def verdict(log: Any, header: Any) -> Any:
+        early = b.world.clock.monotonic_ms() < until_ms
+        return errors.UnknownLeaderEpoch("not yet") if early else APPEND
+
+    b.broker.on_produce = verdict
+
+    async def work() -> None:
+        for number in range(5):
+            await b.send("t", b"%d" % number * 900)
+            b.engine.begin_flush()
+        await b.engine.flush(250)
+
+    b.run(work)
+    assert len(b.cluster.log("t").rows()) == 5
