@@ -147,7 +147,7 @@ class Cluster:
             self._callers[address] = found
         return found
 
-    async def _call(self, address: str, request: Message, timeout_ms: int) -> Message:
+    async def call_at(self, address: str, request: Message, *, timeout_ms: int) -> Message:
         """One attempt at one address; who does not answer is tried last for a while (K3)."""
         try:
             frame = await self.caller(address).call(request, timeout_ms=timeout_ms)
@@ -182,11 +182,7 @@ class Cluster:
         if address is None:
             self.want_metadata()
             raise errors.BrokerUnavailable(f"broker {node} is not known")
-        return await self.call_address(address, request, timeout_ms=timeout_ms)
-
-    async def call_address(self, address: str, request: Message, *, timeout_ms: int) -> Message:
-        """One attempt at whoever listens there; the reply's body."""
-        return await self._call(address, request, timeout_ms)
+        return await self.call_at(address, request, timeout_ms=timeout_ms)
 
     async def call_any(self, request: Message, *, timeout_ms: int) -> Message:
         """One round over the brokers we know and the bootstrap addresses, one after another: the
@@ -198,7 +194,7 @@ class Cluster:
             address = await self._responsive(left, timeout_ms)
             left.remove(address)
             try:
-                return await self._call(address, request, timeout_ms)
+                return await self.call_at(address, request, timeout_ms=timeout_ms)
             except ELSEWHERE as cause:
                 error = cause
         raise error
@@ -223,7 +219,8 @@ class Cluster:
             return addresses[0]
 
         async def ping(address: str) -> str:
-            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms)
+            request = wire.MetadataRequest(topic_ids=[NOBODY])
+            await self.call_at(address, request, timeout_ms=timeout_ms)
             return address
 
         try:
@@ -418,8 +415,9 @@ class Cluster:
             await asyncio.gather(*[self._ping(address) for address in list(self._watched)])
 
     async def _ping(self, address: str) -> None:
+        request = wire.MetadataRequest(topic_ids=[NOBODY])
         try:
-            await self._call(address, wire.MetadataRequest(topic_ids=[NOBODY]), PING_TIMEOUT_MS)
+            await self.call_at(address, request, timeout_ms=PING_TIMEOUT_MS)
         except errors.PkError as cause:
             _log.debug("%s tells of no change any more: %s", address, cause)
             if self._watched.pop(address, None) is not None:
@@ -435,7 +433,7 @@ class Cluster:
         timeout_ms = min(self.request_timeout_ms, 10_000)
 
         async def attempt(address: str) -> None:
-            reply = await self._call(address, request, timeout_ms)
+            reply = await self.call_at(address, request, timeout_ms=timeout_ms)
             assert isinstance(reply, wire.MetadataReply)
             if names == []:
                 del reply.topics[:]
@@ -456,7 +454,16 @@ class Cluster:
             return False
         self._last_error = None
         self._unwatch()
+        if names != []:
+            asyncio.get_running_loop().call_later(HEDGE_MS / 1000, self._complete_watch)
         return True
+
+    def _complete_watch(self) -> None:
+        """One that was asked to watch may have refused, after another one had answered."""
+        known = [each for each in self.metadata.brokers.values() if each not in self._doubted]
+        watching = [each for each in known if each in self._watched]
+        if len(watching) < min(WATCHES, len(known)) and not self._closed:
+            self.want_metadata()
 
     def _unwatch(self) -> None:
         """Who was asked to watch long ago need not any more."""
@@ -466,7 +473,7 @@ class Cluster:
             request = wire.MetadataRequest(
                 topic_ids=[NOBODY], watch=True
             )  # in the other one's place
-            call = self._call(address, request, self.request_timeout_ms)
+            call = self.call_at(address, request, timeout_ms=self.request_timeout_ms)
             self._keep(asyncio.get_running_loop().create_task(call))
 
     def _update(self, reply: wire.MetadataReply, names: list[str] | None) -> None:

@@ -283,7 +283,7 @@ class Fetcher:
         slot.failing_ms = None
         position, slot.next = slot.next, max(slot.next, event.next_offset)
         if size:
-            slot.fetched_epoch = _last_epoch(event.payload)
+            slot.fetched_epoch = last_epoch(event.payload)
         session.buffered += size
         fetched = Fetched(
             slot.place, slot.position_id, event.node, event.payload, position, slot.next,
@@ -519,7 +519,7 @@ class Fetcher:
         return int(wait * (0.8 + 0.4 * self._rng.random()))
 
 
-def _last_epoch(payload: memoryview) -> int:
+def last_epoch(payload: memoryview) -> int:
     """The leader epoch of the last whole batch; lengths are checked when the batches are
     decoded.
     """

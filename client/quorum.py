@@ -87,7 +87,7 @@ async def ask_active(cluster: Cluster, request: Message, timeout_ms: int) -> Mes
             continue
         asked[address] = None
         try:
-            return await cluster.call_address(address, request, timeout_ms=timeout_ms)
+            return await cluster.call_at(address, request, timeout_ms=timeout_ms)
         except errors.ControllerUnavailable as cause:
             error = cause
             if named := cause.details.get("address"):

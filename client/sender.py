@@ -249,6 +249,9 @@ class Sender:
         if loss is not None:
             self._failed(partition, batch, loss)
             return
+        self._keep_or_drop(partition, batch)
+        if partition.retry_ms > now_ms:
+            return  # of the same round as one that failed before
         partition.attempts += 1
         wait = self._back_off(partition.attempts)
         leader = self.metadata.leader(batch.key)
@@ -257,7 +260,6 @@ class Sender:
             early = EARLY_MS * 2 ** min(partition.attempts - 1, 16)
             wait = 0 if epoch < leader.epoch else min(wait, early)
         partition.retry_ms = now_ms + wait
-        self._keep_or_drop(partition, batch)
 
     def _unknown(self, batch: Batch, error: errors.PkError, now_ms: int) -> None:
         """`batch` may have been stored."""

@@ -24,6 +24,8 @@ from pk.server.quorum import membership
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
+from pk.server.quorum.opening import SnapshotRules
+from pk.server.quorum.snapshot import file_name
 from pk.server.settings import voter_directory_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -94,6 +96,11 @@ class ControllerNode:
             voters=voters,
             timing=timing,
             cluster_id=run.cluster_id,
+            rules=SnapshotRules(
+                int(run.server["metadata_log_max_record_bytes_between_snapshots"]),
+                int(run.server["metadata_log_max_snapshot_interval_ms"]),
+            ),
+            say=self._say,
             peers=run.peer_controller_addresses,
         )
         self.term: Term | None = None  #: while this node is the active controller
@@ -304,9 +311,13 @@ class ControllerNode:
     # -- the metadata log --------------------------------------------------------------------------
 
     async def _fetch(self, request: wire.FetchMetadataLogRequest) -> FetchReply:
-        """Committed batches from an offset; waits for the first one."""
+        """Committed batches from an offset; waits for the first one.  What is below the log's start
+        is in the snapshot that the reply names (KIP-630).
+        """
         self._active()
         log, offset = self.metadata, request.from_offset
+        if 0 <= offset < log.log_start and log.newest_snapshot is not None:
+            return self._fetched(offset, snapshot=file_name(log.newest_snapshot)), ()
         if offset > log.end and not log.alone:
             # The asker has seen more that is committed: another controller leads a later epoch.
             raise errors.ControllerUnavailable(
@@ -324,14 +335,18 @@ class ControllerNode:
         raw, following = b"", offset
         if offset < log.committed:
             raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
-        reply = wire.FetchMetadataLogReply(
+        return self._fetched(following), (raw,)
+
+    def _fetched(self, following: int, *, snapshot: str = "") -> wire.FetchMetadataLogReply:
+        log = self.metadata
+        return wire.FetchMetadataLogReply(
             high_watermark=log.committed,
-            log_start=0,
+            log_start=log.log_start,
             next_offset=following,
             leader_epoch=log.epoch,
             leader_id=self.run.node_id,
+            snapshot=snapshot,
         )
-        return reply, (raw,)
 
 
 # -- the shell (◦) ---------------------------------------------------------------------------------

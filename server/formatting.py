@@ -29,7 +29,7 @@ from pk import errors
 from pk.clock import block_s
 from pk.log import directory as directories
 from pk.log.files import RealStorage
-from pk.server.quorum.log import QUORUM_STATE, first_state
+from pk.server.quorum.opening import QUORUM_STATE, first_state
 from pk.server.run_config import RunConfig
 from pk.server.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
 

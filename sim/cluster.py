@@ -24,7 +24,7 @@ from pk.server.broker_node import BrokerNode
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import decode_batches
 from pk.server.controller_node import ControllerNode
-from pk.server.quorum.log import LOG_DIR
+from pk.server.quorum.opening import LOG_DIR
 from pk.server.run_config import RunConfig
 from pk.server.tier_node import TierNode
 from pk.sim.checkers import PartitionSample, require

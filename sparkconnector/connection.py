@@ -4,44 +4,43 @@ Spark's Python workers are reused over tasks and batches, so the event loop (on 
 own), its channels and idle fetch streams live in the module, one set per process; a forked worker
 starts its own. Nothing here is pickled.
 
-A scan reads `[start, end)` of one partition and then ends.  The loop's thread receives; the
-caller's thread checks, decodes and hands back credit, so at most `CREDIT_BYTES` wait between the
-two.
+Who leads is taken from the clients' own `Cluster`, which is told of every change: a scan (scan.py)
+whose leader moved, died or fell silent goes on at the next one from where it is.
 
 Invariants
   K1  calls and scans retry what is retriable, with back-off, until `default_api_timeout_ms` passed
       without progress: Spark itself retries neither a planner call nor (locally) a task.
   K2  a scan yields payloads in offset order, without gap or repetition, also across reconnects.
   K3  a stream is reused only if its last scan ended on it cleanly.
+  K4  nobody waits for a broker that leads no more, or that the cluster gave up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from pk import __version__, errors, limits
+from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
+from pk.sparkconnector.scan import Fetched, Line, Scan
+from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, Caller, head_of, open_stream
-from pk.world import Disconnected, Stream, StreamKind
+from pk.wire.calls import open_stream
+from pk.world import StreamKind
 
 T = TypeVar("T")
 
-CREDIT_BYTES = limits.FETCH_CREDIT_BYTES
-#: Credit is handed back in pieces of at least this.
-GRANT_BYTES = 2 * limits.MIB
 #: Idle fetch streams kept for the next scan.
 STREAMS_IDLE_MAX = 8
 #: How long a topic that is not there is waited for: metadata may still travel.
 UNKNOWN_TOPIC_WAIT_MS = 2_000
+#: A broker that lives says hello at once.
+HELLO_TIMEOUT_MS = 5_000
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
@@ -64,14 +63,6 @@ class Tier(NamedTuple):
     ends: dict[int, int]  #: partition → tiered_end
 
 
-class Fetched(NamedTuple):
-    """Whole batches of one answer; the outer ones may reach beyond the scan's range."""
-
-    payload: memoryview
-    aborted: tuple[tuple[int, int, int], ...]  #: producer id, first and last offset
-    next_offset: int
-
-
 class _Process:
     """This process's share of the clients' loop thread, held until the process ends."""
 
@@ -80,6 +71,7 @@ class _Process:
 
         self.pid = os.getpid()
         self._thread = connection.acquire()
+        self.world = self._thread.world
         self.loop = self._thread.loop
         self.clock = self._thread.world.clock
         self.network = self._thread.world.network
@@ -109,30 +101,25 @@ def cluster(bootstrap: str, client: Mapping[str, Any] | None = None) -> Cluster:
         return found
 
 
-@dataclass(slots=True)
-class _Line:
-    """A fetch stream and how much the broker may still send on it."""
-
-    address: str
-    stream: Stream
-    credit: int = 0
-    next_position_id: int = 1
-
-
 class Cluster:
     """Synchronous façade; methods may be called from any thread."""
 
     def __init__(self, process: _Process, bootstrap: str, settings: Mapping[str, Any]) -> None:
         self._process = process
-        self._bootstrap = [part for part in bootstrap.split(",") if part]
+        from pk.client.cluster import Cluster as Peers
+
         self._settings = settings
-        self._hello = wire.Hello(
-            client_id=settings["client_id"] or "spark", build=__version__, protocol=PROTOCOL
-        )
-        self._callers: dict[str, Caller] = {}
-        self._idle: list[_Line] = []
+        self._peers = Peers(
+            process.world, bootstrap, client_id=settings["client_id"] or "spark",
+            request_timeout_ms=settings["request_timeout_ms"],
+            retry_backoff_ms=settings["retry_backoff_ms"],
+            retry_backoff_max_ms=settings["retry_backoff_max_ms"],
+        )  # fmt: skip
+        self._peers.on_change.append(self._on_metadata)
+        self._names: dict[str, str] = {}  #: topic id → name
+        self._scans: dict[Scan, None] = {}
+        self._idle: list[Line] = []
         self._leaders: dict[tuple[str, int], str] = {}
-        self._turn = 0
 
     # -- retrying ----------------------------------------------------------------------------------
 
@@ -167,26 +154,26 @@ class Cluster:
                 attempt += 1
 
     async def _call(self, address: str, request: Any) -> Any:
-        caller = self._callers.get(address)
-        if caller is None:
-            caller = Caller(self._process.network, self._process.clock, address, self._hello)
-            self._callers[address] = caller
-        frame = await caller.call(request, timeout_ms=self._timeout_ms)
-        body = frame.head.WhichOneof("body")
-        return getattr(frame.head, body or "")
+        return await self._peers.call_at(address, request, timeout_ms=self._timeout_ms)
 
     async def _ask(self, request: Any) -> Any:
-        """Any broker: the bootstrap addresses in turn."""
-        last: errors.PkError | None = None
-        for _ in self._bootstrap:
-            address = self._bootstrap[self._turn % len(self._bootstrap)]
-            try:
-                return await self._call(address, request)
-            except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
-                last = cause
-                self._turn += 1
-        assert last is not None
-        raise last
+        """Any broker."""
+        return await self._peers.call_any(request, timeout_ms=self._timeout_ms)
+
+    def _on_metadata(self) -> None:
+        """Leaders moved: whoever waits for an old one goes to the new one (K4)."""
+        for key in list(self._leaders):
+            address = self._peers.leader_address(PartitionKey(*key))
+            if address is not None:
+                self._leaders[key] = address
+        for scan in list(self._scans):
+            scan.follow()
+
+    def _watch(self, name: str | None) -> None:
+        """Hear of every change of this topic's leaders from now on."""
+        if name is not None:
+            self._peers.start()
+            self._peers.watch_topics([name])
 
     # -- metadata ----------------------------------------------------------------------------------
 
@@ -205,6 +192,7 @@ class Cluster:
                 continue
             leaders = {p.partition: brokers.get(p.leader, "") for p in info.partitions}
             found.append(Topic(info.name, info.topic_id, leaders, info.internal))
+            self._names[info.topic_id] = info.name
             for partition, address in leaders.items():
                 self._leaders[info.topic_id, partition] = address
         return sorted(found)
@@ -242,7 +230,8 @@ class Cluster:
         for key, what in asked:
             by_leader.setdefault(await self._leader(key), []).append((key, what))
         found: dict[tuple[tuple[str, int], int], int] = {}
-        for address, part in by_leader.items():
+
+        async def ask(address: str, part: Sequence[tuple[tuple[str, int], int]]) -> None:
             request = wire.ListOffsetsRequest(isolation=isolation)
             for (topic_id, partition), what in part:
                 request.queries.add(
@@ -257,9 +246,12 @@ class Cluster:
                     self._leaders.pop(key, None)
                     raise frames.raise_error(answer.error)
                 found[key, what] = answer.offset
+
+        await asyncio.gather(*[ask(*each) for each in by_leader.items()])
         return found
 
     async def _leader(self, key: tuple[str, int]) -> str:
+        self._watch(self._names.get(key[0]))
         if not self._leaders.get(key):
             reply = await self._ask(wire.MetadataRequest(topic_ids=[key[0]]))
             brokers = {node.node_id: node.address for node in reply.brokers}
@@ -311,7 +303,8 @@ class Cluster:
         for at, one in enumerate(ranges):
             address = await self._leader((one.topic_id, one.partition))
             by_leader.setdefault(address, []).append(at)
-        for address, part in by_leader.items():
+
+        async def ask(address: str, part: Sequence[int]) -> None:
             request = wire.ByteOffsetsRequest()
             for at in part:
                 one = ranges[at]
@@ -327,6 +320,8 @@ class Cluster:
                 if answer.HasField("error"):
                     raise frames.raise_error(answer.error)
                 found[at] = list(answer.offsets), list(answer.cumulative_bytes)
+
+        await asyncio.gather(*[ask(*each) for each in by_leader.items()])
         return [found[at] for at in range(len(ranges))]
 
     @property
@@ -352,19 +347,41 @@ class Cluster:
     async def _tier(self, topic: str) -> Tier:
         nothing = Tier("", -1, {}, {})
         try:
-            reply = await self._retried(lambda: self._ask(wire.DescribeTierRequest(topic=topic)))
+            replies = await self._retried(lambda: self._tier_views(topic))
         except (errors.TierUnavailable, errors.UnsupportedFeature, errors.InvalidRequest):
             return nothing  # the broker serves cold reads too, or says why it cannot
-        if reply.HasField("problem") or not reply.uri or reply.version < 0:
+        there = [r for r in replies if not r.HasField("problem") and r.uri and r.version >= 0]
+        if not there:
             return nothing
-        ends = {p.partition: p.end for p in reply.partitions}
-        return Tier(reply.uri, reply.version, dict(reply.storage_options), ends)
+        newest = max(there, key=lambda reply: reply.version)
+        ends: dict[int, int] = {}
+        for reply in there:
+            for p in reply.partitions:
+                ends[p.partition] = max(p.end, ends.get(p.partition, 0))
+        return Tier(newest.uri, newest.version, dict(newest.storage_options), ends)
+
+    async def _tier_views(self, topic: str) -> list[Any]:
+        """What the leaders of the topic say of its table: a broker that leads nothing of it has
+        never seen it.
+        """
+        (known,) = await self._topics([topic])
+        self._watch(topic)
+        request = wire.DescribeTierRequest(topic=topic)
+        asked = [
+            self._on_leader(address, request)
+            for address in sorted({address for address in known.leaders.values() if address})
+        ] or [self._ask(request)]
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [each for each in replies if isinstance(each, BaseException)]
+        if len(failed) == len(replies):
+            raise failed[0]
+        return [each for each in replies if not isinstance(each, BaseException)]
 
     # -- scans -------------------------------------------------------------------------------------
 
     def scan(self, one: Range, *, read_committed: bool) -> Iterator[Fetched]:
         """The batches of `one`, in order (K2).  Raises typed errors; retries inside (K1)."""
-        scan = _Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
+        scan = Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
         future = asyncio.run_coroutine_threadsafe(scan.run(), self._process.loop)
         try:
             while (fetched := scan.next()) is not None:
@@ -373,175 +390,24 @@ class Cluster:
         finally:
             future.cancel()
 
-    async def _take_line(self, address: str) -> _Line:
+    async def _take_line(self, address: str) -> Line:
         for at, line in enumerate(self._idle):
             if line.address == address:
                 return self._idle.pop(at)
         try:
-            stream, _ = await open_stream(
-                self._process.network, address, StreamKind.FETCH, self._hello
-            )
-        except errors.BrokerUnavailable:
+            async with asyncio.timeout(HELLO_TIMEOUT_MS / 1000):
+                stream, _ = await open_stream(
+                    self._process.network, address, StreamKind.FETCH, self._peers.hello
+                )
+        except (errors.BrokerUnavailable, TimeoutError) as cause:
             self._forget(address)
-            raise
-        return _Line(address, stream)
+            raise errors.BrokerUnavailable(f"{address}: no fetch stream: {cause}") from cause
+        return Line(address, stream)
 
-    def _keep_line(self, line: _Line) -> None:
+    def _keep_line(self, line: Line) -> None:
         self._idle.append(line)
         while len(self._idle) > STREAMS_IDLE_MAX:
             self._idle.pop(0).stream.close()
-
-
-_End = BaseException | None
-
-
-class _Scan:
-    """One bounded scan: `run` on the loop, `next` and `consumed` on the caller's thread."""
-
-    def __init__(self, owner: Cluster, one: Range, isolation: int) -> None:
-        self._owner = owner
-        self._range = one
-        self._isolation = isolation
-        self._items: queue.SimpleQueue[Fetched | _End] = queue.SimpleQueue()
-        self._position = one.start
-        self._owed = 0  # consumed, not yet granted anew; touched on the loop only
-        self._line: _Line | None = None
-        self._sending: set[asyncio.Task[None]] = set()
-
-    # -- the caller's thread -----------------------------------------------------------------------
-
-    def next(self) -> Fetched | None:
-        """The next payload; None at the end."""
-        item = self._items.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def consumed(self, size: int) -> None:
-        self._owner._process.loop.call_soon_threadsafe(self._grant, size)
-
-    # -- the loop ----------------------------------------------------------------------------------
-
-    def _grant(self, size: int) -> None:
-        self._owed += size
-        line = self._line
-        if line is None or self._owed < GRANT_BYTES:
-            return
-        granted, self._owed = self._owed, 0
-        line.credit += granted
-        request = wire.FetchRequest(credit_bytes=granted)
-        task = asyncio.get_running_loop().create_task(_send(line.stream, request))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def run(self) -> None:
-        """Fetch until the end is reached, whatever happens in between (K1)."""
-        owner = self._owner
-        clock = owner._process.clock
-        attempt = 0
-        deadline = clock.monotonic_ms() + owner.patience_ms
-        try:
-            while self._position < self._range.end:
-                before = self._position
-                try:
-                    await self._attempt()
-                except (errors.RetriableError, Disconnected) as cause:
-                    now_ms = clock.monotonic_ms()
-                    if self._position > before:
-                        attempt, deadline = 0, now_ms + owner.patience_ms
-                    elif now_ms >= deadline:
-                        raise _final(cause, self._range) from cause
-                    owner._leaders.pop((self._range.topic_id, self._range.partition), None)
-                    await owner._pause(attempt)
-                    attempt += 1
-            self._items.put(None)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as cause:  # also bugs: the caller's thread waits for an answer
-            self._items.put(cause)
-
-    async def _attempt(self) -> None:
-        """Fetch on one stream until the end or an error."""
-        owner, one = self._owner, self._range
-        line = await owner._take_line(await owner._leader((one.topic_id, one.partition)))
-        clean = False
-        try:
-            position_id = line.next_position_id
-            line.next_position_id += 1
-            granted = max(0, CREDIT_BYTES - line.credit)
-            line.credit += granted
-            self._owed = 0
-            self._line = line
-            await line.stream.send(frames.encode(head_of(self._request(position_id, granted))))
-            while self._position < one.end:
-                async with asyncio.timeout(owner.patience_ms / 1000):
-                    raw = await line.stream.recv()
-                if raw is None:
-                    raise Disconnected("the broker closed the stream")
-                self._take(line, frames.decode(raw), position_id)
-            clean = True
-        except TimeoutError:
-            raise errors.RequestTimedOut(f"{line.address}: nothing more of {one}") from None
-        finally:
-            self._line = None
-            if clean:
-                owner._keep_line(line)  # K3
-            else:
-                line.stream.close()
-
-    def _request(self, position_id: int, credit: int) -> wire.FetchRequest:
-        settings = self._owner._settings
-        request = wire.FetchRequest(
-            replica_id=-1,
-            isolation=self._isolation,
-            max_wait_ms=settings["fetch_max_wait_ms"],
-            min_bytes=1,
-            max_bytes=settings["fetch_max_bytes"],
-            credit_bytes=credit,
-        )
-        request.positions.add(
-            topic_id=self._range.topic_id,
-            partition=self._range.partition,
-            current_leader_epoch=-1,
-            last_fetched_epoch=-1,
-            fetch_offset=self._position,
-            end_offset=self._range.end,
-            partition_max_bytes=settings["max_partition_fetch_bytes"],
-            position_id=position_id,
-        )
-        return request
-
-    def _take(self, line: _Line, frame: frames.Frame, position_id: int) -> None:
-        if frame.head.HasField("error"):
-            raise frames.raise_error(frame.head.error)
-        at = 0
-        for entry in frame.head.fetch_reply.partitions:
-            payload = frame.payload[at : at + entry.payload_bytes]
-            at += entry.payload_bytes
-            line.credit -= entry.payload_bytes
-            if len(payload) != entry.payload_bytes:
-                raise errors.CorruptBatch("a fetch frame is shorter than it says")
-            if entry.position_id != position_id:
-                continue
-            if entry.HasField("error"):
-                raise frames.raise_error(entry.error)
-            if entry.HasField("diverging"):
-                raise errors.LogTruncated(f"the log of {self._range} was truncated")
-            if entry.next_offset < self._position:
-                raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
-            self._position = entry.next_offset
-            if len(payload):
-                aborted = tuple(
-                    (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
-                )
-                self._items.put(Fetched(payload, aborted, entry.next_offset))
-
-
-async def _send(stream: Stream, request: Any) -> None:
-    try:
-        await stream.send(frames.encode(head_of(request)))
-    except Disconnected:
-        pass  # the scan sees the break in recv
 
 
 def _unknown(error: errors.PkError) -> bool:
@@ -553,10 +419,3 @@ def _named(error: errors.PkError, topic: str) -> errors.PkError:
     if topic in error.message:
         return error
     return type(error)(f"{topic}: {error.message}", **error.details)
-
-
-def _final(cause: BaseException, one: Range) -> errors.PkError:
-    where = f"{one.topic}-{one.partition}"
-    if isinstance(cause, errors.PkError):
-        return type(cause)(f"{where}: {cause.message}")
-    return errors.BrokerUnavailable(f"{where}: {cause}")

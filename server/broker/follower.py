@@ -6,7 +6,8 @@ chunk.  `reached` is what gives admin replies read-your-writes: it waits until t
 offset is done, not only the image.
 
 Invariants
-  M1  the image is built by `apply` alone, from committed records, each once and in order
+  M1  the image is built by `apply` alone, from committed records, each once and in order, or from
+      a snapshot of them and those behind it
   M2  a partition is led only under this process's own registration (rule Q2): a leadership that an
       image from before the restart names belongs to the previous process
   M3  a directory without a topic of its id in the image is a stray: renamed now, removed later
@@ -30,9 +31,12 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.log.plan import LogConfig
 from pk.server.broker.claims import Claims
+from pk.server.broker.metadata_feed import load_image
 from pk.server.broker.partition import Partition
 from pk.server.controller import records
 from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage, PartitionState
+from pk.server.quorum.difference import difference
+from pk.server.quorum.history import SLICE_RECORDS
 from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -238,7 +242,27 @@ class MetadataFollower:
             last_fetched_epoch=NONE,
         )
         frame = await self._core.link.call(request, POLL_TIMEOUT_MS)
+        reply = frame.head.fetch_metadata_log_reply
+        if reply.snapshot:
+            return await self._load_snapshot(reply)
         return self._apply(frame)
+
+    async def _load_snapshot(self, reply: wire.FetchMetadataLogReply) -> _Changes:
+        """The log does not reach back to here: what a snapshot changes, both ways (rule Q2)."""
+        image = await load_image(self._core, reply.snapshot, self.next_offset)
+        changes = _Changes()
+        rows = difference(self.image, image) if self._loaded else ()
+        for count, (_offset, record) in enumerate(rows, 1):
+            if count % SLICE_RECORDS == 0:  # heartbeats go on (rule P1)
+                await self._core.clock.sleep_ms(0)
+            if record.WhichOneof("record") == "remove_topic":
+                changes.topics[record.remove_topic.name] = None
+            changes.note(record, self._core.node_id)
+        self.image = image
+        self.next_offset = image.offset + 1
+        self.committed = max(self.committed, reply.high_watermark)
+        self._core.warn("metadata_snapshot_loaded", snapshot=reply.snapshot)
+        return changes
 
     def _apply(self, frame: frames.Frame) -> _Changes:
         changes = _Changes()

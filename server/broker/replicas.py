@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
 
 BACKOFF_MS = (50, 1_000)
-#: A replica that was refused, or whose disk is full, asks again after this.
-AGAIN_MS = 100
+#: A replica that was refused asks again after this, and twice as long each further time: a new
+#: leader knows of its office within milliseconds.
+AGAIN_MS = (10, 500)
+#: … and one whose disk is full, after this.
 FULL_MS = 1_000
 CONNECT_MS = 5_000
 #: Positions in one request, and one partition's share of a frame.
@@ -56,6 +58,7 @@ class Replica:
         "partition",
         "placed",
         "position_id",
+        "refused",
         "unclean_epoch",
     )
 
@@ -67,6 +70,7 @@ class Replica:
         self.position_id = 0  #: of the newest position; what answers an older one is dropped (R1)
         self.placed = False  #: the position is on its way, and the log stands where it says
         self.log_start: Offset = 0  #: the leader's
+        self.refused = 0  #: times in a row
 
     @property
     def key(self) -> PartitionKey:
@@ -86,8 +90,7 @@ class Replica:
 
     def not_stored(self, error: errors.PkError) -> None:
         """partition.Follows."""
-        wait_ms = FULL_MS if isinstance(error, errors.StorageFull) else AGAIN_MS
-        self.fetcher.again(self, wait_ms)
+        self.fetcher.again(self, FULL_MS if isinstance(error, errors.StorageFull) else 0)
 
 
 class Replicas:
@@ -158,6 +161,7 @@ class LeaderFetcher:
         self._owed = 0  #: credit that comes back when what was fetched is written
         self._credit = 0  #: to be granted with the next request
         self._wake = asyncio.Event()
+        self._poked = asyncio.Event()  #: there is a reason to connect now
 
     # -- replicas ----------------------------------------------------------------------------------
 
@@ -165,6 +169,7 @@ class LeaderFetcher:
         self._replicas[replica.key] = replica
         if self._run_task is None:
             self._run_task = asyncio.get_running_loop().create_task(self._run())
+        self._poked.set()
         self._place_soon(replica)
 
     def remove(self, replica: Replica) -> None:
@@ -175,13 +180,16 @@ class LeaderFetcher:
             self._wake.set()
 
     def look_again(self) -> None:
-        """The stream goes if it would be another one now."""
+        """The stream goes if it would be another one now; who is back is tried at once."""
+        self._poked.set()
         if self._stream is not None and self._session != self._wanted_session():
             self._stream.close()
 
-    def again(self, replica: Replica, wait_ms: int) -> None:
+    def again(self, replica: Replica, wait_ms: int = 0) -> None:
         """Set the position anew after a while."""
         replica.placed = False
+        wait_ms = max(wait_ms, min(AGAIN_MS[0] << min(replica.refused, 10), AGAIN_MS[1]))
+        replica.refused += 1
         self._spawn(self._later(replica, wait_ms))
 
     async def _later(self, replica: Replica, wait_ms: int) -> None:
@@ -249,8 +257,23 @@ class LeaderFetcher:
                         self.core.metrics.refused(cause)
                 except Exception as bug:
                     self.core.bug("fetching from a leader", bug)
-            await self.core.clock.sleep_ms(backoff_ms * self.core.world.rng.uniform(0.5, 1.0))
-            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            if await self._pause(backoff_ms if self._replicas else None):
+                backoff_ms = BACKOFF_MS[0]
+            else:
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+
+    async def _pause(self, wait_ms: int | None) -> bool:
+        """Wait before the next connection; True if somebody gave a reason to try at once."""
+        self._poked.clear()
+        if wait_ms is None:
+            await self._poked.wait()
+            return True
+        try:
+            async with asyncio.timeout(wait_ms * self.core.world.rng.uniform(0.5, 1.0) / 1000):
+                await self._poked.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _connection(self) -> None:
         session = self._wanted_session()
@@ -380,7 +403,7 @@ class LeaderFetcher:
             return False  # R1
         if entry.HasField("error"):
             self.core.metrics.refused(frames.raise_error(entry.error))
-            self.again(replica, AGAIN_MS)
+            self.again(replica)
             return False
         if entry.HasField("diverging"):
             parting = entry.diverging
@@ -401,8 +424,9 @@ class LeaderFetcher:
                 self.core.warn(
                     "fetched_batch_refused", partition=str(partition), error=error.message
                 )
-                self.again(replica, AGAIN_MS)
+                self.again(replica)
                 return False
+        replica.refused = 0
         partition.heard_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
         partition.heard_retention(entry.log_start, entry.tiered_end, entry.droppable_end)

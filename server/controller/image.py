@@ -1,9 +1,10 @@
 """The metadata image: what the cluster looks like at one offset of `__cluster_metadata-0`.
 
 The controller, every broker and the tier process hold one each and build it only by `apply`,
-from the same records in the same order (rule Q2); the controller's decisions read it.  Values
-inside are frozen and are replaced whole, so a reader may keep what it got; the dictionaries are
-the image's own.
+from the same records in the same order (rule Q2), or from a snapshot of them and the records behind
+it (quorum/snapshot.py: a snapshot is rows for `apply` too, so a field added here is added there);
+the controller's decisions read it.  Values inside are frozen and are replaced whole, so a reader
+may keep what it got; the dictionaries are the image's own.
 
 Invariants (checked by `check`, which tests and the simulator call after every record)
   I1  leader is NONE or a member of the ISR; ISR, ELR and last-known are subsets of the replicas
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pk import errors, settings
 from pk.types import NONE, NodeId, PartitionKey, TopicId
@@ -67,6 +68,14 @@ class PartitionState:
     def target(self) -> tuple[NodeId, ...]:
         """The replicas it will have when its reassignment is complete; else those it has."""
         return tuple(member for member in self.replicas if member not in self.removing)
+
+
+class VoterState(NamedTuple):
+    """A voter of the metadata quorum (KIP-853), and where it is reached."""
+
+    node_id: NodeId
+    directory_id: str
+    address: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,7 +127,7 @@ class MetadataImage:
     features: dict[str, int] = field(default_factory=dict)
     leader_id: NodeId = NONE  #: of the metadata quorum
     leader_epoch: int = NONE
-    voters: tuple[NodeId, ...] = ()
+    voters: tuple[VoterState, ...] = ()
     #: The partitions with a replica on a broker, and those nobody leads with the offset of the
     #: record that left them so (I5).
     assigned: dict[NodeId, dict[TopicId, dict[int, None]]] = field(
@@ -283,7 +292,9 @@ class MetadataImage:
         self.leader_epoch = record.epoch
 
     def _voters(self, _offset: int, record: wire.VotersRecord) -> None:
-        self.voters = tuple(voter.node_id for voter in record.voters)
+        self.voters = tuple(
+            VoterState(voter.node_id, voter.directory_id, voter.address) for voter in record.voters
+        )
 
     def _no_op(self, _offset: int, record: wire.NoOpRecord) -> None:
         """Takes an offset, says nothing."""

@@ -6,36 +6,36 @@ World-generic.  The log is an ordinary partition log whose every write is SYNCED
 the controller, the source of `fetch_metadata_log`, and where other voters fetch from.
 
 Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote, JSON),
-`__cluster_metadata-0/`.
+`__cluster_metadata-0/`, `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
 
 Invariants
   L1  the machine hears of the log's state only as it is SYNCED, and of every write it asked for
   L2  what a former leader had decided and not written is undone before anything is fetched
+  L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
+      meanwhile nobody else writes to the log (quorum/machine.py, U6)
+  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes:
+      neither cutting the log's end nor loading a snapshot happens at the same time
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pk import errors, limits, settings
+from pk import errors
 from pk.effects import Level
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
-from pk.log.plan import LogConfig
-from pk.log.storage import Disk, Storage
+from pk.log.storage import Disk
 from pk.server.controller.records import (
-    METADATA_TOPIC_ID,
     MetadataRecord,
-    decode_batches,
     encode_batch,
-    record_of,
 )
 from pk.server.quorum import codec, messages
+from pk.server.quorum.history import READ_BYTES, Apply, History
 from pk.server.quorum.machine import Quorum, Role, Timing
 from pk.server.quorum.messages import (
     HIGH_WATERMARK,
@@ -47,70 +47,35 @@ from pk.server.quorum.messages import (
     Leadership,
     LogState,
     Resign,
+    SnapshotId,
     Started,
     Synced,
     TimerFired,
     Vote,
     Voter,
-    VotersAt,
+)
+from pk.server.quorum.opening import (
+    QUORUM_STATE,
+    SnapshotRules,
+    recover,
+    state_bytes,
 )
 from pk.server.quorum.peers import Peers
+from pk.server.quorum.snapshot_files import SnapshotFiles
+from pk.server.quorum.snapshot_loading import SnapshotLoader
+from pk.server.quorum.snapshot_making import SnapshotMaker
+from pk.server.quorum.voters import Voters
 from pk.server.runtime import MachineHost, Timers
-from pk.types import METADATA_TOPIC, NONE, NodeId, TopicPartition
+from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler
 from pk.world import World
 
-QUORUM_STATE = "quorum-state"
-LOG_DIR = f"{METADATA_TOPIC}-0"
-READ_BYTES = 4 * limits.MIB
 #: How long a farewell may take.
 RESIGN_MS = 1_000
 #: A follower whose disk is full looks again after this.
 FULL_WAIT_MS = 1_000
-
-#: How the metadata log differs from a topic: kept for ever, synced always, large batches (rule M2).
-_CONFIG = {
-    "retention_ms": -1,
-    "flush_on_ack": True,
-    "segment_bytes": 64 * limits.MIB,
-    "max_message_bytes": 64 * limits.MIB,
-    "decoded_bytes_max": 64 * limits.MIB,
-}
-
-
-def read_state(storage: Storage) -> tuple[Vote, int]:
-    """The saved vote and how far the log was SYNCED then; nothing saved yet = epoch 0.
-
-    Raises `CorruptLog`: to guess a vote could be to vote twice.
-    """
-    try:
-        raw = storage.read_file(QUORUM_STATE)
-    except FileNotFoundError:
-        return Vote(), 0
-    try:
-        known = json.loads(raw)
-        vote = Vote(int(known["epoch"]), int(known["voted_for"]), str(known["voted_directory_id"]))
-        return vote, int(known["synced_end"])
-    except (ValueError, KeyError, TypeError) as cause:
-        raise errors.CorruptLog(f"{storage.root}/{QUORUM_STATE} is damaged: {cause}") from cause
-
-
-def _state_bytes(vote: Vote, synced_end: int) -> bytes:
-    known: dict[str, Any] = {
-        "format": 0,
-        "epoch": vote.epoch,
-        "voted_for": vote.voted_for,
-        "voted_directory_id": vote.voted_directory_id,
-        "synced_end": synced_end,
-    }
-    return json.dumps(known).encode()
-
-
-def first_state() -> bytes:
-    """The content of `quorum-state` before any vote."""
-    return _state_bytes(Vote(), 0)
 
 
 class MetadataLog:
@@ -132,16 +97,15 @@ class MetadataLog:
         voters: Mapping[Voter, str] | None = None,
         timing: Timing | None = None,
         cluster_id: str = "",
+        rules: SnapshotRules | None = None,
+        say: Callable[..., None] = lambda event, **facts: None,
         peers: Mapping[NodeId, str] | None = None,
     ) -> None:
         first = {me: address} if voters is None else voters
         self._clock = world.clock
         self._disk = disk
         self._on_fatal = on_fatal
-        given = {v.node_id: where for v, where in first.items()}
-        self._given: dict[NodeId, str] = {**given, me.node_id: address}
-        self._addresses: dict[NodeId, str] = dict(self._given)
-        self._voters = [VotersAt(NONE, tuple(first))]
+        self.voters = Voters(me, address, first)
         self.quorum = Quorum(me, timing or Timing(), world.rng)
         self._timers = Timers(world.clock, lambda _owner, key: self._post(TimerFired(key)))
         self._host: MachineHost[Any] = MachineHost(
@@ -152,12 +116,20 @@ class MetadataLog:
             node_id=me.node_id,
         )  # fmt: skip
         self._peers = Peers(
-            world, hello, lambda: {**self._addresses, **(peers or {})}, self._post,
+            world, hello, lambda: {**self.voters.addresses, **(peers or {})}, self._post,
             timeout_ms=self.quorum.timing.fetch_ms,
+        )  # fmt: skip
+        self._rules = rules or SnapshotRules()
+        self._say = say
+        self._files = SnapshotFiles(disk, world.clock)
+        self._loader = SnapshotLoader(
+            self._files, self._peers, world.clock,
+            visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
         self._log: PartitionLog | None = None
+        self._history: History | None = None
         self._writing = asyncio.Lock()
         self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
@@ -171,14 +143,23 @@ class MetadataLog:
         Raises `CorruptLog` if records that were SYNCED are gone or damaged: committed metadata is
         never cut away as if it were a torn tail.
         """
-        vote, log = await self._disk.write(self._recover)
-        self._log = log
+        opened = await self._disk.write(
+            partial(recover, self._disk.storage, self._rules, self._clock.wall_ms())
+        )
+        log = self._log = opened.log
+        self._files.kept = opened.kept
+        self._history = History(self._disk, self._clock, self._files, log, self._say)
+        for why in opened.damaged:
+            self._say("metadata_snapshot_damaged", why=why)
         offset = 0
+        if self._files.newest is not None:
+            self.voters.begin_with(self._files.newest, await self._files.read(self._files.newest))
+            offset = self._files.newest.end
         while offset < log.written_end:
-            raw, following = await self._read(offset, log.written_end, READ_BYTES)
-            self._find_voters(raw, offset)
+            raw, following = await self._told.read(offset, log.written_end, READ_BYTES)
+            self.voters.find(raw, offset)
             offset = following
-        voters = self._voters[-1].voters
+        voters = self.voters.now
         mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
         if len(voters) == 1 and mine and not self.alone:  # it could only wait, for ever
             raise errors.DirectoryOfAnotherCluster(
@@ -187,8 +168,9 @@ class MetadataLog:
                 f"directory {self.quorum.me.directory_id}"
             )
         self._host.start()
-        self._tasks = [asyncio.get_running_loop().create_task(self._timers.run())]
-        self._post(Started(vote, self._state()))
+        for work in (self._timers.run(), self._make_snapshots()):
+            self._tasks.append(asyncio.get_running_loop().create_task(work))
+        self._post(Started(opened.vote, self._state()))
 
     async def lead(self) -> Leadership:
         """Return once this node leads and has committed the first records of its epoch."""
@@ -198,29 +180,9 @@ class MetadataLog:
                 return found
             await self._next_news()
 
-    def _recover(self) -> tuple[Vote, PartitionLog]:
-        storage = self._disk.storage
-        vote, synced_end = read_state(storage)
-        log = PartitionLog.open(
-            storage,
-            LOG_DIR,
-            TopicPartition(METADATA_TOPIC, 0),
-            METADATA_TOPIC_ID,
-            LogConfig.of(settings.TOPIC.resolve(_CONFIG)),
-            clean=False,  # always verified from the last point known to be SYNCED
-            recovery_point=synced_end,
-            now_ms=self._clock.wall_ms(),
-        )
-        if log.log_end < synced_end:
-            raise errors.CorruptLog(
-                f"{storage.root}/{LOG_DIR} ends at {log.log_end}, but had {synced_end} records"
-            )
-        log.flush()
-        return vote, log
-
     def _save(self, vote: Vote) -> None:
         synced_end = self._open_log.flush()
-        self._disk.storage.replace_file(QUORUM_STATE, _state_bytes(vote, synced_end))
+        self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
 
     async def resign(self) -> None:
         """Say farewell if this node leads: the others need not wait for a timeout."""
@@ -279,7 +241,7 @@ class MetadataLog:
     @property
     def alone(self) -> bool:
         """This node is the only voter: it leads as soon as it has started."""
-        return self._voters[-1].voters == (self.quorum.me,)
+        return self.voters.now == (self.quorum.me,)
 
     def in_touch(self) -> bool:
         """This node leads, and so lately heard of a majority that nobody else can have been elected
@@ -291,7 +253,12 @@ class MetadataLog:
 
     def address_of(self, node_id: NodeId) -> str:
         """HOST:PORT of a controller; '' if it is not known."""
-        return self._addresses.get(node_id, "")
+        return self.voters.addresses.get(node_id, "")
+
+    @property
+    def _told(self) -> History:
+        assert self._history is not None, "the metadata log is not open"
+        return self._history
 
     @property
     def _open_log(self) -> PartitionLog:
@@ -300,20 +267,8 @@ class MetadataLog:
 
     def _state(self) -> LogState:
         log = self._open_log
-        return LogState(log.synced_end, log.epochs.entries, tuple(self._voters))
-
-    def _find_voters(self, raw: Any, offset: int) -> None:
-        """Note the voters that records name (KIP-853: they count from their append on)."""
-        for at, record in decode_batches(raw, offset, verify=False):
-            if record.WhichOneof("record") == "voters":
-                self._voters_at(at, record.voters)
-
-    def _voters_at(self, offset: int, record: wire.VotersRecord) -> None:
-        named = record.voters
-        voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
-        self._voters.append(VotersAt(offset, voters))
-        self._addresses.update((each.node_id, each.address) for each in named if each.address)
-        self._addresses.update(self._given)
+        base, newest = self._told.base, self._files.newest
+        return LogState(log.synced_end, log.epochs.entries, tuple(self.voters.at), base, newest)
 
     # -- the quorum's doors (pk.server.runtime.Doors) ------------------------------------------
 
@@ -328,7 +283,7 @@ class MetadataLog:
                 await self._disk.write(partial(self._save, op.vote))
         elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
             if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
-                self._append(self._first_records(op), op.epoch, self._clock.wall_ms())
+                self._append(self.voters.records(op), op.epoch, self._clock.wall_ms())
                 await self._write_out()
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)
@@ -336,27 +291,11 @@ class MetadataLog:
             await self._append_fetched(op)
         elif isinstance(op, messages.TruncateTo):
             await self._truncate(op)
+        elif isinstance(op, messages.LoadSnapshot):
+            task = asyncio.get_running_loop().create_task(self._load(op))  # L3
+            self._tasks = [each for each in self._tasks if not each.done()] + [task]
         else:
             raise AssertionError(f"the quorum may not ask for {op!r}")
-
-    def _first_records(
-        self, op: messages.BeginEpoch | messages.AppendVoters
-    ) -> list[MetadataRecord]:
-        voters = wire.VotersRecord(
-            voters=[
-                wire.Voter(
-                    node_id=voter.node_id,
-                    directory_id=voter.directory_id,
-                    address=self._addresses.get(voter.node_id, ""),
-                )
-                for voter in op.voters
-            ]
-        )
-        if isinstance(op, messages.AppendVoters):
-            return [record_of(voters)]
-        ids = [voter.node_id for voter in op.voters]
-        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
-        return [record_of(change), record_of(voters)]
 
     async def _undo(self, job: int) -> None:
         """L2."""
@@ -365,11 +304,8 @@ class MetadataLog:
             plan = log.take_writes()
             if plan is not None:
                 log.complete(plan, errors.ControllerUnavailable("another controller leads"))
-        self._forget_voters(log.log_end)
+        self.voters.forget(log.log_end)
         self._post(Synced(self._state(), job))
-
-    def _forget_voters(self, end: int) -> None:
-        self._voters = [each for each in self._voters if each.offset < end]
 
     async def _append_fetched(self, op: messages.AppendFetched) -> None:
         log, now_ms = self._open_log, self._clock.wall_ms()
@@ -379,7 +315,7 @@ class MetadataLog:
                     break  # read from a log that had gone on: not this leader's word
                 batches.check(view)
                 log.append_as_follower(header, view, now_ms=now_ms)
-                self._find_voters(view, header.base_offset)
+                self.voters.find(view, header.base_offset)
             await self._write_out(op.job)
         except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
             await self._undo(0)
@@ -390,8 +326,41 @@ class MetadataLog:
         log = self._open_log
         async with self._writing:
             await self._disk.write(partial(log.truncate_to, op.end))
-        self._forget_voters(log.log_end)
+        self.voters.forget(log.log_end)
         self._post(Synced(self._state(), op.job))
+
+    async def _load(self, op: messages.LoadSnapshot) -> None:
+        """One visit; the machine hears of it in any case (L1)."""
+        quorum, log, epoch = self.quorum, self._open_log, self.epoch
+
+        def follows() -> bool:
+            return quorum.leader == op.leader and self.epoch == epoch
+
+        try:
+            found = await self._loader.visit(op, max(log.log_end, self.committed), follows)
+            if found is None:
+                await self._clock.sleep_ms(quorum.timing.again_ms)
+            else:
+                await self._install(*found)
+        except errors.StorageFull:
+            await self._clock.sleep_ms(FULL_WAIT_MS)
+        except Exception as failure:
+            self._fail(failure)
+            return
+        self._post(Synced(self._state(), op.job))
+        self._tell()
+
+    async def _install(self, loaded: SnapshotId, raw: bytes) -> None:
+        """The log begins anew behind `loaded`: nothing of it is needed that is below."""
+        log = self._open_log
+        await self._files.begin_load(loaded)
+        self._loader.done()
+        async with self._writing:
+            await self._disk.write(partial(log.reset_to, loaded.end))
+            await self._files.finish_load(loaded)
+            self._told.rebase()
+        self.voters.begin_with(loaded, raw)
+        self._say("metadata_snapshot_loaded", end=loaded.end, epoch=loaded.epoch, bytes=len(raw))
 
     def send(self, peer: Any, message: Any) -> None:
         self._peers.send(peer, message)
@@ -411,9 +380,8 @@ class MetadataLog:
         elif name in (LEADERSHIP, HIGH_WATERMARK):
             if name == LEADERSHIP:
                 self.leadership = value
-            else:  # nothing below is ever cut away: only the last voters there can come to count
-                while len(self._voters) > 1 and self._voters[1].offset < value:
-                    del self._voters[0]
+            else:
+                self.voters.committed(value)
             self._tell()
 
     # -- what other nodes ask ------------------------------------------------------------------
@@ -421,7 +389,22 @@ class MetadataLog:
     def handlers(self) -> dict[str, Handler]:
         """For the control streams of the quorum's other nodes."""
         names = ("quorum_vote", "quorum_begin", "quorum_end", "quorum_fetch")
-        return dict.fromkeys(names, self._answer)
+        return {**dict.fromkeys(names, self._answer), "fetch_snapshot": self._answer_piece}
+
+    async def _answer_piece(self, request: Any, _frame: frames.Frame) -> Any:
+        """A piece of a snapshot; it is committed, so that anybody may have it from anybody."""
+        wanted = SnapshotId(request.end, request.epoch)
+        if request.end == NONE:
+            newest = self._files.newest
+            if newest is None:
+                raise errors.SnapshotNotFound("no snapshot was made yet")
+            wanted = newest
+        position = request.position
+        piece, size = await self._files.piece(wanted, position, request.max_bytes)
+        reply = wire.FetchSnapshotReply(
+            end=wanted.end, epoch=wanted.epoch, size=size, position=position
+        )
+        return reply, (piece,)
 
     async def _answer(self, request: Any, _frame: frames.Frame) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -437,7 +420,7 @@ class MetadataLog:
         """The batches of a reply's range, if this node still leads the epoch that promised them."""
         if reply.end <= reply.offset:
             return reply, b""
-        payload, end = await self._read(reply.offset, reply.end, READ_BYTES)
+        payload, end = await self._told.read(reply.offset, reply.end, READ_BYTES)
         if self.quorum.role is not Role.LEADER or self.epoch != reply.epoch:
             raise errors.ControllerUnavailable("the leader changed meanwhile")
         return replace(reply, end=end), payload
@@ -478,7 +461,7 @@ class MetadataLog:
         )
         for at, record in enumerate(records, appended.base_offset):
             if record.WhichOneof("record") == "voters":
-                self._voters_at(at, record.voters)
+                self.voters.note(at, record.voters)
         return appended.base_offset
 
     async def commit(self) -> None:
@@ -522,7 +505,7 @@ class MetadataLog:
                 failure = cause
             done = log.complete(plan, failure)
         if done.error is not None:
-            self._forget_voters(log.log_end)
+            self.voters.forget(log.log_end)
             raise done.error
         self._post(Synced(self._state(), job))
 
@@ -531,7 +514,7 @@ class MetadataLog:
 
         Raises `ControllerUnavailable`: its outcome is open then; `InvalidRequest`.
         """
-        self._addresses.update(addresses)
+        self.voters.addresses.update(addresses)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(messages.VotersChange(future, tuple(voters)))
         await future
@@ -546,22 +529,56 @@ class MetadataLog:
         while self.committed < end:
             await self._next_news()
 
-    async def replay(self, apply: Callable[[int, MetadataRecord], None]) -> None:
-        """Hand every record below the end to `apply`, in order."""
-        log, offset = self._open_log, 0
-        while offset < log.written_end:
-            raw, following = await self._read(offset, log.written_end, READ_BYTES)
-            for at, record in decode_batches(raw, offset):
-                apply(at, record)
-            offset = following
+    async def replay(self, apply: Apply) -> None:
+        """Hand every record below the end to `apply`, in order; those below a snapshot by what they
+        came to.
+        """
+        await self._told.replay(apply)
+
+    @property
+    def log_start(self) -> int:
+        """What is below is only in a snapshot."""
+        return self._told.base.end
+
+    @property
+    def newest_snapshot(self) -> SnapshotId | None:
+        return self._files.newest
+
+    def epoch_at(self, offset: int) -> int:
+        """The leader epoch of a record of the log."""
+        return self._open_log.epochs.epoch_of(offset)
+
+    async def begin_at(self, made: SnapshotId) -> None:
+        """Keep `made`, and drop whole segments below the older of those that are kept (L4)."""
+        log = self._open_log
+        async with self._writing:
+            newest = self._files.newest
+            if newest is not None and newest.end >= made.end:
+                raise errors.SnapshotNotFound("a later one was loaded meanwhile")
+            await self._files.keep(made)
+            self._told.rebase()
+            log.advance_log_start(self._told.base.end)
+            plan = log.retention_plan(self._clock.wall_ms(), self.committed)
+            rename, remove = log.drop_segments(plan)
+
+            def drop() -> None:
+                rename()
+                log.flush()
+                remove()
+
+            if plan.drop:
+                await self._disk.write(drop)
+        self._post(Synced(self._state()))
+
+    async def _make_snapshots(self) -> None:
+        maker = SnapshotMaker(self, self._told, self._files, self._clock, self._rules, self._say)
+        try:
+            await maker.run()
+        except Exception as failure:
+            self._fail(failure)
 
     # -- what others fetch ---------------------------------------------------------------------
 
     async def read(self, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole committed batches from `offset`, and where to go on."""
-        return await self._read(offset, self.committed, max_bytes)
-
-    async def _read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
-        log = self._open_log
-        found = await self._disk.read(lambda: log.read(offset, bound=bound, max_bytes=max_bytes))
-        return found.data, found.next_offset
+        return await self._told.read(offset, self.committed, max_bytes)

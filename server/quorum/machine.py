@@ -170,7 +170,7 @@ class Quorum:
         assert not self._started, "started twice"
         self._started = True
         self._know(event.log)
-        self.high_watermark = self.log.base.end
+        self.high_watermark = self._sure_end()
         self.vote = event.saved
         if event.log.last_epoch > event.saved.epoch:
             self._enter(event.log.last_epoch)
@@ -466,7 +466,7 @@ class Quorum:
         self._know(event.log)
         if event.job == self._job:
             self._writing = False
-        self.high_watermark = max(self.high_watermark, self.log.base.end)
+        self._commit_to(self._sure_end())
         if self.tenure is not None:
             self._advance(now_ms)
             self._release(now_ms)
@@ -475,6 +475,11 @@ class Quorum:
             self._fetch(now_ms)
         elif self.role is Role.UNATTACHED and event.job and not self._writing:
             self._look_for_leader()
+
+    def _sure_end(self) -> int:
+        """Snapshots are made of committed records."""
+        snapshot = self.log.snapshot
+        return self.log.base.end if snapshot is None else max(self.log.base.end, snapshot.end)
 
     def _commit_to(self, offset: int) -> None:
         if offset > self.high_watermark:  # U2
@@ -502,6 +507,7 @@ class Quorum:
         earlier = tenure.waiting.pop(fetch.sender, None)
         if earlier is not None:
             self._respond(earlier.request, self._data(earlier.fetch))
+        tenure.heard_ms[fetch.sender] = now_ms  # also while it loads a snapshot
         apart = parting(self.log, self._epochs, fetch)
         if apart is not None:
             self._respond(request, self._part(fetch, apart))

@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from google.protobuf.message import Message
+
 from pk import errors
 from pk.server.quorum import codec
 from pk.server.quorum.messages import (
@@ -26,6 +28,7 @@ from pk.server.quorum.messages import (
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
+from pk.wire.frames import Frame
 from pk.world import World
 
 CALLS_MAX = 16
@@ -83,6 +86,12 @@ class Peers:
             return
         if isinstance(reply, VoteReply | Heard | FetchReply):
             self._post(Told(reply))
+
+    async def ask(self, peer: Voter, request: Message, timeout_ms: int) -> Frame:
+        """A call that is no message of the machine.  Raises its typed error, or what the caller's
+        connection does.
+        """
+        return await self._caller(peer.node_id).call(request, timeout_ms=timeout_ms)
 
     def _caller(self, node_id: NodeId) -> Caller:
         found = self._callers.get(node_id)

@@ -6,7 +6,8 @@
     │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
     │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
     │   ├── InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable
-    │   └── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable
+    │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable
+    │   └── SnapshotNotFound (of the metadata, rule Q2)
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
     │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
@@ -181,6 +182,12 @@ class IneligibleReplica(RetriableError):
     """A fenced, draining or re-registered broker may not join the ISR now (KIP-903)."""
 
     code = 107
+
+
+class SnapshotNotFound(RetriableError):
+    """That snapshot of the metadata is not here any more (KIP-630): ask for the newest."""
+
+    code = 98
 
 
 # -- the caller ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import typer
 
 from pk import errors
 from pk.log import dump as dumping
+from pk.server.quorum import snapshot
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look into the files of a log.")
 
@@ -26,7 +27,9 @@ def _log() -> None:
 def dump(
     file: Annotated[
         Path,
-        typer.Argument(help="a .log, .index, .timeindex, .txnindex, .snapshot or checkpoint file"),
+        typer.Argument(
+            help="a .log, .index, .timeindex, .txnindex, .snapshot, .checkpoint or checkpoint file"
+        ),
     ],
     records: Annotated[
         bool, typer.Option("--records", help="decode the rows of every batch")
@@ -35,8 +38,9 @@ def dump(
 ) -> None:
     """Print what FILE holds; damage is printed where it is, and the exit code is then 1."""
     kind = dumping.kind_of(file.name)
-    if kind is None:
-        known = ", ".join((*dumping.SUFFIXES, *dumping.CHECKPOINTS))
+    metadata = snapshot.id_of(file.name.removesuffix(".part").removesuffix(".load")) is not None
+    if kind is None and not metadata:
+        known = ", ".join((*dumping.SUFFIXES, snapshot.SUFFIX, *dumping.CHECKPOINTS))
         raise errors.InvalidOption(
             f"{file.name} is no file of a log; known are {known}", file=str(file)
         )
@@ -47,9 +51,13 @@ def dump(
     damage: list[dict[str, Any]] = []
     try:
         size = os.fstat(fd).st_size
-        for found in dumping.dump(
-            kind, lambda at, count: os.pread(fd, count, at), size, records=records
-        ):
+        if kind is None:
+            objects = snapshot.dump(os.pread(fd, size, 0), records=records)
+        else:
+            objects = dumping.dump(
+                kind, lambda at, count: os.pread(fd, count, at), size, records=records
+            )
+        for found in objects:
             if "corrupt" in found:
                 damage.append(found)
             typer.echo(json.dumps(found) if as_json else line(found))

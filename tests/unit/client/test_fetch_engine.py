@@ -547,3 +547,45 @@ def test_every_record_once_in_order_through_breaks_and_moves(seed: int) -> None:
     for place in places:
         assert b.got.get(place, []) == [(i, b"%d" % i) for i in range(counts[place])]
     b.close()
+
+
+def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
+    b = bench()
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"1"])
+    b.on_client(b.engine.assign, [T0])
+    b.drain_for(200)
+    elsewhere = FakeBroker(b.cluster, b.sim.world_of("elsewhere"), 1)
+    b.sim.spawn("elsewhere", elsewhere.listen("elsewhere:9292"))
+    b.sim.loop.run_for_ms(10)
+    put(b.cluster, T0, [b"2"])
+    b.on_client(b.engine.cluster.want_metadata)
+    b.drain_for(500)
+    assert b.values() == [b"1", b"2"]
+    assert elsewhere.positions_set == 1
+
+
+def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
+    """It catches up within moments (KIP-207)."""
+    b = bench(retry_backoff_ms=1_000, retry_backoff_max_ms=10_000)
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"1"])
+    refusals = [errors.OffsetNotAvailable("not yet"), errors.UnknownLeaderEpoch("not yet")]
+    b.brokers[1].on_fetch = lambda log, offset: refusals.pop() if refusals else None
+    b.on_client(b.engine.assign, [T0])
+    b.drain_for(200)
+    assert b.values() == [b"1"]
+
+
+def test_a_new_leader_ends_a_back_off(bench: Any) -> None:
+    b = bench(nodes=2, retry_backoff_ms=5_000, retry_backoff_max_ms=10_000)
+    b.cluster.create("t")
+    put(b.cluster, T0, [b"1"])
+    b.brokers[1].on_fetch = lambda log, offset: errors.ThrottledError("busy")
+    b.on_client(b.engine.assign, [T0])
+    b.drain_for(100)
+    log = b.cluster.log("t")
+    log.leader, log.epoch = 2, log.epoch + 1
+    b.on_client(b.engine.cluster.want_metadata)
+    b.drain_for(200)
+    assert b.values() == [b"1"]

@@ -149,3 +149,32 @@ def test_kafkas_names_are_understood() -> None:
         consumer_options({"isolation_levle": "x"})
     with pytest.raises(errors.UnsupportedFeature):
         consumer_options({"group.id": "g"})
+
+
+def test_a_broker_that_is_behind_takes_nothing_away() -> None:
+    """M2: what it does not know yet, or still knows, is no news."""
+    known = metadata()
+    fresh = reply(("t", "id", [(2, 5)]))
+    fresh.metadata_offset = 10
+    known.update(fresh, None, 0)
+    behind = reply(("s", "other", [(1, 1)]), ("t", "older", [(1, 1)]))
+    behind.metadata_offset = 7
+    del behind.brokers[1:]
+    known.update(behind, None, 1)
+    assert known.brokers == {1: "b1:1", 2: "b2:1"}
+    assert known.leader(known.key(TopicPartition("t", 0))) == (2, 5)
+    assert known.topic("s").topic_id == "other"
+    assert known.loss_of(PartitionKey("id", 0)) is None
+
+
+def test_a_partition_without_leader_waits_for_somebody() -> None:
+    known = metadata()
+    made = reply(("t", "id", [(-1, 5), (1, 1)]))
+    made.topics[0].partitions[0].last_known.extend([3, 4])
+    known.update(made, ["t"], 0)
+    assert known.waits_for(PartitionKey("id", 0)) == (3, 4)
+    assert "t-0 has no reachable leader: it waits for one of the brokers 3, 4" in str(
+        known.leaderless(TopicPartition("t", 0))
+    )
+    known.update(reply(("t", "id", [(1, 6), (1, 1)])), ["t"], 1)
+    assert known.waits_for(PartitionKey("id", 0)) == ()

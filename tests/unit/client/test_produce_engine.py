@@ -455,3 +455,46 @@ def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
         rows = b.cluster.log("t", partition).rows()
         assert [(o, b"%d" % i) for o, i in mine] == [(o, v) for o, _, v in rows]
     b.close()
+
+
+def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
+    """Its old stream may stay open for ever: a host that vanished says nothing."""
+    b = bench()
+    b.cluster.create("t")
+    b.broker.on_produce = lambda log, header: SILENT
+    elsewhere = FakeBroker(b.cluster, b.sim.world_of("elsewhere"), 1)
+
+    async def work() -> None:
+        future = await b.send("t", b"x")
+        b.engine.poke()
+        await b.world.clock.sleep_ms(100)
+        assert not future.done()
+        await b.sim.spawn("elsewhere", elsewhere.listen("elsewhere:9292"))
+        b.engine.cluster.want_metadata()
+        await b.engine.flush(1_000)
+        assert future.result(0).offset == 0
+
+    b.run(work)
+    assert len(b.broker.produced) == len(elsewhere.produced) == 1
+
+
+def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
+    """It will hear of it at once; and many batches that it refuses together are one refusal."""
+    b = bench(retry_backoff_ms=1_000, retry_backoff_max_ms=10_000, batch_size=1_024)
+    b.cluster.create("t")
+    until_ms = b.world.clock.monotonic_ms() + 100
+
+    def verdict(log: Any, header: Any) -> Any:
+        early = b.world.clock.monotonic_ms() < until_ms
+        return errors.UnknownLeaderEpoch("not yet") if early else APPEND
+
+    b.broker.on_produce = verdict
+
+    async def work() -> None:
+        for number in range(5):
+            await b.send("t", b"%d" % number * 900)
+            b.engine.begin_flush()
+        await b.engine.flush(250)
+
+    b.run(work)
+    assert len(b.cluster.log("t").rows()) == 5

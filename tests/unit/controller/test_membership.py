@@ -228,6 +228,6 @@ def test_an_address_of_the_settings_counts_more_than_the_log(make: Any) -> None:
             wire.Voter(node_id=7, directory_id="dir-7", address="c7:1"),
         ]
     )
-    node.metadata._voters_at(10_000, record)
+    node.metadata.voters.note(10_000, record)
     assert node.metadata.address_of(1) == "c1:1"
     assert node.metadata.address_of(7) == "c7:1"

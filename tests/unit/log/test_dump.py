@@ -12,6 +12,11 @@ import pytest
 from pk.cli import app
 from pk.log import columns
 from pk.log.columns import Marker
+from pk.server.controller.image import MetadataImage
+from pk.server.controller.records import record_of
+from pk.server.quorum import snapshot
+from pk.server.quorum.messages import SnapshotId
+from pk.wire import pk_pb2 as wire
 
 NOW = 1_700_000_000_000
 Make = Callable[..., Any]  #: conftest.Bench
@@ -143,3 +148,38 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no file of a log" in capsys.readouterr().err
     assert app.run(["log", "dump", str(tmp_path / "missing.log")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_metadata_snapshot_is_printed(tmp_path: Path) -> None:
+    """The checkpoint files of `DIR/metadata`: how many rows of each kind, or the rows."""
+    image = MetadataImage()
+    bodies = [
+        wire.VotersRecord(voters=[wire.Voter(node_id=1, directory_id="d", address="c:1")]),
+        wire.RegisterBrokerRecord(broker_id=7, broker_epoch=1, address="b:1", fenced=True),
+        wire.TopicRecord(name="flights", topic_id="id"),
+        wire.PartitionRecord(topic_id="id", partition=0, replicas=[7], isr=[7], leader=7),
+    ]
+    for offset, body in enumerate(bodies):
+        image.apply(offset, record_of(body))
+    made = SnapshotId(4, 2)
+    raw = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
+    path = tmp_path / snapshot.file_name(made)
+    path.write_bytes(raw)
+    code, (head,), text = dump(path)
+    assert code == 0
+    assert head == {
+        "snapshot_end": 4, "epoch": 2, "bytes": len(raw), "rows_in_all": 5,
+        "voters": 1, "register_broker": 1, "topic": 1, "partition": 1, "no_op": 1,
+    }  # fmt: skip
+    assert "snapshot_end=4 epoch=2" in text
+    code, (_, *rows), _ = dump(path, "--records")
+    assert code == 0
+    assert rows[1]["record"] == "register_broker"
+    assert (rows[1]["offset"], rows[1]["broker_id"], rows[1]["fenced"]) == (1, 7, True)
+    assert rows[0]["voters"] == [{"node_id": 1, "directory_id": "d", "address": "c:1"}]
+    assert (rows[3]["offset"], rows[3]["replicas"], rows[3]["isr"]) == (3, [7], [7])
+    loading = tmp_path / (path.name + ".load")
+    loading.write_bytes(raw[:-1])
+    code, (damage, _error), _ = dump(loading)
+    assert code == 1
+    assert "torn" in str(damage["corrupt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from pk import errors
 from pk.effects import Level
 from pk.server.controller.records import record_of
-from pk.server.quorum.log import QUORUM_STATE, MetadataLog
-from pk.server.quorum.messages import BeginEpoch, Voter
+from pk.server.quorum.log import MetadataLog
+from pk.server.quorum.messages import BeginEpoch, SnapshotId, Voter
+from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules
+from pk.server.quorum.snapshot import file_name
+from pk.server.quorum.snapshot_making import SnapshotMaker
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
@@ -152,3 +156,119 @@ def test_an_epoch_that_is_over_begins_no_more() -> None:
     end, me = log.end, log.quorum.me
     disk.world.run(log.write([BeginEpoch(me, log.epoch - 1, (me,))], Level.SYNCED))
     assert log.end == end
+
+
+class Turns:
+    """A clock that notes how many records were applied when the loop got its turn."""
+
+    def __init__(self, clock: Any) -> None:
+        self.applied = 0
+        self.at: list[int] = []
+        self._clock = clock
+
+    async def sleep_ms(self, ms: float) -> None:
+        self.at.append(self.applied)
+        await self._clock.sleep_ms(ms)
+
+    def apply(self, _offset: int, _record: Any) -> None:
+        self.applied += 1
+
+    @property
+    def longest(self) -> int:
+        at = [0, *self.at, self.applied]
+        return max(after - before for before, after in pairwise(at))
+
+
+def test_a_replay_gives_way_to_votes() -> None:
+    """P1: of the log, and of a snapshot; the snapshot is also written so."""
+    disk = Disk()
+    log = disk.open()
+    for turn in range(3):
+        log.append([topic(f"t{turn}-{n}") for n in range(1_500)], 5)
+        disk.world.run(log.commit())
+    history, clock = log._told, log._told._clock
+    turns = history._clock = Turns(clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert turns.applied > 4_500
+    assert turns.longest <= 128
+    files = log._files
+    assert files.newest is None
+    writing = files._clock = Turns(clock)  # type: ignore[assignment]
+    maker = SnapshotMaker(log, history, files, clock, SnapshotRules(), lambda event, **facts: None)
+    disk.world.run(maker.make())
+    assert len(writing.at) > 4_500 // 128
+    turns = history._clock = Turns(clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert turns.applied > 4_500
+    assert turns.longest <= 128
+    assert log.newest_snapshot is not None
+    assert names(disk, log) == [f"t{turn}-{n}" for turn in range(3) for n in range(1_500)]
+
+
+def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
+    """Q1: who votes is in the snapshot, when nothing in the log says so any more."""
+    disk = Disk()
+    log = disk.open()
+    maker = SnapshotMaker(
+        log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+    )
+    for name in ("a", "b", "c"):
+        log.append([topic(name)], 5)
+        disk.world.run(log.commit())
+        disk.world.run(maker.make())
+    assert log.log_start > 3
+    disk.world.run(log.close())
+    disk.storage.crash()
+    world = disk.world.world_of("other")
+    other = MetadataLog(
+        world, SimDisk(disk.storage, world.clock, world.rng), me=Voter(1, "other"), address="",
+        on_fatal=disk.fatal.append,
+    )  # fmt: skip
+    with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory d,"):
+        disk.world.run(other.open())
+
+
+def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
+    """L4: it would be kept, and the later one, behind which the log begins, removed."""
+    disk = Disk()
+    log = disk.open()
+    files = log._files
+    maker = SnapshotMaker(
+        log, log._told, files, log._clock, SnapshotRules(), lambda event, **facts: None
+    )
+    later = SnapshotId(log.end + 10, log.epoch)
+
+    async def story() -> None:
+        async with log._writing:  # as `_install` has it
+            making = asyncio.get_running_loop().create_task(maker.make())
+            await log._clock.sleep_ms(1_000)
+            disk.storage.replace_file(file_name(later), b"loaded")
+            files.kept = (later,)
+        with pytest.raises(errors.SnapshotNotFound):
+            await making
+
+    disk.world.run(story())
+    assert files.kept == (later,)
+    assert disk.storage.read_file(file_name(later)) == b"loaded"
+
+
+def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
+    disk = Disk()
+    log = disk.open()
+    log.append([topic(f"t{n}") for n in range(500)], 5)
+    disk.world.run(log.commit())
+    maker = SnapshotMaker(
+        log, log._told, log._files, log._clock, SnapshotRules(1), lambda event, **facts: None
+    )
+    found: list[bool] = []
+
+    class Asking(Turns):
+        async def sleep_ms(self, ms: float) -> None:
+            found.append(await maker._due())
+
+    history = log._told
+    turns = history._clock = Asking(log._clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert found
+    assert not any(found)
+    assert disk.world.run(maker._due())

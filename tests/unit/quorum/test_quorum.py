@@ -368,3 +368,34 @@ def test_voters_change_one_at_a_time_and_not_before_the_epoch_has_committed() ->
     assert not answers(quorum.step(fetch_of(B, 1, 3, 1, 2), 0))[1:]
     assert quorum.high_watermark == 2, "three of four must hold it"
     assert None in answers(quorum.step(fetch_of(C, 1, 3, 1, 2), 0))
+
+
+def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
+    """Also where the log begins below it: it begins at the older of two."""
+    older, newest = SnapshotId(5, 1), SnapshotId(8, 2)
+    quorum, _ = started(log_of(10, (1, 0), (2, 6), base=older, snapshot=newest))
+    assert quorum.high_watermark == 8
+    effects = quorum.step(
+        Synced(log_of(10, (1, 0), (2, 6), base=newest, snapshot=SnapshotId(9, 2))), 1
+    )
+    assert quorum.high_watermark == 9
+    assert Publish(say.HIGH_WATERMARK, 9) in effects
+
+
+def test_who_fetches_in_vain_is_heard() -> None:
+    """Also a voter that is told of a snapshot is one the leader is in touch with."""
+    base = SnapshotId(5, 1)
+    quorum, _ = started(log_of(7, (1, 5), base=base, snapshot=base))
+    quorum.step(TimerFired(ELECTION), 0)
+    quorum.step(Told(VoteReply(B, 1, None, True, True, 1)), 0)
+    quorum.step(SelfVoted(2), 0)
+    quorum.step(Told(VoteReply(B, 2, None, True, False, 2)), 0)
+    assert quorum.role is Role.LEADER
+    for now_ms in range(0, 20_000, 500):
+        effects = quorum.step(Asked("r", Fetch(B, 2, 2, 1, 0, now_ms)), now_ms)
+        (reply,) = (each.reply for each in effects if isinstance(each, Respond))
+        assert reply.status is FetchStatus.SNAPSHOT
+        quorum.step(TimerFired(TICK), now_ms)
+    assert quorum.role is Role.LEADER
+    quorum.step(TimerFired(TICK), 25_000)
+    assert quorum.role is Role.UNATTACHED

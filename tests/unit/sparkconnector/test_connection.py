@@ -7,7 +7,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
-from pk.sparkconnector import connection
+from pk.sparkconnector import connection, scan
 from pk.sparkconnector.offsets import Range
 
 FAST = {"retry_backoff_ms": 1, "retry_backoff_max_ms": 5, "default_api_timeout_ms": 1000}
@@ -101,7 +101,7 @@ def test_credit_is_handed_back(broker):
     one = a_range(24)
     line = connection.cluster(broker.address, FAST)
     assert offsets_of(line.scan(one, read_committed=True), one) == list(range(24))
-    assert sum(broker.grants) > connection.CREDIT_BYTES
+    assert sum(broker.grants) > scan.CREDIT_BYTES
 
 
 def test_offsets_that_are_gone_are_told(broker):

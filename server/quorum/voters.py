@@ -1,0 +1,79 @@
+"""Who votes, by what the metadata log says, and where they are reached (KIP-853).
+
+A voters record counts from its append on, committed or not, and no longer once it is cut away.
+Records below the high watermark are never cut: of those, the last one is enough.  What this node's
+configuration says of an address counts more than what the log says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pk.server.controller.records import MetadataRecord, decode_batches, record_of
+from pk.server.quorum import snapshot
+from pk.server.quorum.messages import AppendVoters, BeginEpoch, SnapshotId, Voter, VotersAt
+from pk.types import NONE, NodeId
+from pk.wire import pk_pb2 as wire
+
+
+class Voters:
+    """`at`: oldest first, the last counts; never empty."""
+
+    def __init__(self, me: Voter, address: str, first: Mapping[Voter, str]) -> None:
+        given = {voter.node_id: where for voter, where in first.items()}
+        self._given: dict[NodeId, str] = {**given, me.node_id: address}
+        self.addresses: dict[NodeId, str] = dict(self._given)
+        self.at = [VotersAt(NONE, tuple(first))]
+
+    @property
+    def now(self) -> tuple[Voter, ...]:
+        return self.at[-1].voters
+
+    def begin_with(self, known: SnapshotId, raw: bytes) -> None:
+        """The voters of a snapshot that was checked; the log behind it is read next."""
+        voters, addresses = snapshot.voters_of(raw)
+        self.at = [VotersAt(known.end - 1, voters)]
+        self.addresses.update(addresses)
+        self.addresses.update(self._given)
+
+    def find(self, raw: Any, offset: int) -> None:
+        """Note what batches say."""
+        for at, record in decode_batches(raw, offset, verify=False):
+            if record.WhichOneof("record") == "voters":
+                self.note(at, record.voters)
+
+    def note(self, offset: int, record: wire.VotersRecord) -> None:
+        """A record at `offset`."""
+        named = record.voters
+        voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
+        self.at.append(VotersAt(offset, voters))
+        self.addresses.update((each.node_id, each.address) for each in named if each.address)
+        self.addresses.update(self._given)
+
+    def forget(self, end: int) -> None:
+        """The log was cut at `end`."""
+        self.at = [each for each in self.at if each.offset < end]
+
+    def committed(self, end: int) -> None:
+        """Nothing below `end` is ever cut: only the last voters there can come to count."""
+        while len(self.at) > 1 and self.at[1].offset < end:
+            del self.at[0]
+
+    def records(self, op: BeginEpoch | AppendVoters) -> list[MetadataRecord]:
+        """What the quorum asks to be appended."""
+        voters = wire.VotersRecord(
+            voters=[
+                wire.Voter(
+                    node_id=voter.node_id,
+                    directory_id=voter.directory_id,
+                    address=self.addresses.get(voter.node_id, ""),
+                )
+                for voter in op.voters
+            ]
+        )
+        if isinstance(op, AppendVoters):
+            return [record_of(voters)]
+        ids = [voter.node_id for voter in op.voters]
+        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
+        return [record_of(change), record_of(voters)]

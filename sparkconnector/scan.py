@@ -1,0 +1,218 @@
+"""Bounded scans: `[start, end)` of one partition, wherever its leader is.
+
+The loop's thread receives; the caller's thread checks, decodes and hands back credit, so at most
+`CREDIT_BYTES` wait between the two.  The invariants (K1–K4) are those of connection.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pk import errors, limits
+from pk.client.fetcher import last_epoch
+from pk.sparkconnector.offsets import Range
+from pk.types import NONE, PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of
+from pk.world import Disconnected, Stream
+
+if TYPE_CHECKING:
+    from pk.sparkconnector.connection import Cluster
+
+CREDIT_BYTES = limits.FETCH_CREDIT_BYTES
+#: Credit is handed back in pieces of at least this.
+GRANT_BYTES = 2 * limits.MIB
+
+
+class Fetched(NamedTuple):
+    """Whole batches of one answer; the outer ones may reach beyond the scan's range."""
+
+    payload: memoryview
+    aborted: tuple[tuple[int, int, int], ...]  #: producer id, first and last offset
+    next_offset: int
+
+
+@dataclass(slots=True)
+class Line:
+    """A fetch stream and how much the broker may still send on it."""
+
+    address: str
+    stream: Stream
+    credit: int = 0
+    next_position_id: int = 1
+
+
+_End = BaseException | None
+
+
+class Scan:
+    """One bounded scan: `run` on the loop, `next` and `consumed` on the caller's thread."""
+
+    def __init__(self, owner: Cluster, one: Range, isolation: int) -> None:
+        self._owner = owner
+        self._range = one
+        self._isolation = isolation
+        self._items: queue.SimpleQueue[Fetched | _End] = queue.SimpleQueue()
+        self._position = one.start
+        self._owed = 0  # consumed, not yet granted anew; touched on the loop only
+        self._line: Line | None = None
+        self._epoch = NONE  # of the last batch that was fetched (KIP-320)
+        self._sending: set[asyncio.Task[None]] = set()
+
+    # -- the caller's thread -----------------------------------------------------------------------
+
+    def next(self) -> Fetched | None:
+        """The next payload; None at the end."""
+        item = self._items.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def consumed(self, size: int) -> None:
+        self._owner._process.loop.call_soon_threadsafe(self._grant, size)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _grant(self, size: int) -> None:
+        self._owed += size
+        line = self._line
+        if line is None or self._owed < GRANT_BYTES:
+            return
+        granted, self._owed = self._owed, 0
+        line.credit += granted
+        request = wire.FetchRequest(credit_bytes=granted)
+        task = asyncio.get_running_loop().create_task(_send(line.stream, request))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    def follow(self) -> None:
+        """Leave a stream to a broker that leads no more (K4)."""
+        line, key = self._line, (self._range.topic_id, self._range.partition)
+        address = self._owner._peers.leader_address(PartitionKey(*key))
+        if line is not None and address is not None and address != line.address:
+            line.stream.close()
+
+    async def run(self) -> None:
+        """Fetch until the end is reached, whatever happens in between (K1)."""
+        owner = self._owner
+        owner._scans[self] = None
+        owner._watch(self._range.topic)
+        clock = owner._process.clock
+        attempt = 0
+        deadline = clock.monotonic_ms() + owner.patience_ms
+        try:
+            while self._position < self._range.end:
+                before = self._position
+                try:
+                    await self._attempt()
+                except (errors.RetriableError, Disconnected) as cause:
+                    now_ms = clock.monotonic_ms()
+                    if self._position > before:
+                        attempt, deadline = 0, now_ms + owner.patience_ms
+                    elif now_ms >= deadline:
+                        raise _final(cause, self._range) from cause
+                    owner._leaders.pop((self._range.topic_id, self._range.partition), None)
+                    await owner._pause(attempt)
+                    attempt += 1
+            self._items.put(None)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as cause:  # also bugs: the caller's thread waits for an answer
+            self._items.put(cause)
+        finally:
+            owner._scans.pop(self, None)
+
+    async def _attempt(self) -> None:
+        """Fetch on one stream until the end or an error."""
+        owner, one = self._owner, self._range
+        line = await owner._take_line(await owner._leader((one.topic_id, one.partition)))
+        clean = False
+        try:
+            position_id = line.next_position_id
+            line.next_position_id += 1
+            granted = max(0, CREDIT_BYTES - line.credit)
+            line.credit += granted
+            self._owed = 0
+            self._line = line
+            await line.stream.send(frames.encode(head_of(self._request(position_id, granted))))
+            while self._position < one.end:
+                async with asyncio.timeout(owner.patience_ms / 1000):
+                    raw = await line.stream.recv()
+                if raw is None:
+                    raise Disconnected("the broker closed the stream")
+                self._take(line, frames.decode(raw), position_id)
+            clean = True
+        except TimeoutError:
+            raise errors.RequestTimedOut(f"{line.address}: nothing more of {one}") from None
+        finally:
+            self._line = None
+            if clean:
+                owner._keep_line(line)  # K3
+            else:
+                line.stream.close()
+
+    def _request(self, position_id: int, credit: int) -> wire.FetchRequest:
+        settings = self._owner._settings
+        request = wire.FetchRequest(
+            replica_id=-1,
+            isolation=self._isolation,
+            max_wait_ms=settings["fetch_max_wait_ms"],
+            min_bytes=1,
+            max_bytes=settings["fetch_max_bytes"],
+            credit_bytes=credit,
+        )
+        request.positions.add(
+            topic_id=self._range.topic_id,
+            partition=self._range.partition,
+            current_leader_epoch=-1,
+            last_fetched_epoch=self._epoch,
+            fetch_offset=self._position,
+            end_offset=self._range.end,
+            partition_max_bytes=settings["max_partition_fetch_bytes"],
+            position_id=position_id,
+        )
+        return request
+
+    def _take(self, line: Line, frame: frames.Frame, position_id: int) -> None:
+        if frame.head.HasField("error"):
+            raise frames.raise_error(frame.head.error)
+        at = 0
+        for entry in frame.head.fetch_reply.partitions:
+            payload = frame.payload[at : at + entry.payload_bytes]
+            at += entry.payload_bytes
+            line.credit -= entry.payload_bytes
+            if len(payload) != entry.payload_bytes:
+                raise errors.CorruptBatch("a fetch frame is shorter than it says")
+            if entry.position_id != position_id:
+                continue
+            if entry.HasField("error"):
+                raise frames.raise_error(entry.error)
+            if entry.HasField("diverging"):
+                raise errors.LogTruncated(f"the log of {self._range} was truncated")
+            if entry.next_offset < self._position:
+                raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
+            self._position = entry.next_offset
+            if len(payload):
+                self._epoch = last_epoch(payload)
+                aborted = tuple(
+                    (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
+                )
+                self._items.put(Fetched(payload, aborted, entry.next_offset))
+
+
+async def _send(stream: Stream, request: Any) -> None:
+    try:
+        await stream.send(frames.encode(head_of(request)))
+    except Disconnected:
+        pass  # the scan sees the break in recv
+
+
+def _final(cause: BaseException, one: Range) -> errors.PkError:
+    where = f"{one.topic}-{one.partition}"
+    if isinstance(cause, errors.PkError):
+        return type(cause)(f"{where}: {cause.message}")
+    return errors.BrokerUnavailable(f"{where}: {cause}")

@@ -1,0 +1,120 @@
+"""How snapshots and the log fit when the metadata directory is opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log.partition_log import PartitionLog
+from pk.server.controller.image import MetadataImage
+from pk.server.controller.records import encode_batch, record_of
+from pk.server.quorum import opening, snapshot
+from pk.server.quorum.messages import SnapshotId
+from pk.server.quorum.opening import LOG_DIR, NOTHING, SnapshotRules, base_of, recover
+from pk.sim.disk import SimStorage
+from pk.wire import pk_pb2 as wire
+
+RULES = SnapshotRules(max_bytes=1_000)
+NOW = 5
+
+
+def log_of(storage: SimStorage, *epochs: int, start: int | None = None) -> PartitionLog:
+    """A log of one record in each of `epochs`."""
+    log = opening._open(storage, RULES, NOW, synced_end=0, log_start=start)
+    for epoch in epochs:
+        raw = encode_batch([record_of(wire.NoOpRecord())], NOW)
+        log.decide(batches.check(raw), raw, leader_epoch=epoch, now_ms=NOW, from_client=False)
+    plan = log.take_writes()
+    if plan is not None:
+        log.perform(plan)
+        log.complete(plan)
+    log.close()
+    return log
+
+
+def put(storage: SimStorage, made: SnapshotId, suffix: str = "", *, damaged: bool = False) -> None:
+    raw = b"".join(snapshot.encode(made, snapshot.rows_of(MetadataImage(offset=made.end - 1))))
+    storage.replace_file(snapshot.file_name(made) + suffix, raw[:-1] if damaged else raw)
+
+
+def test_a_log_that_was_being_replaced_begins_anew_with_nothing_of_what_it_was() -> None:
+    """F2: an epoch that only the old log had would refuse what the leader sends."""
+    storage = SimStorage("m")
+    log_of(storage, 1, 2, 9, 9)
+    put(storage, SnapshotId(3, 2))
+    put(storage, SnapshotId(10, 5), ".load")
+    for _ in range(2):  # O1
+        opened = recover(storage, RULES, NOW)
+        log = opened.log
+        assert opened.kept == (SnapshotId(10, 5),)
+        assert (log.log_start, log.log_end, log.synced_end) == (10, 10, 10)
+        assert not log.epochs.entries
+        log.close()
+    assert [name for name in storage.list("") if "checkpoint" in name] == [
+        snapshot.file_name(SnapshotId(10, 5))
+    ]
+
+
+def test_also_when_what_is_left_of_it_is_no_log() -> None:
+    storage = SimStorage("m")
+    log_of(storage, 1, 1)
+    storage.replace_file(f"{LOG_DIR}/{0:020d}.log", b"half removed")
+    storage.replace_file(f"{LOG_DIR}/{7:020d}.log", b"and half not")
+    put(storage, SnapshotId(10, 5), ".load")
+    assert recover(storage, RULES, NOW).log.log_end == 10
+
+
+def test_a_damaged_one_that_the_log_waits_for_is_refused() -> None:
+    storage = SimStorage("m")
+    log_of(storage, 1, 1)
+    put(storage, SnapshotId(10, 5), ".load", damaged=True)
+    with pytest.raises(errors.CorruptLog, match="torn"):
+        recover(storage, RULES, NOW)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "kept", "start"),
+    [
+        ((), (3, 5), 3),
+        ((5,), (3,), 0),  # every record is still there
+        ((3,), (5,), 0),
+        ((3, 5), (), 0),
+    ],
+)
+def test_a_log_from_the_beginning_needs_no_snapshot(
+    damaged: tuple[int, ...], kept: tuple[int, ...], start: int
+) -> None:
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8)
+    for end in (3, 5):
+        put(storage, SnapshotId(end, 1), damaged=end in damaged)
+    opened = recover(storage, RULES, NOW)
+    assert tuple(each.end for each in opened.kept) == kept
+    assert opened.log.log_start == start
+    assert len(opened.damaged) == len(damaged)
+
+
+@pytest.mark.parametrize(("damaged", "start"), [((), 3), ((5,), 3), ((3,), 5), ((3, 5), None)])
+def test_a_log_that_begins_later_needs_one_that_reaches_up_to_it(
+    damaged: tuple[int, ...], start: int | None
+) -> None:
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8, start=3)
+    for end in (3, 5):
+        put(storage, SnapshotId(end, 1), damaged=end in damaged)
+    if start is None:
+        with pytest.raises(errors.CorruptLog, match=r"begins at 3.*torn"):
+            recover(storage, RULES, NOW)
+    else:
+        assert recover(storage, RULES, NOW).log.log_start == start
+
+
+def test_the_log_begins_at_the_older_of_two() -> None:
+    one, two = SnapshotId(3, 1), SnapshotId(9, 2)
+    assert base_of((), 0) == base_of((one,), 0) == NOTHING
+    assert base_of((one, two), 0) == one
+    assert base_of((one,), 2) == one
+    assert base_of((one, two), 4) == two
+    with pytest.raises(errors.CorruptLog):
+        base_of((one,), 4)
