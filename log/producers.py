@@ -186,6 +186,11 @@ class Producers:
         self._ended = [e for e in self._ended if e.marker_offset >= high_watermark]
         return min([high_watermark, *self._open.values(), *(e.first_offset for e in self._ended)])
 
+    @property
+    def newest_ms(self) -> int:
+        """When the newest append that is known here was made; 0 if none is."""
+        return max((producer.last_ms for producer in self._by_id.values()), default=0)
+
     def expire(self, now_ms: int, after_ms: int) -> int:
         """Forget producers silent for `after_ms`; returns how many (P3)."""
         old = [

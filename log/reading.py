@@ -184,7 +184,8 @@ class Readable:
             elif offset >= segments[at].written.next_offset:
                 found.append(starts[at + 1])
             else:
-                found.append(starts[at] + self._index(segments[at]).floor(offset))
+                with self._guarding(segments[at]):
+                    found.append(starts[at] + self._index(segments[at]).floor(offset))
         return found
 
     def sample_offsets(self, start: int, end: int, samples_max: int) -> list[tuple[int, int]]:

@@ -213,7 +213,7 @@ class Writable(Readable):
             same_boot=True,
             recovery_point=0,
             log_start=0 if kept else offset,
-            now_ms=0,
+            now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
         self.producers = loaded.producers
         self._segments = tuple(loaded.segments)

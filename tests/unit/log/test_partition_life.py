@@ -47,6 +47,18 @@ def test_truncation(bench: Make, offset: int) -> None:
     assert b.values(0) == list(range(end + 2))
 
 
+def test_producers_read_back_after_a_truncation_do_not_expire(bench: Make) -> None:
+    """L6: what was heard of them a moment ago still counts, else a retry is stored twice."""
+    b = bench()
+    for number in range(3):
+        b.append(produced(number))
+    newest = b.log.producers.newest_ms
+    b.log.truncate_to(2)
+    assert b.log.producers.newest_ms == newest > 0
+    assert b.log.producers.expire(newest + 1_000, 86_400_000) == 0
+    assert isinstance(b.decide(produced(1)), Duplicate)
+
+
 def test_reset_starts_elsewhere(bench: Make) -> None:
     b = bench(segment_bytes=300)
     b.fill(10)
