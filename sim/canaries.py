@@ -22,13 +22,14 @@ from pk.log import writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
-from pk.server.broker.partition import Partition, StartAt
+from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
 from pk.server.controller.elections import Draft
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Quorum
 from pk.server.replication import follower
 from pk.server.replication.leader import Leader
+from pk.server.replication.parting import StartAt
 from pk.server.runtime import ReplayedHost
 from pk.sim.campaign import Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
