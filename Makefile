@@ -12,6 +12,7 @@ PY := $(VENV)/bin/python
 # Arguments for pytest or for the tool behind a target: make test-unit ARGS="-k batch -x"
 ARGS ?=
 SEED ?=
+SEEDS ?= 1000
 ROUNDS ?= 50
 MINUTES ?= 10
 NAME ?= all
@@ -75,6 +76,14 @@ check: $(VENV)/.ready ## lint, types, layers, generated pages
 .PHONY: sim
 sim: $(VENV)/.ready ## one seeded run of the whole cluster in virtual time (SEED=)
 	$(PY) -m pk.sim $(or $(SEED),1) $(ARGS)
+
+.PHONY: sim-long
+sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable, on all cores
+	$(PY) -m pk.sim.long --seeds $(SEEDS) $(ARGS)
+
+.PHONY: canaries
+canaries: $(VENV)/.ready ## look again for the seeds that notice what is broken on purpose
+	$(PY) -m pk.sim.canaries $(ARGS)
 
 .PHONY: chaos
 chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table

@@ -24,9 +24,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from SEED on")
     parser.add_argument("--trace", action="store_true", help="print every event of the run")
     parser.add_argument("--unrest-ms", type=int, help="virtual time in which things go wrong")
+    parser.add_argument("--acknowledged-min", type=int, help="go on until so many records are")
     given = parser.parse_args(arguments)
-    more = {} if given.unrest_ms is None else {"unrest_ms": given.unrest_ms}
-    tail = "" if given.unrest_ms is None else f" --unrest-ms {given.unrest_ms}"
+    names = ("unrest_ms", "acknowledged_min")
+    more = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    tail = "".join(f" --{name.replace('_', '-')} {value}" for name, value in more.items())
     logging.disable(logging.WARNING)  # what nodes and clients say is in the trace
     for seed in range(given.seed, given.seed + given.count):
         print(f"SEED={seed}", flush=True)

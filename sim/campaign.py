@@ -2,7 +2,7 @@
 
 Phases
   1  unrest: producers, consumers and an administrator work while faults come and go; invariants are
-     looked at every tick (safety)
+     looked at after every event (safety)
   2  healing: faults end, the producers stop; within `heal_ms` every record has an outcome, every
      partition is led, everything stable is in its table (liveness)
   3  judgement: a reader from offset 0 and the files of the tables against the oracle
@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pk.sim.checkers import (
-    Invariants,
     PartitionSample,
     ReaderCheck,
     Row,
@@ -32,12 +31,14 @@ from pk.sim.cluster import SimCluster
 from pk.sim.faults import Faults
 from pk.sim.options import SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
+from pk.sim.samples import Observer
 from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
 from pk.sim.world import SimClock, SimWorld, Stuck
 from pk.tiering import layout
 from pk.types import PartitionKey, TopicPartition
 
-IMAGES_EVERY = 100  #: ticks
+LOOK_EVERY = 20  #: ticks
+IMAGES_EVERY = 400
 HEALING_TICK_MS = 50
 EVENTS_MAX = 5_000_000
 
@@ -58,16 +59,21 @@ class Report:
     rows_read: int = 0
     tiered_rows: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    events_said: dict[str, int] = field(default_factory=dict)  #: log lines of the processes
 
     @property
     def line(self) -> str:
         verdict = f"FAILED {self.violation.splitlines()[0]}" if self.violation else "ok"
-        faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        faults, counts = (
+            ", ".join(f"{name} {count}" for name, count in sorted(each.items())) or "none"
+            for each in (self.faults, self.counts)
+        )
         return (
             f"seed {self.seed}: {verdict}; {self.events} events in {self.virtual_ms} virtual ms, "
             f"{self.samples} samples, {self.sent} records ({self.acknowledged} acknowledged, "
             f"{self.unknown} unknown), {self.rows_read} rows read, {self.tiered_rows} in tables; "
-            f"faults: {faults or 'none'}; digest {self.digest[:16]}"
+            f"faults: {faults}; counts: {counts}; digest {self.digest[:16]}"
         )
 
 
@@ -91,10 +97,14 @@ class Run:
         }
         if self.options.vacuum:
             server.update(tier_vacuum_interval_ms=1_000, tier_vacuum_retention_ms=0)
-        self.cluster = SimCluster(self.world, **server)
+        self.counts: dict[str, int] = {}
         self.oracle = Oracle(self.options.topics)
-        self.invariants = Invariants(self.oracle)
-        self.faults = Faults(self.world, self.cluster, self.options, self._restart_client)
+        self.oracle.now_ms = lambda: self.world.loop.now_us / 1000
+        self.cluster = SimCluster(self.world, self.options, **server)
+        self.observer = Observer(self.cluster, self.oracle, self.counts)
+        self.faults = Faults(
+            self.world, self.cluster, self.observer, self.options, self._restart_client
+        )
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
         self.checks: list[ReaderCheck] = []
@@ -102,9 +112,8 @@ class Run:
         self.troubles: list[str] = []
         self.tiered_rows = 0
         self._clock = SimClock(self.world.loop)
-        self._bounds: dict[PartitionKey, PartitionSample] = {}
-        self._log_starts: dict[tuple[str, int], tuple[str, int]] = {}
-        self._boots = 1
+        self._bounds: dict[PartitionKey, PartitionSample] = self.observer.latest
+        self._ticks = 0
         self._lives = 0
 
     # -- the client --------------------------------------------------------------------------------
@@ -136,7 +145,16 @@ class Run:
                 name = f"p{number}.{life}"
                 rng = self.world.random(name)
                 self.producers.append(
-                    SimProducer(world, name, self.oracle, self.options, rng, given, self._trouble)
+                    SimProducer(
+                        world,
+                        self.cluster.bootstrap,
+                        name,
+                        self.oracle,
+                        self.options,
+                        rng,
+                        given,
+                        self._trouble,
+                    )
                 )
             for name in (f"c0.{life}", f"c1.{life}"):
                 check = ReaderCheck(name, self.oracle, tail=name.startswith("c1"))
@@ -155,11 +173,13 @@ class Run:
         tail = {"auto_offset_reset": "latest"} if check.name.startswith("c1") else {}
         return SimConsumer(
             world,
+            self.cluster.bootstrap,
             check,
             self.oracle,
             self.options.topics,
             self._log_start_of,
             self._trouble,
+            self.world.record,
             **tail,
         )
 
@@ -189,13 +209,21 @@ class Run:
         report.digest = self.world.digest
         report.events = self.world.loop.events
         report.virtual_ms = self.world.loop.now_us // 1000
-        report.samples = self.invariants.samples
+        report.samples = self.observer.invariants.samples
         report.sent = len(outcomes)
         report.acknowledged = outcomes.count(Outcome.ACKNOWLEDGED)
         report.unknown = report.sent - report.acknowledged
         report.rows_read = sum(check.rows for check in self.checks)
         report.tiered_rows = self.tiered_rows
         report.faults = dict(self.faults.counts)
+        chores = self.admin.counts if self.admin is not None else {}
+        report.counts = {
+            **self.counts,
+            **self.cluster.store.counts,
+            **{f"chore {name}": count for name, count in chores.items()},
+            "eras": self.observer.promise.eras,
+        }
+        report.events_said = dict(self.cluster.events)
 
     def _whole(self) -> None:
         self.world.record(f"options {self.options}")
@@ -207,20 +235,23 @@ class Run:
             raise Violation(f"unhandled: {self.world.loop.failures[0]}")
 
     def _look(self) -> None:
-        """One tick's look at everything that must always hold."""
-        for sample in self.cluster.sample():
-            self.invariants.check(sample)
-            self._bounds[sample.key] = sample
+        """One look at everything that must always hold."""
+        self.observer.look_at_all()
+        self._complain()
+
+    def _complain(self) -> None:
         for words in (*self.cluster.problems, *self.troubles):
             raise Violation(words)
 
     def _tick(self) -> None:
+        self._ticks += 1
         self.cluster.supervise()
-        boots = self.cluster.boots
-        if boots != self._boots and self.cluster.alive("broker"):
-            self._boots = boots
-            self.oracle.power_restored()
-        self._look()
+        self.observer.tick()
+        self._complain()
+        if self._ticks % LOOK_EVERY == 0:
+            self._look()
+        if self._ticks % IMAGES_EVERY == 0:
+            self.observer.check_images()
 
     async def _unrest(self) -> None:
         self.cluster.supervise()
@@ -228,6 +259,7 @@ class Run:
         admin_world = self.world.world_of("admin")
         self.admin = SimAdmin(
             admin_world,
+            self.cluster.bootstrap,
             self.oracle,
             self.options,
             self.world.random("admin/chores"),
@@ -235,16 +267,17 @@ class Run:
             self._trouble,
         )
         chores = self.world.spawn("admin", self.admin.run())
-        ticks, left_ms = 0, self.options.unrest_ms
-        while left_ms > 0 and ticks * self.options.tick_ms < 4 * self.options.unrest_ms:
-            await self._clock.sleep_ms(self.options.tick_ms)
+        options = self.options
+        ticks, left_ms = 0, options.unrest_ms
+        while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:
+            await self._clock.sleep_ms(options.tick_ms)
             self.faults.tick()
             self._tick()
             ticks += 1
-            if ticks % IMAGES_EVERY == 0:
-                self.cluster.check_images()
-            if all(topic.life for topic in self.oracle.topics.values()):
-                left_ms -= self.options.tick_ms  # the clock runs once there is work
+            begun = all(topic.life for topic in self.oracle.topics.values())
+            enough = self.oracle.acknowledgements >= options.acknowledged_min
+            if begun and (enough or left_ms > options.tick_ms):
+                left_ms -= options.tick_ms  # the clock runs once there is work
         self.faults.heal()
         self.admin.resting = True
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
@@ -264,7 +297,7 @@ class Run:
             producer.stop()
         await self._until("outcomes", self._unsettled)
         await self._until("well", self.cluster.unwell)
-        self.cluster.check_images()
+        self.observer.check_images()
 
     def _unsettled(self) -> str:
         pending = self.oracle.pending()
@@ -273,7 +306,7 @@ class Run:
     # -- judgement ---------------------------------------------------------------------------------
 
     async def _judgement(self) -> None:
-        samples = {sample.key: sample for sample in self.cluster.sample()}
+        samples = self.observer.latest
         ends: dict[TopicPartition, int] = {}
         for topic in self.oracle.topics.values():
             for partition in range(topic.partitions):
@@ -284,16 +317,22 @@ class Run:
         last = ReaderCheck("last", self.oracle)
         self.checks.append(last)
         reader = self.world.world_of("reader")
-        reading = self.world.spawn("reader", read_all(reader, last, ends, self._log_start_of))
+        reading = self.world.spawn("reader", self._read_all(reader, last, ends))
         await self._until("reading all", lambda: "" if reading.done() else f"{last.rows} rows read")
         reading.result()
         for topic in self.oracle.topics.values():
             self._judge(topic, last, ends)
 
+    async def _read_all(
+        self, reader: Any, last: ReaderCheck, ends: dict[TopicPartition, int]
+    ) -> None:
+        await read_all(reader, self.cluster.bootstrap, last, ends, self._log_start_of)
+
     def _judge(self, topic: Topic, last: ReaderCheck, ends: dict[TopicPartition, int]) -> None:
         logs: dict[int, list[Row]] = {}
         starts: dict[int, int] = {}
-        now = {sample.key: sample for sample in self.cluster.sample()}
+        self._look()
+        now = self.observer.latest
         for partition in range(topic.partitions):
             place = TopicPartition(topic.name, partition)
             line = last.lines.get(place)

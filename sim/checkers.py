@@ -5,16 +5,20 @@ consumer is given; `check_log` and `check_table` at the end, at the whole log as
 offset 0 sees it and at the files of a topic's table.  A failed check raises `Violation`.
 
 Checked
-  V1  log_start ≤ LSO ≤ HW ≤ log_end; under flush_on_ack HW ≤ synced end (rules L2, L11)
+  V1  one broker serves a leader epoch; log_start ≤ LSO ≤ HW ≤ log_end; under flush_on_ack HW ≤
+      synced end (rules L2, L11)
   V2  HW never goes back within a leader epoch
-  V3  log_start never goes back, and moves only as far as somebody asked for (rule T9)
-  V4  what is not local any more is in the table: table start ≤ log_start, local_log_start ≤ table
-      end (rules T1, T6); the table never passes the LSO of a leader whose HW has caught up
+  V3  log_start never goes back on one broker, of an only replica never behind what was deleted by
+      request, and moves only as far as somebody asked for (rule T9)
+  V4  what is not local any more is in the table: table start ≤ the largest log_start,
+      local_log_start ≤ table end (rules T1, T6); the table never passes the LSO of a leader whose
+      HW has caught up
   V5  a reader sees offsets in order, without gaps above log_start, no record twice
   V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
       unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7)
   V7  an idempotent producer's records stand in send order (rule L6)
-  V8  a power loss takes a suffix of what was not SYNCED, and only that: what survives is a prefix
+  V8  where acknowledged records may be lost (the end of an era) a suffix is, and only that: what
+      survives is a prefix
   V9  the table holds each offset of [start, end) exactly once, with the log's record in it
 """
 
@@ -51,6 +55,7 @@ class PartitionSample:
 
     key: PartitionKey
     topic: str
+    broker: int
     leader_epoch: int
     log_start: Offset
     local_log_start: Offset
@@ -61,6 +66,7 @@ class PartitionSample:
     tiered: bool
     flushed: bool
     ready: bool  #: its HW covers what its predecessors committed
+    current: bool  #: no later epoch is committed
     table_start: Offset = NONE
     table_end: Offset = NONE
 
@@ -69,6 +75,7 @@ class PartitionSample:
 class _Seen:
     """What earlier samples of a partition showed."""
 
+    era: int
     epoch: int = NONE
     high_watermark: Offset = 0
     known_synced: Offset = 0
@@ -80,15 +87,21 @@ class Invariants:
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
-        self._seen: dict[PartitionKey, _Seen] = {}
+        self._seen: dict[tuple[PartitionKey, int], _Seen] = {}
+        self._leaders: dict[tuple[PartitionKey, int], int] = {}
+        self._starts: dict[PartitionKey, Offset] = {}  # the largest log_start there was
         self.samples = 0
 
     def check(self, sample: PartitionSample) -> None:
         self.samples += 1
         s = sample
+        self._starts[s.key] = max(s.log_start, self._starts.get(s.key, 0))
+        leads = self._leaders.setdefault((s.key, s.leader_epoch), s.broker)
+        require(leads == s.broker, "V1", f"broker {leads} leads this epoch too: {s}")
         order = (s.log_start, s.last_stable_offset, s.high_watermark, s.log_end)
         require(list(order) == sorted(order), "V1", f"log_start ≤ LSO ≤ HW ≤ log_end: {s}")
-        seen = self._seen.setdefault(s.key, _Seen())
+        era = self._oracle.era(*s.key)
+        seen = self._seen.setdefault((s.key, s.broker), _Seen(era))
         if s.leader_epoch != seen.epoch:  # what was SYNCED before a restart need not be known after
             seen.known_synced = s.high_watermark
         if s.flushed:
@@ -97,8 +110,10 @@ class Invariants:
         if s.leader_epoch == seen.epoch:
             words = f"HW was {seen.high_watermark}: {s}"
             require(s.high_watermark >= seen.high_watermark, "V2", words)
-        require(s.log_start >= seen.log_start, "V3", f"log_start was {seen.log_start}: {s}")
-        self._check_log_start(s)
+        if s.log_start < seen.log_start:
+            require(era > seen.era, "V3", f"log_start was {seen.log_start}: {s}")
+            seen.era += 1
+        self._check_log_start(s, era)
         self._check_tier(s)
         seen.epoch, seen.high_watermark, seen.log_start = (
             s.leader_epoch,
@@ -106,19 +121,33 @@ class Invariants:
             s.log_start,
         )
 
-    def _check_log_start(self, s: PartitionSample) -> None:
+    def _check_log_start(self, s: PartitionSample, era: int) -> None:
         topic = self._oracle.topics.get(s.topic)
-        if topic is None or topic.expires or topic.topic_id != s.key.topic_id:
+        if topic is None or topic.topic_id != s.key.topic_id:
+            return
+        done = 0 if era or topic.copied else topic.deleted.get(s.key.partition, 0)
+        require(s.log_start >= done or not s.current, "V3", f"deleted below {done}, is back: {s}")
+        if topic.expires:
             return
         asked = topic.deletions.get(s.key.partition, 0)
         require(s.log_start <= asked, "V3", f"deletion was asked for up to {asked} only: {s}")
 
+    @staticmethod
+    def check_local(
+        log_start: Offset, local_log_start: Offset, table_end: Offset, tiered: bool, words: object
+    ) -> None:
+        """V4 of any replica."""
+        if local_log_start > log_start:
+            require(tiered, "V4", f"dropped from the disk, and no tier has it: {words}")
+            require(table_end >= local_log_start, "V4", f"dropped before it was tiered: {words}")
+
     def _check_tier(self, s: PartitionSample) -> None:
+        self.check_local(s.log_start, s.local_log_start, s.table_end, s.tiered, s)
         if s.local_log_start > s.log_start:
-            require(s.tiered, "V4", f"dropped from the disk, and no tier has it: {s}")
-            require(s.table_end >= s.local_log_start, "V4", f"dropped before it was tiered: {s}")
-            require(s.table_start <= s.log_start, "V4", f"the table lacks what is not local: {s}")
-        if s.ready:
+            start = self._starts[s.key]
+            words = f"the table lacks what is not local from {start} on: {s}"
+            require(s.table_start <= start, "V4", words)
+        if s.ready and s.current:
             stable = max(s.last_stable_offset, s.log_start)
             require(s.table_end <= stable, "V4", f"the table is ahead of the LSO: {s}")
 
@@ -129,6 +158,7 @@ class _Line:
 
     life: int
     era: int
+    doubtful: bool = False  #: begun while the topic went: of this life or the next
     next: Offset | None = None
     offsets: dict[Offset, Row] = field(default_factory=dict)
     ids: dict[RecordId, Offset] = field(default_factory=dict)
@@ -149,9 +179,13 @@ class ReaderCheck:
         known = self._oracle.topics[topic]
         place = (topic, partition)
         line = self.lines.get(place)
-        if line is None or (rows and self._begins_anew(line, rows[0].offset, known)):
-            life = known.life + (line is not None and known.going and line.life == known.life)
-            line = self.lines[place] = _Line(life, self._oracle.era)
+        if line is None or (rows and self._begins_anew(line, rows[0].offset, known, partition)):
+            doubtful = line is not None and known.going
+            life = known.life + doubtful
+            era = self._oracle.era(known.topic_id, partition)
+            if line is not None and life == line.life:
+                era = line.era + 1  # each era that ended may turn a reader back once
+            line = self.lines[place] = _Line(life, era, doubtful)
         for row in rows:
             words = f"{self.name} at {topic}-{partition}: {row} after {line.next}"
             if line.next is not None and row.offset != line.next:
@@ -165,12 +199,13 @@ class ReaderCheck:
             line.next = row.offset + 1
         self.rows += len(rows)
 
-    def _begins_anew(self, line: _Line, offset: Offset, topic: Topic) -> bool:
+    def _begins_anew(self, line: _Line, offset: Offset, topic: Topic, partition: int) -> bool:
         if line.next is None or offset == line.next:
             return False
-        if topic.life > line.life or (topic.going and topic.life == line.life and offset == 0):
-            return True  # created again, perhaps before whoever asked for it has heard of that
-        return not topic.flushed and self._oracle.era > line.era and offset < line.next
+        if topic.life > line.life or (topic.going and offset == 0):
+            return True  # created again, perhaps before whoever asked for it has heard of that;
+            # or deleted, and a broker that has not heard of it led the reader there once more
+        return self._oracle.era(topic.topic_id, partition) > line.era and offset < line.next
 
     def forget(self, topic: str, partition: int | None = None) -> None:
         """The topic was re-created, or the log was cut: another line begins."""
@@ -180,9 +215,9 @@ class ReaderCheck:
     def compare(self, topic: Topic, partition: int, log: Mapping[Offset, Row]) -> None:
         """What was seen is what is there."""
         line = self.lines.get((topic.name, partition))
-        if line is None or line.life != topic.life:
+        if line is None or line.life != topic.life or line.doubtful:
             return
-        if not topic.flushed and line.era != self._oracle.era:
+        if line.era != self._oracle.era(topic.topic_id, partition):
             return  # V8 says what may have gone
         for offset, row in line.offsets.items():
             if offset in log:
@@ -229,7 +264,7 @@ def check_log(
 
 
 def _may_be_lost(oracle: Oracle, topic: Topic, sent: Sent) -> bool:
-    return not topic.flushed and sent.acked_era < oracle.era
+    return sent.acked_era < oracle.era(topic.topic_id, sent.partition)
 
 
 def _check_prefix(
@@ -242,7 +277,7 @@ def _check_prefix(
     for gone in lost:
         for kept in survivors:
             if kept.partition == gone.partition and kept.offset > gone.offset:
-                require(kept.acked_era > gone.acked_era, "V8", f"{kept} outlived {gone}")
+                require(kept.acked_era_max > gone.acked_era, "V8", f"{kept} outlived {gone}")
 
 
 def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offset]]) -> None:

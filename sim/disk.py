@@ -195,6 +195,7 @@ class SimStorage:
         self.capacity = capacity
         self.fault: Callable[[str, str], Exception | None] | None = None
         self.crash_at: int | None = None  #: die in the n-th mutation from here (0 = the next)
+        self.lag_ms = 0.0  #: of every operation of a slow disk, on top
         self.mutations = 0
         self.life = 0
         self._rng = rng or random.Random(0)
@@ -465,7 +466,7 @@ class SimDisk:
             return await self._later(work, delay_ms)
 
     async def _later(self, work: Callable[[], T], delay_ms: float) -> T:
-        await self._clock.sleep_ms(delay_ms)
+        await self._clock.sleep_ms(delay_ms + self.storage.lag_ms)
         if self._life != self.storage.life:
             raise Crashed("this disk belongs to a process that died")
         return work()

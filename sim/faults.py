@@ -1,30 +1,33 @@
 """What goes wrong in a run, and when it is right again: a plan made of a seed, carried out tick by
 tick.
 
-Every fault has its end: a killed node is restarted by the supervisor, a full disk gets space, a cut
-link heals.  `heal` ends all of them at once, for the phase in which everything must become well.
+Every fault has its end: a killed process is restarted by its supervisor, a full disk gets space, a
+cut link heals.  `heal` ends all of them at once, for the phase in which everything must become
+well.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 
-from pk.sim.cluster import RESTART_MS, SimCluster
-from pk.sim.options import SimOptions
+from pk.sim.cluster import SimCluster
+from pk.sim.machine import RESTART_MS, Machine, MortalStorage
+from pk.sim.network import Link
+from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
+from pk.sim.samples import Observer
 from pk.sim.world import SimWorld
+from pk.types import NONE
 
-LINKS = (
-    ("client", "broker"),
-    ("admin", "broker"),
-    ("broker", "controller"),
-    ("broker", "tier"),
-)
-#: Longer than any reply of the machine that lost power can be on its way (see oracle.py, era).
-POWER_OFF_MS = (400, 1_500)
+CLIENTS = ("client", "admin")
+#: Longer than any reply of the machine that lost power can be on its way (see promise.py).
+POWER_OFF_MS = (400, 5_000)
 SLOW_DELAY_US = (1_000, 60_000)
 SLOW_BYTES_PER_MS = 200
+CUT_MS = (50, 6_000)
+PAUSE_MS = (50, 9_000)
 
 
 class Faults:
@@ -34,11 +37,13 @@ class Faults:
         self,
         world: SimWorld,
         cluster: SimCluster,
+        observer: Observer,
         options: SimOptions,
         restart_client: Callable[[], None],
     ) -> None:
         self._world = world
         self._cluster = cluster
+        self._observer = observer
         self._options = options
         self._restart_client = restart_client
         self._rng: random.Random = world.random("faults")
@@ -47,9 +52,9 @@ class Faults:
         self._next_ms = self._rng.uniform(100, 800)
         self.counts: dict[str, int] = {}
 
-    def _after(self, delay_ms: float, undo: Callable[[], None]) -> None:
+    def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
         self._number += 1
-        due = self._world.loop.now_us / 1000 + delay_ms
+        due = self._world.loop.now_us / 1000 + self._rng.uniform(*delay_ms)
         heapq.heappush(self._due, (due, self._number, undo))
 
     def tick(self) -> None:
@@ -65,88 +70,196 @@ class Faults:
             getattr(self, f"_{name}")()
 
     def heal(self) -> None:
-        """No fault is left; dead nodes are restarted by the supervisor."""
+        """No fault is left; dead processes are restarted by their supervisors."""
         while self._due:
             heapq.heappop(self._due)[2]()
-        for storage in self._cluster.storages.values():
-            storage.crash_at = None
+        for machine in self._cluster.machines:
+            for storage in machine.storages.values():
+                storage.crash_at = None
         self._cluster.store.late_commit = None
         self._world.record("healed")
 
+    # -- who ---------------------------------------------------------------------------------------
+
+    def _machine(self, role: str) -> Machine:
+        return self._rng.choice(self._cluster.with_role(role))
+
+    def _storage(self) -> MortalStorage:
+        machine = self._rng.choice(self._cluster.machines)
+        return machine.storages[self._rng.choice(sorted(machine.storages))]
+
+    def _hosts(self) -> list[str]:
+        return [*CLIENTS, *(machine.name for machine in self._cluster.machines)]
+
+    def _link(self) -> tuple[str, str]:
+        """Two ends of a link: two hosts, or two processes of a machine."""
+        machine = self._rng.choice(self._cluster.machines)
+        processes = [process.name for process in machine.processes.values()]
+        if len(processes) > 1 and self._rng.random() < 0.3:
+            one, two = self._rng.sample(processes, 2)
+        else:
+            one = machine.name
+            two = self._rng.choice([host for host in self._hosts() if host != one])
+        return one, two
+
     # -- processes ---------------------------------------------------------------------------------
 
-    def _kill(self, *roles: str) -> None:
-        for role in roles:
-            self._cluster.kill(role, self._rng.uniform(*RESTART_MS))
+    def _kill(self, machine: Machine, role: str) -> None:
+        machine.kill(role, self._rng.uniform(*RESTART_MS))
 
     def _kill_broker(self) -> None:
-        self._kill("broker")
+        self._kill(self._machine(BROKER), BROKER)
 
     def _kill_controller(self) -> None:
-        self._kill("controller")
+        active = self._cluster.active()
+        machine = self._machine(CONTROLLER)
+        self._kill(
+            active if active is not None and self._rng.random() < 0.5 else machine, CONTROLLER
+        )
 
     def _kill_tier(self) -> None:
-        self._kill("tier")
+        self._kill(self._machine(TIER), TIER)
 
-    def _kill_all(self) -> None:
-        self._kill("controller", "broker", "tier")
+    def _kill_machine(self) -> None:
+        self._rng.choice(self._cluster.machines).kill_all(self._rng.uniform(*RESTART_MS))
+
+    def _kill_leader(self) -> None:
+        led = [facts.leader for facts in self._observer.facts() if facts.leader != NONE]
+        if led:
+            self._kill(self._cluster.by_id[self._rng.choice(led)], BROKER)
 
     def _kill_client(self) -> None:
         self._restart_client()
 
+    def _pause(self) -> None:
+        machine = self._rng.choice(self._cluster.machines)
+        roles = sorted(machine.processes)
+        if self._rng.random() < 0.7:
+            roles = [self._rng.choice(roles)]
+        for role in roles:
+            machine.pause(role)
+
+        def undo() -> None:
+            for role in roles:
+                machine.resume(role)
+
+        self._after(PAUSE_MS, undo)
+
     def _torn_write(self) -> None:
         """The process dies inside one of its next operations on the disk."""
-        name = self._rng.choice(sorted(self._cluster.storages))
-        self._cluster.storages[name].crash_at = self._rng.randint(0, 60)
+        self._storage().crash_at = self._rng.randint(0, 60)
 
     def _power(self) -> None:
-        self._cluster.power_loss(self._rng.uniform(*POWER_OFF_MS))
+        machines = list(self._cluster.machines)
+        if self._rng.random() < 0.9:
+            several = self._rng.randint(2, len(machines)) if len(machines) > 1 else 1
+            count = 1 if self._rng.random() < 0.7 else several
+            machines = self._rng.sample(machines, count)
+        for machine in machines:
+            self._observer.hit(machine)
+            machine.power_loss(self._rng.uniform(*POWER_OFF_MS))
+        self.counts["power losses"] = self.counts.get("power losses", 0) + len(machines)
+
+    def _replace_disk(self) -> None:
+        machine = self._machine(BROKER)
+        self._observer.hit(machine, disk=True)
+        machine.replace_disk(BROKER, self._rng.uniform(*POWER_OFF_MS))
 
     def _drain(self) -> None:
-        self._cluster.drain()
+        self._machine(BROKER).drain()
 
     def _clock_step(self) -> None:
-        self._cluster.step_clocks(self._rng.choice([-1, 1]) * self._rng.randint(500, 300_000))
+        machine = self._rng.choice(self._cluster.machines)
+        by_ms = self._rng.choice([-1, 1]) * self._rng.randint(500, 300_000)
+        self._world.record(f"clock step {machine.name} {by_ms}")
+        machine.clock.step(by_ms)
 
     # -- network -----------------------------------------------------------------------------------
 
     def _break_streams(self) -> None:
-        self._world.network.break_streams(*self._rng.choice(LINKS))
+        self._world.network.break_streams(*self._link())
+
+    def _change(
+        self, pairs: Sequence[tuple[str, str]], change: Callable[[Link], None], last_ms: float
+    ) -> None:
+        """Change links both ways, for a while."""
+        network = self._world.network
+        links = [network.link(*ends) for pair in pairs for ends in (pair, pair[::-1])]
+        for link in links:
+            change(link)
+
+        def undo() -> None:
+            model = network.default
+            for link in links:
+                link.delay_us, link.bytes_per_ms = model.delay_us, model.bytes_per_ms
+                link.break_chance = model.break_chance
+
+        self._after((200, last_ms), undo)
 
     def _slow_network(self) -> None:
-        network = self._world.network
-        pair = self._rng.choice(LINKS)
-        for one, two in (pair, pair[::-1]):
-            link = network.link(one, two)
+        def slow(link: Link) -> None:
             link.delay_us, link.bytes_per_ms = SLOW_DELAY_US, SLOW_BYTES_PER_MS
             link.break_chance = 0.02
 
-        def undo() -> None:
-            for one, two in (pair, pair[::-1]):
-                link, model = network.link(one, two), network.default
-                link.delay_us, link.bytes_per_ms = model.delay_us, model.bytes_per_ms
-                link.break_chance = 0.0
+        self._change([self._link()], slow, 2_000)
 
-        self._after(self._rng.uniform(200, 2_000), undo)
+    def _flaky_network(self) -> None:
+        """Streams of everybody break now and then."""
+
+        def lose(link: Link) -> None:
+            link.break_chance = 0.01
+
+        self._change(list(combinations(self._hosts(), 2)), lose, 3_000)
 
     def _cut(self) -> None:
-        one, two = self._rng.choice(LINKS)
-        both = self._rng.random() < 0.7
-        self._world.network.cut(one, two, both=both)
-        self._after(
-            self._rng.uniform(50, 3_000), lambda: self._world.network.heal(one, two, both=both)
-        )
+        self._sever([self._link()], both=self._rng.random() < 0.7)
+
+    def _isolate(self) -> None:
+        """A host is cut off, both ways or one."""
+        name = self._rng.choice(self._cluster.machines).name
+        pairs = [(name, host) for host in self._hosts() if host != name]
+        if self._rng.random() < 0.5:
+            pairs = [pair[::-1] for pair in pairs]
+        self._sever(pairs, both=self._rng.random() < 0.6)
+
+    def _split(self) -> None:
+        """Two halves that do not hear each other."""
+        hosts = self._hosts()
+        self._rng.shuffle(hosts)
+        at = self._rng.randint(1, len(hosts) - 1)
+        pairs = [(one, two) for one in hosts[:at] for two in hosts[at:]]
+        self._sever(pairs, both=self._rng.random() < 0.8)
+
+    def _sever(self, pairs: Sequence[tuple[str, str]], *, both: bool) -> None:
+        network = self._world.network
+        for one, two in pairs:
+            network.cut(one, two, both=both)
+
+        def undo() -> None:
+            for one, two in pairs:
+                network.heal(one, two, both=both)
+
+        self._after(CUT_MS, undo)
 
     # -- disk and store ----------------------------------------------------------------------------
 
     def _disk_full(self) -> None:
-        storage = self._cluster.storages[self._rng.choice(["d1", "d1", "meta"])]
+        storage = self._storage()
         storage.capacity = storage.used_bytes() + self._rng.randint(0, 30_000)
 
         def undo() -> None:
             storage.capacity = None
 
-        self._after(self._rng.uniform(100, 2_000), undo)
+        self._after((100, 2_000), undo)
+
+    def _disk_slow(self) -> None:
+        storage = self._storage()
+        storage.lag_ms = self._rng.choice([10.0, 100.0, 1_000.0])
+
+        def undo() -> None:
+            storage.lag_ms = 0.0
+
+        self._after((100, 4_000), undo)
 
     def _store_outage(self) -> None:
         store = self._cluster.store
@@ -155,7 +268,7 @@ class Faults:
         def undo() -> None:
             store.away = False
 
-        self._after(self._rng.uniform(100, 3_000), undo)
+        self._after((100, 3_000), undo)
 
     def _store_flaky(self) -> None:
         store = self._cluster.store
@@ -166,24 +279,21 @@ class Faults:
             store.lost_requests = store.lost_replies = store.stragglers = 0.0
             store.delay_ms = (0.5, 8.0)
 
-        self._after(self._rng.uniform(300, 3_000), undo)
+        self._after((300, 3_000), undo)
 
     def _late_commit(self) -> None:
         """The tier dies with a commit on its way; its successor is quick, the commit is not: it
         mostly lands after the successor has looked at the table and before it commits itself.
         """
-        rng, cluster = self._rng, self._cluster
+        rng, machine = self._rng, self._machine(TIER)
 
         def committed() -> float:
             restart_ms = rng.uniform(5, 40)
-            cluster.kill("tier", restart_ms)
+            machine.kill(TIER, restart_ms)
             return restart_ms + rng.uniform(15, 70)
 
-        cluster.store.late_commit = committed
+        self._cluster.store.late_commit = committed
 
     def _optimize(self) -> None:
-        broker = self._cluster.broker
-        if broker is None or not self._cluster.serving:
-            return
-        for topic in list(broker.core.follower.image.topics.values()):
+        for topic in list(self._observer.image.topics.values()):
             self._cluster.store.optimize(topic.name, topic.topic_id)

@@ -5,6 +5,9 @@ A stream is two one-way pipes.  A frame arrives after a drawn delay, never befor
 predecessor; a pipe holds a bounded window, beyond which `send` waits.  As with TCP, a frame is
 lost only with its stream.
 
+A node is named PROCESS or HOST/PROCESS.  All processes of one host share its links to other hosts;
+two processes of one host have a link of their own (a unix socket).
+
 Rules
   N5  A cut (one way or both) holds frames back; a stream that was cut for `silence_ms` breaks on
       both ends (the keepalive of the real network).  Connecting across a cut fails after
@@ -59,6 +62,7 @@ class SimNetwork:
         self.connect_ms = 3_000
         self.silence_ms = 10_000
         self._links: dict[tuple[str, str], Link] = {}
+        self._between: dict[tuple[str, str], Link] = {}  # the same by node names, as looked up
         self._listeners: dict[str, _SimListener] = {}
         self._refused: dict[str, None] = {}
         self._streams: dict[int, tuple[_End, _End]] = {}
@@ -72,12 +76,17 @@ class SimNetwork:
     # -- faults --------------------------------------------------------------------------------
 
     def link(self, source: str, target: str) -> Link:
-        """The link from `source` to `target`, to be changed in place; `default` is its model."""
-        found = self._links.get((source, target))
+        """The link from `source` to `target`, hosts or nodes, to be changed in place; `default` is
+        its model.
+        """
+        found = self._between.get((source, target))
         if found is None:
-            d = self.default
-            found = Link(d.delay_us, d.bytes_per_ms, d.break_chance)
-            self._links[source, target] = found
+            pair = _ends_of(source, target)
+            known = self._links.get(pair)
+            if known is None:
+                d = self.default
+                known = self._links[pair] = Link(d.delay_us, d.bytes_per_ms, d.break_chance)
+            found = self._between[source, target] = known
         return found
 
     def cut(self, source: str, target: str, *, both: bool = True) -> None:
@@ -99,7 +108,7 @@ class SimNetwork:
                 self.record(f"heal {pair[0]}>{pair[1]}")
                 for ends in list(self._streams.values()):
                     for end in ends:
-                        if (end.node.name, end.other.node.name) == pair:
+                        if self.link(end.node.name, end.other.node.name) is link:
                             end.release()
 
     def refuse(self, address: str, refused: bool = True) -> None:
@@ -110,10 +119,11 @@ class SimNetwork:
             self._refused.pop(address, None)
 
     def break_streams(self, one: str, two: str) -> int:
-        """Break every stream between two nodes; returns how many."""
+        """Break every stream between two nodes, or two hosts; returns how many."""
         broken = 0
+        links = (self.link(one, two), self.link(two, one))
         for ends in list(self._streams.values()):
-            if {end.node.name for end in ends} == {one, two}:
+            if any(self.link(ends[0].node.name, ends[1].node.name) is link for link in links):
                 ends[0].broken("the connection was reset")
                 ends[1].broken("the connection was reset")
                 broken += 1
@@ -191,6 +201,12 @@ class SimNetwork:
 
     def forget(self, number: int) -> None:
         self._streams.pop(number, None)
+
+
+def _ends_of(source: str, target: str) -> tuple[str, str]:
+    """Between what the link of two nodes is: their hosts, or they themselves on one host."""
+    here, there = source.partition("/")[0], target.partition("/")[0]
+    return (source, target) if here == there else (here, there)
 
 
 class _Door:

@@ -39,6 +39,7 @@ class SimObjects:
         self.lost_replies = 0.0
         self.stragglers = 0.0  #: of requests that take ten times as long to get there
         self.late_commit: Callable[[], float] | None = None  #: told of the next one; delays it
+        self.counts: dict[str, int] = {}
         self.delay_ms = (0.5, 8.0)
         self.deadline_ms = 300.0
         self._world = world
@@ -65,14 +66,23 @@ class SimObjects:
             there *= 10
         await clock.sleep_ms(there + late_ms)
         if self.away or chance < self.lost_requests:
+            self._lost(what)
             await clock.sleep_ms(self.deadline_ms)
             raise errors.TierUnavailable(f"{what}: no answer from the store")
         result = await work()
         await clock.sleep_ms(back)
         if self.away or rng.random() < self.lost_replies:
             self._world.record(f"store lost the reply to {what}")
+            self._lost(what)
             raise errors.TierUnavailable(f"{what}: the answer was lost")
         return result
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def _lost(self, what: str) -> None:
+        if what.startswith("commit "):
+            self.count("tier commits lost")
 
     # -- ObjectStore -----------------------------------------------------------------------------
 
@@ -178,7 +188,17 @@ class SimTable:
         store = self._store
         late, store.late_commit = store.late_commit, None
         late_ms = late() if late is not None else 0.0
-        return await store.call(f"commit {self._home}", lambda: self._table.commit(commit), late_ms)
+        if late is not None:
+            store.count("tier commits late")
+
+        async def work() -> Snapshot:
+            try:
+                return await self._table.commit(commit)
+            except errors.PkError:
+                store.count("tier commits refused")
+                raise
+
+        return await store.call(f"commit {self._home}", work, late_ms)
 
     async def vacuum(self, retention_ms: int) -> int:
         return await self._store.call(

@@ -1,8 +1,9 @@
-"""What one simulated run does: how long, how busy, which faults; drawn from its seed.
+"""What one simulated run does: which machines, how long, how busy, which faults; drawn from its
+seed.
 
-Each seed enables its own subset of the faults and draws its own topics, so that rare combinations
-come up and a plain run is among them.  Anything may be given instead of drawn: then the seed still
-decides the rest in the same way.
+Each seed enables its own subset of the faults and draws its own cluster and topics, so that rare
+combinations come up and a plain run is among them.  Anything may be given instead of drawn: then
+the seed still decides the rest in the same way.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ FAULTS = (
     "kill_controller",
     "kill_tier",
     "kill_client",
-    "kill_all",
+    "kill_machine",
+    "kill_leader",
     "torn_write",
     "power",
+    "replace_disk",
     "drain",
+    "pause",
     "break_streams",
     "slow_network",
+    "flaky_network",
     "cut",
+    "isolate",
+    "split",
     "disk_full",
+    "disk_slow",
     "store_outage",
     "store_flaky",
     "late_commit",
@@ -33,8 +41,25 @@ FAULTS = (
     "clock_step",
 )
 #: What an administrator does meanwhile.
-CHORES = ("recreate", "grow", "delete_records", "configure")
+CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 SEGMENT_BYTES_LEAST = 14_336
+CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
+MACHINES_MAX = 5  #: of one role
+#: How far the clocks of two machines may be apart from the start.
+SKEW_MS = 2_000
+
+
+@dataclass(slots=True, frozen=True)
+class NodePlan:
+    """One machine: which processes run on it."""
+
+    number: int  #: its node id
+    roles: tuple[str, ...] = (CONTROLLER, BROKER, TIER)
+    skew_ms: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"n{self.number}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +69,7 @@ class TopicPlan:
     name: str
     partitions: int
     configs: Mapping[str, str]
+    replication_factor: int = 1
 
     @property
     def flushed(self) -> bool:
@@ -59,52 +85,108 @@ class TopicPlan:
         """Topic retention moves log_start without being asked."""
         return "retention_bytes" in self.configs
 
+    @property
+    def unclean(self) -> bool:
+        """It may elect a leader without all last-known members (rule R3)."""
+        return self.configs.get("unclean_leader_election_enable") == "true"
+
+    @property
+    def copies(self) -> int:
+        """How many replicas hold what is acknowledged, at least (rule R1)."""
+        return min(int(self.configs.get("min_insync_replicas", "1")), self.replication_factor)
+
 
 @dataclass(slots=True, frozen=True)
 class SimOptions:
     """One run."""
 
     topics: tuple[TopicPlan, ...]
+    nodes: tuple[NodePlan, ...] = (NodePlan(1),)
     faults: tuple[str, ...] = FAULTS
     chores: tuple[str, ...] = CHORES
     unrest_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which everything must be well again
-    tick_ms: int = 5  #: invariants are looked at this often
+    acknowledged_min: int = 0  #: unrest goes on until so many records were acknowledged
+    tick_ms: int = 5  #: faults and the supervisors are looked at this often
     fault_every_ms: tuple[int, int] = (150, 1_200)
     chore_every_ms: tuple[int, int] = (300, 1_500)
     pace_ms: tuple[int, int] = (10, 120)  #: between two bursts of one producer
     burst: tuple[int, int] = (1, 6)
-    value_bytes: tuple[int, int] = (20, 3_000)
+    value_bytes: tuple[int, int] = (20, 2_000)
     codecs: tuple[str, ...] = ("none", "lz4")  #: one idempotent producer each
     server: Mapping[str, Any] = field(default_factory=dict)
+    timing: Mapping[str, int] = field(default_factory=dict)  #: of the metadata quorum
     vacuum: bool = False  #: deleted tier files go at once
+
+    def with_role(self, role: str) -> tuple[NodePlan, ...]:
+        """The machines that have `role`."""
+        return tuple(node for node in self.nodes if role in node.roles)
 
 
 def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: Any) -> SimOptions:
     """The options of a seed; `given` ones replace what was drawn."""
+    nodes = given.get("nodes") or nodes_drawn(rng)
+    brokers = sum(BROKER in node.roles for node in nodes)
     chosen = tuple(name for name in FAULTS if rng.random() < 0.5)
     chores = tuple(name for name in CHORES if rng.random() < 0.6)
-    topics = tuple(_topic(rng, number) for number in range(rng.randint(1, 3)))
+    topics = tuple(_topic(rng, number, brokers) for number in range(rng.randint(1, 3)))
+    every_ms = rng.choice([250, 600, 1_500, 4_000])
+    slow = rng.choice([1, 1, 2, 4])
     options = SimOptions(
         topics=topics,
+        nodes=nodes,
         faults=chosen,
         chores=chores,
+        fault_every_ms=(every_ms // 4, 2 * every_ms),
+        chore_every_ms=(1_000, 6_000),
+        pace_ms=(50, rng.choice([200, 500])),
         vacuum=rng.random() < 0.3,
         codecs=("none", "lz4") if rng.random() < 0.5 else ("none",),
-        server={"producer_id_expiration_ms": 86_400_000},
+        server={
+            "producer_id_expiration_ms": 86_400_000,
+            "broker_session_timeout_ms": rng.choice([1_500, 3_000, 6_000]),
+            "broker_heartbeat_interval_ms": rng.choice([200, 400]),
+            "unclean_recovery_wait_ms": rng.choice([500, 3_000]),
+            "replica_lag_time_max_ms": rng.choice([1_000, 3_000, 10_000]),
+        },
+        timing={"election_ms": 500 * slow, "fetch_ms": 1_000 * slow, "wait_ms": 250 * slow},
     )
     if faults is not None:
         given["faults"] = tuple(faults)
     return replace(options, **given)
 
 
-def _topic(rng: random.Random, number: int) -> TopicPlan:
+def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:
+    """Mostly 3 to 5 controllers and brokers, on machines of their own or not."""
+    if rng.random() < 0.1:
+        controllers, brokers = 1, rng.randint(1, 2)
+    else:
+        controllers, brokers = rng.choice([1, 3, 3, 3, 5]), rng.choice([3, 3, 4, 5])
+    both = rng.randint(0, min(controllers, brokers))
+    if rng.random() < 0.4:
+        both = min(controllers, brokers)
+    roles: list[tuple[str, ...]] = [(CONTROLLER, BROKER, TIER)] * both
+    roles += [(CONTROLLER,)] * (controllers - both)
+    roles += [(BROKER, TIER)] * (brokers - both)
+    return tuple(
+        NodePlan(number, each, rng.choice([0, 0, rng.randint(-SKEW_MS, SKEW_MS)]))
+        for number, each in enumerate(roles, 1)
+    )
+
+
+def _topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:
     configs = {
         "segment_bytes": str(rng.choice([SEGMENT_BYTES_LEAST, 20_000, 60_000])),
         "index_interval_bytes": str(rng.choice([0, 1_000, 4_096])),
         "file_delete_delay_ms": str(rng.choice([0, 300, 2_000])),
     }
-    if rng.random() < 0.5:
+    factor = rng.choice([1, 2, 3, 3, 3, brokers])
+    factor = min(factor, brokers)
+    if factor > 1:
+        configs["min_insync_replicas"] = str(rng.choice([1, 2, 2, 2, factor]))
+    if rng.random() < 0.2:
+        configs["unclean_leader_election_enable"] = "true"
+    if rng.random() < 0.4:
         configs["flush_on_ack"] = "true"
     elif rng.random() < 0.3:
         configs["flush_ms"] = str(rng.randint(50, 500))
@@ -114,9 +196,9 @@ def _topic(rng: random.Random, number: int) -> TopicPlan:
         configs["tier_enable"] = "false"
     else:
         configs["tier_max_lag_ms"] = str(rng.choice([50, 200, 1_000]))
-        configs["tier_file_bytes"] = str(rng.choice([4_000, 30_000, 1_000_000]))
+        configs["tier_file_bytes"] = str(rng.choice([20_000, 100_000, 1_000_000]))
         configs["local_drop_delay_ms"] = str(rng.choice([0, 200, 1_000]))
         configs["local_retention_bytes"] = str(rng.choice([0, 15_000, 40_000]))
         if rng.random() < 0.15:
             configs["retention_bytes"] = "60000"
-    return TopicPlan(f"topic{number}", rng.randint(1, 3), configs)
+    return TopicPlan(f"topic{number}", rng.randint(1, 3), configs, factor)

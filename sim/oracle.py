@@ -1,21 +1,22 @@
 """What the outside of the cluster knows: records handed over, acknowledgements, what was asked to
-be deleted, when power was lost.
+be deleted, when data could be lost.
 
 The oracle never looks into a broker; the checkers compare what it knows with what readers see.
 
 Words
   life     of a topic name: from its creation to its deletion; the next topic of that name is
            another life (rule L8)
-  era      of the machine: ends with a power loss.  The era of an acknowledgement is the one it
-           was heard in; the next begins when the broker is started again, when replies of the
-           last one have long arrived or are lost
+  era      of a partition: ends when as many of its replicas are hit at once as may cost what was
+           acknowledged (promise.py), or when it elects a leader uncleanly by permission.  Replies
+           of the last era may be heard for a while after its end: what is acknowledged then may
+           belong to either
 """
 
 from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,14 +44,14 @@ class Sent:
     id: RecordId
     topic: str
     life: int  #: of the topic, when it was handed over
-    era: int
     ordered: bool  #: its producer keeps send order (idempotent)
     digest: int
     outcome: Outcome = Outcome.PENDING
     partition: int = NONE
     offset: Offset = NONE
     acked_life: int = NONE  #: NONE: acknowledged while its topic was going
-    acked_era: int = NONE
+    acked_era: int = NONE  #: it is of this era or a later one, up to `acked_era_max`
+    acked_era_max: int = NONE
     error: str = ""
 
 
@@ -59,15 +60,16 @@ class Topic:
     """One name."""
 
     name: str
-    flushed: bool
     tiered: bool
     expires: bool
+    copied: bool = False  #: it has more than one replica
     life: int = 0  #: 0 = never created
     going: bool = True  #: not there, or its deletion has been asked for
     topic_id: str = ""
     partitions: int = 0
     #: partition → the largest offset below which deletion was asked for, in this life
     deletions: dict[int, Offset] = field(default_factory=dict)
+    deleted: dict[int, Offset] = field(default_factory=dict)  #: the same, of those that were done
 
 
 def digest_of(
@@ -95,10 +97,14 @@ class Oracle:
     def __init__(self, plans: Iterable[TopicPlan]) -> None:
         self.sent: dict[RecordId, Sent] = {}
         self.topics = {
-            plan.name: Topic(plan.name, plan.flushed, plan.tiered, plan.expires) for plan in plans
+            plan.name: Topic(plan.name, plan.tiered, plan.expires, plan.replication_factor > 1)
+            for plan in plans
         }
-        self.era = 0
+        self.now_ms: Callable[[], float] = lambda: 0.0
+        self.acknowledgements = 0
         self._next: dict[str, int] = {}
+        #: (topic id, partition) → until when replies of each era that ended may be heard
+        self._ended: dict[tuple[str, int], list[float]] = {}
 
     # -- topics ------------------------------------------------------------------------------------
 
@@ -106,7 +112,7 @@ class Oracle:
         topic = self.topics[name]
         topic.life += 1
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
-        topic.deletions = {}
+        topic.deletions, topic.deleted = {}, {}
 
     def deleting(self, name: str) -> None:
         self.topics[name].going = True
@@ -119,6 +125,26 @@ class Oracle:
         asked = self.topics[name].deletions
         asked[partition] = max(before, asked.get(partition, 0))
 
+    def deleted_records(self, name: str, topic_id: str, partition: int, before: Offset) -> None:
+        topic = self.topics[name]
+        if topic.topic_id == topic_id:
+            topic.deleted[partition] = max(before, topic.deleted.get(partition, 0))
+
+    # -- eras --------------------------------------------------------------------------------------
+
+    def era(self, topic_id: str, partition: int) -> int:
+        """How many eras of the partition are over."""
+        return len(self._ended.get((topic_id, partition), ()))
+
+    def era_ends(self, topic_id: str, partition: int, settled_ms: float) -> None:
+        """What was acknowledged so far may be lost; replies may be heard until `settled_ms`."""
+        self._ended.setdefault((topic_id, partition), []).append(settled_ms)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether anything that was acknowledged may be gone."""
+        return bool(self._ended)
+
     # -- records -----------------------------------------------------------------------------------
 
     def next_id(self, producer: str) -> RecordId:
@@ -128,13 +154,17 @@ class Oracle:
 
     def send(self, name: RecordId, topic: str, digest: int, *, ordered: bool) -> Sent:
         life = self.topics[topic].life
-        sent = self.sent[name] = Sent(name, topic, life, self.era, ordered, digest)
+        sent = self.sent[name] = Sent(name, topic, life, ordered, digest)
         return sent
 
     def acknowledged(self, sent: Sent, partition: int, offset: Offset) -> None:
         topic = self.topics[sent.topic]
         sent.outcome = Outcome.ACKNOWLEDGED
-        sent.partition, sent.offset, sent.acked_era = partition, offset, self.era
+        self.acknowledgements += 1
+        sent.partition, sent.offset = partition, offset
+        ended = self._ended.get((topic.topic_id, partition), [])
+        sent.acked_era = sum(settled_ms <= self.now_ms() for settled_ms in ended)
+        sent.acked_era_max = len(ended)
         if sent.life == topic.life and not topic.going:
             sent.acked_life = topic.life
 
@@ -149,6 +179,3 @@ class Oracle:
 
     def pending(self) -> list[Sent]:
         return [sent for sent in self.sent.values() if sent.outcome is Outcome.PENDING]
-
-    def power_restored(self) -> None:
-        self.era += 1

@@ -1,6 +1,6 @@
 """The client of a simulated run: producers, consumers and an administrator over pk's own engines.
 
-All of them run in the nodes "client" and "admin" and know the cluster by its address only.  What
+All of them run in the nodes "client" and "admin" and know the cluster by its addresses only.  What
 they hear goes to the oracle and to the reader checks; an error that the run's faults cannot explain
 is a violation.
 """
@@ -8,6 +8,7 @@ is a violation.
 from __future__ import annotations
 
 import asyncio
+import enum
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -23,9 +24,8 @@ from pk.client.intake import Intake, record_size
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
-from pk.sim.checkers import ReaderCheck, Row, Violation, require
-from pk.sim.cluster import LISTEN
-from pk.sim.options import SimOptions, TopicPlan
+from pk.sim.checkers import ReaderCheck, Row, Violation
+from pk.sim.options import BROKER, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, Sent, digest_of, id_of, value_of
 from pk.types import TopicPartition
 from pk.wire import frames
@@ -52,8 +52,8 @@ _EXPLAINED = (
 OnTrouble = Callable[[str], None]
 
 
-def cluster_of(world: World, name: str) -> Cluster:
-    return Cluster(world, LISTEN, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+def cluster_of(world: World, bootstrap: str, name: str) -> Cluster:
+    return Cluster(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
 
 
 def rows_of(batch: pa.RecordBatch) -> list[Row]:
@@ -84,6 +84,7 @@ class SimProducer:
     def __init__(
         self,
         world: World,
+        bootstrap: str,
         name: str,
         oracle: Oracle,
         options: SimOptions,
@@ -102,9 +103,10 @@ class SimProducer:
             {"batch_size": rng.choice([1_000, 20_000]), **delivery, **given}
         )
         self.engine = ProduceEngine(
-            world, cluster_of(world, name), settings, idempotent=self._ordered
+            world, cluster_of(world, bootstrap, name), settings, idempotent=self._ordered
         )
         self._task: asyncio.Task[None] | None = None
+        self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
 
     def start(self) -> None:
         self.engine.start()
@@ -139,8 +141,7 @@ class SimProducer:
 
     def _ended(self, error: errors.PkError) -> None:
         """A gap after acknowledged loss is fatal (rule L6); nothing else is."""
-        lossy = any(not topic.flushed for topic in self._oracle.topics.values())
-        if not (isinstance(error, errors.OutOfOrderSequence) and lossy and self._oracle.era):
+        if not (isinstance(error, errors.OutOfOrderSequence) and self._oracle.lossy):
             self._trouble(f"V6: {self.name} can send no more: {error!r}")
 
     def _send(self, intake: Intake, topic: str, partition: int | None) -> None:
@@ -169,6 +170,8 @@ class SimProducer:
         def told(metadata: Any, error: errors.PkError | None) -> None:
             if error is not None:
                 self._oracle.failed(sent, repr(error))
+            elif not self._ordered and self._replicated[sent.topic]:
+                self._oracle.failed(sent, "acks=1: the next leader may not have it")
             else:
                 self._oracle.acknowledged(sent, metadata.partition, metadata.offset)
 
@@ -181,14 +184,17 @@ class SimConsumer:
     def __init__(
         self,
         world: World,
+        bootstrap: str,
         check: ReaderCheck,
         oracle: Oracle,
         topics: Sequence[TopicPlan],
         log_start_of: Callable[[str, int], int],
         trouble: OnTrouble,
+        tell: OnTrouble,
         **given: Any,
     ) -> None:
         self.check = check
+        self._tell = tell
         self._world = world
         self._oracle = oracle
         self._topics = topics
@@ -205,7 +211,7 @@ class SimConsumer:
                 **given,
             }
         )
-        self.engine = FetchEngine(world, cluster_of(world, check.name), settings)
+        self.engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -239,6 +245,7 @@ class SimConsumer:
         return taken
 
     def _problem(self, error: errors.PkError) -> None:
+        self._tell(f"{self.check.name} was told {error!r}")
         if isinstance(error, errors.LogTruncated):
             self._truncated(error)
         elif isinstance(error, errors.TopicRecreated | errors.UnknownTopicId):
@@ -250,13 +257,20 @@ class SimConsumer:
 
     def _truncated(self, error: errors.LogTruncated) -> None:
         topic, partition = error.details["topic"], int(error.details["partition"])
-        known = self._oracle.topics[topic]
-        if known.flushed or not self._oracle.era:
+        if not self._oracle.era(self._oracle.topics[topic].topic_id, partition):
             self._trouble(f"V8: {self.check.name}: {error!r}")
         self.check.forget(topic, partition)
         place = TopicPartition(topic, partition)
         if place in self.engine.fetcher.assignment:  # else the topic was deleted meanwhile
             self.engine.step(Seek(place, EARLIEST))
+
+
+class Result(enum.Enum):
+    """What came of a chore's request."""
+
+    DONE = "done"
+    MOOT = "moot"  #: somebody did it before, or it is not needed any more
+    REFUSED = "refused"
 
 
 class SimAdmin:
@@ -265,6 +279,7 @@ class SimAdmin:
     def __init__(
         self,
         world: World,
+        bootstrap: str,
         oracle: Oracle,
         options: SimOptions,
         rng: random.Random,
@@ -277,8 +292,9 @@ class SimAdmin:
         self._rng = rng
         self._bounds_of = bounds_of  #: (log_start, high watermark) as last sampled
         self._trouble = trouble
-        self._cluster = cluster_of(world, "admin")
+        self._cluster = cluster_of(world, bootstrap, "admin")
         self.resting = False
+        self.counts: dict[str, int] = {}  #: chores that were done
 
     async def run(self) -> None:
         self._cluster.start()
@@ -288,7 +304,9 @@ class SimAdmin:
             await self._world.clock.sleep_ms(self._rng.uniform(*self._options.chore_every_ms))
             if not self.resting:
                 plan = self._rng.choice(self._options.topics)
-                await getattr(self, f"_{self._rng.choice(self._options.chores)}")(plan)
+                chore = self._rng.choice(self._options.chores)
+                await getattr(self, f"_{chore}")(plan)
+                self.counts[chore] = self.counts.get(chore, 0) + 1
 
     async def close(self) -> None:
         await self._cluster.close()
@@ -305,23 +323,21 @@ class SimAdmin:
                 await self._world.clock.sleep_ms(1_000)
 
     async def _until_done(
-        self, make: Callable[[], Any], done: tuple[type[errors.PkError], ...]
-    ) -> bool:
-        """Repeat while the answer's only result is retriable; `done` means somebody did it.
-
-        False: it was refused for good.
-        """
+        self, make: Callable[[], Any], moot: tuple[type[errors.PkError], ...]
+    ) -> Result:
+        """Repeat while the answer's only result is retriable; `moot` errors need no doing."""
         while True:
             reply = await self._ask(make())
             (result,) = reply.results
             if not result.HasField("error"):
-                return True
+                return Result.DONE
             error = frames.raise_error(result.error)
-            if isinstance(error, done):
-                return True
-            if not error.retriable:
+            if isinstance(error, moot):
+                return Result.MOOT
+            early = isinstance(error, errors.InvalidReplicationFactor)  # brokers still register
+            if not error.retriable and not early:
                 self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
-                return False
+                return Result.REFUSED
             await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
 
     # -- chores ------------------------------------------------------------------------------------
@@ -329,10 +345,16 @@ class SimAdmin:
     async def _create(self, plan: TopicPlan) -> None:
         request = wire.CreateTopicsRequest()
         request.topics.add(
-            name=plan.name, partitions=plan.partitions, replication_factor=1, configs=plan.configs
+            name=plan.name,
+            partitions=plan.partitions,
+            replication_factor=plan.replication_factor,
+            configs=plan.configs,
         )
-        if await self._until_done(lambda: request, (errors.TopicAlreadyExists,)):
-            info = await self._info(plan.name)
+        result = await self._until_done(lambda: request, (errors.TopicAlreadyExists,))
+        if result is not Result.REFUSED:
+            before = self._oracle.topics[plan.name].topic_id
+            while (info := await self._info(plan.name)).topic_id == before:
+                await self._world.clock.sleep_ms(50)  # who was asked is behind
             self._oracle.created(plan.name, info.topic_id, plan.partitions)
 
     async def _info(self, name: str) -> wire.TopicInfo:
@@ -349,7 +371,7 @@ class SimAdmin:
         purge = self._rng.random() < 0.5
         request = wire.DeleteTopicsRequest(topic_ids=[topic_id], purge_tier=purge)
         gone = (errors.UnknownTopicOrPartition, errors.UnknownTopicId)
-        if await self._until_done(lambda: request, gone):
+        if await self._until_done(lambda: request, gone) is not Result.REFUSED:
             await self._world.clock.sleep_ms(self._rng.uniform(0, 300))
             await self._create(plan)
 
@@ -360,9 +382,10 @@ class SimAdmin:
             return
         request = wire.CreatePartitionsRequest()
         request.topics.add(name=plan.name, total_count=total)
-        if await self._until_done(lambda: request, (errors.InvalidPartitions,)):
-            info = await self._info(plan.name)
-            require(len(info.partitions) == total, "admin", f"{total} partitions wanted: {info}")
+        result = await self._until_done(lambda: request, (errors.InvalidPartitions,))
+        if result is not Result.REFUSED:
+            while len((await self._info(plan.name)).partitions) < total:
+                await self._world.clock.sleep_ms(50)  # who was asked has not heard of it yet
             self._oracle.grown(plan.name, total)
 
     async def _delete_records(self, plan: TopicPlan) -> None:
@@ -375,9 +398,28 @@ class SimAdmin:
         self._oracle.deleting_records(plan.name, partition, before)
         request = wire.DeleteRecordsRequest()
         request.items.add(topic_id=topic.topic_id, partition=partition, before_offset=before)
-        out = (errors.OffsetOutOfRange,)  # power was lost meanwhile, or retention was faster
-        if await self._until_done(lambda: request, out):
-            return
+        out = (errors.OffsetOutOfRange,)  # records were lost meanwhile, or retention was faster
+        if await self._until_done(lambda: request, out) is Result.DONE:
+            self._oracle.deleted_records(plan.name, topic.topic_id, partition, before)
+
+    async def _reassign(self, plan: TopicPlan) -> None:
+        """A partition moves to other brokers, or the move under way is given up (KIP-455)."""
+        topic, rng = self._oracle.topics[plan.name], self._rng
+        brokers = [node.number for node in self._options.with_role(BROKER)]
+        request = wire.AlterReassignmentsRequest()
+        asked = request.reassignments.add(
+            topic=plan.name, partition=rng.randrange(topic.partitions)
+        )
+        if rng.random() < 0.2:
+            asked.cancel = True
+        else:
+            asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
+        moot = (errors.NoReassignmentInProgress, errors.UnknownTopicOrPartition)
+        await self._until_done(lambda: request, moot)
+
+    async def _elect(self, plan: TopicPlan) -> None:
+        """Preferred leaders of all partitions, please."""
+        await self._ask(wire.ElectLeadersRequest())
 
     async def _configure(self, plan: TopicPlan) -> None:
         rng = self._rng
@@ -393,13 +435,14 @@ class SimAdmin:
 
 async def read_all(
     world: World,
+    bootstrap: str,
     check: ReaderCheck,
     ends: dict[TopicPartition, int],
     log_start_of: Callable[[str, int], int],
 ) -> None:
     """Read every partition from its beginning to `ends`, through `check`."""
     settings = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
-    engine = FetchEngine(world, cluster_of(world, check.name), settings)
+    engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)
     engine.assign(ends)
     try:
         while any((engine.fetcher.frontier(place) or 0) < end for place, end in ends.items()):

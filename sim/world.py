@@ -9,7 +9,8 @@ Rules
   V2  There are no threads, no sockets, no signals: asking for one raises.
   V3  A node is a context variable that its tasks inherit.  `kill` is kill -9: from then on no
       callback of the node runs, not even a `finally`; its streams break, its disk drops what it
-      must (on_kill).
+      must (on_kill).  `pause` is SIGSTOP: what would run waits, in order, for `resume`; time and
+      the rest of the world go on.
   V4  Each node draws from a generator of its own, so that one node's appetite never shifts
       another's.
 
@@ -61,7 +62,10 @@ class SimNode:
     name: str
     incarnation: int
     alive: bool = True
+    paused: bool = False
+    held: list[asyncio.Handle] = field(default_factory=list)  #: what waits for `resume`
     on_kill: list[Callable[[], None]] = field(default_factory=list)
+    after: Callable[[], None] | None = None  #: told of every event of this node, once it ran
 
 
 _NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
@@ -72,17 +76,25 @@ def current_node() -> SimNode | None:
     return _NODE.get()
 
 
-class _Timer(asyncio.TimerHandle):
-    """Ordered by due time, then by when it was set (V1)."""
+class _Handle(asyncio.Handle):
+    """A callback that is ready; without the base class's questions about debug mode."""
 
-    __slots__ = ("due_us", "number")
+    __slots__ = ()
 
-    due_us: int
-    number: int
-
-    def __lt__(self, other: object) -> bool:
-        assert isinstance(other, _Timer)
-        return (self.due_us, self.number) < (other.due_us, other.number)
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
 
 
 class SimLoop(_Base):
@@ -93,7 +105,7 @@ class SimLoop(_Base):
         self.events = 0
         self.failures: list[dict[str, Any]] = []  #: what reached the exception handler
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[_Timer] = []
+        self._timers: list[tuple[int, int, asyncio.TimerHandle]] = []  # V1: by time, then number
         self._timer_number = 0
         self._closed = False
         self._running = False
@@ -111,7 +123,7 @@ class SimLoop(_Base):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         if not self._closed:
             self._ready.append(handle)
         return handle
@@ -144,12 +156,11 @@ class SimLoop(_Base):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Like `call_at`, in whole microseconds."""
-        timer = _Timer(due_us / 1_000_000, callback, args, self, context)
-        timer.due_us = max(due_us, self.now_us)
-        timer.number = self._timer_number
+        timer = asyncio.TimerHandle(due_us / 1_000_000, callback, args, self, context)
         self._timer_number += 1
         if not self._closed:
-            heapq.heappush(self._timers, timer)
+            entry = (max(due_us, self.now_us), self._timer_number, timer)
+            heapq.heappush(self._timers, entry)
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -176,23 +187,42 @@ class SimLoop(_Base):
 
     def step(self) -> bool:
         """Run the next event; False if there is none."""
-        while not self._ready:
-            while self._timers and self._timers[0].cancelled():
-                heapq.heappop(self._timers)
-            if not self._timers:
+        ready = self._ready
+        while not ready:
+            if not self._wake_timers():
                 return False
-            self.now_us = max(self.now_us, self._timers[0].due_us)
-            while self._timers and self._timers[0].due_us <= self.now_us:
-                timer = heapq.heappop(self._timers)
-                if not timer.cancelled():
-                    self._ready.append(timer)
-        handle = self._ready.popleft()
-        if not handle.cancelled():
-            node = handle._context.get(_NODE)  # type: ignore[attr-defined]
-            if node is None or node.alive:
+        handle: Any = ready.popleft()
+        if not handle._cancelled:
+            node = handle._context.get(_NODE)
+            if node is None:
                 self.events += 1
                 handle._run()
+            elif node.paused:
+                node.held.append(handle)
+            elif node.alive:
+                self.events += 1
+                handle._run()
+                if node.after is not None:
+                    node.after()
         return True
+
+    def _wake_timers(self) -> bool:
+        """Let time jump to the next timer and make ready what is due; False if there is none."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
+            return False
+        now_us = self.now_us = max(self.now_us, timers[0][0])
+        while timers and timers[0][0] <= now_us:
+            timer = heapq.heappop(timers)[2]
+            if not timer.cancelled():
+                self._ready.append(timer)
+        return True
+
+    def resume(self, handles: list[asyncio.Handle]) -> None:
+        """What a paused node was kept from is ready, in its order."""
+        self._ready.extend(handles)
 
     def run_until(self, predicate: Callable[[], bool], events_max: int = EVENTS_MAX) -> None:
         """Run events until `predicate` holds.  Raises `Stuck`."""
@@ -370,9 +400,26 @@ class SimWorld:
             return
         self.record(f"kill {name} {node.incarnation}")
         node.alive = False
+        node.held.clear()
         for told in node.on_kill:
             told()
         self.network.lose(node)
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP (V3)."""
+        node = self.nodes[name]
+        if node.alive and not node.paused:
+            self.record(f"pause {name}")
+            node.paused = True
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        node = self.nodes[name]
+        if node.paused:
+            self.record(f"resume {name}")
+            node.paused = False
+            held, node.held = node.held, []
+            self.loop.resume(held)
 
     # -- driving ---------------------------------------------------------------------------------
 

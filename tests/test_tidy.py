@@ -96,6 +96,8 @@ SHELLS = {
     "pk.server.run_config",
     "pk.server.supervisor",
     "pk.sim.__main__",
+    "pk.sim.canaries",
+    "pk.sim.long",
     "pk.sparkconnector",
     "pyspark_pk",
 }

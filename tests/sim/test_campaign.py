@@ -1,19 +1,28 @@
-"""Whole clusters from seeds: controller, broker, tier and one client in virtual time.
+"""Whole clusters from seeds: controllers, brokers, tiers and clients in virtual time.
 
-`PK_SIM_SEEDS=N` runs N seeds (from `PK_SIM_FIRST` on) instead of the usual few; a failure names its
-seed, and `make sim SEED=…` replays it.
+SEEDS runs of UNREST_MS each, spread over the machine's cores.  `PK_SIM_SEEDS=N` runs N seeds (from
+`PK_SIM_FIRST` on) instead; a failure names its seed, and `python -m pk.sim SEED --unrest-ms …`
+replays it.  Campaigns of many more are `make sim-long`.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import pk.sim
 from pk.sim.campaign import Report, Run
-from pk.sim.options import CHORES, FAULTS, SimOptions, TopicPlan, drawn
+from pk.sim.long import MET, run_seed, verdict
+from pk.sim.options import BROKER, CHORES, CONTROLLER, FAULTS, SimOptions, TopicPlan, drawn
 from pk.sim.world import SimWorld
 
 pytestmark = [
@@ -22,16 +31,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-LONG = int(os.environ.get("PK_SIM_SEEDS", "0"))
 FIRST = int(os.environ.get("PK_SIM_FIRST", "1"))
-SEEDS = range(FIRST, FIRST + (LONG or 20))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("PK_SIM_SEEDS", "50")))
+UNREST_MS = 30_000
 SHORT_MS = 2_000
-
-
-def options_of(seed: int) -> SimOptions:
-    """What the seed draws; shorter, unless a long campaign was asked for."""
-    more = {} if LONG else {"unrest_ms": SHORT_MS}
-    return drawn(SimWorld(seed).random("options"), **more)
 
 
 def held(report: Report) -> Report:
@@ -39,11 +42,26 @@ def held(report: Report) -> Report:
     return report
 
 
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, Any]]]]:
+    """The seeds that were selected, under way on all cores."""
+    chosen = [
+        item.callspec.params["seed"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_every_promise_holds"
+    ]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        given = {"unrest_ms": UNREST_MS}
+        yield {seed: pool.submit(run_seed, seed, given) for seed in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_promise_holds(seed: int) -> None:
-    report = held(Run(seed, options_of(seed)).execute())
-    assert report.acknowledged, "a run that stores nothing shows nothing"
-    assert report.rows_read
+def test_every_promise_holds(seed: int, runs: dict[int, Future[dict[str, Any]]]) -> None:
+    row = runs[seed].result()
+    assert row["verdict"] == "ok", f"python -m pk.sim {seed} --unrest-ms {UNREST_MS}"
+    assert row["virtual_ms"] >= UNREST_MS
+    assert row["rows_read"], "a run that stores nothing shows nothing"
 
 
 QUICK = {
@@ -130,6 +148,38 @@ def test_a_seed_runs_in_one_thread_and_starts_none_of_arrows() -> None:
 
 
 def test_every_fault_and_chore_is_drawn_by_some_seed() -> None:
-    plans = [options_of(seed) for seed in range(40)]
+    plans = [drawn(SimWorld(seed).random("options")) for seed in range(40)]
     assert {name for each in plans for name in each.faults} == set(FAULTS)
     assert {name for each in plans for name in each.chores} == set(CHORES)
+    sizes = {(len(each.with_role(CONTROLLER)), len(each.with_role(BROKER))) for each in plans}
+    assert {controllers for controllers, _ in sizes} == {1, 3, 5}
+    assert {brokers for _, brokers in sizes} >= {1, 3, 4, 5}
+
+
+def test_a_campaign_fails_if_something_was_never_met() -> None:
+    row = {
+        "seed": 1, "verdict": "ok", "events": 1, "virtual_ms": 1, "acknowledged": 1, "cpu_s": 1.0,
+        "counters": dict.fromkeys(MET, 1),
+    }  # fmt: skip
+    assert verdict([row])[1] == []
+    row["counters"] = {**dict.fromkeys(MET, 1), "truncations": 0}
+    assert verdict([row])[1] == ["never met: truncations"]
+    row["verdict"] = "V6: lost"
+    assert "seed 1: V6: lost" in verdict([row])[1]
+
+
+def test_the_checkers_know_nothing_of_how_pk_works() -> None:
+    """What judges must not share a fault with what is judged."""
+    home = Path(pk.sim.__file__).parent
+    todo, seen = ["checkers", "cluster_checkers"], set[str]()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((home / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pk."):
+                module = str(node.module)
+                assert module == "pk.types" or module.startswith("pk.sim."), (name, module)
+                inner = module.removeprefix("pk.sim.")
+                if module.startswith("pk.sim.") and inner not in seen:
+                    todo.append(inner)
+    assert "oracle" in seen

@@ -256,3 +256,38 @@ def test_two_processes_with_other_hash_seeds_agree() -> None:
         for hash_seed in ("1", "4242")
     }
     assert told == {f"{summary(21)}\n"}
+
+
+def test_what_a_paused_node_would_do_waits_in_order_for_resume() -> None:
+    """V3: SIGSTOP; everybody else goes on."""
+    with SimWorld(1) as sim:
+        did: list[tuple[str, int]] = []
+
+        async def count(name: str) -> None:
+            clock = sim.world_of(name).clock
+            for _ in range(3):
+                await clock.sleep_ms(10)
+                did.append((name, clock.monotonic_ms()))
+
+        for name in ("a", "b"):
+            sim.world_of(name)
+            sim.spawn(name, count(name))
+        sim.loop.run_for_ms(15)
+        sim.pause("a")
+        sim.loop.run_for_ms(50)
+        assert [name for name, _ in did] == ["a", "b", "b", "b"]
+        sim.resume("a")
+        sim.loop.run_for_ms(50)
+        assert [at for name, at in did if name == "a"] == [10, 65, 75]
+
+
+def test_processes_of_one_host_share_its_links() -> None:
+    with SimWorld(1) as sim:
+        network = sim.network
+        assert network.link("n1/a", "n2/b") is network.link("n1/c", "n2/d")
+        assert network.link("n1/a", "n2/b") is network.link("n1", "n2")
+        assert network.link("n1/a", "n1/b") is not network.link("n1", "n2")
+        assert network.link("n1/a", "n1/b") is not network.link("n1/a", "n1/c")
+        network.cut("n1", "n2", both=False)
+        assert network.link("n1/a", "n2/b").cut
+        assert not network.link("n2/b", "n1/a").cut

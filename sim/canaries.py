@@ -1,0 +1,420 @@
+"""Broken on purpose: each canary takes one rule of docs/PROTOCOL.md out of the production classes,
+and the simulator must notice.
+
+A canary patches classes while it is open; production code has no switch for it.  Its options make
+what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices; CI
+replays just that one.  `python -m pk.sim.canaries` looks for the seeds again, SEEDS_MAX a canary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from pk.log import writing
+from pk.log.manager import LogManager
+from pk.log.partition_log import PartitionLog
+from pk.log.validate import Verdict
+from pk.server.broker.partition import Partition
+from pk.server.broker.tier_client import TierClient
+from pk.server.controller.elections import Draft
+from pk.server.quorum.log import MetadataLog
+from pk.server.quorum.machine import Quorum
+from pk.server.replication import follower
+from pk.server.replication.leader import Leader
+from pk.server.replication.parting import StartAt
+from pk.server.runtime import ReplayedHost
+from pk.sim.campaign import Run
+from pk.sim.options import NodePlan, SimOptions, TopicPlan
+from pk.tiering import plan as planning
+
+RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "canaries.json"
+SEEDS_MAX = 200
+
+TIERED = {
+    "segment_bytes": "14336",
+    "tier_max_lag_ms": "50",
+    "tier_file_bytes": "4000",
+    "local_drop_delay_ms": "0",
+    "local_retention_bytes": "0",
+    "file_delete_delay_ms": "0",
+}
+HOT = {"tier_enable": "false"}
+FLUSHED = {**HOT, "flush_on_ack": "true"}
+SAFE = {**HOT, "min_insync_replicas": "2"}
+#: Power is lost one machine at a time, with a long pause: only then does every copy count.
+THREE = tuple(NodePlan(number) for number in (1, 2, 3))
+ALONE = (NodePlan(1),)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """One rule, how it is broken, and what it takes to notice."""
+
+    rule: str
+    patches: Callable[[ExitStack], None]
+    caught_as: str  #: what the violation may begin with
+    configs: Mapping[str, str]
+    faults: tuple[str, ...]
+    chores: tuple[str, ...] = ()
+    nodes: tuple[NodePlan, ...] = ALONE
+    copies: int = 1
+    unrest_ms: int = 4_000
+    fault_every_ms: tuple[int, int] = (100, 500)
+    lag_ms: int = 1_000  #: replica_lag_time_max_ms
+    session_ms: int = 1_500  #: broker_session_timeout_ms
+
+    @property
+    def options(self) -> SimOptions:
+        return SimOptions(
+            topics=(TopicPlan("t", 2, self.configs, self.copies),),
+            nodes=self.nodes,
+            faults=self.faults,
+            chores=self.chores,
+            unrest_ms=self.unrest_ms,
+            heal_ms=60_000,
+            fault_every_ms=self.fault_every_ms,
+            chore_every_ms=(50, 200),
+            pace_ms=(20, 200),
+            server={
+                "replica_lag_time_max_ms": self.lag_ms,
+                "broker_session_timeout_ms": self.session_ms,
+            },
+        )
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """While this is open the rule does not hold."""
+        with ExitStack() as stack:
+            self.patches(stack)
+            yield
+
+    def notices(self, seed: int) -> str:
+        """The violation that a seed ends in; '' = none."""
+        with self.broken():
+            return Run(seed, self.options).execute().violation
+
+    def caught(self, violation: str) -> bool:
+        return violation.split(":")[0] in self.caught_as.split()
+
+
+def _put(target: Any, name: str, value: Any) -> Callable[[ExitStack], None]:
+    return lambda stack: stack.enter_context(patch.object(target, name, value)) and None
+
+
+# -- log and durability ----------------------------------------------------------------------------
+
+
+def _answered_before_the_write() -> Any:
+    append = Partition.append
+
+    def early(self: Partition, *args: Any) -> None:
+        append(self, *args)
+        args[-1].answer(None)
+
+    return _put(Partition, "append", early)
+
+
+def _flush_that_only_says_so() -> Any:
+    sync = writing._sync_segment
+
+    def lazy(storage: Any, segment: Any) -> None:
+        if segment.path().startswith("__"):  # the metadata log keeps its promise
+            sync(storage, segment)
+
+    return _put(writing, "_sync_segment", lazy)
+
+
+def _duplicate_answered_at_once() -> Any:
+    append = Partition.append
+
+    def eager(self: Partition, *args: Any) -> None:
+        append(self, *args)
+        ticket = args[-1]
+        if ticket.size == 0:  # a duplicate
+            ticket.answer(None)
+
+    return _put(Partition, "append", eager)
+
+
+def _parked_replies_told_success() -> Any:
+    def overtaken(self: Partition, leader_epoch: int | None) -> None:
+        for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
+            ticket.answer(None)
+        for ticket in list(self._inflight):
+            ticket.answer(None)
+
+    return _put(Partition, "_overtaken", overtaken)
+
+
+def _log_start_seen_before_it_is_durable() -> Any:
+    move = LogManager.move_log_starts
+
+    async def eager(self: LogManager, moves: Any) -> None:
+        for key, to in moves.items():
+            log = self.get(key)
+            if log is not None:
+                log.advance_log_start(to)
+        await move(self, moves)
+
+    return _put(LogManager, "move_log_starts", eager)
+
+
+# -- replication -----------------------------------------------------------------------------------
+
+
+def _removal_counts_at_once() -> Any:
+    proposed = Leader.on_isr_proposed
+
+    def eager(self: Leader, isr: Any) -> None:
+        proposed(self, isr)
+        self.isr = tuple(isr)
+
+    return _put(Leader, "on_isr_proposed", eager)
+
+
+def _acknowledged_before_the_isr_has_it() -> Any:
+    def alone(self: Leader) -> bool:
+        before = self.high_watermark
+        self.high_watermark = max(before, self._written_end)
+        return self.high_watermark > before
+
+    return _put(Leader, "_move", alone)
+
+
+def _watermark_goes_back() -> Any:
+    told = Leader.on_follower_end
+
+    def back(self: Leader, replica: int, end: int, *args: Any, **more: Any) -> bool:
+        moved = told(self, replica, end, *args, **more)
+        self.high_watermark = min(self.high_watermark, end)
+        return moved
+
+    return _put(Leader, "on_follower_end", back)
+
+
+def _elected_without_waiting() -> Any:
+    recover = Draft._recover
+
+    def hasty(self: Draft, cluster: Any, _may_lose: bool) -> Any:
+        return recover(self, cluster, True)
+
+    return _put(Draft, "_recover", hasty)
+
+
+def _cut_below_the_watermark() -> Any:
+    cut_at = follower.cut_at
+
+    def deep(*args: Any, **more: Any) -> Any:
+        found = cut_at(*args, **more)
+        return found._replace(offset=max(0, min(found.offset, more["high_watermark"] - 1)))
+
+    return _put(follower, "cut_at", deep)
+
+
+def _follower_begins_at_the_end() -> Any:
+    parting = Partition.parting
+
+    def skipping(self: Partition, *args: Any, **more: Any) -> Any:
+        found = parting(self, *args, **more)
+        return StartAt(self.log.written_end) if isinstance(found, StartAt) else found
+
+    return _put(Partition, "parting", skipping)
+
+
+# -- quorum and controller -------------------------------------------------------------------------
+
+
+def _vote_not_saved() -> Any:
+    def forget(self: MetadataLog, vote: Any) -> None:
+        self._open_log.flush()
+
+    return _put(MetadataLog, "_save", forget)
+
+
+def _replies_before_the_commit() -> Any:
+    async def hasty(self: Any) -> None:
+        replies: list[Any] = []
+        while self._queue:
+            command, future = self._queue.popleft()
+            if not future.done():
+                self._decide(command, future, replies)
+        for future, reply, _effects in replies:
+            if isinstance(reply, Exception):
+                future.set_exception(reply)
+            else:
+                future.set_result(reply)
+        if self._log.committed < self._log.end:
+            await self._log.commit()
+
+    return _put(ReplayedHost, "_round", hasty)
+
+
+# -- tier ------------------------------------------------------------------------------------------
+
+
+def _dropped_before_the_tier_has_it(stack: ExitStack) -> None:
+    retention = PartitionLog.retention_plan
+
+    async def confirm(*_: Any) -> list[str]:
+        return []
+
+    def eager(self: PartitionLog, *args: Any) -> Any:
+        self.droppable_end = self.tiered_end = self.written_end
+        return retention(self, *args)
+
+    _put(TierClient, "confirm", confirm)(stack)
+    _put(PartitionLog, "retention_plan", eager)(stack)
+
+
+def _table_that_takes_any_range() -> Any:
+    checked = planning._checked
+
+    def trusting(draft: Any, change: Any) -> Any:
+        for counter in change.counters:
+            before = draft.partition(counter.partition)
+            draft.counters[counter.partition] = before._replace(end=counter.start)
+        return checked(draft, change)
+
+    return _put(planning, "_checked", trusting)
+
+
+def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
+    return lambda stack: stack.enter_context(patch(name, value)) and None
+
+
+KILLS = ("kill_broker", "kill_leader", "pause", "isolate")
+LOSSES = "V6 V8 V12 V14"
+
+CANARIES: dict[str, Canary] = {
+    "acknowledged before it is written": Canary(
+        "L1", _answered_before_the_write(), "V5 V6", HOT, ("kill_broker", "torn_write")
+    ),
+    "a flush that only says so": Canary(
+        "L2", _flush_that_only_says_so(), LOSSES, FLUSHED, ("power",)
+    ),
+    "lost data and stayed in the ISR": Canary(
+        "L3", _put(Draft, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE, ("power",),
+        nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
+    ),
+    "a duplicate answered at once": Canary(
+        "L4", _duplicate_answered_at_once(), LOSSES, SAFE, ("pause", "pause", "kill_leader"),
+        nodes=THREE, copies=2, unrest_ms=15_000, fault_every_ms=(300, 1_500), lag_ms=60_000,
+        session_ms=12_000,
+    ),
+    "success told when leadership is lost": Canary(
+        "L5", _parked_replies_told_success(), LOSSES, SAFE, ("cut", "cut", "drain", "isolate"),
+        nodes=THREE, copies=2, unrest_ms=15_000, fault_every_ms=(200, 800),
+    ),
+    "a duplicate that is not recognised": Canary(
+        "L6", _any("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)),
+        "V5 V6 V7", HOT, ("break_streams", "kill_broker", "slow_network"),
+    ),
+    "HW moves below min ISR": Canary(
+        "R1", _put(Leader, "in_sync_required", property(lambda _: 1)), "V13", SAFE, KILLS,
+        nodes=THREE, copies=3, unrest_ms=10_000,
+    ),
+    "a removal from the ISR counts before it is committed": Canary(
+        "R2", _removal_counts_at_once(), "V13", {**HOT, "min_insync_replicas": "1"},
+        ("cut", "pause", "isolate"), nodes=THREE, copies=3, unrest_ms=20_000,
+    ),
+    "elected without waiting for the last-known": Canary(
+        "R3", _elected_without_waiting(), LOSSES, {**FLUSHED, "min_insync_replicas": "1"},
+        ("kill_machine", "power"), nodes=THREE, copies=2, unrest_ms=20_000,
+        fault_every_ms=(500, 2_500),
+    ),
+    "cut below the committed high watermark": Canary(
+        "R4", _cut_below_the_watermark(), LOSSES, SAFE, KILLS,
+        nodes=THREE, copies=3, unrest_ms=20_000,
+    ),
+    "a follower that begins at the leader's end": Canary(
+        "R5", _follower_begins_at_the_end(), "V4 V5 V6 V12 V14",
+        {**TIERED, "min_insync_replicas": "1"}, ("isolate", "kill_leader", "replace_disk"),
+        nodes=THREE, copies=2, unrest_ms=20_000, fault_every_ms=(500, 3_000),
+    ),
+    "acknowledged before the ISR has it": Canary(
+        "R2", _acknowledged_before_the_isr_has_it(), "V13", SAFE, KILLS,
+        nodes=THREE, copies=3,
+    ),
+    "the high watermark goes back": Canary(
+        "R2", _watermark_goes_back(), "V2 assertion", SAFE, KILLS, nodes=THREE, copies=3,
+    ),
+    "half is a majority": Canary(
+        "Q1", _put(Quorum, "majority", property(lambda self: len(self.voters) // 2)), "V10",
+        HOT, ("split", "kill_controller"), nodes=(*THREE, NodePlan(4)), unrest_ms=20_000,
+    ),
+    "a vote that is not saved": Canary(
+        "Q1", _vote_not_saved(), "V10", HOT, ("kill_controller", "split", "power"),
+        nodes=THREE, unrest_ms=20_000,
+    ),
+    "replies before the commit": Canary(
+        "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
+        ("kill_controller", "kill_broker", "isolate"), nodes=THREE, unrest_ms=10_000,
+    ),
+    "a table that takes any range": Canary(
+        "T3", _table_that_takes_any_range(), "V4 V9 assertion", TIERED, ("late_commit",)
+    ),
+    "a log that wins over its table": Canary(
+        "T4", _any("pk.server.broker.claims.agrees", lambda *_: True), "V4 V6 V9 V12 assertion",
+        TIERED, ("power",),
+    ),
+    "dropped before the tier has it": Canary(
+        "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
+    ),
+    "log_start seen before it is durable": Canary(
+        "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,
+        ("disk_full", "kill_broker"), ("delete_records",),
+    ),
+}  # fmt: skip
+
+#: Canaries for which no seed is known yet; the command looks for them too.
+SOUGHT = {
+    name: CANARIES.pop(name)
+    for name in (
+        "a duplicate answered at once",
+        "success told when leadership is lost",
+        "elected without waiting for the last-known",
+    )
+}
+
+
+def recorded() -> dict[str, int]:
+    """The seed that notices each canary."""
+    found: dict[str, int] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
+def find(name: str, first: int = 1) -> int | None:
+    """The first seed that notices, None if SEEDS_MAX do not."""
+    canary = {**CANARIES, **SOUGHT}[name]
+    for seed in range(first, first + SEEDS_MAX):
+        violation = canary.notices(seed)
+        if violation:
+            right = "caught" if canary.caught(violation) else "WRONG"
+            print(f"{canary.rule} {name}: seed {seed}: {right}: {violation[:160]}", flush=True)
+            if canary.caught(violation):
+                return seed
+    print(f"{canary.rule} {name}: NOT CAUGHT", flush=True)
+    return None
+
+
+def main(names: list[str]) -> int:
+    """Look for the seeds of the named canaries, or of all, and record them."""
+    logging.disable(logging.CRITICAL)
+    for name in names or [*CANARIES, *SOUGHT]:
+        seed = find(name)
+        found = recorded()
+        if seed is not None:
+            RECORD.write_text(json.dumps({**found, name: seed}, indent=1, sort_keys=True) + "\n")
+    return 0 if set(recorded()) >= set(CANARIES) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

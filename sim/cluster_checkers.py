@@ -1,0 +1,236 @@
+"""What must always hold between machines, checked on plain values; nothing here knows how pk works
+inside.
+
+Checked
+  V10  the metadata quorum: one leader an epoch, one vote an epoch and voter; a voter never goes
+       back behind an epoch it voted or led in, nor a process's high watermark; what is committed
+       is SYNCED on a majority and never changes (rule Q1)
+  V11  equal records give equal images (rule Q4; compared by samples.py)
+  V12  what was committed of a partition stands in every replica below its HW, batch by batch, for
+       ever; only the end of an era takes a suffix
+  V13  HW ≤ the end of every member of the committed ISR, and it stands still while there are fewer
+       than min_insync_replicas (rules R1, R2)
+  V14  a replica never cuts off what was committed by its own knowledge (rule R4), and a leader
+       has all that was
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pk.sim.checkers import require
+from pk.sim.oracle import Oracle
+from pk.types import NONE, NodeId, Offset, PartitionKey
+
+
+class Mark(NamedTuple):
+    """One batch, recognisable."""
+
+    base: Offset
+    next: Offset
+    epoch: int
+    crc: int
+
+
+class Marks:
+    """Committed batches of one log in order; equal for whoever has them."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+
+    @property
+    def end(self) -> Offset:
+        return self.marks[-1].next if self.marks else 0
+
+    def differs(self, mark: Mark) -> Mark | None:
+        """The known batch that `mark` contradicts."""
+        at = bisect_left(self.marks, mark.base, key=lambda known: known.base)
+        if at > 0 and self.marks[at - 1].next > mark.base:
+            return self.marks[at - 1]
+        if at == len(self.marks):
+            return None
+        known = self.marks[at]
+        return known if known != mark and known.base < mark.next else None
+
+    def extend(self, mark: Mark) -> None:
+        """`mark` is committed; below the end it is known already."""
+        if mark.base >= self.end:
+            self.marks.append(mark)
+
+    def cut(self, end: Offset) -> None:
+        """Forget everything that reaches above `end`."""
+        while self.marks and self.marks[-1].next > end:
+            self.marks.pop()
+
+
+# -- the metadata quorum ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True, frozen=True)
+class QuorumSample:
+    """One controller at one moment."""
+
+    node: NodeId
+    life: int  #: the how many-th process of this node
+    leads: bool
+    epoch: int
+    high_watermark: Offset
+    synced_end: Offset
+    voters: tuple[NodeId, ...]
+    granted: tuple[NodeId, ...]  #: who gave it a vote in this epoch
+
+
+class QuorumCheck:
+    """V10."""
+
+    def __init__(self) -> None:
+        self.log = Marks()
+        self.leaders: dict[int, NodeId] = {}
+        self._votes: dict[tuple[int, NodeId], NodeId] = {}
+        self._bound: dict[NodeId, int] = {}  # the last epoch a voter acted in
+        self._last: dict[NodeId, QuorumSample] = {}
+        self._committed = 0
+
+    def check(self, s: QuorumSample) -> None:
+        last = self._last.get(s.node)
+        self._last[s.node] = s
+        bound = self._bound.get(s.node, 0)
+        require(s.epoch >= bound, "V10", f"it has voted or led in epoch {bound}: {s}")
+        if last is not None and last.life == s.life:
+            words = f"HW was {last.high_watermark}: {s}"
+            require(s.high_watermark >= last.high_watermark, "V10", words)
+        require(s.high_watermark <= s.synced_end, "V10", f"committed and not SYNCED: {s}")
+        for voter in s.granted:
+            given = self._votes.setdefault((s.epoch, voter), s.node)
+            require(given == s.node, "V10", f"{voter} voted for {given} too: {s}")
+            self._bound[voter] = max(s.epoch, self._bound.get(voter, 0))
+        if not s.leads:
+            return
+        self._bound[s.node] = s.epoch
+        leader = self.leaders.setdefault(s.epoch, s.node)
+        require(leader == s.node, "V10", f"{leader} leads the epoch too: {s}")
+        if s.high_watermark > self._committed:
+            holders = [n for n in s.voters if self._holds(n, s.high_watermark)]
+            words = f"only {holders} have it: {s}"
+            require(2 * len(holders) > len(s.voters), "V10", words)
+            self._committed = s.high_watermark
+
+    def _holds(self, node: NodeId, end: Offset) -> bool:
+        known = self._last.get(node)
+        return known is not None and known.synced_end >= end
+
+    def committed(self, node: NodeId, marks: Sequence[Mark]) -> list[Mark]:
+        """What a controller has committed; returns what is new to everybody."""
+        fresh = []
+        for mark in marks:
+            known = self.log.differs(mark)
+            require(known is None, "V10", f"{node} has committed {mark}, others {known}")
+            if mark.base >= self.log.end:
+                fresh.append(mark)
+                self.log.extend(mark)
+        return fresh
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, frozen=True)
+class ReplicaSample:
+    """One replica at one moment."""
+
+    key: PartitionKey
+    topic: str
+    broker: NodeId
+    life: int  #: the how many-th process of the broker
+    leader_epoch: int  #: that it leads or follows; NONE = neither
+    leads: bool
+    current: bool  #: no later epoch is committed
+    high_watermark: Offset
+    log_start: Offset
+    local_log_start: Offset
+    log_end: Offset
+    in_sync: int  #: members of the ISR as the leader knows it
+    required: int  #: that many must be in sync for anything to be committed
+    hit: bool  #: it lost data, and is not in sync again
+    #: (member of the committed ISR, end of its log), those that were hit left out
+    isr_ends: tuple[tuple[NodeId, Offset], ...] = ()
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What was seen of one replica."""
+
+    life: int
+    era: int
+    compared: Offset = 0  #: everything local below it is as committed
+    high_watermark: Offset = NONE
+    leader_epoch: int = NONE
+
+
+@dataclass(slots=True)
+class _History:
+    era: int
+    log: Marks = field(default_factory=Marks)
+
+
+class ReplicaCheck:
+    """V12 to V14."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._replicas: dict[tuple[PartitionKey, NodeId], _Replica] = {}
+        self._histories: dict[PartitionKey, _History] = {}
+
+    def check(self, s: ReplicaSample) -> tuple[Offset, Offset]:
+        """Look at a sample; the range of the replica's log that `committed` wants to see."""
+        era = self._oracle.era(*s.key)
+        history = self._histories.setdefault(s.key, _History(era))
+        seen = self._replicas.setdefault((s.key, s.broker), _Replica(s.life, era))
+        if s.log_end < seen.compared:
+            words = f"cut below what was committed, {seen.compared}: {s}"
+            require(s.hit or era > seen.era, "V14", words)
+            seen.era += not s.hit  # each era that ended may cost a replica a suffix once
+            seen.compared = s.log_end
+        if s.leads and s.current:
+            self._check_leader(s, history, era)
+            moved = seen.leader_epoch == s.leader_epoch and s.high_watermark > seen.high_watermark
+            if moved:
+                require(s.in_sync >= s.required, "V13", f"committed by too few: {s}")
+                for member, end in s.isr_ends:
+                    words = f"HW is above the end {end} of {member}: {s}"
+                    require(s.high_watermark <= end, "V13", words)
+        seen.life, seen.leader_epoch = s.life, s.leader_epoch
+        seen.high_watermark = s.high_watermark
+        if not s.current or s.leader_epoch == NONE:
+            return 0, 0
+        return max(seen.compared, s.local_log_start), s.high_watermark
+
+    def _check_leader(self, s: ReplicaSample, history: _History, era: int) -> None:
+        end = history.log.end
+        if s.log_end >= end:
+            return
+        require(era > history.era, "V14", f"the leader lacks what was committed up to {end}: {s}")
+        history.log.cut(s.log_end)
+        history.era += 1  # each era that ended may cost a suffix once
+
+    def committed(self, key: PartitionKey, broker: NodeId, marks: Sequence[Mark]) -> None:
+        """The batches of the range that `check` asked for."""
+        era = self._oracle.era(*key)
+        history, seen = self._histories[key], self._replicas[key, broker]
+        for mark in marks:
+            known = history.log.differs(mark)
+            if known is not None:
+                words = f"{key}: broker {broker} has {mark}, {known} was committed"
+                require(era > history.era, "V12", words)
+                history.log.cut(mark.base)
+                history.era += 1
+            history.log.extend(mark)
+            seen.compared = max(seen.compared, mark.next)
+
+    def forget(self, broker: NodeId) -> None:
+        """Its disk is gone."""
+        for place in [place for place in self._replicas if place[1] == broker]:
+            del self._replicas[place]

@@ -1,0 +1,381 @@
+"""Looks into the running processes and makes plain samples for the checkers.
+
+After every event of a controller or broker its own state is looked at: what changed is sampled and
+checked at once (architecture, section 5), so a state that lasts for one event only is seen too.
+What others change (tables, the committed metadata) is looked at every tick.
+
+V15: a broker uses an epoch only once its registration is committed (rule Q3).
+
+The committed metadata records of the whole run are kept, as the first controller to commit each of
+them had it: `image` is what they say, whoever else has an image is compared with it (V11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pk.log import batch as batches
+from pk.log.partition_log import PartitionLog
+from pk.server.broker.partition import Partition
+from pk.server.broker_node import BrokerNode
+from pk.server.controller.image import MetadataImage
+from pk.server.controller.records import decode_batches
+from pk.server.controller_node import ControllerNode
+from pk.server.quorum.machine import Role
+from pk.sim.checkers import Invariants, PartitionSample, require
+from pk.sim.cluster import SimCluster
+from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
+from pk.sim.machine import Machine
+from pk.sim.options import BROKER, CONTROLLER
+from pk.sim.oracle import Oracle
+from pk.sim.promise import PartitionFacts, Promise, Registration
+from pk.types import NONE, NodeId, PartitionKey
+
+READ_BYTES = 1 << 22
+
+#: What `after` compares: leader and replica machines, HW, log end, log start, segments.
+_Signature = tuple[Any, Any, int, int, int, Any]
+
+
+class Observer:
+    """See the module."""
+
+    def __init__(self, cluster: SimCluster, oracle: Oracle, counts: dict[str, int]) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._oracle = oracle
+        self._counts = counts
+        self.promise = Promise(oracle, cluster.options.topics)
+        self.invariants = Invariants(oracle)
+        self.quorum = QuorumCheck()
+        self.replicas = ReplicaCheck(oracle)
+        self.image = MetadataImage()  #: what is committed says
+        self.latest: dict[PartitionKey, PartitionSample] = {}  #: as its leader had it last
+        self._records: list[tuple[int, Any]] = []
+        self._copies = {plan.name: plan.copies for plan in cluster.options.topics}
+        self._registrations: dict[int, NodeId] = {}  # broker epoch → broker, committed
+        self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
+        self._read: dict[NodeId, int] = {}  # committed metadata looked at, by controller
+        self._changed: dict[PartitionKey, None] = {}
+        cluster.on_controller = self._watch_controller
+        cluster.on_broker = self._watch_broker
+
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0) + by
+
+    def _now_ms(self) -> float:
+        return self._world.loop.now_us / 1000
+
+    # -- controllers -------------------------------------------------------------------------------
+
+    def _watch_controller(self, machine: Machine, node: ControllerNode) -> None:
+        sim_node = machine.sim_node(CONTROLLER)
+        assert sim_node is not None
+        life, quorum, metadata = sim_node.incarnation, node.metadata.quorum, node.metadata
+        self._read.pop(machine.node_id, None)
+        last: list[tuple[Any, ...]] = [()]
+
+        def after() -> None:
+            log = metadata._log
+            if log is None or not quorum._started:
+                return
+            granted = len(quorum._granted)
+            now = (quorum.role, quorum.epoch, quorum.high_watermark, log.synced_end, granted)
+            if now == last[0]:
+                return
+            last[0] = now
+            standing = quorum.role in (Role.CANDIDATE, Role.LEADER)
+            self.quorum.check(
+                QuorumSample(
+                    node=machine.node_id,
+                    life=life,
+                    leads=quorum.role is Role.LEADER,
+                    epoch=quorum.epoch,
+                    high_watermark=quorum.high_watermark,
+                    synced_end=log.synced_end,
+                    voters=tuple(voter.node_id for voter in quorum.voters),
+                    granted=tuple(v.node_id for v in quorum._granted) if standing else (),
+                )
+            )
+            self._committed(machine.node_id, log, quorum.high_watermark)
+
+        sim_node.after = after
+
+    def _committed(self, node: NodeId, log: PartitionLog, high_watermark: int) -> None:
+        """What a controller has committed since it was looked at last."""
+        at = max(self._read.get(node, 0), log.local_log_start)
+        while at < high_watermark:
+            found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
+            if not found.data:
+                break
+            fresh = self.quorum.committed(node, list(_marks(found.data)))
+            if fresh:
+                for offset, record in decode_batches(found.data, fresh[0].base):
+                    self._apply(offset, record)
+            at = found.next_offset
+        self._read[node] = at
+
+    def _apply(self, offset: int, record: Any) -> None:
+        kind = record.WhichOneof("record")
+        before = None
+        if kind == "partition_change":
+            change = record.partition_change
+            key = PartitionKey(change.topic_id, change.partition)
+            before = self.image.partition(key)
+        self._records.append((offset, record))
+        self.image.apply(offset, record)
+        self.image.check()
+        if kind == "partition_change":
+            self._partition_changed(key, before)
+        elif kind == "partition":
+            self._changed[PartitionKey(record.partition.topic_id, record.partition.partition)] = (
+                None
+            )
+        elif kind == "leader_change":
+            self._count("quorum elections")
+        elif kind == "register_broker":
+            self._registrations[offset] = record.register_broker.broker_id
+
+    def _partition_changed(self, key: PartitionKey, before: Any) -> None:
+        """Count what the controller decided; note what may cost records."""
+        now = self.image.partition(key)
+        assert now is not None
+        self._changed[key] = None
+        if len(now.isr) < len(before.isr):
+            self._count("ISR shrink")
+        elif len(now.isr) > len(before.isr):
+            self._count("ISR expand")
+        if now.leader == NONE:
+            self._count("leaderless")
+        elif now.leader_epoch > before.leader_epoch:
+            if now.unclean and (before.leader == NONE or not before.unclean):
+                self._count("elections unclean")
+                facts = self._facts(key)
+                if facts is not None:
+                    self.promise.elected_uncleanly(facts, self._now_ms())
+            elif before.leader == NONE and now.leader in before.elr:
+                self._count("elections from the ELR")
+            else:
+                self._count("elections clean")
+
+    def _facts(self, key: PartitionKey) -> PartitionFacts | None:
+        topic, state = self.image.topics.get(key.topic_id), self.image.partition(key)
+        if topic is None or state is None:
+            return None
+        return PartitionFacts(
+            topic.name, key, state.replicas, state.isr, state.leader, state.leader_epoch
+        )
+
+    def facts(self) -> Iterator[PartitionFacts]:
+        """Every partition."""
+        for topic, number, _ in self.image.partitions():
+            found = self._facts(PartitionKey(topic.topic_id, number))
+            assert found is not None
+            yield found
+
+    def registered(self, broker: NodeId) -> Registration | None:
+        known = self.image.brokers.get(broker)
+        return None if known is None else Registration(known.boot_id, known.directory_ids)
+
+    def hit(self, machine: Machine, *, disk: bool = False) -> None:
+        """A machine is about to lose its power, or the disk of its broker."""
+        if BROKER not in machine.processes:
+            return
+        self.promise.hit(
+            machine.node_id,
+            disk=disk,
+            partitions=list(self.facts()),
+            registered=self.registered(machine.node_id),
+            now_ms=self._now_ms(),
+        )
+        if disk:
+            self.replicas.forget(machine.node_id)
+            for place in [place for place in self._ends if place[1] == machine.node_id]:
+                del self._ends[place]
+
+    # -- brokers -----------------------------------------------------------------------------------
+
+    def _watch_broker(self, machine: Machine, node: BrokerNode) -> None:
+        sim_node = machine.sim_node(BROKER)
+        assert sim_node is not None
+        life, partitions = sim_node.incarnation, node.core.partitions
+        seen: dict[PartitionKey, _Signature] = {}
+
+        core, used = node.core, NONE
+
+        def after() -> None:
+            nonlocal used
+            link = getattr(core, "link", None)
+            if link is not None and link.broker_epoch != used:
+                used = link.broker_epoch
+                committed = self._registrations.get(used) == machine.node_id
+                require(committed, "V15", f"{machine.name}: epoch {used} is not committed")
+            for key, partition in partitions.items():  # often: no call, nothing is made
+                log, leader = partition.log, partition.leader
+                known = partition._leader_watermark if leader is None else leader.high_watermark
+                last = seen.get(key)
+                if (
+                    last is None
+                    or last[0] is not leader
+                    or last[1] is not partition.replica
+                    or last[2] != known
+                    or last[3] != log._written_end
+                    or last[4] != log.log_start
+                    or last[5] is not log._segments
+                ):
+                    self._count_cuts(last, log)
+                    seen[key] = (
+                        leader,
+                        partition.replica,
+                        known,
+                        log._written_end,
+                        log.log_start,
+                        log._segments,
+                    )
+                    self._look(machine.node_id, life, partition)
+
+        sim_node.after = after
+
+    def _count_cuts(self, last: _Signature | None, log: PartitionLog) -> None:
+        if last is not None and log._written_end < last[3]:
+            self._count("truncations")
+        if last is not None and log.local_log_start > last[3]:
+            self._count("START_AT")
+
+    def _look(self, broker: NodeId, life: int, partition: Partition) -> None:
+        """Check one replica, and what it leads."""
+        key, log = partition.key, partition.log
+        state = self.image.partition(key)
+        if state is None or broker not in state.replicas:
+            return  # deleted meanwhile
+        self._ends[key, broker] = log.written_end
+        hit = self.promise.is_hit(key, broker)
+        isr_ends = tuple(
+            (member, self._ends[key, member])
+            for member in state.isr
+            if (key, member) in self._ends and not self.promise.is_hit(key, member)
+        )
+        leads = partition.leader is not None
+        sample = ReplicaSample(
+            key=key,
+            topic=partition.topic,
+            broker=broker,
+            life=life,
+            leader_epoch=_epoch_of(partition),
+            leads=leads,
+            current=_epoch_of(partition) == state.leader_epoch,
+            high_watermark=partition.high_watermark,
+            log_start=log.log_start,
+            local_log_start=log.local_log_start,
+            log_end=log.written_end,
+            in_sync=len(partition.leader.isr) if partition.leader is not None else 0,
+            required=self._copies.get(partition.topic, 0),
+            hit=hit,
+            isr_ends=isr_ends,
+        )
+        at, end = self.replicas.check(sample)
+        end = min(end, log.written_end)
+        while log.local_log_start <= at < end:
+            found = log.read(at, bound=end, max_bytes=READ_BYTES)
+            if not found.data:
+                break
+            self.replicas.committed(key, broker, list(_marks(found.data)))
+            at = found.next_offset
+        if leads:
+            self._check_leader(broker, partition, state.leader_epoch)
+        elif log.local_log_start > log.log_start:
+            counters = self._table(partition)
+            covered = NONE if counters is None else counters.end
+            self.invariants.check_local(
+                log.log_start, log.local_log_start, covered, partition.tiered, sample
+            )
+
+    def _table(self, partition: Partition) -> Any:
+        """What the table says of a partition; None = nothing yet."""
+        key = partition.key
+        snapshot = self._cluster.store.snapshot(partition.topic, key.topic_id)
+        return None if snapshot is None else snapshot.counters.get(key.partition)
+
+    def _check_leader(self, broker: NodeId, partition: Partition, epoch: int) -> None:
+        key, leader, log = partition.key, partition.leader, partition.log
+        assert leader is not None
+        counters = self._table(partition)
+        current = leader.leader_epoch == epoch
+        sample = PartitionSample(
+            key=key,
+            topic=partition.topic,
+            broker=broker,
+            leader_epoch=leader.leader_epoch,
+            log_start=log.log_start,
+            local_log_start=log.local_log_start,
+            last_stable_offset=partition.last_stable_offset,
+            high_watermark=partition.high_watermark,
+            log_end=log.written_end,
+            synced_end=log.synced_end,
+            tiered=partition.tiered,
+            flushed=bool(partition.settings["flush_on_ack"]),
+            ready=leader.ready,
+            current=current,
+            table_start=NONE if counters is None else counters.start,
+            table_end=NONE if counters is None else counters.end,
+        )
+        self.invariants.check(sample)
+        if current:
+            self.latest[key] = sample
+
+    # -- every tick --------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """What changes behind the processes' backs: the committed metadata, the tables."""
+        brokers = {
+            broker: Registration(state.boot_id, state.directory_ids)
+            for broker, state in self.image.brokers.items()
+        }
+        changed, self._changed = self._changed, {}
+        for key in changed:
+            facts = self._facts(key)
+            if facts is not None:
+                self.promise.seen(facts, brokers)
+
+    def look_at_all(self) -> None:
+        """Every replica of every serving broker."""
+        for machine in self._cluster.with_role(BROKER):
+            broker, node = machine.broker, machine.sim_node(BROKER)
+            if broker is not None and node is not None and machine.serving:
+                for partition in list(broker.core.partitions.values()):
+                    self._look(machine.node_id, node.incarnation, partition)
+
+    def check_images(self) -> None:
+        """V11: whoever has an image has the one that the committed records say."""
+        images: list[tuple[int, str, MetadataImage]] = []
+        for machine in self._cluster.machines:
+            controller, broker = machine.controller, machine.broker
+            if controller is not None and controller.term is not None:
+                image = controller.term.machine.image
+                if image.offset >= controller.metadata.committed:
+                    continue  # what it sees last is appended, and not committed
+                images.append((image.offset, f"{machine.name}/controller", image))
+            if broker is not None and hasattr(broker.core, "follower"):
+                image = broker.core.follower.image
+                images.append((image.offset, f"{machine.name}/broker", image))
+        images.sort(key=lambda each: each[:2])
+        replayed, records = MetadataImage(), iter(self._records)
+        for upto, name, image in images:
+            while replayed.offset < upto and (following := next(records, None)) is not None:
+                replayed.apply(*following)
+            if replayed.offset == upto:
+                require(replayed == image, "V11", f"{name} is not what its log says: {image}")
+
+
+def _epoch_of(partition: Partition) -> int:
+    """The leader epoch that a replica leads or follows; NONE = neither."""
+    if partition.leader is not None:
+        return partition.leader.leader_epoch
+    replica: Any = partition.replica
+    return NONE if replica is None else int(replica.leader_epoch)
+
+
+def _marks(raw: bytes) -> Iterator[Mark]:
+    for header, _ in batches.iter_batches(raw):
+        yield Mark(header.base_offset, header.next_offset, header.leader_epoch, header.crc)

@@ -1,0 +1,188 @@
+"""What the checkers between machines accept and what they do not; what the promise covers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pk.sim.checkers import Violation
+from pk.sim.cluster_checkers import (
+    Mark,
+    Marks,
+    QuorumCheck,
+    QuorumSample,
+    ReplicaCheck,
+    ReplicaSample,
+)
+from pk.sim.options import TopicPlan
+from pk.sim.oracle import Oracle
+from pk.sim.promise import PartitionFacts, Promise, Registration
+from pk.types import PartitionKey
+
+KEY = PartitionKey("id", 0)
+TOPIC = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
+FLUSHED = TopicPlan("t", 1, {"min_insync_replicas": "2", "flush_on_ack": "true"}, 3)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+
+
+def test_marks_know_what_contradicts_them() -> None:
+    log = Marks()
+    for mark in (Mark(0, 5, 0, 1), Mark(5, 9, 1, 2)):
+        assert log.differs(mark) is None
+        log.extend(mark)
+    assert log.differs(Mark(5, 9, 1, 2)) is None
+    assert log.differs(Mark(5, 9, 2, 2)) == Mark(5, 9, 1, 2)
+    assert log.differs(Mark(3, 6, 0, 1)) == Mark(0, 5, 0, 1)
+    log.cut(6)
+    assert log.end == 5
+    assert log.differs(Mark(5, 7, 3, 3)) is None
+
+
+def controller(node: int, **given: Any) -> QuorumSample:
+    known: dict[str, Any] = {
+        "life": 1, "leads": False, "epoch": 1, "high_watermark": 0, "synced_end": 0,
+        "voters": (1, 2, 3), "granted": (),
+    }  # fmt: skip
+    return QuorumSample(node=node, **{**known, **given})
+
+
+def test_one_leader_and_one_vote_an_epoch() -> None:
+    check = QuorumCheck()
+    check.check(controller(1, leads=True, granted=(1, 2)))
+    with pytest.raises(Violation, match="2 voted for 1 too"):
+        check.check(controller(3, granted=(3, 2)))
+    with pytest.raises(Violation, match="1 leads the epoch too"):
+        check.check(controller(2, leads=True))
+    check.check(controller(2, leads=True, epoch=2))
+    with pytest.raises(Violation, match="voted or led in epoch 1"):
+        check.check(controller(1, life=2, epoch=0))
+
+
+def test_what_is_committed_is_on_a_majority_and_never_changes() -> None:
+    check = QuorumCheck()
+    check.check(controller(2, synced_end=4))
+    check.check(controller(1, leads=True, high_watermark=4, synced_end=6))
+    with pytest.raises(Violation, match="only"):
+        check.check(controller(1, leads=True, high_watermark=6, synced_end=6))
+    with pytest.raises(Violation, match="not SYNCED"):
+        check.check(controller(2, high_watermark=5, synced_end=4))
+    with pytest.raises(Violation, match="HW was"):
+        check.check(controller(1, leads=True, high_watermark=3, synced_end=6))
+    assert check.committed(1, [Mark(0, 4, 1, 7)]) == [Mark(0, 4, 1, 7)]
+    assert check.committed(2, [Mark(0, 4, 1, 7)]) == []
+    with pytest.raises(Violation, match="2 has committed"):
+        check.committed(2, [Mark(0, 4, 1, 8)])
+
+
+def replica(broker: int, **given: Any) -> ReplicaSample:
+    known: dict[str, Any] = {
+        "life": 1, "leader_epoch": 0, "leads": False, "current": True, "high_watermark": 0,
+        "log_start": 0, "local_log_start": 0, "log_end": 10, "in_sync": 3, "required": 2,
+        "hit": False,
+    }  # fmt: skip
+    return ReplicaSample(key=KEY, topic="t", broker=broker, **{**known, **given})
+
+
+def led() -> tuple[Oracle, ReplicaCheck]:
+    """Broker 1 leads and has committed [0, 8)."""
+    oracle = Oracle([TOPIC])
+    check = ReplicaCheck(oracle)
+    leader = replica(1, leads=True)
+    check.check(leader)
+    assert check.check(replace(leader, high_watermark=8)) == (0, 8)
+    check.committed(KEY, 1, [Mark(0, 8, 0, 1)])
+    return oracle, check
+
+
+def test_a_watermark_stays_below_every_member_and_still_below_min_isr() -> None:
+    _, check = led()
+    leader = replica(1, leads=True, high_watermark=9)
+    with pytest.raises(Violation, match="above the end 8 of 2"):
+        check.check(replace(leader, isr_ends=((2, 8), (3, 9))))
+    _, check = led()
+    with pytest.raises(Violation, match="by too few"):
+        check.check(replace(leader, in_sync=1))
+
+
+def test_no_replica_differs_below_its_watermark_or_cuts_there() -> None:
+    _, check = led()
+    check.check(replica(2, high_watermark=8))
+    with pytest.raises(Violation, match="broker 2 has"):
+        check.committed(KEY, 2, [Mark(0, 8, 0, 2)])
+    check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
+    with pytest.raises(Violation, match="cut below"):
+        check.check(replica(2, log_end=7))
+    check.check(replica(2, log_end=7, hit=True))
+
+
+def test_a_leader_has_what_was_committed_unless_an_era_ended() -> None:
+    oracle, check = led()
+    shorter = replica(2, leads=True, leader_epoch=1, log_end=5)
+    with pytest.raises(Violation, match="lacks what was committed"):
+        check.check(shorter)
+    oracle.era_ends(*KEY, 0.0)
+    check.check(shorter)
+    check.committed(KEY, 2, [Mark(0, 5, 0, 1)])
+    with pytest.raises(Violation, match="lacks what was committed"):
+        check.check(replica(3, leads=True, leader_epoch=2, log_end=4))
+
+
+def strike(promise: Promise, broker: int, *, disk: bool = False) -> None:
+    promise.hit(
+        broker,
+        disk=disk,
+        partitions=[FACTS],
+        registered=Registration("old", ("d",)),
+        now_ms=1_000,
+    )
+
+
+def test_one_loss_at_a_time_is_promised_two_are_not() -> None:
+    oracle = Oracle([TOPIC])
+    promise = Promise(oracle, [TOPIC])
+    strike(promise, 1)
+    assert oracle.era(*KEY) == 0
+    promise.seen(FACTS, {1: Registration("old", ("d",))})
+    assert promise.is_hit(KEY, 1), "in the ISR, but of before the loss"
+    promise.seen(FACTS._replace(isr=(2, 3)), {1: Registration("new", ("d",))})
+    assert promise.is_hit(KEY, 1), "registered, not yet in sync"
+    promise.seen(FACTS, {1: Registration("new", ("d",))})
+    assert not promise.is_hit(KEY, 1)
+    strike(promise, 2)
+    assert oracle.era(*KEY) == 0, "the first was whole again"
+    strike(promise, 3)
+    assert oracle.era(*KEY) == 1
+
+
+def test_with_flush_on_ack_only_lost_disks_count() -> None:
+    oracle = Oracle([FLUSHED])
+    promise = Promise(oracle, [FLUSHED])
+    for broker in (1, 2, 3):
+        strike(promise, broker)
+    assert oracle.era(*KEY) == 0
+    strike(promise, 1, disk=True)
+    assert oracle.era(*KEY) == 0
+    strike(promise, 2, disk=True)
+    assert oracle.era(*KEY) == 1
+
+
+def test_an_unclean_election_ends_an_era_where_it_is_allowed() -> None:
+    oracle = Oracle([TOPIC])
+    Promise(oracle, [TOPIC]).elected_uncleanly(FACTS, 0.0)
+    assert oracle.era(*KEY) == 0, "a recovery election loses nothing"
+    configs = {**TOPIC.configs, "unclean_leader_election_enable": "true"}
+    Promise(oracle, [replace(TOPIC, configs=configs)]).elected_uncleanly(FACTS, 0.0)
+    assert oracle.era(*KEY) == 1
+
+
+def test_an_acknowledgement_heard_while_an_era_settles_may_be_of_either() -> None:
+    oracle = Oracle([TOPIC])
+    oracle.created("t", "id", 1)
+    oracle.era_ends(*KEY, 500.0)
+    for now_ms, eras in ((100.0, (0, 1)), (600.0, (1, 1))):
+        oracle.now_ms = lambda now_ms=now_ms: now_ms  # type: ignore[misc]
+        sent = oracle.send(oracle.next_id("p"), "t", 0, ordered=True)
+        oracle.acknowledged(sent, 0, 0)
+        assert (sent.acked_era, sent.acked_era_max) == eras
