@@ -374,6 +374,16 @@ CANARIES: dict[str, Canary] = {
     ),
 }  # fmt: skip
 
+#: Canaries for which no seed is known yet; the command looks for them too.
+SOUGHT = {
+    name: CANARIES.pop(name)
+    for name in (
+        "a duplicate answered at once",
+        "success told when leadership is lost",
+        "elected without waiting for the last-known",
+    )
+}
+
 
 def recorded() -> dict[str, int]:
     """The seed that notices each canary."""
@@ -383,7 +393,7 @@ def recorded() -> dict[str, int]:
 
 def find(name: str, first: int = 1) -> int | None:
     """The first seed that notices, None if SEEDS_MAX do not."""
-    canary = CANARIES[name]
+    canary = {**CANARIES, **SOUGHT}[name]
     for seed in range(first, first + SEEDS_MAX):
         violation = canary.notices(seed)
         if violation:
@@ -398,12 +408,12 @@ def find(name: str, first: int = 1) -> int | None:
 def main(names: list[str]) -> int:
     """Look for the seeds of the named canaries, or of all, and record them."""
     logging.disable(logging.CRITICAL)
-    for name in names or list(CANARIES):
+    for name in names or [*CANARIES, *SOUGHT]:
         seed = find(name)
         found = recorded()
         if seed is not None:
             RECORD.write_text(json.dumps({**found, name: seed}, indent=1, sort_keys=True) + "\n")
-    return 0 if set(recorded()) == set(CANARIES) else 1
+    return 0 if set(recorded()) >= set(CANARIES) else 1
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Invariants:
         topic = self._oracle.topics.get(s.topic)
         if topic is None or topic.topic_id != s.key.topic_id:
             return
-        done = 0 if era or topic.copied else topic.deleted.get(s.key.partition, 0)
+        done = 0 if era else topic.deleted.get(s.key.partition, 0)
         require(s.log_start >= done or not s.current, "V3", f"deleted below {done}, is back: {s}")
         if topic.expires:
             return
