@@ -62,7 +62,6 @@ class Topic:
     name: str
     tiered: bool
     expires: bool
-    copied: bool = False  #: it has more than one replica
     life: int = 0  #: 0 = never created
     going: bool = True  #: not there, or its deletion has been asked for
     topic_id: str = ""
@@ -96,10 +95,7 @@ class Oracle:
 
     def __init__(self, plans: Iterable[TopicPlan]) -> None:
         self.sent: dict[RecordId, Sent] = {}
-        self.topics = {
-            plan.name: Topic(plan.name, plan.tiered, plan.expires, plan.replication_factor > 1)
-            for plan in plans
-        }
+        self.topics = {plan.name: Topic(plan.name, plan.tiered, plan.expires) for plan in plans}
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
         self._next: dict[str, int] = {}
