@@ -146,7 +146,9 @@ class Writable(Readable):
             return
         self._cuts += 1
         if offset <= self._segments[0].base_offset:
+            start = min(self.log_start, offset)
             self.reset_to(offset)
+            self.log_start = start  # what is below the local log may be in the tier
             return
         at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
         if offset == self._segments[at].base_offset:

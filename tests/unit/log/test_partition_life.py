@@ -59,6 +59,18 @@ def test_producers_read_back_after_a_truncation_do_not_expire(bench: Make) -> No
     assert isinstance(b.decide(produced(1)), Duplicate)
 
 
+def test_a_truncation_to_where_the_local_log_begins_keeps_what_the_tier_has(bench: Make) -> None:
+    """Rules R4, T1: the log starts where it did, though nothing of it is local any more."""
+    b = bench()
+    b.log.reset_to(100)
+    b.log.log_start = 40
+    b.append(produced(0, 2))
+    b.log.truncate_to(100)
+    assert (b.log.log_start, b.log.local_log_start, b.log.log_end) == (40, 100, 100)
+    b.log.truncate_to(100)
+    assert b.log.log_start == 40
+
+
 def test_reset_starts_elsewhere(bench: Make) -> None:
     b = bench(segment_bytes=300)
     b.fill(10)
