@@ -512,12 +512,13 @@ class PartitionLog(Writable):
         self.epochs.truncate_start(min(self.log_start, self._segments[0].base_offset))
 
         def rename() -> None:
+            """SYNCED: recovery points go past these segments, which must not come back then."""
             for segment in gone:
                 self._storage.rename(segment.path(), segment.path() + DELETED)
                 for suffix in loading.DERIVED:
                     self._storage.remove(segment.path(suffix))
             self._lane_unsynced = [s for s in self._lane_unsynced if s not in gone]
-            self._lane_dir_changed = True
+            self._storage.sync_dir(self.path)
 
         def remove() -> None:
             for segment in gone:

@@ -275,7 +275,7 @@ class Writable(Readable):
                 _sync_segment(self._storage, segment)
             except FileNotFoundError:
                 continue  # dropped meanwhile
-        if todo:
+        if todo or self._lane_dir_changed:
             self._storage.sync_dir(self.path)
         self._synced_end = max(self._synced_end, segments[-1].base_offset)
         return self._synced_end

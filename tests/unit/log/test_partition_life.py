@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -106,6 +107,23 @@ def test_dropped_segments_serve_whoever_is_at_them(bench: Make) -> None:
         old.read_at(0, 64)
     assert [name for name in b.storage.list("topics/t-0") if "00000.log" in name] == []
     assert b.values() == [8, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, seed: int) -> None:
+    """Rules L1, L9: the power goes after a checkpoint that counts on their being gone."""
+    b = bench(segment_bytes=400, retention_bytes=0)
+    for parent in ("topics", ""):
+        b.storage.sync_dir(parent)
+    b.fill(10)
+    rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
+    rename()
+    point = b.log.flush_sealed()
+    assert b.log.checkpoint() == point == 8
+    b.storage.power_loss(random.Random(seed))
+    b.open(same_boot=False, recovery_point=point, log_start=8)
+    assert b.log.local_log_start == 8
+    assert b.values() == list(range(8, b.log.written_end))
 
 
 def test_expired_active_segment_is_rolled_then_dropped(bench: Make) -> None:
