@@ -62,7 +62,7 @@ test-s3: $(VENV)/.ready ## the tier on a real S3 server (needs Go)
 	fi
 
 .PHONY: test-chaos
-test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and five faults of a cluster
+test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults of a cluster
 	$(PYTEST) tests/chaos -m chaos
 
 .PHONY: check
