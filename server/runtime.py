@@ -208,6 +208,10 @@ class ReplayLog(Protocol[R]):
         """Decide one atomic batch; returns the offset of its first record."""
         ...
 
+    def take_foreign(self) -> Sequence[tuple[int, R]]:
+        """Records that somebody else appended since the replay or the last call, in order."""
+        ...
+
     async def commit(self) -> None:
         """Write and SYNC what was appended; returns when `committed` covers it.
 
@@ -315,6 +319,8 @@ class ReplayedHost(Generic[C, R]):
         replies: list[tuple[asyncio.Future[Any], Any, Sequence[Effect]]],
     ) -> None:
         now_ms = self._clock.wall_ms()
+        for at, record in self._log.take_foreign():  # what is decided next stands behind it
+            self.machine.apply(at, record)
         try:
             decision = self.machine.decide(command, now_ms)
             offset = self._log.append(decision.records, now_ms) if decision.records else 0

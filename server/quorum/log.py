@@ -127,6 +127,7 @@ class MetadataLog:
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
+        self._foreign: list[tuple[int, MetadataRecord]] = []  #: the quorum's own, for the term
         self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
         self._log: PartitionLog | None = None
         self._history: History | None = None
@@ -283,7 +284,9 @@ class MetadataLog:
                 await self._disk.write(partial(self._save, op.vote))
         elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
             if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
-                self._append(self.voters.records(op), op.epoch, self._clock.wall_ms())
+                records = self.voters.records(op)
+                base = self._append(records, op.epoch, self._clock.wall_ms())
+                self._foreign += enumerate(records, base)
                 await self._write_out()
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)
@@ -304,6 +307,7 @@ class MetadataLog:
             plan = log.take_writes()
             if plan is not None:
                 log.complete(plan, errors.ControllerUnavailable("another controller leads"))
+        self._foreign = []
         self.voters.forget(log.log_end)
         self._post(Synced(self._state(), job))
 
@@ -505,6 +509,7 @@ class MetadataLog:
                 failure = cause
             done = log.complete(plan, failure)
         if done.error is not None:
+            self._foreign = []
             self.voters.forget(log.log_end)
             raise done.error
         self._post(Synced(self._state(), job))
@@ -534,6 +539,13 @@ class MetadataLog:
         came to.
         """
         await self._told.replay(apply)
+        end = self._open_log.written_end
+        self._foreign = [each for each in self._foreign if each[0] >= end]
+
+    def take_foreign(self) -> list[tuple[int, MetadataRecord]]:
+        """What the quorum itself appended: the term's machine has to know every record (M3)."""
+        found, self._foreign = self._foreign, []
+        return found
 
     @property
     def log_start(self) -> int:

@@ -242,3 +242,20 @@ def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any
     world.sim.run_until(lambda: image.brokers[7].fenced)
     assert world.sim.loop.now_us // 1000 - began_ms < 1_000
     assert not image.brokers[8].fenced
+
+
+def test_brokers_register_after_the_voters_changed(make: Any) -> None:
+    """M3: the record that the quorum appends itself is known to the term that goes on behind it."""
+    world = make(5)
+    first = world.active()
+    node = world.nodes[first]
+    gone = next(n for n in IDS if n != first)
+    rest = {voter: at for voter, at in VOTERS.items() if voter.node_id != gone}
+    world.ask(register(7), first)
+    world.sim.run(node.metadata.change_voters(tuple(rest), {n.node_id: a for n, a in rest.items()}))
+    epoch = world.ask(register(8), first).register_broker_reply.broker_epoch
+    image = node.machine.image
+    assert image.brokers[8].broker_epoch == epoch
+    assert {each.node_id for each in image.voters} == {n.node_id for n in rest}
+    assert not world.fatal
+    assert world.active() == first

@@ -196,6 +196,7 @@ class ListLog:
         self.failed: Exception | None = None
         self.leads = True
         self.commits = 0
+        self.foreign: list[tuple[int, int]] = []
 
     @property
     def end(self) -> int:
@@ -218,6 +219,10 @@ class ListLog:
                 self.failed = failure
             raise failure
         self.committed = end
+
+    def take_foreign(self) -> list[tuple[int, int]]:
+        found, self.foreign = self.foreign, []
+        return found
 
     async def replay(self, apply: Callable[[int, int], None]) -> None:
         for offset, record in enumerate(self.records):
@@ -253,6 +258,25 @@ def test_replies_leave_when_what_they_saw_is_committed() -> None:
         await host.close()
 
     run(story)
+
+
+def test_what_others_append_is_applied_before_the_next_decision() -> None:
+    """The machine knows every record below what it decides (rule M3 of the controller)."""
+
+    async def story(world: World) -> Any:
+        log = ListLog(world)
+        host = host_of(world, log, [])
+        await host.start()
+        await host.ask(1)
+        log.records.append(40)
+        log.foreign.append((1, 40))
+        await host.ask(2)
+        machine = host.machine
+        await host.close()
+        return machine.total, log.records  # type: ignore[attr-defined]
+
+    with SimWorld(1) as sim:
+        assert sim.run(story(sim.world_of("n"))) == (43, [1, 40, 2])
 
 
 def test_a_failed_append_starts_over() -> None:
