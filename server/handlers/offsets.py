@@ -19,6 +19,7 @@ from pk import errors
 from pk.log.plan import TimeOffset
 from pk.log.storage import Disk
 from pk.server.broker.partition import Partition
+from pk.server.replication.leader import ACKS_ALL
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -222,6 +223,7 @@ async def delete_records(
         try:
             partition = core.find(PartitionKey(item.topic_id, item.partition))
             leader = partition.serving()
+            leader.check_acks(ACKS_ALL)
             if partition.settings["cleanup_policy"] == "compact":
                 raise errors.InvalidRequest(
                     f"{partition}: the topic's cleanup_policy is compact (KIP-107)"

@@ -155,8 +155,11 @@ class Leader:
 
     def low_watermark(self, log_start: Offset) -> Offset:
         """Below it records are gone for good: the smallest log start among those who may lead next
-        (KIP-107, rule T9), `log_start` being the own.
+        (KIP-107, rule T9), `log_start` being the own.  NONE while too few are in sync: eligible
+        replicas (KIP-966) may lead next, and are not asked.
         """
+        if len(self.isr) < self.in_sync_required:
+            return NONE
         others = (
             self._followers.log_start_of(member)
             for member in (*self.isr, *self._pending)

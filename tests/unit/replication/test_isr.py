@@ -69,6 +69,8 @@ def test_the_low_watermark_is_that_of_all_who_may_lead_next() -> None:
     assert one.low_watermark(7) == 7
     one.on_isr_proposed((1, 2, 3))
     assert one.low_watermark(7) == 0
+    one.on_config(3, False)
+    assert one.low_watermark(7) == -1, "an eligible replica outside the ISR may lead next"
 
 
 def test_joining_needs_the_registration_that_fetched() -> None:
