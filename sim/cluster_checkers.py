@@ -230,7 +230,8 @@ class ReplicaCheck:
             history.log.extend(mark)
             seen.compared = max(seen.compared, mark.next)
 
-    def forget(self, broker: NodeId) -> None:
-        """Its disk is gone."""
-        for place in [place for place in self._replicas if place[1] == broker]:
-            del self._replicas[place]
+    def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
+        """Its disk is gone, or its replica of one partition was moved away."""
+        for place in list(self._replicas):
+            if place[1] == broker and key in (None, place[0]):
+                del self._replicas[place]

@@ -140,6 +140,9 @@ class Observer:
     def _partition_changed(self, key: PartitionKey, before: Any) -> None:
         """Count what the controller decided; note what may cost records."""
         now = self.image.partition(key)
+        if before is not None and now is not None:
+            for gone in [each for each in before.replicas if each not in now.replicas]:
+                self.replicas.forget(gone, key)
         assert now is not None
         self._changed[key] = None
         if len(now.isr) < len(before.isr):

@@ -414,7 +414,11 @@ class SimAdmin:
             asked.cancel = True
         else:
             asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
-        moot = (errors.NoReassignmentInProgress, errors.UnknownTopicOrPartition)
+        moot = (
+            errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
+            errors.NoReassignmentInProgress,
+            errors.UnknownTopicOrPartition,
+        )
         await self._until_done(lambda: request, moot)
 
     async def _elect(self, plan: TopicPlan) -> None:
