@@ -99,6 +99,8 @@ class LogManager:
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._checkpointing = asyncio.Lock()
+        #: Logs being cut or begun anew: a recovery point found before that is void (M2).
+        self._reshaping: dict[PartitionKey, None] = {}
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -395,8 +397,12 @@ class LogManager:
         more is there, or was flushed, goes first.  Nothing may be queued for the log meanwhile.
         """
         log, directory = self._logs[key]
-        await self._claim_less(key, offset)
-        await directory.disk.write(partial(log.truncate_to, offset))
+        self._reshaping[key] = None
+        try:
+            await self._claim_less(key, offset)
+            await directory.disk.write(partial(log.truncate_to, offset))
+        finally:
+            del self._reshaping[key]
 
     async def start_anew(
         self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
@@ -405,8 +411,12 @@ class LogManager:
         `[log_start, offset)` are in the tier.
         """
         log, directory = self._logs[key]
-        await self._claim_less(key, min(offset, log.local_log_start, log_start))
-        await directory.disk.write(partial(log.reset_to, offset, snapshot))
+        self._reshaping[key] = None
+        try:
+            await self._claim_less(key, min(offset, log.local_log_start, log_start))
+            await directory.disk.write(partial(log.reset_to, offset, snapshot))
+        finally:
+            del self._reshaping[key]
         log.log_start = min(log_start, offset)
         await self._write_log_starts(directory)
 
@@ -462,7 +472,7 @@ class LogManager:
                 continue  # nothing new since the last one
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
-            if key in self._logs:
+            if key in self._logs and key not in self._reshaping:
                 directory.recovery_points[key] = point
         self._note_log_starts(directory)
         names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)

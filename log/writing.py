@@ -142,6 +142,7 @@ class Writable(Readable):
         """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
         meanwhile; the manager lowers the recovery point first."""
         assert self._idle(), "truncation waits for the writes before it"
+        self._mend()
         if offset >= self._written_end:
             return
         self._cuts += 1
@@ -170,10 +171,21 @@ class Writable(Readable):
     def reset_to(self, offset: int, snapshot: bytes = b"") -> None:
         """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
         state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
+
+        A log that reaches `offset` never ends below it on the way: it may be in the ISR, and lead
+        after a crash.
         """
         assert self._idle(), "a reset waits for the writes before it"
+        self._mend()
         self._cuts += 1
-        for segment in reversed(self._segments):
+        if self._segments[0].base_offset < offset <= self._written_end:
+            self.truncate_to(offset)
+        segments = self._segments[::-1]
+        if self._written_end == offset:
+            segments = tuple(each for each in self._segments if each.base_offset < offset)
+            if len(segments) == len(self._segments):
+                Segment(self._storage, self.path, offset).create()
+        for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):
             self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
@@ -182,6 +194,13 @@ class Writable(Readable):
             write_file(self._storage, f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
         self._reload([], offset)
         self.log_start = offset
+
+    def _mend(self) -> None:
+        """What a failed plan left behind goes before the files are looked at again (rule L2)."""
+        if self._repair:
+            tail = self._segments[-1]
+            self._perform_repair(RepairOp(tail, tail.written.size))
+            self._repair = False
 
     def snapshot_at(self, offset: int) -> bytes:
         """The producer state a segment with this base began with; empty if it had none."""
@@ -247,8 +266,7 @@ class Writable(Readable):
         if self._storage.failed is not None:
             raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
         assert self._idle(), "close waits for the writes before it"
-        if self._repair:
-            self._perform_repair(RepairOp(active, active.written.size))
+        self._mend()
         self._lane_end = end
         active.open_for_append()
         active.write_indexes(active.written)
@@ -268,7 +286,7 @@ class Writable(Readable):
 
         Only one at a time.  The directory is synced too: a sealed segment's name is part of what
         must last."""
-        segments = self._segments
+        segments, cuts = self._segments, self._cuts
         todo = [segment for segment in segments[:-1] if not segment.synced and not segment.dropped]
         for segment in todo:
             try:
@@ -277,7 +295,8 @@ class Writable(Readable):
                 continue  # dropped meanwhile
         if todo or self._lane_dir_changed:
             self._storage.sync_dir(self.path)
-        self._synced_end = max(self._synced_end, segments[-1].base_offset)
+        if self._cuts == cuts:  # else what was flushed may be gone
+            self._synced_end = max(self._synced_end, segments[-1].base_offset)
         return self._synced_end
 
 

@@ -416,10 +416,12 @@ class MetadataFollower:
         if partition.tiered:
             self._core.feed.restore(partition.key)
             self._core.feed_moved.set()
-        if (
-            partition.settings["flush_on_ack"]
-            and partition.log.synced_end < partition.log.written_end
-        ):
+        self._flush_if_asked(partition)
+
+    def _flush_if_asked(self, partition: Partition) -> None:
+        """Under `flush_on_ack` nothing counts that is not SYNCED (L2), on leader and followers."""
+        log = partition.log
+        if partition.settings["flush_on_ack"] and log.synced_end < log.log_end:
             self._core.flushes.set(partition.key, 0)
 
     # -- partitions ------------------------------------------------------------------------------
@@ -520,6 +522,7 @@ class MetadataFollower:
                 elif tiered and not partition.tiered and partition.leader is not None:
                     self._core.feed.restore(partition.key)
                 partition.reconfigure(wanted, tiered=tiered)
+                self._flush_if_asked(partition)
                 self._core.retain_soon(partition.key)
 
 

@@ -8,7 +8,8 @@ Invariants
   C1  a wish ends when the metadata log moves past the partition epoch it was made for, when the
       leader epoch ends, or when the controller surely will not grant it
   C2  a wish whose outcome is unknown stays, and is asked again: it may be granted already, and the
-      new member may be elected
+      new member may be elected; when it is refused after all, the committed ISR is asked for, which
+      moves the partition epoch: then no copy of it can be granted any more
 """
 
 from __future__ import annotations
@@ -147,15 +148,19 @@ class IsrChanges:
     def _answered(self, key: PartitionKey, wish: _Wish, result: wire.AlterPartitionResult) -> None:
         """C1: refused for sure, or the metadata log will tell."""
         if not result.HasField("error"):
+            if set(wish.isr) == set(wish.leader.isr):
+                return  # C2
             change = "shrink" if len(wish.isr) < len(wish.leader.isr) else "expand"
             self._core.metrics.isr_changes.labels(change).inc()
             return
         error = frames.raise_error(result.error)
         self._core.metrics.refused(error)
-        if not isinstance(error, errors.IneligibleReplica) or key in self._unsure:
+        if not isinstance(error, errors.IneligibleReplica) or self._wishes.get(key) is not wish:
             return
-        if self._wishes.get(key) is wish:
-            del self._wishes[key]
+        if key in self._unsure:
+            self._wishes[key] = wish._replace(isr=wish.leader.isr, broker_epochs=())
+            return
+        del self._wishes[key]
         self._not_before_ms[key] = self._core.now_ms + REFUSED_MS
         partition = self._core.partitions.get(key)
         moved = wish.leader.on_isr_refused(wish.isr)

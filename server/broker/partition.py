@@ -411,6 +411,8 @@ class Partition:
             ):
                 self.watermark_moved()
             self.log_starts_heard()
+            for follower in list(self._followers):  # who left is compared anew
+                follower.moved(self.key, urgent=True)
             return
         assert self.replica is None, "who leads does not follow"
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
@@ -467,6 +469,8 @@ class Partition:
         """A flush outside a round reached `synced_end`."""
         if self.leader is not None and self.leader.on_local_end(self.log.written_end, synced_end):
             self.watermark_moved()
+        if self.replica is not None:
+            self.replica.stored(0)
 
     def reconfigure(self, settings: Mapping[str, Any], *, tiered: bool) -> None:
         """The topic's settings changed; the log's own part was replaced by the caller."""

@@ -55,6 +55,7 @@ class Replica:
         "fetcher",
         "leader_epoch",
         "log_start",
+        "owed",
         "partition",
         "placed",
         "position_id",
@@ -71,6 +72,7 @@ class Replica:
         self.placed = False  #: the position is on its way, and the log stands where it says
         self.log_start: Offset = 0  #: the leader's
         self.refused = 0  #: times in a row
+        self.owed = 0  #: bytes that were handed to the log and are not stored yet (R4)
 
     @property
     def key(self) -> PartitionKey:
@@ -90,6 +92,7 @@ class Replica:
 
     def not_stored(self, error: errors.PkError) -> None:
         """partition.Follows."""
+        self.fetcher.stored(self, self.owed)
         self.fetcher.again(self, FULL_MS if isinstance(error, errors.StorageFull) else 0)
 
 
@@ -177,6 +180,7 @@ class LeaderFetcher:
             del self._replicas[replica.key]
             self._confirm.pop(replica.key, None)
             self._forget.append(replica.key)
+            self._returns(replica, replica.owed)
             self._wake.set()
 
     def look_again(self) -> None:
@@ -205,6 +209,8 @@ class LeaderFetcher:
         replica.placed = False
         await self.core.replicas.stand_still(replica.partition)
         if replica.current and not replica.placed:
+            # What a former leader had committed beyond this log's end, an unclean one may not have.
+            replica.partition.cut_watermark(replica.partition.log.written_end)
             replica.position_id += 1
             replica.placed = True
             self._confirm.pop(replica.key, None)
@@ -213,12 +219,16 @@ class LeaderFetcher:
 
     def stored(self, replica: Replica, size: int) -> None:
         """What the leader may count on has grown."""
-        returned = min(size, self._owed)
-        self._owed -= returned
-        self._credit += returned
+        self._returns(replica, size)
         if replica.placed:
             self._confirm[replica.key] = replica
         self._wake.set()
+
+    def _returns(self, replica: Replica, size: int) -> None:
+        """R4: what its log took is stored, undone, or nobody's any more."""
+        replica.owed -= (returned := min(size, replica.owed))
+        self._owed -= (returned := min(returned, self._owed))
+        self._credit += returned
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -289,6 +299,7 @@ class LeaderFetcher:
         self._forget.clear()
         self._owed, self._credit = 0, limits.FETCH_CREDIT_BYTES
         for replica in list(self._replicas.values()):
+            replica.owed = 0
             self._place_soon(replica)
         writer = asyncio.get_running_loop().create_task(self._write(stream, session[1]))
         try:
@@ -427,6 +438,7 @@ class LeaderFetcher:
                 self.again(replica)
                 return False
         replica.refused = 0
+        replica.owed += entry.payload_bytes
         partition.heard_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
         partition.heard_retention(entry.log_start, entry.tiered_end, entry.droppable_end)

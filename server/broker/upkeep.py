@@ -136,6 +136,11 @@ class Upkeep:
                 continue
             if partition.log.synced_end < partition.log.written_end:
                 await flush(core, partition)
+            if (
+                partition.settings["flush_on_ack"]
+                and partition.log.synced_end < partition.log.log_end
+            ):
+                core.flushes.set(key, now_ms)  # what was decided before that was asked for
 
     # -- retention -------------------------------------------------------------------------------
 
@@ -274,6 +279,8 @@ class Upkeep:
         await core.manager.move_log_starts({partition.key: plan.log_start})
         if core.partitions.get(partition.key) is not partition:
             return  # the topic was deleted meanwhile
+        if partition.key in core.replicas.changing:
+            return  # the log is being cut or begun anew in its lane: what was planned is void
         rename, remove = log.drop_segments(plan)
         core.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))
         partition.bounds_moved()

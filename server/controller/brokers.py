@@ -228,7 +228,7 @@ def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue
-        state, changed = draft.now, draft.now != draft.before
+        state, changed = draft.now, draft.restated or draft.now != draft.before
         result.leader, result.leader_epoch = state.leader, state.leader_epoch + draft.led_anew
         result.partition_epoch = state.partition_epoch + changed
         result.isr.extend(state.isr)
@@ -258,6 +258,8 @@ def _isr_change(
 
     def change(draft: Draft) -> None:
         draft.alter_isr(isr)
+        if distinct == set(state.isr) and not item.isr_broker_epochs:
+            draft.restate_isr()  # nobody is to join: the leader withdraws what it asked for before
         if item.recovered:
             draft.recovered()
         draft.complete(sweep.cluster)

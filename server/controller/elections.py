@@ -98,6 +98,7 @@ class Draft:
         self.before = before
         self.now = before
         self.led_anew = False
+        self.restated = False  #: the ISR is committed once more, for the partition epoch's sake
         self.elected_uncleanly = False
         #: Positions of who may have held what a recovery election lost; empty if there was none.
         self.at_risk: Mapping[NodeId, Position | None] = {}
@@ -124,6 +125,10 @@ class Draft:
         """The leader's word (rule R2)."""
         if set(isr) != set(self.now.isr):
             self._set_isr(isr, lost=())
+
+    def restate_isr(self) -> None:
+        """A new partition epoch for the same ISR: what was asked for under this one is over."""
+        self.restated = True
 
     def recovered(self) -> None:
         """The leader has made good what an unclean election cost (rule T4)."""
@@ -284,7 +289,7 @@ class Draft:
     def record(self) -> wire.PartitionChangeRecord | None:
         """The change from `before` to `now`, or None if there is none."""
         before, now = self.before, self.now
-        if now == before and not self.led_anew:
+        if now == before and not self.led_anew and not self.restated:
             return None
         change = wire.PartitionChangeRecord(
             topic_id=self.key.topic_id,
@@ -294,7 +299,7 @@ class Draft:
         )
         for name in _MEMBERS:
             members = getattr(now, name)
-            if members != getattr(before, name):
+            if members != getattr(before, name) or (name == "isr" and self.restated):
                 field: wire.IntList = getattr(change, name)
                 field.SetInParent()  # an empty list is a change, too
                 field.values.extend(members)

@@ -145,6 +145,8 @@ class FetchStream:
                 self._replica.check(head.fetch)
                 self._replica.confirmed(head.fetch)
             added, removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
+            if self._replica is not None:
+                self._replica.forgotten(removed)
             for key in removed:
                 self._unwatch(key)
             for key in added:
@@ -403,6 +405,10 @@ class FetchStream:
             self._fail(reply, position, error)
             return None
         return None if found is None else _Plan(position, *found, stored=True)
+
+    def position(self, key: PartitionKey) -> Position | None:
+        """Where the reader stands now."""
+        return self._session.positions.get(key)
 
     def served(self, position: Position) -> None:
         """It was told where the partition stands, without data."""

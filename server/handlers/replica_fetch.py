@@ -7,7 +7,8 @@ watermark.
 
 Invariants
   P1  nothing a replica says counts before its log was compared with this one in this leader epoch,
-      and only for the position that was compared
+      and only for the position that was compared; who left the ISR since is compared again, and a
+      newer registration silences an older one
   P2  a replica is told of a watermark that moved within TELL_MS, with data or without
 """
 
@@ -73,9 +74,31 @@ class ReplicaEnd:
     def confirmed(self, request: wire.FetchRequest) -> None:
         for item in request.confirmed:
             key = PartitionKey(item.topic_id, item.partition)
-            position = self._compared.get(key)
-            if position is not None and position.position_id == item.position_id:
+            position, asked = self._compared.get(key), self._stream.position(key)
+            if asked is not None and asked is not position:
+                if asked.position_id == item.position_id:  # it counts when they are compared
+                    asked.log_start = item.log_start
+            elif (
+                position is not None
+                and position.position_id == item.position_id
+                and self._heard_of(key) == self.broker_epoch
+            ):
                 self._confirm(key, position, item.log_end, item.log_start)
+
+    def forgotten(self, keys: list[PartitionKey]) -> None:
+        """It does not follow these any more."""
+        for key in keys:
+            self._compared.pop(key, None)
+            partition = self._core.partitions.get(key)
+            leader = None if partition is None else partition.leader
+            if leader is not None and leader.broker_epoch_of(self.replica) == self.broker_epoch:
+                leader.on_follower_gone(self.replica)
+
+    def _heard_of(self, key: PartitionKey) -> int:
+        """The registration whose log was compared last; NONE = none since it left the ISR."""
+        partition = self._core.partitions.get(key)
+        leader = None if partition is None else partition.leader
+        return NONE if leader is None else leader.broker_epoch_of(self.replica)
 
     def _confirm(
         self, key: PartitionKey, position: Position, end: Offset, log_start: Offset
@@ -129,7 +152,15 @@ class ReplicaEnd:
         if position.leader_epoch == NONE:
             raise errors.InvalidRequest("a replica fetches under a leader epoch")
         leader = partition.serving(position.leader_epoch)
-        if self._compared.get(position.key) is not position:
+        if self.replica not in leader.replicas:  # not known here yet: it asks again (P1)
+            raise errors.NotLeaderOrFollower(f"broker {self.replica} is no follower of {partition}")
+        heard = leader.broker_epoch_of(self.replica)
+        if heard > self.broker_epoch:
+            raise errors.StaleBrokerEpoch(f"broker {self.replica} has registered anew")
+        if self._compared.get(position.key) is position:
+            if heard != self.broker_epoch:
+                raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
+        else:
             parting = partition.parting(position.last_fetched_epoch, position.next_offset)
             if isinstance(parting, StartAt):
                 self._start_at(position, partition, parting.offset)

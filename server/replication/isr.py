@@ -13,6 +13,8 @@ Invariants
       there when the leader's epoch began, and knows what was deleted (rule T9)
   S3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
       earlier life confirmed counts for nothing
+  S4  what a replica said before it left the ISR, or the replicas, counts for nothing: it may have
+      been made anew since, under the same registration
 """
 
 from __future__ import annotations
@@ -131,6 +133,10 @@ class InSync:
     def begin(self, replica: NodeId, log_end: Offset, now_ms: int) -> None:
         """`replica` is in the ISR from now on, however it got there."""
         self._known.setdefault(replica, Progress(0, now_ms, now_ms, log_end, NONE))
+
+    def forget(self, replica: NodeId) -> None:
+        """S4: until its log was compared again."""
+        self._known.pop(replica, None)
 
     def lag_of(self, replica: NodeId, log_end: Offset) -> int:
         """Records `replica` has not confirmed yet."""

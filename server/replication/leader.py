@@ -194,6 +194,11 @@ class Leader:
         """The registration under which `replica` fetches; NONE = it was not heard yet."""
         return self._followers.broker_epoch_of(replica)
 
+    def on_follower_gone(self, replica: NodeId) -> None:
+        """`replica` said that it does not follow any more; members of the ISR leave by a record."""
+        if replica not in (*self.isr, *self._pending):
+            self._followers.forget(replica)
+
     def end_of(self, replica: NodeId) -> Offset:
         """What `replica` confirmed."""
         return self._written_end if replica == self.node_id else self._followers.end_of(replica)
@@ -230,6 +235,9 @@ class Leader:
         for member in isr:
             if member not in self.isr:
                 self._followers.begin(member, self._written_end, now_ms)
+        for member in (*self.isr, *self.replicas):
+            if member not in isr and (member in self.isr or member not in replicas):
+                self._followers.forget(member)
         self.isr = tuple(isr)
         self.replicas = tuple(replicas)
         self._pending = ()

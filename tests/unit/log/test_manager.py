@@ -558,3 +558,34 @@ def test_silent_producers_are_forgotten() -> None:
         await manager.close()
 
     run(main)
+
+
+def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
+    """M2: it would promise what is cut, and the next opening take that for damage."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        await manager.disk_of(KEY).write(log.flush)
+        found = log.checkpoint
+        cuts: list[asyncio.Task[None]] = []
+
+        def checkpoint() -> int:  # in the lane, while somebody on the loop begins to cut
+            cuts.append(asyncio.get_running_loop().create_task(manager.cut(KEY, 5)))
+            return found()
+
+        log.checkpoint = checkpoint  # type: ignore[method-assign]
+        await manager.checkpoint()
+        await asyncio.gather(*cuts)
+        await manager.checkpoint_log_starts()
+        storage = house.storages[0]
+        assert directory.read_offsets(storage, directory.RECOVERY_POINTS).get(KEY, 0) <= 5
+        log.checkpoint = found  # type: ignore[method-assign]
+        await manager.checkpoint()
+        assert log.written_end == 5
+        assert directory.read_offsets(storage, directory.RECOVERY_POINTS)[KEY] == 5
+        await manager.close()
+
+    run(main)

@@ -1,0 +1,320 @@
+"""Replication in the corners: what a leader heard once, what is never said again, what breaks
+half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.wire import pk_pb2 as wire
+from tests.sim.replication_kit import Kit, Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Kit] = []
+
+    def one(seed: int, **given: Any) -> Kit:
+        made.append(Kit(seed, **given))
+        return made[-1]
+
+    yield one
+    for kit in made:
+        kit.sim.close()
+
+
+def assign(kit: Kit, topic: str, *replicas: int) -> None:
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
+    reply = kit.ask(request)
+    assert not reply.results[0].HasField("error"), reply
+
+
+def written(kit: Kit, topic: str, count: int) -> Ledger:
+    """A topic at rest whose replicas all have everything."""
+    ledger = Ledger(kit, topic)
+    ledger.more(count)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync(topic))
+    return ledger
+
+
+def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -> None:
+    """S2 of isr.py: it comes back under the same registration with an empty log."""
+    kit = make(1, brokers=4, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, second, moved = kit.state("t").replicas
+    (spare,) = {1, 2, 3, 4} - {leader, second, moved}
+    assign(kit, "t", leader, second, spare)
+    kit.until(lambda: set(kit.state("t").isr) == {leader, second, spare})
+    kit.until(lambda: all(p.topic != "t" for p in kit.brokers[moved].core.partitions.values()))
+    kit.sim.network.cut(f"b{leader}", f"b{moved}")
+    assign(kit, "t", leader, second, spare, moved)
+    kit.wait(4_000)
+    assert moved not in kit.state("t").isr
+    kit.sim.network.heal(f"b{leader}", f"b{moved}")
+    kit.until(lambda: len(kit.state("t").isr) == 4)
+    ledger.check()
+
+
+def test_what_a_replica_had_before_it_was_made_anew_counts_for_nothing(make: Any) -> None:
+    """The leader cannot hear what became of it; the controller can."""
+    kit = make(2, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, _, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    kit.brokers[n].core.storage_failed(kit.replica(n, "t"), errors.CorruptLog("damaged"))
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(4_000)
+    assert n not in kit.state("t").isr
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+
+
+def test_who_was_fenced_for_a_while_joins_again_without_a_new_record(make: Any) -> None:
+    """The same registration, a log at rest, a stream that never broke."""
+    kit = make(3, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 100)
+    n = kit.state("t").replicas[2]
+    kit.sim.network.cut(f"b{n}", "controller")
+    kit.until(lambda: n not in kit.state("t").isr)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+
+
+def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> None:
+    """What it says is not said twice: the leader must not let it pass unheard."""
+    kit = make(4, brokers=4, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, second, third = kit.state("t").replicas
+    (spare,) = {1, 2, 3, 4} - {leader, second, third}
+    kit.sim.network.cut(f"b{leader}", "controller")
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic="t", partition=0, replicas=[leader, second, third, spare])
+    task = kit.spawn_ask(request, second)
+    kit.until(lambda: any(p.topic == "t" for p in kit.brokers[spare].core.partitions.values()))
+    kit.wait(1_000)
+    kit.sim.network.heal(f"b{leader}", "controller")
+    kit.until(task.done)
+    kit.until(lambda: len(kit.state("t").isr) == 4)
+    ledger.check()
+
+
+def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
+    """R4 of replicas.py: else the stream stands still for ever, for every partition on it."""
+    kit = make(5, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    n = kit.state("t").replicas[2]
+    fetcher = kit.replica(n, "t").replica.fetcher
+    log = kit.replica(n, "t").log
+    perform = log.perform
+
+    def full(plan: Any) -> None:
+        log._lane_failed, log._lane_error = plan.generation, errors.StorageFull("full")
+        perform(plan)
+
+    for _ in range(3):
+        log.perform = full
+        generation = log._generation
+        kit.until(lambda: log._generation > generation)  # noqa: B023
+        log.perform = perform
+        ledger.more(50)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    assert fetcher._owed == 0
+
+
+def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
+    kit = make(6, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    kit.create("u", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    n = kit.state("t").replicas[2]
+    replica = kit.replica(n, "t")
+    fetcher = replica.replica.fetcher
+    kit.until(lambda: replica.lane.queued_bytes > 0)
+    kit.brokers[n].core.replicas.leave(replica)
+    kit.until(lambda: replica.lane.queued_bytes == 0)
+    assert fetcher._owed == 0
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
+    make: Any, back: bool
+) -> None:
+    """C2 of isr_changes.py: it held the watermark for a member that will never be one."""
+    kit = make(7, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    leader, _, n = kit.state("t").replicas
+    kit.kill(n)
+    kit.until(lambda: n not in kit.state("t").isr)
+    link = kit.brokers[leader].core.link
+    call, lost = link.call, []
+
+    async def loses(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.AlterPartitionRequest):
+            lost.append(request)
+            raise errors.ControllerUnavailable("lost")
+        return await call(request, timeout_ms)
+
+    link.call = loses
+    kit.boot(n)
+    kit.until(lambda: bool(lost))
+    kit.kill(n)
+    kit.until(lambda: not kit.controller.machine.image.available(n))
+    link.call = call
+    if back:
+        kit.boot(n)
+        kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.more(100)
+    ledger.stop()
+    ledger.check()
+
+
+def test_what_an_unclean_leader_may_not_have_is_not_taken_for_committed(make: Any) -> None:
+    """A watermark heard beyond the own end says nothing of another leader's records."""
+    kit = make(8, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=3)
+    ledger = written(kit, "t", 100)
+    leader, second, n = kit.state("t").replicas
+    replica = kit.replica(n, "t")
+    replica.heard_watermark(replica.log.written_end + 1_000)  # of records that never came
+    kit.kill(leader)
+    kit.until(lambda: kit.state("t").leader == second)
+    more = Ledger(kit, "t", acks=1, enable_idempotence=False)
+    more.more(50)
+    more.stop()
+    kit.until(lambda: replica.log.written_end == kit.replica(second, "t").log.written_end)
+    kit.wait(100)
+    assert kit.replica(second, "t").high_watermark < replica.log.written_end
+    assert replica.high_watermark <= kit.replica(second, "t").high_watermark
+    ledger.check()
+
+
+def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
+    """L2: else what waits would wait for the next append, which may never come."""
+    kit = make(9, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 100)
+    replicas = [kit.replica(n, "t") for n in kit.state("t").replicas]
+    assert any(each.log.synced_end < each.log.written_end for each in replicas)
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["flush_on_ack"] = "true"
+    reply = kit.ask(request)
+    assert not reply.results[0].HasField("error"), reply
+    kit.wait(2_000)
+    leader = kit.replica(kit.state("t").leader, "t").leader
+    assert leader is not None
+    for n, each in zip(kit.state("t").replicas, replicas, strict=True):
+        assert each.log.synced_end == each.log.written_end == leader.end_of(n)
+
+
+def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
+    """What the lane does to the segments, and what the loop does, would not see each other."""
+    kit = make(10, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    written(kit, "t", 3_500)
+    n = kit.state("t").replicas[2]
+    core, partition = kit.brokers[n].core, kit.replica(n, "t")
+    log, replica = partition.log, partition.replica
+    assert len(log.segments) > 2
+    move, moves = core.manager.move_log_starts, []
+
+    async def moving(wanted: Any) -> None:
+        moves.append(wanted)
+        if len(moves) == 2:  # the segments are to go now
+            replica.unclean_epoch = 10
+            cut = replica.fetcher._cut(replica, (0, log.written_end - 5))
+            replica.fetcher._change(replica, cut)
+            while not queued:
+                await core.clock.sleep_ms(0.01)
+        else:
+            await move(wanted)
+
+    disk, queued = partition.lane.disk, []
+    write = disk.write
+
+    async def writing(work: Any) -> Any:
+        if getattr(work, "func", None) == log.truncate_to:
+            queued.append(work)
+        return await write(work)
+
+    disk.write = writing
+    core.manager.move_log_starts = moving
+    partition.told_log_start = log.segments[1].base_offset
+    task = kit.sim.spawn(f"b{n}", kit.brokers[n]._upkeep.retain(partition.key))
+    kit.until(lambda: task.done() and not core.replicas.changing)
+    assert task.exception() is None
+    assert len(moves) == 2
+    files = [name for name in kit.storages[n].files() if name.endswith(".log") and "/t-0/" in name]
+    assert len(files) == len(log.segments)
+
+
+def _stream_of(kit: Kit, topic: str, n: int) -> Any:
+    """The leader's end of the stream of follower `n`."""
+    followers: Any = kit.replica(kit.state(topic).leader, topic)._followers
+    return next(each for each in followers if each._replica.replica == n)
+
+
+def test_a_log_start_said_before_the_logs_were_compared_is_heard(make: Any) -> None:
+    """It is not said again: who waits for it (T9), or wants to join (S2), would wait for ever."""
+    kit = make(11, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 100)
+    n = kit.state("t").replicas[2]
+    partition, stream = kit.replica(kit.state("t").leader, "t"), _stream_of(kit, "t", n)
+    leader, end = partition.leader, partition.log.written_end
+    assert leader is not None
+    where = {"topic_id": partition.key.topic_id, "partition": 0, "position_id": 99}
+    request = wire.FetchRequest()
+    request.positions.add(
+        **where,
+        current_leader_epoch=leader.leader_epoch,
+        fetch_offset=end,
+        last_fetched_epoch=partition.log.epochs.latest,
+    )
+    stream._session.apply(request, 0)
+    request.confirmed.add(**where, log_end=end, log_start=7)
+    stream._replica.confirmed(request)
+    stream.moved(partition.key)
+    kit.until(lambda: stream._replica._compared[partition.key].position_id == 99)
+    assert leader._followers.log_start_of(n) == 7
+
+
+def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> None:
+    """KIP-903: what it had is not what its successor has."""
+    kit = make(12, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 100)
+    n = kit.state("t").replicas[2]
+    partition, stream = kit.replica(kit.state("t").leader, "t"), _stream_of(kit, "t", n)
+    leader, end = partition.leader, partition.log.written_end
+    assert leader is not None
+    newer = stream._replica.broker_epoch + 1
+    leader.on_follower_end(n, 5, 0, newer)  # its next life, on another stream
+    request = wire.FetchRequest()
+    position = stream._replica._compared[partition.key]
+    key = partition.key
+    request.confirmed.add(
+        topic_id=key.topic_id, partition=0, position_id=position.position_id, log_end=end
+    )
+    stream._replica.confirmed(request)
+    assert (leader.end_of(n), leader.broker_epoch_of(n)) == (5, newer)

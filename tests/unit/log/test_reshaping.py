@@ -1,0 +1,88 @@
+"""A log that is cut or begun anew: after a write that failed, beside a flush, and when the process
+dies in the middle of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log import writing
+from pk.log.storage import Storage
+from pk.sim.disk import Crashed
+from tests.unit.log.conftest import Bench, make_batch
+
+
+def _fails_behind_a_roll(bench: Bench) -> None:
+    """The new segment is on the disk with a batch, the plan that began it is undone."""
+    roll = bench.log.segment_count
+    bench.log.roll()
+    bench.decide(make_batch(3, 100))
+    bench.decide(make_batch(3, 100), epoch=1)  # its epoch comes after the first batch
+    bench.storage.fault = lambda operation, path: (
+        errors.StorageFull("full") if "leader-epoch" in path else None
+    )
+    assert bench.write().error is not None
+    bench.storage.fault = None
+    assert bench.log.segment_count == roll
+
+
+def test_a_cut_carries_out_the_repair_that_is_due() -> None:
+    bench = Bench()
+    bench.fill(8)
+    _fails_behind_a_roll(bench)
+    bench.log.truncate_to(6)
+    assert bench.values(0) == [0, 1, 2, 3, 4, 5]
+    bench.fill(2)
+    bench.open()
+    assert bench.log.written_end == 8
+
+
+def test_a_new_beginning_carries_out_the_repair_that_is_due() -> None:
+    """Else what was undone is the new log."""
+    bench = Bench()
+    bench.fill(8)
+    _fails_behind_a_roll(bench)
+    bench.log.reset_to(9)
+    assert (bench.log.local_log_start, bench.log.written_end) == (9, 9)
+
+
+def test_sealed_segments_are_flushed_beside_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was flushed and cut is not there any more."""
+    bench = Bench()
+    bench.fill(30)
+    assert bench.log.segment_count > 2
+    sync = writing._sync_segment
+
+    def meanwhile(storage: Storage, segment: Any) -> None:
+        monkeypatch.setattr(writing, "_sync_segment", sync)
+        sync(storage, segment)
+        bench.log.truncate_to(3)
+
+    monkeypatch.setattr(writing, "_sync_segment", meanwhile)
+    assert bench.log.flush_sealed() <= 3
+    assert bench.log.synced_end == bench.log.written_end == 3
+
+
+@pytest.mark.parametrize("behind", [0, 4])
+def test_dying_while_it_begins_anew_where_it_ended_does_not_shorten_it(behind: int) -> None:
+    """Rule R5 for a member of the ISR: it may lead next, and no offset is given twice."""
+    for at in range(200):
+        bench = Bench()
+        bench.fill(30)
+        bench.log.flush()
+        offset = 30 - behind
+        bench.storage.crash_at = at
+        try:
+            bench.log.reset_to(offset)
+        except Crashed:
+            bench.storage.crash()
+            bench.open()
+            assert bench.log.written_end >= offset, at
+            continue
+        assert (bench.log.local_log_start, bench.log.written_end) == (offset, offset)
+        assert at > 5
+        return
+    raise AssertionError("it never ended")
