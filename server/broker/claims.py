@@ -31,13 +31,19 @@ BACKOFF_MS = (200, 5_000)
 ALTER_TIMEOUT_MS = 5_000
 
 
-def agrees(log_end: int, epoch_at_end: int, table: wire.TierClaimReply) -> bool:
+def agrees(
+    log_end: int, epoch_at_end: int, table: wire.TierClaimReply, *, local_start: int = 0
+) -> bool:
     """Whether a local log tells the table's story up to its end (T4).
 
-    `epoch_at_end` is the local epoch of the last tiered offset.
+    `epoch_at_end` is the local epoch of the last tiered offset.  A log that begins just where the
+    table ends has nothing below to compare, and was begun there on the table's word: it goes on
+    from there.
     """
     if not table.exists or table.end <= table.start:
         return True
+    if local_start == table.end:
+        return log_end >= table.end
     return log_end >= table.end and epoch_at_end == table.end_epoch
 
 
@@ -114,7 +120,9 @@ class Claims:
             return
         before = log.log_start
         start = max(before, table.start)
-        if agrees(log.written_end, log.epochs.epoch_of(table.end - 1), table):
+        local_start = log.segments[0].base_offset
+        epoch = log.epochs.epoch_of(table.end - 1)
+        if agrees(log.written_end, epoch, table, local_start=local_start):
             log.log_start = start
             log.tiered_end = log.droppable_end = table.end
             await self._core.manager.checkpoint_log_starts()

@@ -154,5 +154,8 @@ def test_tier_wins(log_end: int, epochs: list[tuple[int, int]], keeps: bool) -> 
     table = wire.TierClaimReply(exists=True, start=0, end=10, end_epoch=3)
     cache = LeaderEpochs([EpochStart(*entry) for entry in epochs])
     assert agrees(log_end, cache.epoch_of(table.end - 1), table) is keeps
+    begun = {"exists": True, "start": 0, "end": 4, "end_epoch": 3}
+    assert agrees(9, -1, wire.TierClaimReply(**begun), local_start=4), "begun at the table's end"
+    assert not agrees(9, -1, wire.TierClaimReply(**begun), local_start=5)
     assert agrees(0, -1, wire.TierClaimReply(exists=False))
     assert agrees(0, -1, wire.TierClaimReply(exists=True, start=4, end=4))
