@@ -45,7 +45,7 @@ def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataRe
     reply = wire.MetadataReply(
         cluster_id=image.cluster_id,
         controller_id=image.leader_id,
-        metadata_offset=core.follower.reacted,
+        metadata_offset=core.follower.image.offset,  # what the content is of, carried out or not
     )
     for broker_id in sorted(image.brokers):
         broker = image.brokers[broker_id]

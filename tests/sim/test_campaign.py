@@ -59,7 +59,6 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, 
 #: Violations that are understood in part and not mended yet, by seed; another history of the same
 #: seed may pass.
 OPEN = {
-    43: "V5: a consumer begins a re-created topic twice",
     46: "liveness: a chore does not end after the unrest",
 }
 

@@ -13,6 +13,7 @@ import pytest
 from pk import errors
 from pk.client.cluster import HEDGE_MS, PING_MS
 from pk.client.fetcher_events import Seek
+from pk.server.handlers.metadata import metadata
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 from tests.sim.clients_kit import SESSION_MS, Lines, Reader, make
@@ -377,3 +378,17 @@ def test_whatever_happens_nothing_is_lost_doubled_or_swapped(make: Any, seed: in
     reader.check(lines)
     assert not lines.failed
     assert not reader.told
+
+
+def test_metadata_names_the_offset_that_its_content_is_of(make: Any) -> None:
+    """A client compares brokers by it (M2): content that is newer than it says would be forgotten
+    for a reply that is older, and a consumer would begin a topic twice.
+    """
+    kit = make(9)
+    kit.create("t")
+    core = kit.brokers[1].core
+    kit.until(lambda: core.follower.reacted == core.follower.image.offset)
+    core.follower.reacted -= 1  # the reaction to the last records is under way
+    reply = metadata(core, wire.MetadataRequest())
+    assert [topic.name for topic in reply.topics] == ["t"]
+    assert reply.metadata_offset == core.follower.image.offset
