@@ -101,6 +101,7 @@ class QuorumCalls:
     """The calls of `AdminClient` that concern the metadata quorum."""
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
+        """The client's own: one answer of this kind, from whoever gives it."""
         raise NotImplementedError
 
     def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:

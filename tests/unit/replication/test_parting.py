@@ -120,6 +120,8 @@ def test_what_cannot_be_compared_is_fetched_anew(
     kept = range(max(start, first), len(mine))
     assert [mine[at] for at in kept] == [leader[at] for at in kept]
     assert len(mine) >= first
+    if start < first:  # what it keeps below the leader's segments is of the leader's history, too
+        assert mine[:first] == leader[:first]
 
 
 def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
