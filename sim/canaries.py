@@ -362,8 +362,8 @@ CANARIES: dict[str, Canary] = {
         "T3", _table_that_takes_any_range(), "V4 V9 assertion", TIERED, ("late_commit",)
     ),
     "a log that wins over its table": Canary(
-        "T4", _any("pk.server.broker.claims.agrees", lambda *_: True), "V4 V6 V9 V12 assertion",
-        TIERED, ("power",),
+        "T4", _any("pk.server.broker.claims.agrees", lambda *_, **_more: True),
+        "V4 V6 V9 V12 assertion", TIERED, ("power",),
     ),
     "dropped before the tier has it": Canary(
         "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
