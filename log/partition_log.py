@@ -482,9 +482,12 @@ class PartitionLog(Writable):
         self.log_start = offset
         return True
 
-    def retention_plan(self, now_ms: int, high_watermark: int | None = None) -> RetentionPlan:
-        """What may go (log/retention.py).  Advance and checkpoint `plan.log_start` before dropping
-        (rule T9).
+    def retention_plan(
+        self, now_ms: int | None, high_watermark: int | None = None
+    ) -> RetentionPlan:
+        """What may go (log/retention.py); `now_ms` None = nobody knows the time.
+
+        Advance and checkpoint `plan.log_start` before dropping (rule T9).
         """
         return retention.plan(
             self.segments,

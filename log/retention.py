@@ -3,7 +3,8 @@ out.
 
 Walked from the oldest segment; the first that must stay ends the walk.  A segment goes when
   R1  it lies below log_start (records were deleted), or
-  R2  retention_ms is set and its newest record is older, or
+  R2  retention_ms is set and its newest record is older; not while the clock cannot be trusted
+      (now_ms None, rule L10), or
   R3  retention_bytes is set and the log without it still has as many bytes.
 With a tier (tiered_end >= 0) R2 and R3 use the local_ settings, and
   R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
@@ -24,6 +25,9 @@ from typing import NamedTuple
 from pk.log.index import NO_TIMESTAMP
 from pk.log.plan import LogConfig, RetentionPlan
 
+#: Before every record: nothing is older than anything.
+NO_TIME = -(2**63)
+
 
 class SegmentFacts(NamedTuple):
     """What retention looks at; the last of a log's is the active one."""
@@ -43,7 +47,7 @@ def plan(
     droppable_end: int,
     high_watermark: int,
     hold: int | None,
-    now_ms: int,
+    now_ms: int | None,
 ) -> RetentionPlan:
     """See the module's docstring."""
     tiered = tiered_end >= 0
@@ -52,6 +56,7 @@ def plan(
     )
     if not config.deletes:
         keep_ms = keep_bytes = -1
+    now_ms = NO_TIME if now_ms is None else now_ms
     total = sum(segment.size for segment in segments)
     drop: list[int] = []
     reason = ""

@@ -2,8 +2,9 @@
 
 Sans-IO.  Record time is compared with the broker's clock to decide what has expired; a clock that
 jumps a year ahead would delete everything.  The guard adds up the jumps it saw: once their sum
-exceeds `clock_step_max_ms` retention stops and an alert is raised, until the clock steps back or
-the broker restarts (by which the operator says that the new time is right).  Slewing is no step.
+exceeds `clock_step_max_ms` nothing expires by age and an alert is raised, until the clock steps
+back or the broker restarts (by which the operator says that the new time is right).  Slewing is no
+step.
 """
 
 from __future__ import annotations

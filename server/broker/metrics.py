@@ -38,7 +38,7 @@ class BrokerMetrics:
             "corrupt_logs_total", "partitions taken offline because their data is damaged"
         )
         self.clock_alert = gauge(
-            "clock_step_alert", "1 = the wall clock jumped, retention stands still"
+            "clock_step_alert", "1 = the wall clock jumped, nothing expires by age"
         )
         self.clock_step = gauge("clock_step_ms", "sum of the jumps of the wall clock")
         self.violations = counter("invariant_violations_total", "offsets found out of order")

@@ -340,6 +340,7 @@ class Partition:
         if moved:
             self.watermark_moved()
         elif self.replica is not None and leader is None:
+            self._follow_log_start()
             self._host.partition_moved(self)
             self.replica.stored(size)
 
@@ -510,6 +511,7 @@ class Partition:
         """The leader's high watermark; it counts here as far as this log goes."""
         if high_watermark > self._leader_watermark:
             self._leader_watermark = high_watermark
+            self._follow_log_start()
             self._host.partition_moved(self)
 
     def heard_retention(self, log_start: Offset, tiered_end: Offset, droppable_end: Offset) -> None:
@@ -524,6 +526,13 @@ class Partition:
         """What lies below is given up: the leader says so, or the table begins there (T9)."""
         if log_start > max(self.told_log_start, self.log.log_start):
             self.told_log_start = log_start
+            self._follow_log_start()
+
+    def _follow_log_start(self) -> None:
+        """What was given up is given up here too as far as this log is known to be committed; who
+        asked for it waits, so not at the wheel's next turn but now.
+        """
+        if min(self.told_log_start, self.high_watermark) > self.log.log_start:
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:

@@ -13,7 +13,8 @@ Retention of a partition, in this order (rules T6, T9, L10)
      covers them
   3. log_start moves first and is SYNCED; then segments are renamed, and removed after
      `file_delete_delay_ms`
-  4. a wall clock that jumped stops all of it
+  4. while the wall clock has jumped nothing expires by age; deletions that were asked for, and
+     sizes, need no clock: a follower that kept a deletion waiting would hold up whoever asked
 
 Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
@@ -88,8 +89,7 @@ class Upkeep:
             await self._guarded("removing segments", self._remove_doomed(now_ms))
             self._consider_followers()
             core.notice_failed_directories()
-            if trusted:
-                self._turn_wheel()
+            self._turn_wheel()
             if now_ms >= checkpoint_at:
                 checkpoint_at = now_ms + core.server["log_flush_offset_checkpoint_interval_ms"]
                 await self._guarded("checkpoint", core.manager.checkpoint())
@@ -144,6 +144,10 @@ class Upkeep:
 
     # -- retention -------------------------------------------------------------------------------
 
+    def _time_ms(self) -> int | None:
+        """The time by which records expire; None = the clock cannot be trusted (rule L10)."""
+        return None if self.guard.alert else self._core.clock.wall_ms()
+
     def _turn_wheel(self) -> None:
         """Start the visits that are due; a dead store holds VISITS_MAX of them, nothing else."""
         core = self._core
@@ -190,8 +194,8 @@ class Upkeep:
             return
         if partition.tiered:
             await self._expire_in_tier(partition)
-        log, now_ms = partition.log, self._core.clock.wall_ms()
-        plan = log.retention_plan(now_ms, partition.high_watermark)
+        log = partition.log
+        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
         if plan.roll and log.roll():
             partition.lane.submit(partition, 0)
             self._core.retain_soon(key)  # the next tick plans again, with the new segment written
@@ -206,8 +210,8 @@ class Upkeep:
         """Rule R5: the leader says where the log starts and what the tier has; a follower drops
         what lies below, and of tiered data what its own disk need not keep.
         """
-        log, core = partition.log, self._core
-        plan = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
+        log = partition.log
+        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
         ends = {each.base_offset: each.next_offset for each in log.segments}
         drop = tuple(base for base in plan.drop if partition.tiered or ends[base] <= log.log_start)
         if drop and partition.replica is not None:
@@ -226,8 +230,9 @@ class Upkeep:
         ):
             return
         target: Offset = log.log_start
-        if wanted["retention_ms"] >= 0:
-            cutoff = self._core.clock.wall_ms() - wanted["retention_ms"]
+        now_ms = self._time_ms()
+        if wanted["retention_ms"] >= 0 and now_ms is not None:
+            cutoff = now_ms - wanted["retention_ms"]
             found = await self._core.tier.offset_for_time(partition, cutoff)
             target = (
                 log.local_log_start
@@ -267,7 +272,7 @@ class Upkeep:
             if missing:  # T6: the tier uploads them again; until then nothing is dropped
                 core.metrics.tier_missing.inc(len(missing))
                 return
-            again = log.retention_plan(core.clock.wall_ms(), partition.high_watermark)
+            again = log.retention_plan(self._time_ms(), partition.high_watermark)
             again = again._replace(drop=tuple(base for base in again.drop if base < end))
             plan = (
                 again if partition.leader is not None else again._replace(log_start=log.log_start)

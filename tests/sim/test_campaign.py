@@ -56,23 +56,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, 
         pool.shutdown(cancel_futures=True)
 
 
-#: Violations that are understood in part and not mended yet, by seed; another history of the same
-#: seed may pass.
-OPEN = {
-    46: "liveness: a chore does not end after the unrest",
-}
-
-
-def seeds() -> list[Any]:
-    return [
-        pytest.param(each, marks=pytest.mark.xfail(reason=OPEN[each], strict=False))
-        if each in OPEN
-        else each
-        for each in SEEDS
-    ]
-
-
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_promise_holds(seed: int, runs: dict[int, Future[dict[str, Any]]]) -> None:
     row = runs[seed].result()
     assert row["verdict"] == "ok", f"python -m pk.sim {seed} --unrest-ms {UNREST_MS}"

@@ -198,6 +198,102 @@ def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep)
     rig.run(story)
 
 
+class Following:
+    """Stands for the stream to a leader."""
+
+    def __init__(self) -> None:
+        self.told = 0  #: times the leader heard of a log start
+
+    def stored(self, size: int) -> None: ...
+
+    def log_start_moved(self) -> None:
+        self.told += 1
+
+    def not_stored(self, error: Exception) -> None: ...
+
+
+def follows(partition: Any) -> Following:
+    partition.step_down(2)
+    partition.replica = Following()
+    return partition.replica
+
+
+def test_a_clock_that_jumped_holds_no_deletion_up(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Rules L10, T9: what a leader gave up needs no clock, and whoever asked for it waits."""
+    partition = small(rig)
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        leader = follows(partition)
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        rig.world.clocks["broker"].step(-10 * HOUR)
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert upkeep.guard.alert
+        partition.heard_log_start(3)
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert (partition.log.log_start, leader.told) == (3, 1)
+        assert partition.log.segment_count == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_sizes_count_while_the_clock_cannot_be_trusted(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Rule L10: a disk fills up whatever the time is."""
+    partition = small(rig, retention_ms=HOUR, retention_bytes=20_000)
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        upkeep.guard.stepped_ms = 10 * HOUR
+        await visit(upkeep, partition)
+        assert partition.log.log_start == 2
+
+    rig.run(story)
+
+
+def test_a_deletion_told_before_the_watermark_is_followed_with_it(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """Rule T9: the wheel's next turn may be minutes away."""
+    partition = small(rig)
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        follows(partition)
+        upkeep.start()
+        partition.cut_watermark(2)
+        partition.heard_retention(3, -1, 0)
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert partition.log.log_start == 2
+        partition.heard_watermark(4)
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert partition.log.log_start == 3
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Rule T9: what is fetched and not written yet cannot be given up."""
+    partition = small(rig)
+
+    async def story() -> None:
+        await segments(rig, kit, 1)
+        follows(partition)
+        upkeep.start()
+        partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0)
+        partition.heard_watermark(4)
+        partition.heard_retention(3, -1, 0)
+        rig.core.retain_now.clear()  # that visit came before the write
+        await partition.lane.idle()
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert partition.log.log_start == 3
+        await upkeep.close()
+
+    rig.run(story)
+
+
 def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) -> None:
     partition = rig.partition(flush_ms=500)
 
