@@ -13,8 +13,9 @@ Invariants
   L2  what a former leader had decided and not written is undone before anything is fetched
   L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
       meanwhile nobody else writes to the log (quorum/machine.py, U6)
-  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes:
-      neither cutting the log's end nor loading a snapshot happens at the same time
+  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
+  L5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
+      does not have is no damage when it is gone
 """
 
 from __future__ import annotations
@@ -30,10 +31,7 @@ from pk.effects import Level
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
-from pk.server.controller.records import (
-    MetadataRecord,
-    encode_batch,
-)
+from pk.server.controller.records import MetadataRecord, encode_batch
 from pk.server.quorum import codec, messages
 from pk.server.quorum.history import READ_BYTES, Apply, History
 from pk.server.quorum.machine import Quorum, Role, Timing
@@ -54,12 +52,7 @@ from pk.server.quorum.messages import (
     Vote,
     Voter,
 )
-from pk.server.quorum.opening import (
-    QUORUM_STATE,
-    SnapshotRules,
-    recover,
-    state_bytes,
-)
+from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules, recover, state_bytes
 from pk.server.quorum.peers import Peers
 from pk.server.quorum.snapshot_files import SnapshotFiles
 from pk.server.quorum.snapshot_loading import SnapshotLoader
@@ -129,6 +122,7 @@ class MetadataLog:
         self._tasks: list[asyncio.Task[None]] = []
         self._foreign: list[tuple[int, MetadataRecord]] = []  #: the quorum's own, for the term
         self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
+        self._vote = Vote()  #: as it is saved
         self._log: PartitionLog | None = None
         self._history: History | None = None
         self._writing = asyncio.Lock()
@@ -147,7 +141,8 @@ class MetadataLog:
         opened = await self._disk.write(
             partial(recover, self._disk.storage, self._rules, self._clock.wall_ms())
         )
-        log = self._log = opened.log
+        log, self._vote = opened.log, opened.vote
+        self._log = log
         self._files.kept = opened.kept
         self._history = History(self._disk, self._clock, self._files, log, self._say)
         for why in opened.damaged:
@@ -184,6 +179,14 @@ class MetadataLog:
     def _save(self, vote: Vote) -> None:
         synced_end = self._open_log.flush()
         self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
+        self._vote = vote
+
+    def _cut(self, end: int) -> None:
+        """L5: first nobody promises any more what is cut, then it is cut."""
+        log = self._open_log
+        if end < log.synced_end:
+            self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
+        log.truncate_to(end)
 
     async def resign(self) -> None:
         """Say farewell if this node leads: the others need not wait for a timeout."""
@@ -329,7 +332,7 @@ class MetadataLog:
     async def _truncate(self, op: messages.TruncateTo) -> None:
         log = self._open_log
         async with self._writing:
-            await self._disk.write(partial(log.truncate_to, op.end))
+            await self._disk.write(partial(self._cut, op.end))
         self.voters.forget(log.log_end)
         self._post(Synced(self._state(), op.job))
 

@@ -12,7 +12,14 @@ from pk import errors
 from pk.effects import Level
 from pk.server.controller.records import record_of
 from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.messages import BeginEpoch, SnapshotId, Voter
+from pk.server.quorum.messages import (
+    BeginEpoch,
+    SaveVote,
+    SnapshotId,
+    TruncateTo,
+    Vote,
+    Voter,
+)
 from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules
 from pk.server.quorum.snapshot import file_name
 from pk.server.quorum.snapshot_making import SnapshotMaker
@@ -107,6 +114,31 @@ def test_damaged_state_is_not_guessed() -> None:
             file.close()
     with pytest.raises(errors.CorruptLog):
         disk.open()
+
+
+def test_a_log_that_was_cut_is_not_damaged() -> None:
+    """L5: the vote was saved beside records that the next leader did not have; the process dies
+    inside the first write behind the cut.
+    """
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("kept")], 5)
+    disk.world.run(log.commit())
+    kept = log.end
+    log.append([topic("only here")], 5)
+    disk.world.run(log.commit())
+    vote = Vote(log.epoch, 1, "d")
+    disk.world.run(log.write([SaveVote(vote)], Level.SYNCED))
+    disk.world.run(log.write([TruncateTo(0, kept)], Level.SYNCED))
+    assert log.end == kept
+    disk.storage.crash()
+    newest = max(n for n in disk.storage.list("__cluster_metadata-0") if n.endswith(".log"))
+    file = disk.storage.open(f"__cluster_metadata-0/{newest}")
+    file.append([bytes(146)])
+    file.close()
+    again = disk.open()
+    assert names(disk, again) == ["kept"]
+    assert again.epoch > vote.epoch, "the vote is not forgotten with the records"
 
 
 def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
