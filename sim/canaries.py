@@ -2,8 +2,9 @@
 and the simulator must notice.
 
 A canary patches classes while it is open; production code has no switch for it.  Its options make
-what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices; CI
-replays just that one.  `python -m pk.sim.canaries` looks for the seeds again, SEEDS_MAX a canary.
+what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices, and
+that ends well when the rule is whole; CI replays just that one.  `python -m pk.sim.canaries` looks
+for the seeds again, SEEDS_MAX a canary.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pk.log import writing
+from pk import errors
+from pk.log import directory, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
+from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
 from pk.server.controller.elections import Draft
@@ -33,7 +36,10 @@ from pk.server.replication.parting import StartAt
 from pk.server.runtime import ReplayedHost
 from pk.sim.campaign import Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
+from pk.tiering import owner as owning
 from pk.tiering import plan as planning
+from pk.tiering.table import Commit
+from pk.tiering.worker import TierWorker
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "canaries.json"
 SEEDS_MAX = 200
@@ -203,8 +209,9 @@ def _watermark_goes_back() -> Any:
 def _elected_without_waiting() -> Any:
     recover = Draft._recover
 
-    def hasty(self: Draft, cluster: Any, _may_lose: bool) -> Any:
-        return recover(self, cluster, True)
+    def hasty(self: Draft, cluster: Any, may_lose: bool) -> Any:
+        last_known_only = not self.now.isr and not self.now.elr
+        return recover(self, cluster, may_lose or last_known_only)
 
     return _put(Draft, "_recover", hasty)
 
@@ -257,6 +264,22 @@ def _replies_before_the_commit() -> Any:
     return _put(ReplayedHost, "_round", hasty)
 
 
+def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
+    read, load = directory.read_partition, MetadataFollower.load
+    ids: dict[str, str] = {}
+
+    def by_name(storage: Any, path: str) -> Any:
+        found = read(storage, path)
+        return found and (ids.get(found[1].topic, found[0]), found[1])
+
+    async def knowing(self: MetadataFollower) -> None:
+        ids.update((topic.name, topic.topic_id) for topic in self.image.topics.values())
+        await load(self)
+
+    _put(directory, "read_partition", by_name)(stack)
+    _put(MetadataFollower, "load", knowing)(stack)
+
+
 # -- tier ------------------------------------------------------------------------------------------
 
 
@@ -286,6 +309,27 @@ def _table_that_takes_any_range() -> Any:
     return _put(planning, "_checked", trusting)
 
 
+def _tidies_up_after_a_commit() -> Any:
+    """What a commit that raised was to add is deleted: it may have landed."""
+    on_table = TierWorker._on_table
+
+    async def tidy(self: TierWorker, topic: Any, operation: Any) -> None:
+        if not isinstance(operation, Commit):
+            await on_table(self, topic, operation)
+            return
+        event: owning.OwnerEvent
+        try:
+            event = owning.Committed(await topic.table.commit(operation))
+        except errors.PkError as error:
+            event = owning.Failed(error)
+            for new in operation.adds:
+                with suppress(errors.PkError):
+                    await self.store.delete(f"{topic.home}/{new.file.path}")
+        self._step_owner(topic, event)
+
+    return _put(TierWorker, "_on_table", tidy)
+
+
 def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
     return lambda stack: stack.enter_context(patch(name, value)) and None
 
@@ -304,14 +348,17 @@ CANARIES: dict[str, Canary] = {
         "L3", _put(Draft, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE, ("power",),
         nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
     ),
+    # A batch waits for its follower behind a cut until its time is out, or its stream breaks; it is
+    # sent again; the leader dies, and the follower, in sync all the while, leads without it.
     "a duplicate answered at once": Canary(
-        "L4", _duplicate_answered_at_once(), LOSSES, SAFE, ("pause", "pause", "kill_leader"),
-        nodes=THREE, copies=2, unrest_ms=15_000, fault_every_ms=(300, 1_500), lag_ms=60_000,
-        session_ms=12_000,
+        "L4", _duplicate_answered_at_once(), "V6", SAFE, ("cut", "flaky_network", "kill_leader"),
+        nodes=THREE, copies=2, unrest_ms=8_000, lag_ms=60_000, session_ms=12_000,
     ),
+    # An administrator moves the lead while a batch is on its way to the next leader over a slow
+    # link: who stops to follow stops to fetch.
     "success told when leadership is lost": Canary(
-        "L5", _parked_replies_told_success(), LOSSES, SAFE, ("cut", "cut", "drain", "isolate"),
-        nodes=THREE, copies=2, unrest_ms=15_000, fault_every_ms=(200, 800),
+        "L5", _parked_replies_told_success(), "V6", SAFE, ("slow_network",),
+        ("reassign", "elect"), nodes=THREE, copies=2, unrest_ms=5_000, fault_every_ms=(200, 600),
     ),
     "a duplicate that is not recognised": Canary(
         "L6", _any("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)),
@@ -325,10 +372,12 @@ CANARIES: dict[str, Canary] = {
         "R2", _removal_counts_at_once(), "V13", {**HOT, "min_insync_replicas": "1"},
         ("cut", "pause", "isolate"), nodes=THREE, copies=3, unrest_ms=20_000,
     ),
+    # One loses power and is forgotten (the ISR is large enough without it); the other commits
+    # alone, loses power too and is the last-known: registered, not yet unfenced, when the first is
+    # there and could be had at once.
     "elected without waiting for the last-known": Canary(
-        "R3", _elected_without_waiting(), LOSSES, {**FLUSHED, "min_insync_replicas": "1"},
-        ("kill_machine", "power"), nodes=THREE, copies=2, unrest_ms=20_000,
-        fault_every_ms=(500, 2_500),
+        "R3", _elected_without_waiting(), "V6 V12 V14", {**FLUSHED, "min_insync_replicas": "1"},
+        ("power",), nodes=THREE, copies=2, unrest_ms=6_000, fault_every_ms=(300, 1_500),
     ),
     "cut below the committed high watermark": Canary(
         "R4", _cut_below_the_watermark(), LOSSES, SAFE, KILLS,
@@ -354,6 +403,20 @@ CANARIES: dict[str, Canary] = {
         "Q1", _vote_not_saved(), "V10", HOT, ("kill_controller", "split", "power"),
         nodes=THREE, unrest_ms=20_000,
     ),
+    # The controllers come back after a power cut and have not fenced anybody yet; the first image
+    # of a broker that comes back, too, says that it leads, as the process before it did.
+    "a broker that leads in the name of its predecessor": Canary(
+        "Q2", _put(MetadataFollower, "_registered", lambda _: True), "V2 V12 V13 V14",
+        {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
+        unrest_ms=4_000, fault_every_ms=(500, 2_500),
+    ),
+    # A broker dies, its topic is deleted and made again before the broker is fenced, so that it is
+    # a replica once more; it comes back and finds the directory of the earlier life.
+    "a stray that is taken for the topic of its name": Canary(
+        "Q2", _stray_taken_for_the_topic_of_its_name, "V6 V12", SAFE,
+        ("cut", "isolate", "kill_broker", "kill_machine"), ("recreate",), nodes=THREE, copies=3,
+        unrest_ms=6_000, session_ms=4_000,
+    ),
     "replies before the commit": Canary(
         "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
         ("kill_controller", "kill_broker", "isolate"), nodes=THREE, unrest_ms=10_000,
@@ -365,6 +428,12 @@ CANARIES: dict[str, Canary] = {
         "T4", _any("pk.server.broker.claims.agrees", lambda *_, **_more: True),
         "V4 V6 V9 V12 assertion", TIERED, ("power",),
     ),
+    # The answer to a commit is lost, and its file with it.  Rule T6 would upload it again before
+    # the local data goes, which is not in this run.
+    "a copier that tidies up after a failed commit": Canary(
+        "T5", _tidies_up_after_a_commit(), "V9", {**TIERED, "local_drop_delay_ms": "60000"},
+        ("store_flaky",),
+    ),
     "dropped before the tier has it": Canary(
         "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
     ),
@@ -374,16 +443,6 @@ CANARIES: dict[str, Canary] = {
     ),
 }  # fmt: skip
 
-#: Canaries for which no seed is known yet; the command looks for them too.
-SOUGHT = {
-    name: CANARIES.pop(name)
-    for name in (
-        "a duplicate answered at once",
-        "success told when leadership is lost",
-        "elected without waiting for the last-known",
-    )
-}
-
 
 def recorded() -> dict[str, int]:
     """The seed that notices each canary."""
@@ -392,15 +451,19 @@ def recorded() -> dict[str, int]:
 
 
 def find(name: str, first: int = 1) -> int | None:
-    """The first seed that notices, None if SEEDS_MAX do not."""
-    canary = {**CANARIES, **SOUGHT}[name]
+    """The first seed that notices, and ends well with the rule whole; None if SEEDS_MAX do not."""
+    canary = CANARIES[name]
     for seed in range(first, first + SEEDS_MAX):
         violation = canary.notices(seed)
-        if violation:
-            right = "caught" if canary.caught(violation) else "WRONG"
-            print(f"{canary.rule} {name}: seed {seed}: {right}: {violation[:160]}", flush=True)
-            if canary.caught(violation):
-                return seed
+        if not violation:
+            continue
+        known = Run(seed, canary.options).execute().violation
+        right = "caught" if canary.caught(violation) and not known else "WRONG"
+        print(f"{canary.rule} {name}: seed {seed}: {right}: {violation[:160]}", flush=True)
+        if known:
+            print(f"without the canary too: {known[:160]}", flush=True)
+        elif canary.caught(violation):
+            return seed
     print(f"{canary.rule} {name}: NOT CAUGHT", flush=True)
     return None
 
@@ -408,7 +471,7 @@ def find(name: str, first: int = 1) -> int | None:
 def main(names: list[str]) -> int:
     """Look for the seeds of the named canaries, or of all, and record them."""
     logging.disable(logging.CRITICAL)
-    for name in names or [*CANARIES, *SOUGHT]:
+    for name in names or CANARIES:
         seed = find(name)
         found = recorded()
         if seed is not None:
