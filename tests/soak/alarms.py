@@ -28,10 +28,15 @@ LOGGED = "warnings and errors logged"
 KINDS = (FENCED, REGISTERED, ELECTED, SHRUNK, CONTROLLER, DIED, LOGGED)
 
 _LINE = re.compile(r"^(\S+Z) (INFO|WARNING|ERROR|BUG) (\S+) (\S+)(.*)$")
-#: What is said at the level INFO and is a step on the way to an alarm.
-_TELLING = (
-    "broker_fenced", "broker_registered", "active_controller", "controller_resigned", "leaderless",
-    "fence_failed", "recovery_failed", "child_restarted",
+#: Events that are alarms, at whatever level they are said.
+_MEANING = {
+    "broker_fenced": FENCED, "broker_registered": REGISTERED, "active_controller": CONTROLLER,
+    "child_died": DIED,
+}  # fmt: skip
+#: What is said at the level INFO and is a step on the way to one.
+_STEPS = (
+    "controller_resigned", "leaderless", "fence_failed", "recovery_failed", "child_restarted",
+    "preferred_leaders",
 )  # fmt: skip
 
 
@@ -139,8 +144,8 @@ def of_lines(node: int, lines: Iterable[str]) -> list[Alarm]:
         if match is None:
             if "Traceback" in line:
                 found.append(Alarm(LOGGED, 0, f"node {node}: {line[:300]}"))
-        elif match[4] == "child_died":
-            found.append(Alarm(DIED, 0, f"node {node}: {line[:300]}"))
+        elif match[4] in _MEANING:
+            found.append(Alarm(_MEANING[match[4]], 0, f"node {node}: {line[:300]}"))
         elif match[2] != "INFO":
             found.append(Alarm(LOGGED, 0, f"node {node}: {line[:300]}"))
     return found
@@ -152,7 +157,7 @@ def telling(node: int, lines: Iterable[str]) -> list[str]:
     return [
         f"node {node}: {line[:300]}"
         for line, match in matches
-        if match is not None and (match[2] != "INFO" or match[4] in _TELLING)
+        if match is not None and (match[2] != "INFO" or match[4] in (*_MEANING, *_STEPS))
     ]
 
 

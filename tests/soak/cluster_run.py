@@ -1,12 +1,13 @@
 """An hour of three nodes under full load: does anybody cry wolf?
 
-    python tests/soak/cluster_run.py --minutes 60 [--json FILE] [--dir DIR]
+    python tests/soak/cluster_run.py --minutes 60 [--json FILE] [--dir DIR] [--churn-s S]
 
 Three real nodes with the default timeouts, replication factor 3, min_insync_replicas 2, acks=all.
 Columnar producers send as fast as the nodes take it, a consumer follows, a probe sends single
-records at a steady pace.  Nobody is harmed, so every broker that is fenced, every election, every
-replica that leaves an in-sync set and every change of the controller is a false alarm (alarms.py).
-All processes share this machine: each of them goes without a core now and then.
+records at a steady pace, an administrator creates and deletes topics.  Nobody is harmed, so every
+broker that is fenced, every election, every replica that leaves an in-sync set and every change of
+the controller is a false alarm (alarms.py).  All processes share this machine: each of them goes
+without a core now and then.
 
 Also judged: every acknowledged batch is read, once, where it was acknowledged (numbered.py); disk;
 memory, once retention was steady for a while.  Told without a goal: how long nobody acknowledged
@@ -36,7 +37,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 import alarms
 import numbered
 from alarms import Alarm, Look
-from figures import MIB, Sample, Verdict, disk_verdict, lag_verdict, median, slope_verdict, table
+from churn import Churn
+from figures import (
+    MIB,
+    Sample,
+    Verdict,
+    bound_of,
+    disk_verdict,
+    lag_verdict,
+    median,
+    slope_verdict,
+    table,
+    window,
+)
 from measuring import Told, descriptors_of, disk_bytes, free_port, pressure, sample, told
 from numbered import Run
 
@@ -66,6 +79,7 @@ SERVER_SETTINGS = {
 DISK_BOUND = PARTITIONS * (RETENTION + 3 * SEGMENT)
 GIVE_UP_TIMES = 4  #: this machine's disk shall not fill up
 PRODUCERS = 2
+CHURN_S = 10.0
 LOOK_S = 1.0
 TELL_EVERY = 2  #: looks, for one reading of the metrics
 ASK_S = 10.0
@@ -274,6 +288,7 @@ class Watch:
                     lag_verdict(f"node {node} {role}", before.get(role, {}), after[role])
                     for role in sorted(after)
                 ]
+        found += [self._contact(node) for node in self.after]
         gap = f"{self.fetch_gap_ms:,} ms at a look"
         found.append(Verdict("quorum: longest without a fetch", gap, "", None))
         found += self._memory()
@@ -286,6 +301,14 @@ class Watch:
         figure = f"median {median(loads):.1f} on {os.cpu_count()} cores, at most {max(loads):.1f}"
         found.append(Verdict("machine: load average", figure, "", None))
         return found
+
+    def _contact(self, node: int) -> Verdict:
+        """How long a broker's last answered heartbeat had to do; fenced at the session timeout."""
+        name = "pk_controller_contact_age_ms"
+        ages = window(self.before[node].buckets(name), self.after[node].buckets(name))
+        return Verdict(
+            f"node {node}: longest without an answered heartbeat", bound_of(ages), "", None
+        )
 
     def _memory(self) -> list[Verdict]:
         since = self.steady_s if self.steady_s is not None else math.inf
@@ -416,7 +439,7 @@ def watch_for(watch: Watch, children: Children, seconds: float, tell: Any) -> No
         block_s(max(0.0, LOOK_S - (monotonic_s() - begin)))
 
 
-def run(minutes: float, root: Path) -> dict[str, Any]:
+def run(minutes: float, root: Path, churn_s: float) -> dict[str, Any]:
     seconds = minutes * 60
     cluster = EmbeddedCluster(root, settings=SERVER_SETTINGS)
     for server in cluster.nodes.values():
@@ -426,13 +449,15 @@ def run(minutes: float, root: Path) -> dict[str, Any]:
         begin = admin.describe_metadata_quorum().high_watermark
         since = {node: server.log.stat().st_size for node, server in cluster.nodes.items()}
         children = Children(cluster, root, seconds + END_S)
+        churn = Churn(cluster.address, churn_s or 1e9, PARTITIONS)
         watch = Watch(cluster, admin)
         try:
             with progress(seconds) as tell:
                 watch_for(watch, children, seconds, tell)
             end = admin.describe_metadata_quorum().high_watermark
             lines = lines_since(cluster, since)
-            found = children.finish()
+            churn.close()
+            found = {**children.finish(), "churn": churn.found()}
         finally:
             children.kill()
         witnesses = {
@@ -480,6 +505,10 @@ def load_verdicts(found: Mapping[str, Any], rates: list[int]) -> list[Verdict]:
     rows = [("longest without an acknowledgement", f"{silent:,} ms probed, {max(loads):,} ms load")]
     took = ", ".join(f"{name} {ms:,g} ms" for name, ms in probe["ack_ms"].items())
     rows.append(("one record's acknowledgement", f"{took} of {probe['records']:,}"))
+    churn = found["churn"]
+    figure = f"{churn['changes']}, median {churn['median_ms']:,} ms, longest "
+    figure += ", ".join([f"{churn['longest_ms']:,} ms", *map(str, churn["errors"].items())])
+    rows.append(("topics created and deleted", figure))
     waited = found["consumer"]["longest_without_record_ms"]
     rows.append(("consumer: longest without a record", f"{waited:,} ms"))
     if rates:
@@ -495,9 +524,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
     parser.add_argument("--dir", type=Path, default=None, help="where the nodes' data goes")
+    parser.add_argument(
+        "--churn-s", type=float, default=CHURN_S, help="a topic comes and goes so often; 0 = never"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pk-soak-") as folder:
-        found = run(given.minutes, given.dir or Path(folder))
+        found = run(given.minutes, given.dir or Path(folder), given.churn_s)
     verdicts = [Verdict(**each) for each in found["verdicts"]]
     print(table(verdicts))
     for name, each in found["alarms"].items():

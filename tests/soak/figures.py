@@ -143,13 +143,25 @@ def disk_verdict(what: str, used: Sequence[int], bound: int) -> Verdict:
     )
 
 
+def window(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+    """What a histogram counted between two readings."""
+    return {bound: count - before.get(bound, 0) for bound, count in after.items()}
+
+
+def bound_of(buckets: Mapping[float, float]) -> str:
+    """The longest, in words."""
+    bound = longest(buckets)
+    return f"≤ {bound:,g} ms" if bound < math.inf else "beyond all bounds"
+
+
 def lag_verdict(role: str, before: Mapping[float, float], after: Mapping[float, float]) -> Verdict:
     """How late a process's event loop was between two readings; a process must tell."""
-    window = {bound: count - before.get(bound, 0) for bound, count in after.items()}
-    p50, p99 = (quantile(window, q) for q in (0.5, 0.99))
-    most = f"≤ {bound:g} ms" if (bound := longest(window)) < math.inf else "beyond all bounds"
-    figure = f"p50 {p50:.2f} ms, p99 {p99:.1f} ms, longest {most}" if window else "not told"
-    return Verdict(f"{role}: loop lag", figure, "is told", bool(window))
+    counted = window(before, after)
+    p50, p99 = (quantile(counted, q) for q in (0.5, 0.99))
+    figure = f"p50 {p50:.2f} ms, p99 {p99:.1f} ms, longest {bound_of(counted)}"
+    if not counted:
+        figure = "not told"
+    return Verdict(f"{role}: loop lag", figure, "is told", bool(counted))
 
 
 def rate_verdict(sent: float, asked: float) -> Verdict:

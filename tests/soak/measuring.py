@@ -81,11 +81,21 @@ class Told:
             if full == name or full.startswith(name + "{")
         )
 
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram without labels of its own, as `figures.quantile` takes it; {} = not told."""
+        pattern = re.compile(rf'{name}_bucket{{le="([^"]+)"}}')
+        found = ((pattern.fullmatch(full), value) for full, value in self.values.items())
+        return {float(match[1]): value for match, value in found if match}
+
 
 def told(address: str) -> Told:
     """Ask HOST:PORT.  Raises OSError."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=TOLD_TIMEOUT_S) as reply:
-        text = reply.read().decode()
+        return parsed(reply.read().decode())
+
+
+def parsed(text: str) -> Told:
+    """A node's metrics in Prometheus' text format."""
     lag: dict[str, dict[float, float]] = defaultdict(dict)
     values: dict[str, float] = {}
     for name, value in re.findall(r"^(pk_[^\n]*) (\S+)$", text, re.MULTILINE):

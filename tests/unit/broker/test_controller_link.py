@@ -300,6 +300,29 @@ def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -
     assert link.address != f"c{first}:1"
 
 
+def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: Any) -> None:
+    """K2: the metric says how near a broker came to its session timeout."""
+    cluster = make(10)
+    first = cluster.start()
+    link, ages = cluster.broker.core.link, list[int]()
+    link._on_contact = ages.append
+    cluster.sim.loop.run_for_ms(10_000)
+    interval_ms = settings.SERVER.by_name["broker_heartbeat_interval_ms"].default
+    assert len(ages) >= 8
+    assert all(interval_ms <= age < interval_ms + 100 for age in ages)
+    before = link._contact_ms
+    assert before is not None
+    ages.clear()
+    cluster.cut(first, f"b{BROKER}")
+    cluster.sim.loop.run_for_ms(1_000)
+    cluster.sim.network.heal(f"c{first}", f"b{BROKER}")
+    cluster.sim.run_until(lambda: link._contact_ms != before)
+    assert len(ages) == 1
+    now_ms = link._world.clock.monotonic_ms()
+    assert 1_000 < ages[0] <= now_ms - before
+    assert ages[0] > now_ms - link._contact_ms
+
+
 def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> None:
     cluster = make(6)
     for n in IDS:
