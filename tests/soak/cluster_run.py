@@ -1,6 +1,7 @@
 """An hour of three nodes under full load: does anybody cry wolf?
 
     python tests/soak/cluster_run.py --minutes 60 [--json FILE] [--dir DIR] [--churn-s S]
+        [--rate RECORDS_PER_S]
 
 Three real nodes with the default timeouts, replication factor 3, min_insync_replicas 2, acks=all.
 Columnar producers send as fast as the nodes take it, a consumer follows, a probe sends single
@@ -80,6 +81,7 @@ DISK_BOUND = PARTITIONS * (RETENTION + 3 * SEGMENT)
 GIVE_UP_TIMES = 4  #: this machine's disk shall not fill up
 PRODUCERS = 2
 CHURN_S = 10.0
+NEVER_S = 1e9
 LOOK_S = 1.0
 TELL_EVERY = 2  #: looks, for one reading of the metrics
 ASK_S = 10.0
@@ -98,18 +100,29 @@ def place_of(state: PartitionDescription) -> str:
 class Children:
     """The processes that load the cluster."""
 
-    def __init__(self, cluster: EmbeddedCluster, root: Path, seconds: float) -> None:
+    def __init__(
+        self, cluster: EmbeddedCluster, root: Path, seconds: float, rate: float | None
+    ) -> None:
         self._root = root
         self._running: dict[str, subprocess.Popen[str]] = {}
         where = ["--bootstrap", cluster.address]
         for number in range(PRODUCERS):
             options = ["--seconds", str(seconds), "--first", str(number * numbered.APART)]
             acked = ["--acked", str(self.acked(number))]
+            if rate is not None:
+                acked += ["--rate", str(rate / PRODUCERS)]
             self._spawn(f"load {number}", "load.py", *where, "--topic", TOPIC, *options, *acked)
         count = ["--partitions", str(PARTITIONS)]
         runs = ["--runs", str(root / "runs.json")]
         self._spawn("consumer", "follow.py", *where, "--topic", TOPIC, *count, *runs)
         self._spawn("probe", "probe.py", *where, "--topic", PROBED, *count)
+
+    def wait_ready(self) -> None:
+        """All of them work, and end in order when they are asked to."""
+        for name, process in self._running.items():
+            assert process.stdout is not None
+            if "ready" not in process.stdout.readline():
+                raise RuntimeError(f"{name} did not start")
 
     def _spawn(self, name: str, script: str, *options: str) -> None:
         command = [sys.executable, str(HERE / script), *options]
@@ -439,7 +452,7 @@ def watch_for(watch: Watch, children: Children, seconds: float, tell: Any) -> No
         block_s(max(0.0, LOOK_S - (monotonic_s() - begin)))
 
 
-def run(minutes: float, root: Path, churn_s: float) -> dict[str, Any]:
+def run(minutes: float, root: Path, churn_s: float, rate: float | None) -> dict[str, Any]:
     seconds = minutes * 60
     cluster = EmbeddedCluster(root, settings=SERVER_SETTINGS)
     for server in cluster.nodes.values():
@@ -448,10 +461,11 @@ def run(minutes: float, root: Path, churn_s: float) -> dict[str, Any]:
         make_topics(admin)
         begin = admin.describe_metadata_quorum().high_watermark
         since = {node: server.log.stat().st_size for node, server in cluster.nodes.items()}
-        children = Children(cluster, root, seconds + END_S)
-        churn = Churn(cluster.address, churn_s or 1e9, PARTITIONS)
-        watch = Watch(cluster, admin)
+        children = Children(cluster, root, seconds + END_S, rate)
         try:
+            children.wait_ready()
+            churn = Churn(cluster.address, churn_s or NEVER_S, PARTITIONS)
+            watch = Watch(cluster, admin)
             with progress(seconds) as tell:
                 watch_for(watch, children, seconds, tell)
             end = admin.describe_metadata_quorum().high_watermark
@@ -522,6 +536,9 @@ def load_verdicts(found: Mapping[str, Any], rates: list[int]) -> list[Verdict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="does a cluster under full load cry wolf?")
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument(
+        "--rate", type=float, default=None, help="records/s instead of all it takes"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
     parser.add_argument("--dir", type=Path, default=None, help="where the nodes' data goes")
     parser.add_argument(
@@ -529,7 +546,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pk-soak-") as folder:
-        found = run(given.minutes, given.dir or Path(folder), given.churn_s)
+        found = run(given.minutes, given.dir or Path(folder), given.churn_s, given.rate)
     verdicts = [Verdict(**each) for each in found["verdicts"]]
     print(table(verdicts))
     for name, each in found["alarms"].items():

@@ -3,8 +3,8 @@
     python tests/soak/follow.py --bootstrap HOST:PORT --topic T --partitions N --runs FILE
 
 Reads every partition from offset 0 until SIGTERM, and then on to the ends of that moment.  What
-retention removes before it comes is counted, and it goes on behind it.  Prints one JSON line at the
-end; `--runs` takes the runs it read and the ranges it lost, as JSON.
+retention removes before it comes is counted, and it goes on behind it.  Prints one JSON line when
+it begins and one at the end; `--runs` takes the runs it read and the ranges it lost, as JSON.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def main() -> None:
         consumer.assign(follower.places)
         for place in follower.places:
             consumer.seek(place, 0)
+        print(json.dumps({"ready": "consumer"}), flush=True)
         while not asked_to_stop:
             follower.poll()
         follower.finish()

@@ -3,9 +3,9 @@
     python tests/soak/load.py --bootstrap HOST:PORT --topic T --seconds S [--rate RECORDS_PER_S]
         [--first NUMBER] [--acked FILE]
 
-Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line at the end, also
-when SIGTERM ends it early.  Values are numbered from `--first` on; `--acked` takes one line
-`partition offset number count` for each batch that was acknowledged.
+Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line when it begins and
+one at the end, also when SIGTERM ends it early.  Values are numbered from `--first` on; `--acked`
+takes one line `partition offset number count` for each batch that was acknowledged.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_stop.append(number))
     maker = Maker(BATCH_RECORDS, given.first)
     with Producer(given.bootstrap) as producer:
+        print(json.dumps({"ready": "load"}), flush=True)
         found = run(producer, given.topic, given.seconds, given.rate, maker, given.acked)
     if given.acked is not None:
         given.acked.close()

@@ -3,7 +3,7 @@
     python tests/soak/probe.py --bootstrap HOST:PORT --topic T --partitions N [--every-ms MS]
 
 One record every so often, to one partition after another, whether or not the former ones were
-acknowledged; until SIGTERM.  Prints one JSON line at the end.
+acknowledged; until SIGTERM.  Prints one JSON line when it begins and one at the end.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Probe:
         now = monotonic_s()
         self._newest_s = dict.fromkeys(range(partitions), now)
         self.longest_s = dict.fromkeys(range(partitions), 0.0)
+        self.by_minute: list[float] = []  #: the slowest of those sent in each minute, ms
+        self._begin_s = now
 
     def send(self, producer: Producer, topic: str, partition: int) -> None:
         sent_s, sent_at_ms = monotonic_s(), wall_ms()
@@ -46,7 +48,7 @@ class Probe:
                 return
             took_ms = 1000 * (now - sent_s)
             self.took_ms.append(took_ms)
-            self._note(took_ms, sent_at_ms)
+            self._note(took_ms, sent_at_ms, int(sent_s - self._begin_s) // 60)
             self.acknowledged(partition, now)
 
         producer.send(topic, VALUE, partition=partition, on_delivery=delivered)
@@ -57,7 +59,9 @@ class Probe:
         self.longest_s[partition] = max(self.longest_s[partition], silent)
         self._newest_s[partition] = now
 
-    def _note(self, took_ms: float, at_ms: int) -> None:
+    def _note(self, took_ms: float, at_ms: int, minute: int) -> None:
+        self.by_minute += [0.0] * (minute + 1 - len(self.by_minute))
+        self.by_minute[minute] = max(self.by_minute[minute], took_ms)
         if len(self.slowest) < SLOWEST_KEPT or took_ms > self.slowest[-1][0]:
             self.slowest = sorted([*self.slowest, (took_ms, at_ms)], reverse=True)[:SLOWEST_KEPT]
 
@@ -67,6 +71,7 @@ class Probe:
             "ack_ms": shares(sorted(self.took_ms)),
             "longest_without_ack_ms": {p: round(1000 * s) for p, s in self.longest_s.items()},
             "slowest": [{"ms": round(ms, 1), "sent_at_ms": at} for ms, at in self.slowest],
+            "slowest_by_minute_ms": [round(ms) for ms in self.by_minute],
             "errors": self.errors,
         }
 
@@ -89,6 +94,7 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_stop.append(number))
     with Producer(given.bootstrap, linger_ms=0) as producer:
+        print(json.dumps({"ready": "probe"}), flush=True)
         probe = Probe(given.partitions)
         begin, sent = monotonic_s(), 0
         while not asked_to_stop:

@@ -19,9 +19,9 @@ RUN = Path(__file__).parent / "cluster_run.py"
 @pytest.mark.integration
 def test_a_short_soak_reports_everything(tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
-    command = [sys.executable, str(RUN), "--minutes", "0.04", "--json", str(verdict)]
+    command = [sys.executable, str(RUN), "--minutes", "0.03", "--rate", "20000"]
     done = subprocess.run(
-        [*command, "--dir", str(tmp_path / "nodes")],
+        [*command, "--json", str(verdict), "--dir", str(tmp_path / "nodes")],
         capture_output=True, text=True, timeout=270, check=False,
     )  # fmt: skip
     told = f"{done.stdout}\n{done.stderr}"
