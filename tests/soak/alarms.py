@@ -58,7 +58,8 @@ class _Place:
 def of_metadata(
     records: Iterable[tuple[int, int, Any]], begin: int, end: int, topics: Mapping[str, str]
 ) -> list[Alarm]:
-    """`(offset, time in ms, record)` from offset 0 on; those in [begin, end) are judged.
+    """`(offset, time in ms, record)` from offset 0 on; those in [begin, end) are judged, and
+    nothing behind is read: it may be half written.
 
     `topics`: names by id, for people.
     """
@@ -79,10 +80,10 @@ def of_metadata(
             told = [(REGISTERED, f"broker {body.broker_id}, epoch {body.broker_epoch}")]
         elif kind == "leader_change":
             told = [(CONTROLLER, f"controller {body.leader_id} leads epoch {body.epoch}")]
-        if begin <= offset < end:
+        if begin <= offset:
             found += [Alarm(what, at_ms, f"{words} (offset {offset})") for what, words in told]
         if offset >= end - 1:
-            break  # what is behind may be half written
+            break
     return found
 
 
