@@ -147,11 +147,13 @@ def test_lines_are_told_by_event_and_level() -> None:
 def test_one_witness_is_enough() -> None:
     shrunk = Alarm(alarms.SHRUNK, 0, "soak-0")
     grown = Alarm(alarms.GROWN, 0, "soak-0")
+    died = Alarm(alarms.DIED, 0, "node 1 broker")
     found = alarms.verdicts(
-        {"metadata log": [shrunk, shrunk, grown], "polls": [shrunk], "logs": []}
+        {"metadata log": [shrunk, shrunk, grown], "polls": [shrunk, died], "logs": []}
     )
     broken = [verdict for verdict in found if verdict.kept is False]
-    assert [verdict.what for verdict in broken] == [alarms.SHRUNK]
+    assert [verdict.what for verdict in broken] == [alarms.SHRUNK, alarms.DIED]
     assert broken[0].figure == "2 (metadata log 2, polls 1)"
+    assert broken[1].figure == "1 (polls 1)"
     assert {verdict.what for verdict in found} == set(alarms.KINDS)
     assert all(verdict.kept for verdict in alarms.verdicts({"polls": [grown]}))
