@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from figures import Verdict
@@ -146,10 +147,14 @@ def of_lines(node: int, lines: Iterable[str]) -> list[Alarm]:
             if "Traceback" in line:
                 found.append(Alarm(LOGGED, 0, f"node {node}: {line[:300]}"))
         elif match[4] in _MEANING:
-            found.append(Alarm(_MEANING[match[4]], 0, f"node {node}: {line[:300]}"))
+            found.append(Alarm(_MEANING[match[4]], _ms(match[1]), f"node {node}: {line[:300]}"))
         elif match[2] != "INFO":
-            found.append(Alarm(LOGGED, 0, f"node {node}: {line[:300]}"))
+            found.append(Alarm(LOGGED, _ms(match[1]), f"node {node}: {line[:300]}"))
     return found
+
+
+def _ms(stamp: str) -> int:
+    return round(1000 * datetime.fromisoformat(stamp).timestamp())
 
 
 def telling(node: int, lines: Iterable[str]) -> list[str]:

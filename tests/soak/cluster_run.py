@@ -89,7 +89,9 @@ WHOLE_S = 120.0
 END_S = 300.0
 SETTLE_S = 30.0
 #: Slopes of less are noise: they are told and not judged.
-JUDGED_S = 300.0
+JUDGED_S = 900.0
+#: A slope looks at all pairs of samples: an hour's are thinned to at most so many.
+SAMPLES_MAX = 400
 HERE = Path(__file__).parent
 
 
@@ -328,6 +330,7 @@ class Watch:
         found = []
         for name, samples in self.samples.items():
             steady = [each for each in samples if each.at_s >= since]
+            steady = steady[:: 1 + len(steady) // SAMPLES_MAX]
             lasted = steady[-1].at_s - steady[0].at_s if steady else 0.0
             if len(steady) < 2:
                 now = f"not steady yet (now {samples[-1].rss_anon_bytes / MIB:.0f} MiB)"

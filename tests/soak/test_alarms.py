@@ -138,6 +138,7 @@ def test_lines_are_told_by_event_and_level() -> None:
         *(alarms.FENCED, alarms.REGISTERED, alarms.CONTROLLER, alarms.DIED),
         *[alarms.LOGGED] * 3,
     ]
+    assert [alarm.at_ms for alarm in found] == [1_767_225_600_000] * 6 + [0]
     told = alarms.telling(1, lines)
     assert "broker_fenced" in told[0]
     assert not any(" ready " in line for line in told)
