@@ -14,7 +14,7 @@ ARGS ?=
 SEED ?=
 SEEDS ?= 1000
 ROUNDS ?= 50
-MINUTES ?= 10
+MINUTES ?=
 NAME ?= all
 # S3=required turns "skipped, Go is missing" into a failure (CI).
 S3 ?= optional
@@ -95,7 +95,11 @@ chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost
 
 .PHONY: soak
 soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory, disk, descriptors
-	$(PY) tests/soak/run.py --minutes $(MINUTES) $(ARGS)
+	$(PY) tests/soak/run.py --minutes $(or $(MINUTES),10) $(ARGS)
+
+.PHONY: soak-cluster
+soak-cluster: $(VENV)/.ready ## an hour of three nodes under full load (MINUTES=): is a living one taken for dead?
+	$(PY) tests/soak/cluster_run.py --minutes $(or $(MINUTES),60) $(ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.jars ## side by side with Apache Kafka (NAME=produce_columnar, or all), into docs/bench.md

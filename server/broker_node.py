@@ -141,6 +141,7 @@ class BrokerNode:
             offline_directories=core.offline_directories,
             positions=core.positions,
             offline_replicas=core.offline_replicas,
+            on_contact=core.metrics.contact_age.observe,
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )

@@ -216,11 +216,21 @@ class Term:
     ) -> wire.RegisterBrokerReply:
         live = self.sessions.live(request.broker_id, except_stream=stream)
         command = commands.Register(request, live, self._known())
+        self._resume(stream, request)
         reply: wire.RegisterBrokerReply = await self._ask(command)
         now_ms = self._world.clock.monotonic_ms()
         self.sessions.open(request.broker_id, reply.broker_epoch, stream, now_ms)
         self._say("broker_registered", broker=request.broker_id, epoch=reply.broker_epoch)
         return reply
+
+    def _resume(self, stream: int, request: wire.RegisterBrokerRequest) -> None:
+        """The process that has the session asks for it on another stream.  That it lives is known
+        now, however long the log takes: a slow disk here is no silence there (R7).
+        """
+        broker = self._image.brokers.get(request.broker_id)
+        if broker is not None and broker.incarnation_id == request.incarnation_id:
+            now_ms = self._world.clock.monotonic_ms()
+            self.sessions.beat(request.broker_id, broker.broker_epoch, stream, now_ms)
 
     async def _heartbeat(
         self, stream: int, request: wire.BrokerHeartbeatRequest

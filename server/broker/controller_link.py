@@ -82,6 +82,7 @@ class ControllerLink:
             lambda asked: []
         ),
         offline_replicas: Callable[[], list[wire.FetchPartition]] = list,
+        on_contact: Callable[[int], None] = lambda age_ms: None,
     ) -> None:
         self._world = world
         self._search = Search(addresses)
@@ -94,6 +95,7 @@ class ControllerLink:
         self._offline_directories = offline_directories
         self._positions = positions
         self._offline_replicas = offline_replicas
+        self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
         self._on_fatal = on_fatal
         self._on_epoch = on_epoch
         self._broken = False
@@ -283,10 +285,16 @@ class ControllerLink:
         # cache.
         who.clean_shutdown = True
         who.previous_broker_epoch = self.broker_epoch
-        self._contact_ms = sent_ms  # K2
+        self._renew_contact(sent_ms)
         self._search.found()
         if not self._broken:
             self._registered.set()
+
+    def _renew_contact(self, sent_ms: int) -> None:
+        """What was sent then is answered now (K2)."""
+        if self._contact_ms is not None:
+            self._on_contact(self._world.clock.monotonic_ms() - self._contact_ms)
+        self._contact_ms = sent_ms
 
     async def _beat(self) -> None:
         """Heartbeats until the stream breaks, or the controller does not answer them any more."""
@@ -307,7 +315,7 @@ class ControllerLink:
                 self._patience_ms(),
                 registered=True,
             )
-            self._contact_ms = sent_ms
+            self._renew_contact(sent_ms)
             if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
                 self._search.steady()
             reply = frame.head.broker_heartbeat_reply

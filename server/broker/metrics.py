@@ -9,6 +9,9 @@ from __future__ import annotations
 from pk import errors
 from pk.tracing import Metrics
 
+#: Bounds around broker_heartbeat_interval_ms, and up to broker_session_timeout_ms and beyond.
+CONTACT_MS = (1_000, 1_050, 1_100, 1_250, 1_500, 2_000, 2_500, 3_000, 4_000, 5_000, 6_000, 10_000)
+
 
 class BrokerMetrics:
     """The broker's metrics in the process's registry."""
@@ -60,6 +63,11 @@ class BrokerMetrics:
         self.starts_anew = counter("log_starts_anew_total", "logs begun anew where a leader's do")
         self.fetch_breaks = counter("replica_stream_breaks_total", "streams to leaders that ended")
         self.in_contact = gauge("controller_contact", "1 = the controller answers heartbeats")
+        self.contact_age = metrics.histogram(
+            "controller_contact_age_ms",
+            "age of the last answered heartbeat when the next one was answered",
+            buckets=CONTACT_MS,
+        )
 
     def produced(self, size: int) -> None:
         self._produce_frames.inc()

@@ -45,7 +45,9 @@ class Sessions:
         self._by_broker[broker_id] = Session(broker_id, broker_epoch, stream, deadline_ms)
 
     def beat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
-        """A heartbeat of the current registration renews; any other is no sign of life."""
+        """A heartbeat of the current registration renews, and so does its process that registers
+        again; any other is no sign of life.
+        """
         session = self._by_broker.get(broker_id)
         if session is not None and session.broker_epoch == broker_epoch:
             session.stream = stream

@@ -34,6 +34,7 @@ class Sample:
     threads: int
     cpu_s: float = 0.0  #: since its start
     descriptors_most: int = 0  #: `descriptors` are those held, these were seen at one look
+    waited_s: float = 0.0  #: since its start its main thread could run and had no core
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,20 +88,31 @@ def quantile(buckets: Mapping[float, float], q: float) -> float:
     return floor
 
 
+def longest(buckets: Mapping[float, float]) -> float:
+    """The upper bound of the last bucket that anything fell into; 0 if nothing did."""
+    reached, below = 0.0, 0.0
+    for bound in sorted(buckets):
+        if buckets[bound] > below:
+            reached, below = bound, buckets[bound]
+    return reached
+
+
+def slope_verdict(name: str, samples: Sequence[Sample], *, judged: bool = True) -> Verdict:
+    """F1; told only unless `judged`."""
+    slope = slope_per_s([(s.at_s, s.rss_anon_bytes) for s in samples]) * 60 / MIB
+    return Verdict(
+        f"{name}: RssAnon slope",
+        f"{slope:+.2f} MiB/min (now {samples[-1].rss_anon_bytes / MIB:.0f} MiB)",
+        f"≤ {SLOPE_MIB_PER_MIN_MAX:g} MiB/min" if judged else "",
+        slope <= SLOPE_MIB_PER_MIN_MAX if judged else None,
+    )
+
+
 def process_verdicts(name: str, samples: Sequence[Sample]) -> list[Verdict]:
     """F1 and F2 of one process; too few samples say nothing, and that is a breach, too."""
     if len(samples) < SAMPLES_MIN:
         return [Verdict(name, f"{len(samples)} samples", f"at least {SAMPLES_MIN}", False)]
-    slope = slope_per_s([(s.at_s, s.rss_anon_bytes) for s in samples]) * 60 / MIB
-    latest = samples[-1].rss_anon_bytes / MIB
-    verdicts = [
-        Verdict(
-            f"{name}: RssAnon slope",
-            f"{slope:+.2f} MiB/min (now {latest:.0f} MiB)",
-            f"≤ {SLOPE_MIB_PER_MIN_MAX:g} MiB/min",
-            slope <= SLOPE_MIB_PER_MIN_MAX,
-        )
-    ]
+    verdicts = [slope_verdict(name, samples)]
     most = max(s.descriptors_most for s in samples)
     for what, values, more in (
         ("descriptors", [s.descriptors for s in samples], f", for a moment {most}"),
@@ -131,12 +143,25 @@ def disk_verdict(what: str, used: Sequence[int], bound: int) -> Verdict:
     )
 
 
+def window(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+    """What a histogram counted between two readings."""
+    return {bound: count - before.get(bound, 0) for bound, count in after.items()}
+
+
+def bound_of(buckets: Mapping[float, float]) -> str:
+    """The longest, in words."""
+    bound = longest(buckets)
+    return f"≤ {bound:,g} ms" if bound < math.inf else "beyond all bounds"
+
+
 def lag_verdict(role: str, before: Mapping[float, float], after: Mapping[float, float]) -> Verdict:
     """How late a process's event loop was between two readings; a process must tell."""
-    window = {bound: count - before.get(bound, 0) for bound, count in after.items()}
-    p50, p99 = (quantile(window, q) for q in (0.5, 0.99))
-    figure = f"p50 {p50:.2f} ms, p99 {p99:.1f} ms" if window else "not told"
-    return Verdict(f"{role}: loop lag", figure, "is told", bool(window))
+    counted = window(before, after)
+    p50, p99 = (quantile(counted, q) for q in (0.5, 0.99))
+    figure = f"p50 {p50:.2f} ms, p99 {p99:.1f} ms, longest {bound_of(counted)}"
+    if not counted:
+        figure = "not told"
+    return Verdict(f"{role}: loop lag", figure, "is told", bool(counted))
 
 
 def rate_verdict(sent: float, asked: float) -> Verdict:

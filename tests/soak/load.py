@@ -1,9 +1,11 @@
 """The soak's load: columnar batches of 100-byte values at a steady rate, as its own process.
 
     python tests/soak/load.py --bootstrap HOST:PORT --topic T --seconds S [--rate RECORDS_PER_S]
+        [--first NUMBER] [--acked FILE]
 
-Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line at the end, also
-when SIGTERM ends it early.
+Without a rate it sends as fast as acknowledgements allow.  Prints one JSON line when it begins and
+one at the end, also when SIGTERM ends it early.  Values are numbered from `--first` on; `--acked`
+takes one line `partition offset number count` for each batch that was acknowledged.
 """
 
 from __future__ import annotations
@@ -11,57 +13,75 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import sys
 from collections import deque
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-import numpy as np
-import pyarrow as pa
+sys.path.insert(0, str(Path(__file__).parent))
+
+from numbered import Maker, acknowledged
 
 from pk import Producer
 from pk.clock import block_s, monotonic_s
 
-VALUE_BYTES = 100
 BATCH_RECORDS = 10_000
 OUTSTANDING_MAX = 64
-KINDS = 16
-
-
-def batches() -> list[pa.RecordBatch]:
-    """A few different batches of random bytes, so that nothing compresses to nothing."""
-    rng = np.random.default_rng(1)
-    made = []
-    for _ in range(KINDS):
-        data = rng.integers(0, 256, BATCH_RECORDS * VALUE_BYTES, np.uint8).tobytes()
-        offsets = np.arange(BATCH_RECORDS + 1, dtype=np.int32) * VALUE_BYTES
-        buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(data)]
-        values = pa.Array.from_buffers(pa.binary(), BATCH_RECORDS, buffers)
-        made.append(pa.RecordBatch.from_arrays([values], names=["value"]))
-    return made
-
+RESULT_S = 120
 
 asked_to_stop: list[int] = []
 
 
-def run(producer: Producer, topic: str, seconds: float, rate: float | None) -> dict[str, Any]:
-    ready = batches()
-    outstanding: deque[Any] = deque()
+class Waiting:
+    """Batches on their way, oldest first, and what is known of those that came."""
+
+    def __init__(self, acked: IO[str] | None) -> None:
+        self._acked = acked
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._newest_s = monotonic_s()
+        self.longest_s = 0.0  #: without an acknowledgement, as far as somebody looked
+
+    def add(self, future: Any, first: int) -> None:
+        self._waiting.append((future, first))
+
+    def look(self, limit: int) -> None:
+        """Take what is done; wait until no more than `limit` are left."""
+        while len(self._waiting) > limit or (self._waiting and self._waiting[0][0].done()):
+            future, first = self._waiting.popleft()
+            stored = future.result(timeout=RESULT_S)
+            now = monotonic_s()
+            self.longest_s = max(self.longest_s, now - self._newest_s)
+            self._newest_s = now
+            if self._acked is not None:
+                for partition, run in acknowledged(stored, first):
+                    print(partition, *run, file=self._acked)
+
+
+def run(
+    producer: Producer, topic: str, seconds: float, rate: float | None, maker: Maker, out: Any
+) -> dict[str, Any]:
+    waiting = Waiting(out)
     begin = monotonic_s()
     sent = worst_ms = 0
     while (elapsed := monotonic_s() - begin) < seconds and not asked_to_stop:
         if rate is not None and sent > elapsed * rate:
             block_s(min(0.05, sent / rate - elapsed))
             continue
+        first, batch = maker.next, maker.batch()
         called = monotonic_s()
-        outstanding.append(producer.send_batch(topic, ready[(sent // BATCH_RECORDS) % KINDS]))
+        waiting.add(producer.send_batch(topic, batch), first)
         worst_ms = max(worst_ms, int((monotonic_s() - called) * 1000))
         sent += BATCH_RECORDS
-        while len(outstanding) > OUTSTANDING_MAX or (outstanding and outstanding[0].done()):
-            outstanding.popleft().result(timeout=120)
-    producer.flush(timeout_s=120)
-    for future in outstanding:
-        future.result(timeout=120)
+        waiting.look(OUTSTANDING_MAX)
+    producer.flush(timeout_s=RESULT_S)
+    waiting.look(0)
     took = monotonic_s() - begin
-    return {"records": sent, "records_per_s": sent / took, "worst_send_ms": worst_ms}
+    return {
+        "records": sent,
+        "records_per_s": sent / took,
+        "worst_send_ms": worst_ms,
+        "longest_without_ack_ms": round(1000 * waiting.longest_s),
+    }
 
 
 def main() -> None:
@@ -70,10 +90,17 @@ def main() -> None:
     parser.add_argument("--topic", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rate", type=float, default=None)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--acked", type=argparse.FileType("w"), default=None)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_stop.append(number))
+    maker = Maker(BATCH_RECORDS, given.first)
     with Producer(given.bootstrap) as producer:
-        print(json.dumps(run(producer, given.topic, given.seconds, given.rate)), flush=True)
+        print(json.dumps({"ready": "load"}), flush=True)
+        found = run(producer, given.topic, given.seconds, given.rate, maker, given.acked)
+    if given.acked is not None:
+        given.acked.close()
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,11 @@ import argparse
 import json
 import math
 import os
-import re
-import socket
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +36,7 @@ from figures import (
     rate_verdict,
     table,
 )
+from measuring import Told, descriptors_of, disk_bytes, free_port, sample, told
 
 from pk import AdminClient
 from pk.cli.embedded import EmbeddedServer
@@ -69,76 +66,10 @@ PEAK_S = 10.0
 PURGE_S = 180.0
 SETTLE_S = 30.0
 SAMPLE_S = 2.0
-#: A sample's descriptors are the median of so many looks, this far apart: those that are held.  A
-#: checkpoint of the table has a few files open for a tenth of a second.
-LOOKS, LOOK_S = 5, 0.1
 #: Local logs of so many times their bound end the soak: the tier does not keep up, and what it has
 #: not copied is not dropped; this machine's disk shall not fill up.
 GIVE_UP_TIMES = 8
 LOAD = Path(__file__).parent / "load.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def sample(pid: int, at_s: float, descriptors: Sequence[int]) -> Sample:
-    """One process, as the kernel sees it."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    rss = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
-    threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    held = int(median(descriptors))
-    return Sample(at_s, rss, held, threads, cpu_s, max(descriptors))
-
-
-def descriptors_of(pids: Mapping[str, int]) -> dict[str, list[int]]:
-    """Several looks at how many descriptors each process has open."""
-    found: dict[str, list[int]] = {role: [] for role in pids}
-    for _ in range(LOOKS):
-        for role, pid in pids.items():
-            found[role].append(len(os.listdir(f"/proc/{pid}/fd")))
-        block_s(LOOK_S)
-    return found
-
-
-def disk_bytes(root: Path) -> int:
-    """Blocks in use below `root`; files may vanish while we look."""
-    total = 0
-    for folder, _, files in os.walk(root):
-        for name in files:
-            try:
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
-
-
-@dataclass(slots=True, frozen=True)
-class Told:
-    """What the endpoint says at one moment."""
-
-    lag: Mapping[str, Mapping[float, float]]  #: buckets of `pk_loop_lag_ms` by role
-    tier_lag: int  #: stable records that the tier does not cover yet
-    vacuumed: int
-
-
-def told(address: str) -> Told:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
-        text = reply.read().decode()
-    lag: dict[str, dict[float, float]] = defaultdict(dict)
-    for labels, value in re.findall(r"^pk_loop_lag_ms_bucket\{(.*)\} (\S+)$", text, re.MULTILINE):
-        pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        lag[pairs.get("role", "broker")][float(pairs["le"])] = float(value)
-
-    def value(name: str) -> int:
-        found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-        return int(float(found[1])) if found else 0
-
-    return Told(dict(lag), value("pk_tier_lag"), value("pk_tier_vacuumed_files"))
 
 
 def wait_until_purged(folder: Path) -> None:
@@ -191,7 +122,7 @@ class Watch:
             self.samples[role].append(sample(pid, now, descriptors[role]))
         self.disk.append((now, disk_bytes(self.root / "node"), disk_bytes(self.root / "tier")))
         self.after = told(self.metrics)
-        self.tier_lag.append((now, self.after.tier_lag))
+        self.tier_lag.append((now, int(self.after.value("pk_tier_lag"))))
         self.load.append((now, os.getloadavg()[0]))
         if self.steady_at is None:
             states = admin.describe_topics([TOPIC])
@@ -220,7 +151,8 @@ class Watch:
         loads = [load for at, load in self.load if at >= self.steady_at]
         figure = f"median {median(loads):.1f} on {os.cpu_count()} cores"
         found.append(Verdict("machine: load average", figure, "", None))
-        vacuumed = self.after.vacuumed - self.before.vacuumed
+        name = "pk_tier_vacuumed_files"
+        vacuumed = int(self.after.value(name) - self.before.value(name))
         found.append(Verdict("vacuum", f"{vacuumed} files removed", "some", vacuumed > 0))
         return found
 

@@ -65,7 +65,17 @@ def test_slope(points: list[tuple[float, float]], slope: float) -> None:
 
 def test_loop_lag_is_what_came_between_two_readings() -> None:
     before, after = {1.0: 100.0, 10.0: 100.0}, {1.0: 150.0, 10.0: 200.0}
-    assert figures.lag_verdict("tier", before, after).figure == "p50 1.00 ms, p99 9.8 ms"
+    assert (
+        figures.lag_verdict("tier", before, after).figure
+        == "p50 1.00 ms, p99 9.8 ms, longest ≤ 10 ms"
+    )
+
+
+def test_the_longest_is_the_bound_of_the_last_bucket_in_use() -> None:
+    assert figures.longest({1.0: 5.0, 10.0: 5.0, math.inf: 5.0}) == 1.0
+    assert figures.longest({1.0: 5.0, 10.0: 6.0, math.inf: 6.0}) == 10.0
+    assert figures.longest({1.0: 5.0, math.inf: 6.0}) == math.inf
+    assert figures.longest({1.0: 0.0, math.inf: 0.0}) == 0.0
 
 
 def test_quantiles_of_a_cumulative_histogram() -> None:

@@ -300,6 +300,77 @@ def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -
     assert link.address != f"c{first}:1"
 
 
+@pytest.mark.parametrize("stall_ms", [4_000, 8_000, 16_000])
+def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make: Any) -> None:
+    """R7: the broker finds its controller silent, comes back and is known to live by that, though
+    its registration waits for the disk, too.
+    """
+    cluster = make(1)
+    first = cluster.start()
+    said: list[str] = []
+    cluster.controllers[first].term._say = lambda event, **facts: said.append(event)
+    cluster.storages[f"c{first}"].lag_ms = stall_ms
+
+    async def write(world: World) -> None:
+        hello = wire.Hello(client_id="t", protocol=PROTOCOL, cluster_id="cluster")
+        caller = Caller(world.network, world.clock, f"b{BROKER}:1", hello)
+        topic = wire.NewTopic(name="one", partitions=1, replication_factor=1)
+        try:
+            await caller.call(wire.CreateTopicsRequest(topics=[topic]), timeout_ms=30_000)
+        except errors.RetriableError:
+            pass
+        finally:
+            await caller.close()
+
+    cluster.sim.spawn("client", write(cluster.sim.world_of("client")))
+    cluster.sim.loop.run_for_ms(100)
+    cluster.storages[f"c{first}"].lag_ms = 0.0  # what began takes its time, once
+    cluster.sim.loop.run_for_ms(stall_ms + 6_000)
+    assert "broker_registered" in said, "it looked for another controller meanwhile"
+    assert "broker_fenced" not in said
+    assert cluster.broker.core.link.in_contact()
+
+
+def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:
+    """R7: only the incarnation that has the session renews it by asking."""
+    cluster = make(1)
+    term = cluster.controllers[cluster.start()].term
+    session = term.sessions._by_broker[BROKER]
+    session.deadline_ms -= 500  # as long ago is its last heartbeat
+    before, stream = session.deadline_ms, session.stream
+    mine = cluster.broker.core.link.identity.incarnation_id
+    request = wire.RegisterBrokerRequest(broker_id=BROKER, incarnation_id="other")
+    term._resume(stream + 1, request)
+    assert (session.deadline_ms, session.stream) == (before, stream)
+    request.incarnation_id = mine
+    term._resume(stream + 1, request)
+    assert session.deadline_ms > before
+    assert session.stream == stream + 1
+
+
+def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: Any) -> None:
+    """K2: the metric says how near a broker came to its session timeout."""
+    cluster = make(10)
+    first = cluster.start()
+    link, ages = cluster.broker.core.link, list[int]()
+    link._on_contact = ages.append
+    cluster.sim.loop.run_for_ms(10_000)
+    interval_ms = settings.SERVER.by_name["broker_heartbeat_interval_ms"].default
+    assert len(ages) >= 8
+    assert all(interval_ms <= age < interval_ms + 100 for age in ages)
+    before = link._contact_ms
+    assert before is not None
+    ages.clear()
+    cluster.cut(first, f"b{BROKER}")
+    cluster.sim.loop.run_for_ms(1_000)
+    cluster.sim.network.heal(f"c{first}", f"b{BROKER}")
+    cluster.sim.run_until(lambda: link._contact_ms != before)
+    assert len(ages) == 1
+    now_ms = link._world.clock.monotonic_ms()
+    assert ages[0] == now_ms - before > 1_000
+    assert link._contact_ms < now_ms, "the answer took its time: contact is older than this"
+
+
 def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> None:
     cluster = make(6)
     for n in IDS:
