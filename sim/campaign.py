@@ -29,7 +29,7 @@ from pk.sim.checkers import (
 )
 from pk.sim.cluster import SimCluster
 from pk.sim.faults import Faults
-from pk.sim.options import SimOptions, drawn
+from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.samples import Observer
 from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
@@ -222,6 +222,8 @@ class Run:
             **self.cluster.store.counts,
             **{f"chore {name}": count for name, count in chores.items()},
             "eras": self.observer.promise.eras,
+            "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
+            "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],
         }
         report.events_said = dict(self.cluster.events)
 

@@ -25,6 +25,8 @@ from pk.types import NONE, PartitionKey
 BROKER_PORT = 9292
 CONTROLLER_PORT = 9093
 CLUSTER_ID = "c" * 36
+#: What a voter and a broker say when the metadata log no longer reached back to where they were.
+SNAPSHOT_LOADED = "metadata_snapshot_loaded"
 
 
 class SimCluster:
@@ -36,6 +38,7 @@ class SimCluster:
         self.store = SimObjects(world)
         self.problems: list[str] = []
         self.events: dict[str, int] = {}  #: how often processes said what
+        self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
         self._server = {"tier_url": self.store.url, **server}
@@ -88,9 +91,11 @@ class SimCluster:
         for machine in self.machines:
             machine.supervise()
 
-    def said(self, _name: str, event: str, _facts: dict[str, object]) -> None:
-        """A process logged `event`."""
+    def said(self, name: str, event: str, _facts: dict[str, object]) -> None:
+        """The process `name`, MACHINE/ROLE, logged `event`."""
         self.events[event] = self.events.get(event, 0) + 1
+        if event == SNAPSHOT_LOADED:
+            self.snapshot_loads[name.partition("/")[2]] += 1
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
         """A controller is about to start."""

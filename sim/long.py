@@ -42,6 +42,8 @@ MET = (
     "eras",
     "leaderless",
     "quorum elections",
+    "snapshot loads of brokers",
+    "snapshot loads of voters",
     "tier commits late",
     "tier commits lost",
     "tier commits refused",

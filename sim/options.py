@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pk import limits
+
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (
     "kill_broker",
@@ -45,6 +47,9 @@ CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect"
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 MACHINES_MAX = 5  #: of one role
+#: Between two snapshots of the metadata log: seldom in a run, or so often that who was away for a
+#: moment has to load one.
+SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
@@ -151,9 +156,16 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         },
         timing={"election_ms": 500 * slow, "fetch_ms": 1_000 * slow, "wait_ms": 250 * slow},
     )
+    options = _drawn_later(rng, options)
     if faults is not None:
         given["faults"] = tuple(faults)
     return replace(options, **given)
+
+
+def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
+    """What came after seeds were known: drawn behind all else, so that it moves nothing else."""
+    snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
+    return replace(options, server={**options.server, **snapshots})
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:
