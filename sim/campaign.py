@@ -29,6 +29,7 @@ from pk.sim.checkers import (
 )
 from pk.sim.cluster import SimCluster
 from pk.sim.faults import Faults
+from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.samples import Observer
@@ -220,8 +221,10 @@ class Run:
         report.counts = {
             **self.counts,
             **self.cluster.store.counts,
+            **self.faults.met,
             **{f"chore {name}": count for name, count in chores.items()},
             "eras": self.observer.promise.eras,
+            "replicas made anew": self.cluster.events.get("replica_made_anew", 0),
             "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
             "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],
         }
@@ -269,6 +272,15 @@ class Run:
             self._trouble,
         )
         chores = self.world.spawn("admin", self.admin.run())
+        operator_world = self.world.world_of("operator")
+        operator = Operator(
+            operator_world,
+            self.cluster.bootstrap,
+            self.observer,
+            self.world.random("operator"),
+            self.counts,
+        )
+        self.world.spawn("operator", operator.run())
         options = self.options
         ticks, left_ms = 0, options.unrest_ms
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:

@@ -17,6 +17,7 @@ from pk.sim.cluster import SimCluster
 from pk.sim.machine import RESTART_MS, Machine, MortalStorage
 from pk.sim.network import Link
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
+from pk.sim.rot import Rot
 from pk.sim.samples import Observer
 from pk.sim.world import SimWorld
 from pk.types import NONE
@@ -51,6 +52,8 @@ class Faults:
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
         self.counts: dict[str, int] = {}
+        self.met: dict[str, int] = {}  #: what came of faults that may strike or not
+        self._rots = Rot(cluster, observer, self._rng, self.met)
 
     def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
         self._number += 1
@@ -260,6 +263,9 @@ class Faults:
             storage.lag_ms = 0.0
 
         self._after((100, 4_000), undo)
+
+    def _rot(self) -> None:
+        self._rots.strike()
 
     def _store_outage(self) -> None:
         store = self._cluster.store

@@ -15,8 +15,8 @@ from typing import Any
 
 from pk import limits
 
-#: Every fault there is; `SimOptions.faults` holds those a run may meet.
-FAULTS = (
+#: The first part of every fault there is; a seed draws those that came later behind all else.
+_FIRST_FAULTS = (
     "kill_broker",
     "kill_controller",
     "kill_tier",
@@ -42,6 +42,9 @@ FAULTS = (
     "optimize",
     "clock_step",
 )
+_LATER_FAULTS = ("rot",)
+#: Every fault there is; `SimOptions.faults` holds those a run may meet.
+FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
 #: What an administrator does meanwhile.
 CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 SEGMENT_BYTES_LEAST = 14_336
@@ -132,7 +135,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     """The options of a seed; `given` ones replace what was drawn."""
     nodes = given.get("nodes") or nodes_drawn(rng)
     brokers = sum(BROKER in node.roles for node in nodes)
-    chosen = tuple(name for name in FAULTS if rng.random() < 0.5)
+    chosen = tuple(name for name in _FIRST_FAULTS if rng.random() < 0.5)
     chores = tuple(name for name in CHORES if rng.random() < 0.6)
     topics = tuple(_topic(rng, number, brokers) for number in range(rng.randint(1, 3)))
     every_ms = rng.choice([250, 600, 1_500, 4_000])
@@ -165,7 +168,12 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
 def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
     """What came after seeds were known: drawn behind all else, so that it moves nothing else."""
     snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
-    return replace(options, server={**options.server, **snapshots})
+    faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
+    return replace(
+        options,
+        server={**options.server, **snapshots},
+        faults=(*options.faults, *faults),
+    )
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:

@@ -98,6 +98,7 @@ class Oracle:
         self.topics = {plan.name: Topic(plan.name, plan.tiered, plan.expires) for plan in plans}
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
+        self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
         self._next: dict[str, int] = {}
         #: (topic id, partition) → until when replies of each era that ended may be heard
         self._ended: dict[tuple[str, int], list[float]] = {}
@@ -140,6 +141,11 @@ class Oracle:
     def lossy(self) -> bool:
         """Whether anything that was acknowledged may be gone."""
         return bool(self._ended)
+
+    def may_be_damaged(self, topic: str, partition: int) -> bool:
+        """Whether a copy of the partition has rotted, in the topic's present or coming life."""
+        known = self.topics[topic]
+        return known.going or (known.topic_id, partition) in self.rotten
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -278,7 +278,8 @@ class Observer:
             isr_ends=isr_ends,
         )
         at, end = self.replicas.check(sample)
-        end = min(end, log.written_end)
+        # what is damaged is not compared: it must not be served, and readers see what is
+        end = at if self.promise.is_rotten(key, broker) else min(end, log.written_end)
         while log.local_log_start <= at < end:
             found = log.read(at, bound=end, max_bytes=READ_BYTES)
             if not found.data:
@@ -336,7 +337,7 @@ class Observer:
             for broker, state in self.image.brokers.items()
         }
         changed, self._changed = self._changed, {}
-        for key in changed:
+        for key in {**changed, **dict.fromkeys(self.promise.rotting)}:
             facts = self._facts(key)
             if facts is not None:
                 self.promise.seen(facts, brokers)
