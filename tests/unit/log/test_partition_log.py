@@ -350,6 +350,11 @@ def test_damaged_sealed_data_is_reported_with_its_place(bench: Make) -> None:
         with pytest.raises(errors.CorruptLog, match=r"offsets \[0, 2\) are in no batch"):
             b.log.read(offset, bound=bound, max_bytes=1)
     file.write_at(0, good[:1])
+    second = len(b.log.read(0, bound=4, max_bytes=1).data)  # where a reader comes to stand
+    file.write_at(second + 30, b"\x01")  # it says that it reaches beyond the bound
+    with pytest.raises(errors.CorruptLog, match="offset 1: no batch begins here"):
+        b.log.read(1, bound=4, max_bytes=1)  # else the reader would wait for ever
+    file.write_at(second + 30, good[second + 30 : second + 31])
     b.storage.remove(name)
     with pytest.raises(errors.CorruptLog, match="missing"):
         b.log.read(0, bound=4, max_bytes=10**6)
