@@ -350,17 +350,24 @@ def test_damaged_sealed_data_is_reported_with_its_place(bench: Make) -> None:
         with pytest.raises(errors.CorruptLog, match=r"offsets \[0, 2\) are in no batch"):
             b.log.read(offset, bound=bound, max_bytes=1)
     file.write_at(0, good[:1])
-    second = len(b.log.read(0, bound=4, max_bytes=1).data)  # where a reader comes to stand
-    file.write_at(second + 30, b"\x01")  # it says that it reaches beyond the bound
-    with pytest.raises(errors.CorruptLog, match="offset 1: no batch begins here"):
-        b.log.read(1, bound=4, max_bytes=1)  # else the reader would wait for ever
-    file.write_at(second + 30, good[second + 30 : second + 31])
     b.storage.remove(name)
     with pytest.raises(errors.CorruptLog, match="missing"):
         b.log.read(0, bound=4, max_bytes=10**6)
     b.log.retire()  # the topic was deleted: whoever was reading is sent away, nothing is damaged
     with pytest.raises(errors.NotLeaderOrFollower):
         b.log.read(0, bound=4, max_bytes=10**6)
+
+
+def test_a_batch_that_says_it_reaches_beyond_the_bound_is_looked_at(bench: Make) -> None:
+    """Rule L9: else whoever stands before it would wait for ever."""
+    b = bench(segment_bytes=10**6)
+    b.fill(4)
+    at = len(b.log.read(0, bound=4, max_bytes=1).data) + 30  # its last offset delta
+    file = b.storage.open("topics/t-0/00000000000000000000.log")
+    assert b.log.read(1, bound=4, max_bytes=1).data
+    file.write_at(at, b"\x01")
+    with pytest.raises(errors.CorruptLog, match="offset 1: no batch begins here"):
+        b.log.read(1, bound=4, max_bytes=1)
 
 
 @pytest.mark.parametrize("suffix", [".index", ".timeindex", ".txnindex", ".snapshot"])
