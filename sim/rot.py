@@ -32,6 +32,8 @@ from pk.sim.samples import Observer
 
 KINDS = ("log", "log", "log", "index", "producers", "offsets")
 DERIVED = {"index": (INDEX, TIMEINDEX, TXNINDEX), "producers": (SNAPSHOT, EPOCHS)}
+#: How often it is a leader's copy, if that may rot: others read those, so that damage is met.
+LED_CHANCE = 0.7
 #: Of a batch's header: base offset, leader epoch.
 UNCHECKED = (*range(8), *range(12, 16))
 _Copy = tuple[PartitionFacts, Machine, str]
@@ -81,6 +83,9 @@ class Rot:
                 names = [name for name in storage.names(path) if name.endswith(LOG)]
                 found += [(copy, f"{path}/{each}") for each in names]
         found = [each for each in found if self._batches(each)]
+        led = [each for each in found if each[0][0].leader == each[0][1].node_id]
+        if led and self._rng.random() < LED_CHANCE:
+            found = led
         if not found:
             return False
         (facts, machine, _), path = chosen = self._rng.choice(found)
