@@ -103,8 +103,20 @@ class Run:
         self.oracle.now_ms = lambda: self.world.loop.now_us / 1000
         self.cluster = SimCluster(self.world, self.options, **server)
         self.observer = Observer(self.cluster, self.oracle, self.counts)
+        self.operator = Operator(
+            self.world.world_of("operator"),
+            self.cluster.bootstrap,
+            self.observer,
+            self.world.random("operator"),
+            self.counts,
+        )
         self.faults = Faults(
-            self.world, self.cluster, self.observer, self.options, self._restart_client
+            self.world,
+            self.cluster,
+            self.observer,
+            self.options,
+            self._restart_client,
+            self.operator,
         )
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
@@ -272,15 +284,7 @@ class Run:
             self._trouble,
         )
         chores = self.world.spawn("admin", self.admin.run())
-        operator_world = self.world.world_of("operator")
-        operator = Operator(
-            operator_world,
-            self.cluster.bootstrap,
-            self.observer,
-            self.world.random("operator"),
-            self.counts,
-        )
-        self.world.spawn("operator", operator.run())
+        self.world.spawn("operator", self.operator.run())
         options = self.options
         ticks, left_ms = 0, options.unrest_ms
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:
@@ -310,7 +314,7 @@ class Run:
         for producer in self.producers:
             producer.stop()
         await self._until("outcomes", self._unsettled)
-        await self._until("well", self.cluster.unwell)
+        await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         self.observer.check_images()
 
     def _unsettled(self) -> str:

@@ -41,6 +41,7 @@ class SimCluster:
         self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
+        self.on_damage: Callable[[Machine], bool] | None = None
         self._server = {"tier_url": self.store.url, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
@@ -106,6 +107,10 @@ class SimCluster:
         """A broker is about to start."""
         if self.on_broker is not None:
             self.on_broker(machine, node)
+
+    def has_operator_for(self, machine: Machine, role: str) -> bool:
+        """Whether somebody sees to a process that must not be started again as it is."""
+        return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
     def active(self) -> Machine | None:
         """The machine of the active controller, of the latest epoch if several think they are."""

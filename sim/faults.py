@@ -16,6 +16,7 @@ from itertools import combinations
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import RESTART_MS, Machine, MortalStorage
 from pk.sim.network import Link
+from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
 from pk.sim.rot import Rot
 from pk.sim.samples import Observer
@@ -41,6 +42,7 @@ class Faults:
         observer: Observer,
         options: SimOptions,
         restart_client: Callable[[], None],
+        operator: Operator,
     ) -> None:
         self._world = world
         self._cluster = cluster
@@ -53,7 +55,8 @@ class Faults:
         self._next_ms = self._rng.uniform(100, 800)
         self.counts: dict[str, int] = {}
         self.met: dict[str, int] = {}  #: what came of faults that may strike or not
-        self._rots = Rot(cluster, observer, self._rng, self.met)
+        self._operator = operator
+        self._rots = Rot(cluster, observer, operator, self._rng, self.met)
 
     def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
         self._number += 1
@@ -167,6 +170,14 @@ class Faults:
         machine = self._machine(BROKER)
         self._observer.hit(machine, disk=True)
         machine.replace_disk(BROKER, self._rng.uniform(*POWER_OFF_MS))
+
+    def _empty_metadata(self) -> None:
+        """A controller comes back with an empty disk."""
+        free = self._operator.free()
+        if free:
+            self._operator.replace_metadata(
+                self._rng.choice(free), self._rng.uniform(*POWER_OFF_MS)
+            )
 
     def _drain(self) -> None:
         self._machine(BROKER).drain()

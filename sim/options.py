@@ -42,7 +42,7 @@ _FIRST_FAULTS = (
     "optimize",
     "clock_step",
 )
-_LATER_FAULTS = ("rot",)
+_LATER_FAULTS = ("rot", "empty_metadata")
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
 #: What an administrator does meanwhile.

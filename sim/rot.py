@@ -7,6 +7,8 @@ What may rot
   index       .index, .timeindex, .txnindex: made anew from the segment
   producers   a snapshot of producers, or the leader epochs: an older one and the segments do
   offsets     the checkpoints of recovery points and high watermarks: each has a safe default
+  metadata    of one controller of several: its log where it is committed, a snapshot of it; who
+              meets it ends, and an operator gives it an empty disk (operations.py)
 
 A batch's base offset and leader epoch are left alone: no checksum covers them (log/batch.py), as in
 Kafka's format.
@@ -24,13 +26,16 @@ from pk.log import batch as batches
 from pk.log.directory import HIGH_WATERMARKS, PARTITION_FILE, RECOVERY_POINTS
 from pk.log.epochs import FILE as EPOCHS
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX
+from pk.server.quorum.opening import LOG_DIR
+from pk.server.quorum.snapshot import SUFFIX
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import DISKS, Machine, MortalStorage
-from pk.sim.options import BROKER
+from pk.sim.operations import Operator
+from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 
-KINDS = ("log", "log", "log", "index", "producers", "offsets")
+KINDS = ("log", "log", "log", "index", "producers", "offsets", "metadata")
 DERIVED = {"index": (INDEX, TIMEINDEX, TXNINDEX), "producers": (SNAPSHOT, EPOCHS)}
 #: How often it is a leader's copy, if that may rot: others read those, so that damage is met.
 LED_CHANCE = 0.7
@@ -43,8 +48,14 @@ class Rot:
     """See the module.  `counts`: what rotted, by kind."""
 
     def __init__(
-        self, cluster: SimCluster, observer: Observer, rng: random.Random, counts: dict[str, int]
+        self,
+        cluster: SimCluster,
+        observer: Observer,
+        operator: Operator,
+        rng: random.Random,
+        counts: dict[str, int],
     ) -> None:
+        self._operator = operator
         self._cluster = cluster
         self._observer = observer
         self._rng = rng
@@ -53,7 +64,8 @@ class Rot:
     def strike(self) -> None:
         """Something rots, if there is anything of the kind that was drawn."""
         kind = self._rng.choice(KINDS)
-        struck = {"log": self._log, "offsets": self._offsets}.get(kind)
+        one_of = {"log": self._log, "offsets": self._offsets, "metadata": self._metadata}
+        struck = one_of.get(kind)
         if struck() if struck is not None else self._derived(DERIVED[kind]):
             self._counts[f"rot of {kind}"] = self._counts.get(f"rot of {kind}", 0) + 1
 
@@ -108,15 +120,30 @@ class Rot:
     def _batches(chosen: tuple[_Copy, str]) -> list[tuple[int, int]]:
         """Position and size of each batch of a segment that is SYNCED."""
         (_, machine, _), path = chosen
-        storage = machine.storages[DISKS[BROKER]]
-        raw = storage.peek(path)[: storage.synced_bytes(path)]
-        found = []
-        try:
-            for position, header in batches.iter_headers(raw):
-                found.append((position, header.length))
-        except errors.CorruptBatch:
-            pass  # it ends within a batch, or rotted before
-        return found
+        return _synced(machine.storages[DISKS[BROKER]], path, 2**62)
+
+    def _metadata(self) -> bool:
+        found: list[tuple[Machine, str, int, int]] = []
+        for machine in self._operator.free():
+            storage = machine.storages[DISKS[CONTROLLER]]
+            end = self._observer.committed_by(machine.node_id)
+            for name in storage.names(LOG_DIR):
+                if name.endswith(LOG):
+                    path = f"{LOG_DIR}/{name}"
+                    found += [(machine, path, *each) for each in _synced(storage, path, end)]
+            snapshots = [each for each in storage.names("") if each.endswith(SUFFIX)]
+            found += [(machine, each, 0, storage.synced_bytes(each)) for each in snapshots]
+        found = [each for each in found if each[3]]
+        if not found:
+            return False
+        machine, path, begin, size = self._rng.choice(found)
+        storage = machine.storages[DISKS[CONTROLLER]]
+        position = (
+            self._rng.randrange(24, size) if path.endswith(LOG) else self._rng.randrange(size)
+        )
+        self._cluster.world.record(f"rot of {storage.root}/{path} at {begin + position}")
+        self._observer.metadata_rot[machine.node_id] = self._flip(storage, path, begin + position)
+        return True
 
     def _derived(self, suffixes: tuple[str, ...]) -> bool:
         found = [
@@ -146,3 +173,16 @@ class Rot:
 def _on(machine: Machine, storage: MortalStorage, still: Callable[[], bool]) -> bool:
     """Whether the damage is on a disk that the machine has."""
     return machine.storages[DISKS[BROKER]] is storage and still()
+
+
+def _synced(storage: MortalStorage, path: str, end: int) -> list[tuple[int, int]]:
+    """Position and size of each batch below offset `end` of a segment that is SYNCED."""
+    raw = storage.peek(path)[: storage.synced_bytes(path)]
+    found = []
+    try:
+        for position, header in batches.iter_headers(raw):
+            if header.next_offset <= end:
+                found.append((position, header.length))
+    except errors.CorruptBatch:
+        pass  # it ends within a batch, or rotted before
+    return found
