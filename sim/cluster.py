@@ -41,6 +41,8 @@ class SimCluster:
         self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
+        #: Event → what happens, once, to the process that says it next.
+        self.traps: dict[str, Callable[[Machine], None]] = {}
         self.on_damage: Callable[[Machine], bool] | None = None
         self._server = {"tier_url": self.store.url, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
@@ -95,8 +97,12 @@ class SimCluster:
     def said(self, name: str, event: str, _facts: dict[str, object]) -> None:
         """The process `name`, MACHINE/ROLE, logged `event`."""
         self.events[event] = self.events.get(event, 0) + 1
+        host, _, role = name.partition("/")
         if event == SNAPSHOT_LOADED:
-            self.snapshot_loads[name.partition("/")[2]] += 1
+            self.snapshot_loads[role] += 1
+        trap = self.traps.pop(event, None)
+        if trap is not None:
+            trap(next(machine for machine in self.machines if machine.name == host))
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
         """A controller is about to start."""

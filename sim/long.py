@@ -35,7 +35,10 @@ SEEDS_PER_PROCESS = 25
 MET = (
     "ISR expand",
     "ISR shrink",
+    "ISR changes lost",
+    "ISR changes unheard of",
     "START_AT",
+    "deaths anew",
     "elections clean",
     "elections from the ELR",
     "elections unclean",

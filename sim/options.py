@@ -42,11 +42,13 @@ _FIRST_FAULTS = (
     "optimize",
     "clock_step",
 )
-_LATER_FAULTS = ("rot", "empty_metadata")
+_LATER_FAULTS = ("rot", "empty_metadata", "lost_isr_change", "crash_anew", "rot_and_cut")
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
-#: What an administrator does meanwhile.
-CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
+#: What an administrator does meanwhile, in two parts as well.
+_FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
+_LATER_CHORES = ("reassign_back", "toggle")
+CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 MACHINES_MAX = 5  #: of one role
@@ -136,7 +138,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     nodes = given.get("nodes") or nodes_drawn(rng)
     brokers = sum(BROKER in node.roles for node in nodes)
     chosen = tuple(name for name in _FIRST_FAULTS if rng.random() < 0.5)
-    chores = tuple(name for name in CHORES if rng.random() < 0.6)
+    chores = tuple(name for name in _FIRST_CHORES if rng.random() < 0.6)
     topics = tuple(_topic(rng, number, brokers) for number in range(rng.randint(1, 3)))
     every_ms = rng.choice([250, 600, 1_500, 4_000])
     slow = rng.choice([1, 1, 2, 4])
@@ -169,10 +171,12 @@ def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
     """What came after seeds were known: drawn behind all else, so that it moves nothing else."""
     snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
     faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
+    chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)
     return replace(
         options,
         server={**options.server, **snapshots},
         faults=(*options.faults, *faults),
+        chores=(*options.chores, *chores),
     )
 
 

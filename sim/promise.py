@@ -85,13 +85,25 @@ class Promise:
             hits = self._hits.setdefault(facts.key, {})
             before = hits.get(broker)
             hits[broker] = _Hit(disk or (before is not None and before.disk), registered)
-            if len(self._lost(facts.key, plan)) >= plan.copies and (disk or not plan.flushed):
+            lost = len(self._lost(facts.key, plan)) >= self.copies(facts.topic)
+            if lost and (disk or not self.flushed(facts.topic)):
                 self._costs(facts.key, now_ms)
+
+    def copies(self, topic: str) -> int:
+        """How many replicas hold what was acknowledged, at least; 0 = no topic of the run."""
+        plan = self._plans.get(topic)
+        return 0 if plan is None else min(plan.copies, self._oracle.weak.get(topic, plan.copies))
+
+    def flushed(self, topic: str) -> bool:
+        """Whether all that was acknowledged was SYNCED."""
+        plan = self._plans.get(topic)
+        return plan is not None and plan.flushed and topic not in self._oracle.weak
 
     def _lost(self, key: PartitionKey, plan: TopicPlan) -> set[NodeId]:
         """The replicas that may lack what was acknowledged."""
         hits = self._hits.get(key, {})
-        gone = {broker for broker, each in hits.items() if each.disk or not plan.flushed}
+        flushed = self.flushed(plan.name)
+        gone = {broker for broker, each in hits.items() if each.disk or not flushed}
         return gone | set(self._rotten.get(key, ()))
 
     def may_rot(self, facts: PartitionFacts, broker: NodeId) -> bool:
@@ -100,7 +112,8 @@ class Promise:
         if plan is None or len(facts.replicas) < 2:
             return False  # an only copy stays offline for ever
         lost = self._lost(facts.key, plan) | {broker}
-        return len(lost) < plan.copies or (plan.unclean and len(lost) < len(facts.replicas))
+        kept = len(lost) < self.copies(plan.name)
+        return kept or (plan.unclean and len(lost) < len(facts.replicas))
 
     def rotted(
         self, facts: PartitionFacts, broker: NodeId, there: Callable[[], bool], now_ms: float
@@ -109,7 +122,7 @@ class Promise:
         self._rotten.setdefault(facts.key, {}).setdefault(broker, []).append(there)
         self._oracle.rotten[facts.key] = None
         plan = self._plans[facts.topic]
-        if len(self._lost(facts.key, plan)) >= plan.copies:
+        if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
             self._costs(facts.key, now_ms)
 
     def is_hit(self, key: PartitionKey, broker: NodeId) -> bool:

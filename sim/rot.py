@@ -64,10 +64,24 @@ class Rot:
     def strike(self) -> None:
         """Something rots, if there is anything of the kind that was drawn."""
         kind = self._rng.choice(KINDS)
-        one_of = {"log": self._log, "offsets": self._offsets, "metadata": self._metadata}
+        one_of = {
+            "log": lambda: self._log() is not None,
+            "offsets": self._offsets,
+            "metadata": self._metadata,
+        }
         struck = one_of.get(kind)
         if struck() if struck is not None else self._derived(DERIVED[kind]):
-            self._counts[f"rot of {kind}"] = self._counts.get(f"rot of {kind}", 0) + 1
+            self._count(kind)
+
+    def strike_log(self) -> Machine | None:
+        """A segment rots; whose."""
+        machine = self._log()
+        if machine is not None:
+            self._count("log")
+        return machine
+
+    def _count(self, kind: str) -> None:
+        self._counts[f"rot of {kind}"] = self._counts.get(f"rot of {kind}", 0) + 1
 
     def _copies(self) -> Iterator[_Copy]:
         """Every replica there is on a disk, with its directory."""
@@ -85,7 +99,7 @@ class Rot:
 
     # -- what rots ---------------------------------------------------------------------------------
 
-    def _log(self) -> bool:
+    def _log(self) -> Machine | None:
         promise = self._observer.promise
         found: list[tuple[_Copy, str]] = []
         for copy in self._copies():
@@ -99,14 +113,14 @@ class Rot:
         if led and self._rng.random() < LED_CHANCE:
             found = led
         if not found:
-            return False
+            return None
         (facts, machine, _), path = chosen = self._rng.choice(found)
         begin, size = self._rng.choice(self._batches(chosen))
         at = self._rng.randrange(size)
         while at in UNCHECKED:
             at = self._rng.randrange(size)
         self._rotted(facts, machine, path, begin + at)
-        return True
+        return machine
 
     def _rotted(self, facts: PartitionFacts, machine: Machine, path: str, position: int) -> None:
         world, storage = self._cluster.world, machine.storages[DISKS[BROKER]]

@@ -54,7 +54,6 @@ class Observer:
         self.image = MetadataImage()  #: what is committed says
         self.latest: dict[PartitionKey, PartitionSample] = {}  #: as its leader had it last
         self._records: list[tuple[int, Any]] = []
-        self._copies = {plan.name: plan.copies for plan in cluster.options.topics}
         self._registrations: dict[int, NodeId] = {}  # broker epoch → broker, committed
         self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
         self._read: dict[NodeId, int] = {}  # committed metadata looked at, by controller
@@ -296,7 +295,7 @@ class Observer:
             local_log_start=log.local_log_start,
             log_end=log.written_end,
             in_sync=len(partition.leader.isr) if partition.leader is not None else 0,
-            required=self._copies.get(partition.topic, 0),
+            required=self.promise.copies(partition.topic),
             hit=hit,
             isr_ends=isr_ends,
         )
@@ -341,7 +340,7 @@ class Observer:
             log_end=log.written_end,
             synced_end=log.synced_end,
             tiered=partition.tiered,
-            flushed=bool(partition.settings["flush_on_ack"]),
+            flushed=self.promise.flushed(partition.topic),
             ready=leader.ready,
             current=current,
             table_start=NONE if counters is None else counters.start,

@@ -52,6 +52,13 @@ _EXPLAINED = (
 #: What the last reader, who finds what rotted unseen, may be told.
 _ANOTHER_WILL_LEAD = (errors.RetriableError, errors.CorruptLog)
 
+#: Why a partition may not be moved.
+_CANNOT_MOVE = (
+    errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
+    errors.NoReassignmentInProgress,
+    errors.UnknownTopicOrPartition,
+)
+
 OnTrouble = Callable[[str], None]
 
 
@@ -455,12 +462,40 @@ class SimAdmin:
             asked.cancel = True
         else:
             asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
-        moot = (
-            errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
-            errors.NoReassignmentInProgress,
-            errors.UnknownTopicOrPartition,
-        )
-        await self._until_done(lambda: request, moot)
+        await self._until_done(lambda: request, _CANNOT_MOVE)
+
+    async def _reassign_back(self, plan: TopicPlan) -> None:
+        """Away, and back again while that goes on."""
+        topic, rng = self._oracle.topics[plan.name], self._rng
+        partition = rng.randrange(topic.partitions)
+        infos = {each.partition: each for each in (await self._info(plan.name)).partitions}
+        if partition not in infos:
+            return  # who was asked has not heard of it yet
+        home = list(infos[partition].replicas)
+        brokers = [node.number for node in self._options.with_role(BROKER)]
+        away = rng.sample(brokers, plan.replication_factor)
+        for replicas in (away, home):
+            await self._move(plan.name, partition, replicas)
+            await self._world.clock.sleep_ms(rng.uniform(0, 400))
+
+    async def _move(self, topic: str, partition: int, replicas: Sequence[int]) -> None:
+        request = wire.AlterReassignmentsRequest()
+        request.reassignments.add(topic=topic, partition=partition, replicas=replicas)
+        await self._until_done(lambda: request, _CANNOT_MOVE)
+
+    async def _toggle(self, plan: TopicPlan) -> None:
+        """Durability settings change while records are in flight."""
+        rng = self._rng
+        copies = rng.randint(1, plan.replication_factor)
+        self._oracle.weakening(plan.name, min(copies, plan.copies))
+        changes = {
+            "flush_on_ack": rng.choice(["true", "false"]),
+            "min_insync_replicas": str(copies),
+        }
+        request = wire.AlterConfigsRequest()
+        change = request.changes.add(set=changes)
+        change.resource.type, change.resource.name = "topic", plan.name
+        await self._until_done(lambda: request, ())
 
     async def _elect(self, plan: TopicPlan) -> None:
         """Preferred leaders of all partitions, please."""
