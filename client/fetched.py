@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
+from pk import errors
 from pk.client.fetcher_events import Fetched
 from pk.log import batch as batches
 from pk.log.columns import decode
@@ -31,13 +32,16 @@ def rows_of(
     """`(next position, rows or None)` of each batch, in order; rows below the position are cut off.
 
     The last next position is the frame's `next_offset` (rule L12).  Raises `CorruptBatch` and its
-    kin: no row of a bad batch is given out.
+    kin: no row of a bad batch is given out, and all of those before it are.  So who goes back there
+    has the broker look at the bad one first (rule L9).
     """
     view = fetched.payload
-    headers = list(batches.iter_headers(view))
+    headers, damage = _headers(view)
     for index, (at, header) in enumerate(headers):
         last = index + 1 == len(headers)
-        following = fetched.next_offset if last else headers[index + 1][1].base_offset
+        following = header.next_offset if last else headers[index + 1][1].base_offset
+        if last and damage is None:
+            following = fetched.next_offset
         hidden = header.control or not header.record_count or header.next_offset <= fetched.position
         if not hidden and committed and header.transactional:
             hidden = is_aborted(header, fetched.aborted)
@@ -52,5 +56,20 @@ def rows_of(
             offsets = rows.column("offset").to_numpy()
             rows = rows.slice(int(offsets.searchsorted(fetched.position)))
         yield following, rows if rows.num_rows else None
+    if damage is not None:
+        raise damage
     if not headers:
         yield fetched.next_offset, None
+
+
+def _headers(
+    view: memoryview,
+) -> tuple[list[tuple[int, batches.Header]], errors.CorruptBatch | None]:
+    """The headers up to one that does not parse, and what is wrong with that one."""
+    found: list[tuple[int, batches.Header]] = []
+    try:
+        for each in batches.iter_headers(view):
+            found.append(each)  # noqa: PERF402 - what came before the damage is kept
+    except errors.CorruptBatch as damage:
+        return found, damage
+    return found, None

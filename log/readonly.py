@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 
 from pk import errors
@@ -150,7 +151,9 @@ class SegmentReader:
 
 
 def _last_epoch(data: bytes) -> int:
+    """Of the last batch that parses: whoever decodes the next one says where the damage is."""
     epoch = NONE
-    for _, header in batches.iter_headers(data):
-        epoch = header.leader_epoch
+    with contextlib.suppress(errors.CorruptBatch):
+        for _, header in batches.iter_headers(data):
+            epoch = header.leader_epoch
     return epoch

@@ -29,7 +29,8 @@ from pk.sim.checkers import (
 )
 from pk.sim.cluster import SimCluster
 from pk.sim.faults import Faults
-from pk.sim.options import SimOptions, drawn
+from pk.sim.operations import Operator
+from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.samples import Observer
 from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
@@ -102,8 +103,20 @@ class Run:
         self.oracle.now_ms = lambda: self.world.loop.now_us / 1000
         self.cluster = SimCluster(self.world, self.options, **server)
         self.observer = Observer(self.cluster, self.oracle, self.counts)
+        self.operator = Operator(
+            self.world.world_of("operator"),
+            self.cluster.bootstrap,
+            self.observer,
+            self.world.random("operator"),
+            self.counts,
+        )
         self.faults = Faults(
-            self.world, self.cluster, self.observer, self.options, self._restart_client
+            self.world,
+            self.cluster,
+            self.observer,
+            self.options,
+            self._restart_client,
+            self.operator,
         )
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
@@ -220,8 +233,12 @@ class Run:
         report.counts = {
             **self.counts,
             **self.cluster.store.counts,
+            **self.faults.met,
             **{f"chore {name}": count for name, count in chores.items()},
             "eras": self.observer.promise.eras,
+            "replicas made anew": self.cluster.events.get("replica_made_anew", 0),
+            "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
+            "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],
         }
         report.events_said = dict(self.cluster.events)
 
@@ -267,6 +284,7 @@ class Run:
             self._trouble,
         )
         chores = self.world.spawn("admin", self.admin.run())
+        self.world.spawn("operator", self.operator.run())
         options = self.options
         ticks, left_ms = 0, options.unrest_ms
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:
@@ -296,7 +314,7 @@ class Run:
         for producer in self.producers:
             producer.stop()
         await self._until("outcomes", self._unsettled)
-        await self._until("well", self.cluster.unwell)
+        await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         self.observer.check_images()
 
     def _unsettled(self) -> str:

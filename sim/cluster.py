@@ -25,6 +25,8 @@ from pk.types import NONE, PartitionKey
 BROKER_PORT = 9292
 CONTROLLER_PORT = 9093
 CLUSTER_ID = "c" * 36
+#: What a voter and a broker say when the metadata log no longer reached back to where they were.
+SNAPSHOT_LOADED = "metadata_snapshot_loaded"
 
 
 class SimCluster:
@@ -36,8 +38,12 @@ class SimCluster:
         self.store = SimObjects(world)
         self.problems: list[str] = []
         self.events: dict[str, int] = {}  #: how often processes said what
+        self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
+        #: Event → what happens, once, to the process that says it next.
+        self.traps: dict[str, Callable[[Machine], None]] = {}
+        self.on_damage: Callable[[Machine], bool] | None = None
         self._server = {"tier_url": self.store.url, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
@@ -88,9 +94,15 @@ class SimCluster:
         for machine in self.machines:
             machine.supervise()
 
-    def said(self, _name: str, event: str, _facts: dict[str, object]) -> None:
-        """A process logged `event`."""
+    def said(self, name: str, event: str, _facts: dict[str, object]) -> None:
+        """The process `name`, MACHINE/ROLE, logged `event`."""
         self.events[event] = self.events.get(event, 0) + 1
+        host, _, role = name.partition("/")
+        if event == SNAPSHOT_LOADED:
+            self.snapshot_loads[role] += 1
+        trap = self.traps.pop(event, None)
+        if trap is not None:
+            trap(next(machine for machine in self.machines if machine.name == host))
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
         """A controller is about to start."""
@@ -101,6 +113,10 @@ class SimCluster:
         """A broker is about to start."""
         if self.on_broker is not None:
             self.on_broker(machine, node)
+
+    def has_operator_for(self, machine: Machine, role: str) -> bool:
+        """Whether somebody sees to a process that must not be started again as it is."""
+        return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
     def active(self) -> Machine | None:
         """The machine of the active controller, of the latest epoch if several think they are."""

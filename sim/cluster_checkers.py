@@ -118,6 +118,13 @@ class QuorumCheck:
             require(2 * len(holders) > len(s.voters), "V10", words)
             self._committed = s.high_watermark
 
+    def forget(self, node: NodeId) -> None:
+        """Its disk is gone: what has its id from now on is another voter (rule Q1)."""
+        self._last.pop(node, None)
+        self._bound.pop(node, None)
+        for given in [each for each in self._votes if each[1] == node]:
+            del self._votes[given]
+
     def _holds(self, node: NodeId, end: Offset) -> bool:
         known = self._last.get(node)
         return known is not None and known.synced_end >= end

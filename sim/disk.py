@@ -10,7 +10,8 @@ Model (rules D1–D3, L1)
            the creates, renames and removes since its last `sync_dir`.
 
 Faults: `capacity` (StorageFull), `fault` (any exception for an operation), `crash_at` (the process
-dies in the n-th mutation).  Everything random comes from the `Random` handed in."""
+dies in the n-th mutation), `rot` (a bit that was written reads as another one).  Everything random
+comes from the `Random` handed in."""
 
 from __future__ import annotations
 
@@ -216,6 +217,42 @@ class SimStorage:
         """The machine lost power: only what is SYNCED is sure to stay (rule D3)."""
         self.crash()
         self._tree.lose(rng or self._rng)
+
+    def peek(self, path: str) -> bytes:
+        """A file's content, looked at from outside; empty if there is no such file."""
+        node = self._find(path)
+        return bytes(node.data) if isinstance(node, _Inode) else b""
+
+    def names(self, path: str) -> list[str]:
+        """What a directory holds, looked at from outside."""
+        node = self._find(path)
+        return sorted(node.entries) if isinstance(node, _Dir) else []
+
+    def synced_bytes(self, path: str) -> int:
+        """How much of a file, from its beginning on, is SYNCED; 0 = there is no such file."""
+        node = self._find(path)
+        if not isinstance(node, _Inode):
+            return 0
+        same = min(len(node.data), len(node.durable))
+        return min([same, *(block * BLOCK for block in node.dirty)])
+
+    def rot(self, path: str, position: int, bit: int) -> Callable[[], bool]:
+        """Flip one bit of a file; returns what tells whether the damage is still there."""
+        node = self._find(path)
+        assert isinstance(node, _Inode), path
+        was = node.data[position]
+        node.data[position] = now = was ^ 1 << bit
+        if position < len(node.durable) and node.durable[position] == was:
+            node.durable[position] = now
+
+        def there() -> bool:
+            return (
+                self._find(path) is node
+                and position < len(node.data)
+                and node.data[position] == now
+            )
+
+        return there
 
     def used_bytes(self) -> int:
         return _bytes_of(self._tree)

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import RESTART_MS, Machine, MortalStorage
+from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
 from pk.sim.network import Link
+from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
+from pk.sim.rot import Rot
 from pk.sim.samples import Observer
 from pk.sim.world import SimWorld
 from pk.types import NONE
+from pk.wire import frames
 
 CLIENTS = ("client", "admin")
 #: Longer than any reply of the machine that lost power can be on its way (see promise.py).
@@ -40,6 +43,7 @@ class Faults:
         observer: Observer,
         options: SimOptions,
         restart_client: Callable[[], None],
+        operator: Operator,
     ) -> None:
         self._world = world
         self._cluster = cluster
@@ -51,6 +55,9 @@ class Faults:
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
         self.counts: dict[str, int] = {}
+        self.met: dict[str, int] = {}  #: what came of faults that may strike or not
+        self._operator = operator
+        self._rots = Rot(cluster, observer, operator, self._rng, self.met)
 
     def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
         self._number += 1
@@ -77,6 +84,8 @@ class Faults:
             for storage in machine.storages.values():
                 storage.crash_at = None
         self._cluster.store.late_commit = None
+        self._cluster.traps.clear()
+        self._world.network.trap = None
         self._world.record("healed")
 
     # -- who ---------------------------------------------------------------------------------------
@@ -165,6 +174,14 @@ class Faults:
         self._observer.hit(machine, disk=True)
         machine.replace_disk(BROKER, self._rng.uniform(*POWER_OFF_MS))
 
+    def _empty_metadata(self) -> None:
+        """A controller comes back with an empty disk."""
+        free = self._operator.free()
+        if free:
+            self._operator.replace_metadata(
+                self._rng.choice(free), self._rng.uniform(*POWER_OFF_MS)
+            )
+
     def _drain(self) -> None:
         self._machine(BROKER).drain()
 
@@ -230,6 +247,42 @@ class Faults:
         pairs = [(one, two) for one in hosts[:at] for two in hosts[at:]]
         self._sever(pairs, both=self._rng.random() < 0.8)
 
+    def _lost_isr_change(self) -> None:
+        """The next leader that asks for another ISR hears nothing: the request got lost, or it was
+        done and the answer did not come back.
+        """
+        network, done = self._world.network, self._rng.random() < 0.6
+
+        def trap(source: str, target: str, frame: bytes) -> None:
+            if not (source.endswith(f"/{BROKER}") and target.endswith(f"/{CONTROLLER}")):
+                return
+            if not frames.decode(frame).head.HasField("alter_partition"):
+                return
+            network.trap = None
+            name = f"ISR changes {'unheard of' if done else 'lost'}"
+            self.met[name] = self.met.get(name, 0) + 1
+            if not done:
+                network.break_streams(source, target)
+            self._sever([(target, source)], both=not done)
+
+        network.trap = trap
+
+    def _crash_anew(self) -> None:
+        """The next broker that begins a log anew (rules R5, T4) dies in the middle of it."""
+
+        def trap(machine: Machine) -> None:
+            self.met["deaths anew"] = self.met.get("deaths anew", 0) + 1
+            machine.storages[DISKS[BROKER]].crash_at = self._rng.randint(0, 15)
+
+        self._cluster.traps["log_begun_anew"] = trap
+
+    def _rot_and_cut(self) -> None:
+        """A leader's copy rots, and nobody can be told; readers look from the beginning."""
+        machine, active = self._rots.strike_log(), self._cluster.active()
+        if machine is not None and active is not None and machine is not active:
+            self._sever([(machine.name, active.name)], both=self._rng.random() < 0.5)
+        self._restart_client()
+
     def _sever(self, pairs: Sequence[tuple[str, str]], *, both: bool) -> None:
         network = self._world.network
         for one, two in pairs:
@@ -260,6 +313,9 @@ class Faults:
             storage.lag_ms = 0.0
 
         self._after((100, 4_000), undo)
+
+    def _rot(self) -> None:
+        self._rots.strike()
 
     def _store_outage(self) -> None:
         store = self._cluster.store

@@ -7,8 +7,8 @@ one would lose with its death is lost: `kill` keeps what is WRITTEN, `power_loss
 
 Rules
   K1  a process that would have ended (its start failed, a fatal error) is restarted, as the real
-      supervisor does, unless an operator would have to act: nothing here asks for one, so that is a
-      failure of the run
+      supervisor does, unless an operator would have to act: without damage nothing here asks for
+      one, so that is a failure of the run
   K2  what processes log goes into the trace; a reported bug is a failure of the run
   K3  a machine without power runs nothing; with it comes another boot id
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pk import errors, tracing
@@ -258,6 +258,9 @@ class Machine:
         self.processes[role].due_ms = self._now_ms() + restart_ms
         self.disks_replaced += 1
         self._insert(DISKS[role], role)
+        if role == CONTROLLER:  # formatted anew: another voter (rule Q1)
+            directory = f"{self.name}-dir/{self.disks_replaced}".ljust(36, "-")
+            self.run = replace(self.run, metadata_directory_id=directory)
 
     def drain(self) -> None:
         """SIGTERM of the broker: it ends by itself, cleanly, and is started again."""
@@ -306,6 +309,6 @@ class Machine:
         restarts = isinstance(failure, errors.PkError) and (
             failure.retriable or not isinstance(failure, errors.OperatorError)
         )
-        if not restarts:
+        if not restarts and not self._cluster.has_operator_for(self, process.role):
             self._cluster.problems.append(f"{process.name} ended: {failure!r}")
         self.kill(process.role, self._rng.uniform(*RESTART_MS))

@@ -64,6 +64,8 @@ class SimNetwork:
         self._links: dict[tuple[str, str], Link] = {}
         self._between: dict[tuple[str, str], Link] = {}  # the same by node names, as looked up
         self._listeners: dict[str, _SimListener] = {}
+        #: Looks at each frame that is sent, with the names of the nodes; only while it is set.
+        self.trap: Callable[[str, str, bytes], None] | None = None
         self._refused: dict[str, None] = {}
         self._streams: dict[int, tuple[_End, _End]] = {}
         self._next_stream = 1
@@ -273,6 +275,8 @@ class _End:
         self._piped_bytes += len(frame)
         self._piped += 1
         self._dispatch(frame)
+        if network.trap is not None:
+            network.trap(self.node.name, self.other.node.name, frame)
 
     async def recv(self) -> bytes | None:
         while not self._inbox:

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-#: Every fault there is; `SimOptions.faults` holds those a run may meet.
-FAULTS = (
+from pk import limits
+
+#: The first part of every fault there is; a seed draws those that came later behind all else.
+_FIRST_FAULTS = (
     "kill_broker",
     "kill_controller",
     "kill_tier",
@@ -40,11 +42,19 @@ FAULTS = (
     "optimize",
     "clock_step",
 )
-#: What an administrator does meanwhile.
-CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
+_LATER_FAULTS = ("rot", "empty_metadata", "lost_isr_change", "crash_anew", "rot_and_cut")
+#: Every fault there is; `SimOptions.faults` holds those a run may meet.
+FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
+#: What an administrator does meanwhile, in two parts as well.
+_FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
+_LATER_CHORES = ("reassign_back", "toggle")
+CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 MACHINES_MAX = 5  #: of one role
+#: Between two snapshots of the metadata log: seldom in a run, or so often that who was away for a
+#: moment has to load one.
+SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
@@ -127,8 +137,8 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     """The options of a seed; `given` ones replace what was drawn."""
     nodes = given.get("nodes") or nodes_drawn(rng)
     brokers = sum(BROKER in node.roles for node in nodes)
-    chosen = tuple(name for name in FAULTS if rng.random() < 0.5)
-    chores = tuple(name for name in CHORES if rng.random() < 0.6)
+    chosen = tuple(name for name in _FIRST_FAULTS if rng.random() < 0.5)
+    chores = tuple(name for name in _FIRST_CHORES if rng.random() < 0.6)
     topics = tuple(_topic(rng, number, brokers) for number in range(rng.randint(1, 3)))
     every_ms = rng.choice([250, 600, 1_500, 4_000])
     slow = rng.choice([1, 1, 2, 4])
@@ -151,9 +161,23 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         },
         timing={"election_ms": 500 * slow, "fetch_ms": 1_000 * slow, "wait_ms": 250 * slow},
     )
+    options = _drawn_later(rng, options)
     if faults is not None:
         given["faults"] = tuple(faults)
     return replace(options, **given)
+
+
+def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
+    """What came after seeds were known: drawn behind all else, so that it moves nothing else."""
+    snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
+    faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
+    chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)
+    return replace(
+        options,
+        server={**options.server, **snapshots},
+        faults=(*options.faults, *faults),
+        chores=(*options.chores, *chores),
+    )
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:

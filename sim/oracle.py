@@ -98,6 +98,10 @@ class Oracle:
         self.topics = {plan.name: Topic(plan.name, plan.tiered, plan.expires) for plan in plans}
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
+        self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
+        #: Topics whose durability was changed in their present life → the least copies since then,
+        #: and nothing of them counts as flushed.
+        self.weak: dict[str, int] = {}
         self._next: dict[str, int] = {}
         #: (topic id, partition) → until when replies of each era that ended may be heard
         self._ended: dict[tuple[str, int], list[float]] = {}
@@ -106,6 +110,7 @@ class Oracle:
 
     def created(self, name: str, topic_id: str, partitions: int) -> None:
         topic = self.topics[name]
+        self.weak.pop(name, None)
         topic.life += 1
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
         topic.deletions, topic.deleted = {}, {}
@@ -116,6 +121,12 @@ class Oracle:
     def grown(self, name: str, partitions: int) -> None:
         topic = self.topics[name]
         topic.partitions = max(topic.partitions, partitions)
+
+    def weakening(self, name: str, copies: int) -> None:
+        """Settings are about to change: what is acknowledged from now on may be kept by `copies`
+        only, and not be flushed (whatever is asked for later: flights overlap).
+        """
+        self.weak[name] = min(copies, self.weak.get(name, copies))
 
     def deleting_records(self, name: str, partition: int, before: Offset) -> None:
         asked = self.topics[name].deletions
@@ -140,6 +151,11 @@ class Oracle:
     def lossy(self) -> bool:
         """Whether anything that was acknowledged may be gone."""
         return bool(self._ended)
+
+    def may_be_damaged(self, topic: str, partition: int) -> bool:
+        """Whether a copy of the partition has rotted, in the topic's present or coming life."""
+        known = self.topics[topic]
+        return known.going or (known.topic_id, partition) in self.rotten
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -8,11 +8,17 @@ acknowledgements from the page cache, by any number of power losses with `flush_
 A replica that lost data is *hit* until it is in the committed ISR again under a registration made
 since; hits that overlap are "at once".  One hit too many ends the partition's era (oracle.py): what
 was acknowledged before may be gone.  An unclean election that the topic allows does the same.
+
+A copy that rotted (rule L9) is a lost one like that of a lost disk, from the moment it rots: nobody
+may know yet.  It is whole again once the damaged bytes are off the disk and the replica is in the
+committed ISR.  What the last copies lost is told and not skipped, so that the partition stays
+offline until somebody asks for an unclean election (operator.py): `stranded` says where that is
+allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +63,9 @@ class Promise:
         self._oracle = oracle
         self._plans = {plan.name: plan for plan in plans}
         self._hits: dict[PartitionKey, dict[NodeId, _Hit]] = {}
+        #: By replica: what tells whether each damage is still on its disk.
+        self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
+        self.stranded: dict[PartitionKey, None] = {}  #: lost what was promised, a rotten copy too
         self.eras = 0
 
     def hit(
@@ -76,16 +85,68 @@ class Promise:
             hits = self._hits.setdefault(facts.key, {})
             before = hits.get(broker)
             hits[broker] = _Hit(disk or (before is not None and before.disk), registered)
-            counted = sum(each.disk or not plan.flushed for each in hits.values())
-            if counted >= plan.copies and (disk or not plan.flushed):
-                self._ends(facts.key, now_ms + POWER_SETTLES_MS)
+            lost = len(self._lost(facts.key, plan)) >= self.copies(facts.topic)
+            if lost and (disk or not self.flushed(facts.topic)):
+                self._costs(facts.key, now_ms)
+
+    def copies(self, topic: str) -> int:
+        """How many replicas hold what was acknowledged, at least; 0 = no topic of the run."""
+        plan = self._plans.get(topic)
+        return 0 if plan is None else min(plan.copies, self._oracle.weak.get(topic, plan.copies))
+
+    def flushed(self, topic: str) -> bool:
+        """Whether all that was acknowledged was SYNCED."""
+        plan = self._plans.get(topic)
+        return plan is not None and plan.flushed and topic not in self._oracle.weak
+
+    def _lost(self, key: PartitionKey, plan: TopicPlan) -> set[NodeId]:
+        """The replicas that may lack what was acknowledged."""
+        hits = self._hits.get(key, {})
+        flushed = self.flushed(plan.name)
+        gone = {broker for broker, each in hits.items() if each.disk or not flushed}
+        return gone | set(self._rotten.get(key, ()))
+
+    def may_rot(self, facts: PartitionFacts, broker: NodeId) -> bool:
+        """Whether the promise stands, or permits the loss, if this copy rots too."""
+        plan = self._plans.get(facts.topic)
+        if plan is None or len(facts.replicas) < 2:
+            return False  # an only copy stays offline for ever
+        lost = self._lost(facts.key, plan) | {broker}
+        kept = len(lost) < self.copies(plan.name)
+        return kept or (plan.unclean and len(lost) < len(facts.replicas))
+
+    def rotted(
+        self, facts: PartitionFacts, broker: NodeId, there: Callable[[], bool], now_ms: float
+    ) -> None:
+        """The copy of `broker` is damaged as long as `there`."""
+        self._rotten.setdefault(facts.key, {}).setdefault(broker, []).append(there)
+        self._oracle.rotten[facts.key] = None
+        plan = self._plans[facts.topic]
+        if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
+            self._costs(facts.key, now_ms)
 
     def is_hit(self, key: PartitionKey, broker: NodeId) -> bool:
         """Whether this replica may lack what it had."""
-        return broker in self._hits.get(key, ())
+        return broker in self._hits.get(key, ()) or self.is_rotten(key, broker)
+
+    def is_rotten(self, key: PartitionKey, broker: NodeId) -> bool:
+        """Whether this copy is damaged, or was and is not whole again."""
+        return broker in self._rotten.get(key, ())
+
+    @property
+    def rotting(self) -> list[PartitionKey]:
+        """Partitions with a damaged copy."""
+        return list(self._rotten)
 
     def seen(self, facts: PartitionFacts, brokers: dict[NodeId, Registration]) -> None:
         """The committed metadata of a partition: whoever is in sync again is whole."""
+        rotten = self._rotten.get(facts.key, {})
+        for broker, damage in list(rotten.items()):
+            gone = broker in facts.isr and not any(there() for there in damage)
+            if gone or broker not in facts.replicas:
+                del rotten[broker]
+        if not rotten:
+            self._rotten.pop(facts.key, None)
         hits = self._hits.get(facts.key)
         if not hits:
             return
@@ -98,8 +159,14 @@ class Promise:
     def elected_uncleanly(self, facts: PartitionFacts, now_ms: float) -> None:
         """The partition has a leader that may lack acknowledged records."""
         plan = self._plans.get(facts.topic)
-        if plan is not None and plan.unclean:
+        if plan is not None and (plan.unclean or facts.key in self.stranded):
             self._ends(facts.key, now_ms + UNCLEAN_SETTLES_MS)
+
+    def _costs(self, key: PartitionKey, now_ms: float) -> None:
+        """Too many copies are lost at once."""
+        if key in self._rotten:
+            self.stranded[key] = None
+        self._ends(key, now_ms + POWER_SETTLES_MS)
 
     def _ends(self, key: PartitionKey, settled_ms: float) -> None:
         self.eras += 1

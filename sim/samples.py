@@ -12,9 +12,10 @@ them had it: `image` is what they say, whoever else has an image is compared wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from pk import errors
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.server.broker.partition import Partition
@@ -42,7 +43,7 @@ class Observer:
     """See the module."""
 
     def __init__(self, cluster: SimCluster, oracle: Oracle, counts: dict[str, int]) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._world = cluster.world
         self._oracle = oracle
         self._counts = counts
@@ -53,11 +54,12 @@ class Observer:
         self.image = MetadataImage()  #: what is committed says
         self.latest: dict[PartitionKey, PartitionSample] = {}  #: as its leader had it last
         self._records: list[tuple[int, Any]] = []
-        self._copies = {plan.name: plan.copies for plan in cluster.options.topics}
         self._registrations: dict[int, NodeId] = {}  # broker epoch → broker, committed
         self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
         self._read: dict[NodeId, int] = {}  # committed metadata looked at, by controller
         self._changed: dict[PartitionKey, None] = {}
+        #: By controller: what tells whether its metadata is damaged still.
+        self.metadata_rot: dict[NodeId, Callable[[], bool]] = {}
         cluster.on_controller = self._watch_controller
         cluster.on_broker = self._watch_broker
 
@@ -73,7 +75,8 @@ class Observer:
         sim_node = machine.sim_node(CONTROLLER)
         assert sim_node is not None
         life, quorum, metadata = sim_node.incarnation, node.metadata.quorum, node.metadata
-        self._read.pop(machine.node_id, None)
+        if not self._damaged(machine.node_id):  # else what was looked at is not looked at again
+            self._read.pop(machine.node_id, None)
         last: list[tuple[Any, ...]] = [()]
 
         def after() -> None:
@@ -102,11 +105,30 @@ class Observer:
 
         sim_node.after = after
 
+    def metadata_hit(self, machine: Machine) -> None:
+        """A controller is about to lose its disk."""
+        self.quorum.forget(machine.node_id)
+        self._read.pop(machine.node_id, None)
+        self.metadata_rot.pop(machine.node_id, None)
+
+    def _damaged(self, node: NodeId) -> bool:
+        there = self.metadata_rot.get(node)
+        return there is not None and there()
+
+    def committed_by(self, node: NodeId) -> int:
+        """How far the metadata of a controller has been looked at."""
+        return self._read.get(node, 0)
+
     def _committed(self, node: NodeId, log: PartitionLog, high_watermark: int) -> None:
         """What a controller has committed since it was looked at last."""
         at = max(self._read.get(node, 0), log.local_log_start)
         while at < high_watermark:
-            found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
+            try:
+                found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
+            except errors.CorruptLog:
+                if self._damaged(node):
+                    return  # the controller will find it, too
+                raise
             if not found.data:
                 break
             fresh = self.quorum.committed(node, list(_marks(found.data)))
@@ -273,12 +295,13 @@ class Observer:
             local_log_start=log.local_log_start,
             log_end=log.written_end,
             in_sync=len(partition.leader.isr) if partition.leader is not None else 0,
-            required=self._copies.get(partition.topic, 0),
+            required=self.promise.copies(partition.topic),
             hit=hit,
             isr_ends=isr_ends,
         )
         at, end = self.replicas.check(sample)
-        end = min(end, log.written_end)
+        # what is damaged is not compared: it must not be served, and readers see what is
+        end = at if self.promise.is_rotten(key, broker) else min(end, log.written_end)
         while log.local_log_start <= at < end:
             found = log.read(at, bound=end, max_bytes=READ_BYTES)
             if not found.data:
@@ -297,7 +320,7 @@ class Observer:
     def _table(self, partition: Partition) -> Any:
         """What the table says of a partition; None = nothing yet."""
         key = partition.key
-        snapshot = self._cluster.store.snapshot(partition.topic, key.topic_id)
+        snapshot = self.cluster.store.snapshot(partition.topic, key.topic_id)
         return None if snapshot is None else snapshot.counters.get(key.partition)
 
     def _check_leader(self, broker: NodeId, partition: Partition, epoch: int) -> None:
@@ -317,7 +340,7 @@ class Observer:
             log_end=log.written_end,
             synced_end=log.synced_end,
             tiered=partition.tiered,
-            flushed=bool(partition.settings["flush_on_ack"]),
+            flushed=self.promise.flushed(partition.topic),
             ready=leader.ready,
             current=current,
             table_start=NONE if counters is None else counters.start,
@@ -336,14 +359,14 @@ class Observer:
             for broker, state in self.image.brokers.items()
         }
         changed, self._changed = self._changed, {}
-        for key in changed:
+        for key in {**changed, **dict.fromkeys(self.promise.rotting)}:
             facts = self._facts(key)
             if facts is not None:
                 self.promise.seen(facts, brokers)
 
     def look_at_all(self) -> None:
         """Every replica of every serving broker."""
-        for machine in self._cluster.with_role(BROKER):
+        for machine in self.cluster.with_role(BROKER):
             broker, node = machine.broker, machine.sim_node(BROKER)
             if broker is not None and node is not None and machine.serving:
                 for partition in list(broker.core.partitions.values()):
@@ -352,7 +375,7 @@ class Observer:
     def check_images(self) -> None:
         """V11: whoever has an image has the one that the committed records say."""
         images: list[tuple[int, str, MetadataImage]] = []
-        for machine in self._cluster.machines:
+        for machine in self.cluster.machines:
             controller, broker = machine.controller, machine.broker
             if controller is not None and controller.term is not None:
                 image = controller.term.machine.image

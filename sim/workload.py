@@ -11,14 +11,14 @@ import asyncio
 import enum
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pk import errors
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Seek
+from pk.client.fetcher_events import Consumed, Seek
 from pk.client.futures import OnDelivery
 from pk.client.intake import Intake, record_size
 from pk.client.offsets import EARLIEST
@@ -49,7 +49,24 @@ _EXPLAINED = (
     errors.UnknownTopicId,
 )
 
+#: What the last reader, who finds what rotted unseen, may be told.
+_ANOTHER_WILL_LEAD = (errors.RetriableError, errors.CorruptLog)
+
+#: Why a partition may not be moved.
+_CANNOT_MOVE = (
+    errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
+    errors.NoReassignmentInProgress,
+    errors.UnknownTopicOrPartition,
+)
+
 OnTrouble = Callable[[str], None]
+
+
+class Damaged(NamedTuple):
+    """A batch that a reader refused."""
+
+    place: TopicPartition
+    error: errors.CorruptBatch
 
 
 def cluster_of(world: World, bootstrap: str, name: str) -> Cluster:
@@ -64,6 +81,30 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
         pairs = [(each["key"], each["value"]) for each in headers or ()]
         found.append(Row(offset, id_of(value), digest_of(key, value, pairs)))
     return found
+
+
+def taken(engine: FetchEngine) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[Damaged]]:
+    """What is ready, decoded, and where that was refused.
+
+    Like the consumer of `pk.client`: a batch that cannot be read is never skipped, the reader goes
+    back to it and asks again.
+    """
+    found: list[tuple[TopicPartition, pa.RecordBatch]] = []
+    refused: list[Damaged] = []
+    while engine.ready:
+        fetched = engine.ready.popleft()
+        if engine.fetcher.position_id(fetched.place) == fetched.position_id:
+            position = fetched.position
+            try:
+                for following, rows in engine.decoded(fetched):
+                    position = following
+                    if rows is not None:
+                        found.append((fetched.place, rows))
+            except errors.CorruptBatch as damage:
+                refused.append(Damaged(fetched.place, damage))
+                engine.step(Seek(fetched.place, position))
+        engine.step(Consumed(fetched.node, len(fetched.payload)))
+    return found, refused
 
 
 def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task[None]:
@@ -229,23 +270,30 @@ class SimConsumer:
             await self._world.clock.sleep_ms(DRAIN_MS)
             try:
                 self.drain()
-            except errors.PkError as error:
-                self._problem(error)
             except Violation as violation:
                 self._trouble(str(violation))
 
     def drain(self) -> int:
         """Take what is ready; returns how many rows."""
-        taken = 0
-        for place, batch in self.engine.drain():
+        told = self.engine.complaint()
+        if told is not None:
+            self._problem(told.error, told.place)
+            return 0
+        found, refused = taken(self.engine)
+        for place, damage in refused:
+            self._problem(damage, place)
+        for place, batch in found:
             rows = rows_of(batch)
             start = self._log_start_of(place.topic, place.partition)
             self.check.took(place.topic, place.partition, rows, start)
-            taken += len(rows)
-        return taken
+        return sum(batch.num_rows for _, batch in found)
 
-    def _problem(self, error: errors.PkError) -> None:
+    def _problem(self, error: errors.PkError, place: TopicPartition | None) -> None:
         self._tell(f"{self.check.name} was told {error!r}")
+        if isinstance(error, errors.CorruptBatch | errors.CorruptLog):
+            if place is None or not self._oracle.may_be_damaged(place.topic, place.partition):
+                self._trouble(f"V5: {self.check.name} at {place}, where nothing rotted: {error!r}")
+            return
         if isinstance(error, errors.LogTruncated):
             self._truncated(error)
         elif isinstance(error, errors.TopicRecreated | errors.UnknownTopicId):
@@ -414,12 +462,40 @@ class SimAdmin:
             asked.cancel = True
         else:
             asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
-        moot = (
-            errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
-            errors.NoReassignmentInProgress,
-            errors.UnknownTopicOrPartition,
-        )
-        await self._until_done(lambda: request, moot)
+        await self._until_done(lambda: request, _CANNOT_MOVE)
+
+    async def _reassign_back(self, plan: TopicPlan) -> None:
+        """Away, and back again while that goes on."""
+        topic, rng = self._oracle.topics[plan.name], self._rng
+        partition = rng.randrange(topic.partitions)
+        infos = {each.partition: each for each in (await self._info(plan.name)).partitions}
+        if partition not in infos:
+            return  # who was asked has not heard of it yet
+        home = list(infos[partition].replicas)
+        brokers = [node.number for node in self._options.with_role(BROKER)]
+        away = rng.sample(brokers, plan.replication_factor)
+        for replicas in (away, home):
+            await self._move(plan.name, partition, replicas)
+            await self._world.clock.sleep_ms(rng.uniform(0, 400))
+
+    async def _move(self, topic: str, partition: int, replicas: Sequence[int]) -> None:
+        request = wire.AlterReassignmentsRequest()
+        request.reassignments.add(topic=topic, partition=partition, replicas=replicas)
+        await self._until_done(lambda: request, _CANNOT_MOVE)
+
+    async def _toggle(self, plan: TopicPlan) -> None:
+        """Durability settings change while records are in flight."""
+        rng = self._rng
+        copies = rng.randint(1, plan.replication_factor)
+        self._oracle.weakening(plan.name, min(copies, plan.copies))
+        changes = {
+            "flush_on_ack": rng.choice(["true", "false"]),
+            "min_insync_replicas": str(copies),
+        }
+        request = wire.AlterConfigsRequest()
+        change = request.changes.add(set=changes)
+        change.resource.type, change.resource.name = "topic", plan.name
+        await self._until_done(lambda: request, ())
 
     async def _elect(self, plan: TopicPlan) -> None:
         """Preferred leaders of all partitions, please."""
@@ -449,17 +525,15 @@ async def read_all(
     engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)
     engine.assign(ends)
     try:
-        while any((engine.fetcher.frontier(place) or 0) < end for place, end in ends.items()):
-            await world.clock.sleep_ms(DRAIN_MS)
-            try:
-                taken = engine.drain()
-            except errors.RetriableError:
-                continue
-            for place, batch in taken:
+        while True:
+            told = engine.complaint()
+            if told is not None and not isinstance(told.error, _ANOTHER_WILL_LEAD):
+                raise told.error
+            for place, batch in taken(engine)[0]:
                 start = log_start_of(place.topic, place.partition)
                 check.took(place.topic, place.partition, rows_of(batch), start)
-        for place, batch in engine.drain():
-            start = log_start_of(place.topic, place.partition)
-            check.took(place.topic, place.partition, rows_of(batch), start)
+            if all((engine.fetcher.frontier(place) or 0) >= end for place, end in ends.items()):
+                return
+            await world.clock.sleep_ms(DRAIN_MS)
     finally:
         await engine.close()

@@ -94,6 +94,7 @@ def _copy(
                     return Copied(header.base_offset, epoch, taken, builder.finish())
                 epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
                 builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
+                damaged = (header.next_offset, piece.next_offset)  # if the next does not parse
         except errors.CorruptBatch as cause:
             raise _corrupt(source.path, damaged, cause) from cause
         at = min(max(at, piece.next_offset), limit)

@@ -264,13 +264,18 @@ def test_credit_kept_back_is_given_when_a_paused_partition_used_up_the_rest(worl
     assert not consumer._eaten
 
 
-def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any) -> None:
-    """Rule L13: nothing of the bad batch is given out, and it is never skipped."""
+@pytest.mark.parametrize("inside", [-1, 16], ids=["body", "header"])
+def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any, inside: int) -> None:
+    """Rule L13: nothing of the bad batch is given out, and it is never skipped; what lies before it
+    in the same frame is given out, also where the bad one does not even parse.
+    """
     for value in (b"0", b"1", b"2"):
         world.put(T0, value)
     log = world.cluster.log("t")
     base, following, raw = log.batches[1]
-    log.batches[1] = (base, following, raw[:-1] + bytes([raw[-1] ^ 1]))
+    bad = bytearray(raw)
+    bad[inside] ^= 1
+    log.batches[1] = (base, following, bytes(bad))
     consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=1)
     consumer.assign([T0])
     assert seen(consumer.poll(1.0)) == [(0, 0)]

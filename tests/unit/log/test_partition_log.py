@@ -358,6 +358,18 @@ def test_damaged_sealed_data_is_reported_with_its_place(bench: Make) -> None:
         b.log.read(0, bound=4, max_bytes=10**6)
 
 
+def test_a_batch_that_says_it_reaches_beyond_the_bound_is_looked_at(bench: Make) -> None:
+    """Rule L9: else whoever stands before it would wait for ever."""
+    b = bench(segment_bytes=10**6)
+    b.fill(4)
+    at = len(b.log.read(0, bound=4, max_bytes=1).data) + 30  # its last offset delta
+    file = b.storage.open("topics/t-0/00000000000000000000.log")
+    assert b.log.read(1, bound=4, max_bytes=1).data
+    file.write_at(at, b"\x01")
+    with pytest.raises(errors.CorruptLog, match="offset 1: no batch begins here"):
+        b.log.read(1, bound=4, max_bytes=1)
+
+
 @pytest.mark.parametrize("suffix", [".index", ".timeindex", ".txnindex", ".snapshot"])
 @pytest.mark.parametrize("damage", ["missing", "torn", "flipped", "foreign"])
 def test_derived_files_are_only_a_help(bench: Make, suffix: str, damage: str) -> None:

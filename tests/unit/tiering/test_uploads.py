@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from pk import errors
 from pk.log import columns
 from pk.log.files import RealStorage
+from pk.log.index import Extent
+from pk.log.segment import Segment, Walk
 from pk.tiering import uploads
 from pk.tiering.sink import Sink
 from pk.tiering.uploads import Source
@@ -47,3 +51,29 @@ def test_a_file_far_larger_than_its_log_ends_early(tmp_path: Path) -> None:
     second = uploads.copy(log, first.end, 31, 5 << 20, ())
     assert second.file is not None
     assert (second.end, len(second.file.data) < 1 << 20) == (31, True)
+
+
+def index(log: Source) -> None:
+    """The files beside a sealed segment: who has them need not walk its headers."""
+    segment = Segment(log.storage, log.path, 0)
+    size = len(log.storage.read_file(segment.path()))
+    segment.written = extent = Extent(size, 0)
+    sparse, extent = segment.reindexed(1), Extent(0, 0)
+    for _, header in Walk(segment.read_at, 0, size, 0):
+        extent = extent.grown(header, header.base_offset, header.max_timestamp, header.crc, 0)
+    segment.write_indexes(extent, sparse)
+
+
+@pytest.mark.parametrize("inside", [16, 100], ids=["header", "body"])
+def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, inside: int) -> None:
+    """Rule L9: whoever is told looks there; a header that does not parse has no offsets."""
+    log = source(tmp_path, [bytes(200)] * 3, "none")
+    index(log)
+    (tmp_path / "t-0" / f"{3:020d}.log").touch()
+    path = tmp_path / "t-0" / f"{0:020d}.log"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3 + inside] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(errors.CorruptLog, match=r"offsets \[1, ") as caught:
+        uploads.copy(log, 0, 3, 1 << 20, ())
+    assert caught.value.details["offset"] == "1"

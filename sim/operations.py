@@ -1,0 +1,134 @@
+"""The operator of a simulated cluster: does what only a person may decide, when nothing else helps.
+
+A partition whose last promised copies are gone, a rotten one among them, waits for somebody who
+says that the rest may be lost (rules R3, L9): an unclean election.  Nothing else is done here that
+the promise (promise.py) does not allow.
+
+A controller whose metadata is damaged gets an empty disk, and one with an empty disk another vote
+(rule Q1, KIP-853): the voter of the old directory is removed, that of the new one is added when it
+has caught up.  One at a time: `free` says when the next metadata disk may be taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+from pk import errors
+from pk.sim.cluster import CONTROLLER_PORT
+from pk.sim.machine import Machine
+from pk.sim.options import CONTROLLER
+from pk.sim.promise import PartitionFacts
+from pk.sim.samples import Observer
+from pk.sim.workload import ADMIN_TIMEOUT_MS, cluster_of
+from pk.types import NONE, NodeId
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+#: Between two looks, in ms.
+LOOK_MS = (300.0, 900.0)
+
+
+class Operator:
+    """See the module.  `counts`: what was done."""
+
+    def __init__(
+        self,
+        world: World,
+        bootstrap: str,
+        observer: Observer,
+        rng: random.Random,
+        counts: dict[str, int],
+    ) -> None:
+        self._world = world
+        self._cluster = cluster_of(world, bootstrap, "operator")
+        self._observer = observer
+        self._rng = rng
+        self._counts = counts
+        self._begun = False
+        self._disks: dict[NodeId, str] = {}  # node whose disk was replaced → its old directory
+        observer.cluster.on_damage = self._damaged
+
+    # -- metadata disks ----------------------------------------------------------------------------
+
+    def free(self) -> list[Machine]:
+        """The controllers whose metadata may be lost or damaged now."""
+        cluster = self._observer.cluster
+        machines = cluster.with_role(CONTROLLER)
+        rotten = [each for each in self._observer.metadata_rot.values() if each()]
+        if len(machines) < 3 or self._disks or rotten:
+            return []
+        return machines if cluster.active() is not None else []
+
+    def replace_metadata(self, machine: Machine, restart_ms: float) -> None:
+        """An empty metadata disk (`free`)."""
+        self._disks[machine.node_id] = machine.run.metadata_directory_id
+        self._observer.metadata_hit(machine)
+        machine.replace_disk(CONTROLLER, restart_ms)
+        self._count("controller disks replaced")
+
+    def _damaged(self, machine: Machine) -> bool:
+        """A controller ended because its metadata is damaged (rule L9)."""
+        there = self._observer.metadata_rot.get(machine.node_id)
+        if there is None or not there() or self._disks:
+            return False
+        self._count("metadata damage met")
+        self.replace_metadata(machine, self._rng.uniform(*LOOK_MS))
+        return True
+
+    def waits(self) -> str:
+        """What has yet to be put right."""
+        return f"the controllers {list(self._disks)} have yet to vote again" if self._disks else ""
+
+    async def _vote_again(self, node_id: NodeId, old: str) -> None:
+        with contextlib.suppress(errors.InvalidRequest):  # it was removed before, or cannot be yet
+            await self._ask(wire.RemoveVoterRequest(node_id=node_id, directory_id=old))
+        machine = self._observer.cluster.by_id[node_id]
+        added = wire.AddVoterRequest(
+            node_id=node_id,
+            directory_id=machine.run.metadata_directory_id,
+            address=f"{machine.name}:{CONTROLLER_PORT}",
+        )
+        await self._ask(added)
+        del self._disks[node_id]
+        self._count("controllers voting again")
+
+    # -- partitions --------------------------------------------------------------------------------
+
+    def _count(self, name: str) -> None:
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    async def run(self) -> None:
+        while True:
+            await self._world.clock.sleep_ms(self._rng.uniform(*LOOK_MS))
+            stranded = self._stranded()
+            try:
+                if stranded:
+                    await self._elect(stranded)
+                for node_id, old in list(self._disks.items()):
+                    await self._vote_again(node_id, old)
+            except errors.PkError:
+                continue  # nobody answers: looked at again
+
+    async def _ask(self, request: Any) -> Any:
+        if not self._begun:  # a run in which nobody is needed has no streams of an operator
+            self._begun = True
+            self._cluster.start()
+        return await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
+
+    def _stranded(self) -> list[PartitionFacts]:
+        allowed = self._observer.promise.stranded
+        if not allowed:
+            return []
+        facts = list(self._observer.facts())
+        return [each for each in facts if each.key in allowed and each.leader == NONE]
+
+    async def _elect(self, stranded: list[PartitionFacts]) -> None:
+        request = wire.ElectLeadersRequest(unclean=True)
+        for facts in stranded:
+            request.partitions.add(topic_id=facts.key.topic_id, partition=facts.key.partition)
+        reply = await self._ask(request)
+        for result in reply.results:
+            if not result.HasField("error"):
+                self._count("elections asked for")

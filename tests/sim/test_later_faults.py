@@ -1,0 +1,123 @@
+"""Faults and chores of one moment: each happens, and the promise follows what is asked for."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from pk import errors
+from pk.server.broker.isr_changes import IsrChanges
+from pk.sim.campaign import Report, Run
+from pk.sim.options import NodePlan, SimOptions, TopicPlan
+from pk.sim.oracle import Oracle
+from pk.sim.promise import PartitionFacts, Promise
+from pk.types import PartitionKey
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+CONFIGS = {"segment_bytes": "14336", "tier_enable": "false", "min_insync_replicas": "2"}
+TIERED = {
+    "segment_bytes": "14336",
+    "min_insync_replicas": "2",
+    "tier_max_lag_ms": "50",
+    "tier_file_bytes": "4000",
+    "local_drop_delay_ms": "0",
+    "local_retention_bytes": "0",
+    "file_delete_delay_ms": "0",
+}
+
+
+ISR_FAULTS = ("lost_isr_change", "lost_isr_change", "pause", "kill_broker")
+ISR_SEED = 6
+
+
+def executed(
+    seed: int,
+    *faults: str,
+    chores: tuple[str, ...] = (),
+    configs: dict[str, str] = CONFIGS,
+    unrest_ms: int = 8_000,
+) -> Report:
+    options = SimOptions(
+        topics=(TopicPlan("t", 2, configs, 3),),
+        nodes=tuple(NodePlan(number) for number in (1, 2, 3, 4)),
+        faults=faults,
+        chores=chores,
+        unrest_ms=unrest_ms,
+        heal_ms=60_000,
+        fault_every_ms=(100, 800),
+        chore_every_ms=(100, 400),
+        pace_ms=(20, 200),
+        server={"replica_lag_time_max_ms": 500, "broker_session_timeout_ms": 1_500},
+    )
+    return Run(seed, options).execute()
+
+
+def test_answers_to_isr_changes_get_lost_both_ways() -> None:
+    report = executed(ISR_SEED, *ISR_FAULTS)
+    assert not report.violation, report.line
+    assert report.counts["ISR changes lost"]
+    assert report.counts["ISR changes unheard of"]
+
+
+def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
+    """Rule R2: it may be granted already, so it stays and is asked again (isr_changes.py, C2)."""
+    ask = IsrChanges._ask
+
+    async def forgetful(self: IsrChanges) -> None:
+        asked = dict(self._wishes)
+        try:
+            await ask(self)
+        except errors.PkError:
+            for key, wish in asked.items():
+                self._wishes.pop(key, None)
+                wish.leader.on_isr_refused(wish.isr)
+            raise
+
+    with patch.object(IsrChanges, "_ask", forgetful):
+        violation = executed(ISR_SEED, *ISR_FAULTS).violation
+    assert violation.split(":")[0] in ("V12", "V13", "V14", "V6"), violation or "nothing"
+
+
+def test_brokers_die_while_a_log_is_begun_anew() -> None:
+    report = executed(1, "crash_anew", "replace_disk", "kill_leader", configs=TIERED)
+    assert not report.violation, report.line
+    assert report.counts["deaths anew"]
+
+
+def test_damage_that_cannot_be_told_costs_nothing() -> None:
+    report = executed(1, "rot_and_cut")
+    assert not report.violation, report.line
+    assert report.counts["rot of log"]
+    assert report.counts["eras"] == 0
+
+
+def test_moves_turn_back_and_durability_changes_in_flight() -> None:
+    report = executed(1, "kill_broker", "power", chores=("reassign_back", "toggle", "recreate"))
+    assert not report.violation, report.line
+    assert report.counts["chore reassign_back"]
+    assert report.counts["chore toggle"]
+
+
+KEY = PartitionKey("id", 0)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+
+
+def test_what_was_weakened_once_is_promised_no_more_until_the_topic_is_created_again() -> None:
+    plan = TopicPlan("t", 1, {"min_insync_replicas": "2", "flush_on_ack": "true"}, 3)
+    oracle = Oracle([plan])
+    kept = Promise(oracle, [plan])
+    assert (kept.copies("t"), kept.flushed("t")) == (2, True)
+    kept.hit(1, disk=False, partitions=[FACTS], registered=None, now_ms=0.0)
+    assert not oracle.lossy
+    oracle.weakening("t", 1)
+    oracle.weakening("t", 2)
+    assert (kept.copies("t"), kept.flushed("t")) == (1, False)
+    kept.hit(2, disk=False, partitions=[FACTS], registered=None, now_ms=0.0)
+    assert oracle.era(*KEY) == 1
+    oracle.created("t", "id2", 1)
+    assert (kept.copies("t"), kept.flushed("t")) == (2, True)

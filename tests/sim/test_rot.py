@@ -1,0 +1,110 @@
+"""Bit rot in a whole cluster (sim/rot.py): rule L9 holds, and without it a run fails."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from pk.log import batch as batches
+from pk.sim.campaign import Report, Run
+from pk.sim.options import NodePlan, SimOptions, TopicPlan
+from pk.sim.oracle import Oracle
+from pk.sim.promise import PartitionFacts, Promise
+from pk.types import PartitionKey
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+HOT = {"segment_bytes": "14336", "tier_enable": "false", "min_insync_replicas": "2"}
+OPTIONS = SimOptions(
+    topics=(TopicPlan("t", 2, HOT, 3),),
+    nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
+    faults=("rot", "rot", "rot", "kill_client"),
+    chores=(),
+    unrest_ms=8_000,
+    heal_ms=15_000,
+    fault_every_ms=(100, 500),
+    pace_ms=(20, 200),
+    server={"broker_session_timeout_ms": 1_500},
+)
+SEED = 1
+
+
+def executed() -> Report:
+    return Run(SEED, OPTIONS).execute()
+
+
+def test_a_copy_that_rots_is_noticed_and_made_anew_and_costs_nothing() -> None:
+    report = executed()
+    assert not report.violation, report.line
+    assert report.counts["rot of log"]
+    assert report.counts["replicas made anew"]
+    assert report.counts["eras"] == 0
+
+
+def _trusting(raw: Any, *_: Any) -> batches.Header:
+    return batches.read_header(raw)
+
+
+@pytest.mark.parametrize(
+    ("broken", "value", "noticed_as"),
+    [
+        ("pk.log.reading.verify_batches", lambda *_, **__: None, "liveness"),
+        ("pk.log.batch.check", _trusting, "V5 V6"),
+    ],
+    ids=["the leader does not look", "nobody looks"],
+)
+def test_without_checksums_rot_is_a_violation(broken: str, value: Any, noticed_as: str) -> None:
+    with patch(broken, value):
+        violation = executed().violation
+    assert violation.split(":")[0] in noticed_as.split(), violation or "nothing was noticed"
+
+
+# -- what is promised ------------------------------------------------------------------------------
+
+KEY = PartitionKey("id", 0)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+
+
+def promise(**configs: str) -> tuple[Promise, Oracle]:
+    plan = TopicPlan("t", 1, {"min_insync_replicas": "2", **configs}, 3)
+    oracle = Oracle([plan])
+    return Promise(oracle, [plan]), oracle
+
+
+def test_a_rotten_copy_is_a_lost_one_until_it_is_off_the_disk_and_in_sync_again() -> None:
+    kept, oracle = promise(flush_on_ack="true")
+    damage = [True]
+    assert kept.may_rot(FACTS, 1)
+    kept.rotted(FACTS, 1, lambda: damage[0], 0.0)
+    assert (kept.is_hit(KEY, 1), kept.is_rotten(KEY, 1), kept.eras) == (True, True, 0)
+    assert not kept.may_rot(FACTS, 2), "the last but one that is promised"
+    kept.seen(FACTS, {})
+    assert kept.is_rotten(KEY, 1), "in sync, and nobody knows yet"
+    damage[0] = False
+    kept.seen(FACTS._replace(isr=(2, 3)), {})
+    assert kept.is_rotten(KEY, 1), "set aside, and not made anew yet"
+    kept.seen(FACTS, {})
+    assert not kept.is_hit(KEY, 1)
+    assert not oracle.lossy
+
+
+def test_a_disk_that_goes_with_a_rotten_copy_ends_the_era_and_an_operator_may_elect() -> None:
+    kept, oracle = promise()
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    kept.hit(2, disk=True, partitions=[FACTS], registered=None, now_ms=0.0)
+    assert (kept.eras, list(kept.stranded), oracle.era(*KEY)) == (1, [KEY], 1)
+    kept.elected_uncleanly(FACTS, 0.0)
+    assert kept.eras == 2
+
+
+def test_an_only_copy_never_rots_and_where_it_is_asked_for_loss_is_permitted() -> None:
+    kept, _ = promise(unclean_leader_election_enable="true", min_insync_replicas="1")
+    assert kept.may_rot(FACTS, 1)
+    assert not kept.may_rot(FACTS._replace(replicas=(1,)), 1)
+    strict, _ = promise(min_insync_replicas="1")
+    assert not strict.may_rot(FACTS, 1)
