@@ -43,7 +43,7 @@ def test_what_outlived_a_lost_record_is_found_wherever_it_stands() -> None:
         found = {each.id: (each.partition, each.offset) for each in mine if each not in lost}
         expected = outlives(lost, [each for each in mine if each.id in found])
         outcomes.append(expected)
-        raises = pytest.raises(Violation, match="^V8: ") if expected else nullcontext()
+        raises = pytest.raises(Violation, match=r"^V8: ") if expected else nullcontext()
         with raises:
             _check_prefix(topic, mine, lost, found)
     assert 50 < sum(outcomes) < 350
