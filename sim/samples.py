@@ -235,7 +235,8 @@ class Observer:
             if link is not None and link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
-                require(committed, "V15", f"{machine.name}: epoch {used} is not committed")
+                words = "{}: epoch {} is not committed"
+                require(committed, "V15", words, machine.name, used)
             for key, partition in partitions.items():  # often: no call, nothing is made
                 log, leader = partition.log, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
@@ -354,6 +355,8 @@ class Observer:
 
     def tick(self) -> None:
         """What changes behind the processes' backs: the committed metadata, the tables."""
+        if not self._changed:
+            return
         brokers = {
             broker: Registration(state.boot_id, state.directory_ids)
             for broker, state in self.image.brokers.items()
@@ -391,7 +394,8 @@ class Observer:
             while replayed.offset < upto and (following := next(records, None)) is not None:
                 replayed.apply(*following)
             if replayed.offset == upto:
-                require(replayed == image, "V11", f"{name} is not what its log says: {image}")
+                words = "{} is not what its log says: {}"
+                require(replayed == image, "V11", words, name, image)
 
 
 def _epoch_of(partition: Partition) -> int:

@@ -23,7 +23,15 @@ def roundtrip(rows: pa.RecordBatch, **options: Any) -> pa.RecordBatch:
     found = columns.decode(raw, decoded_bytes_max=10**7)
     found.validate(full=True)
     assert found.schema == columns.schema("ms")
+    same_values(raw, found)
     return found
+
+
+def same_values(raw: bytes, rows: pa.RecordBatch) -> None:
+    """`values_of` says what `decode` does."""
+    header = batch.read_header(raw)
+    expected = zip(*(rows.column(name).to_pylist() for name in ("offset", "value")), strict=True)
+    assert columns.values_of(raw, header, 10**7) == list(expected)
 
 
 def sample(count: int) -> pa.RecordBatch:
@@ -224,7 +232,16 @@ def test_offsets_may_be_kept_with_gaps() -> None:
     header = batch.check(raw)
     assert (header.base_offset, header.last_offset, header.sparse) == (10, 15, True)
     moved = b"".join(batch.patched(raw, 100, 1))
-    assert columns.decode(moved, decoded_bytes_max=1000).column("offset").to_pylist() == [100, 105]
+    found = columns.decode(moved, decoded_bytes_max=1000)
+    assert found.column("offset").to_pylist() == [100, 105]
+    same_values(moved, found)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_alone_are_those_of_the_rows(codec: str) -> None:
+    for values in ([b"a"], [b"", b"bc", b""], [None, b"x"], [None, None], [b"x"] * 100):
+        raw = b"".join(columns.encode_lists(values, codec=codec, default_timestamp=5))
+        same_values(raw, columns.decode(raw, decoded_bytes_max=10**6))
 
 
 def test_markers() -> None:
@@ -255,6 +272,8 @@ def refused(
         columns.validate_body(raw, header, most)
     with pytest.raises(kind):
         columns.decode(raw, decoded_bytes_max=most)
+    with pytest.raises(kind):
+        columns.values_of(raw, header, most)
 
 
 def u32(*numbers: int) -> bytes:
@@ -280,6 +299,22 @@ def test_header_counts_that_lie() -> None:
     assert columns.decode(good, decoded_bytes_max=100).column("headers").to_pylist()[0] == [
         {"key": "é", "value": b"v"}
     ]
+
+
+@pytest.mark.parametrize("count", [3, 1000])
+def test_the_last_null_with_bytes_is_found_among_few_rows_and_many(count: int) -> None:
+    lengths, flags = u32(*[1] * count), batch.VALUE | batch.VALUE_NULLS
+    valid = bytearray(-(-count // 8) * b"\xff")
+    good = forged(lengths + valid + b"x" * count, flags, count)
+    values = columns.decode(good, decoded_bytes_max=10**6).column("value").to_pylist()
+    assert values == [b"x"] * count
+    valid[-1] ^= 1 << (count - 1) % 8
+    refused(forged(lengths + valid + b"x" * count, flags, count))
+
+
+@pytest.mark.parametrize("count", [31, 32, 33])
+def test_few_rows_and_many_say_the_same(count: int) -> None:
+    roundtrip(sample(count))
 
 
 def test_null_with_bytes_and_offsets_that_fall() -> None:
