@@ -67,7 +67,7 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
     left = kit.replica(behind, "t").log.written_end
     assert left < named
     kit.sim.network.cut(f"b{leader}", f"b{behind}")
-    more = Ledger(kit, "t", acks=1, enable_idempotence=False)
+    Ledger(kit, "t", acks=1, enable_idempotence=False)
     kit.until(lambda: kit.replica(n, "t").log.written_end > named)
     kit.kill(behind)  # it has what is committed, and no more: it may lead next
     kit.sim.network.cut(f"b{leader}", f"b{n}")
@@ -90,13 +90,13 @@ def test_a_log_start_of_records_that_never_came_is_forgotten(make: Any) -> None:
     written(kit, "t", 100)
     leader, second, n = kit.state("t").replicas
     replica = kit.replica(n, "t")
-    told = replica.log.written_end + 50
-    replica.heard_log_start(told)
+    end = replica.log.written_end
+    replica.heard_log_start(end + 50)
     kit.kill(leader)
     kit.until(lambda: kit.state("t").leader == second)
     more = Ledger(kit, "t")
     more.more(100)
     more.stop()
-    kit.until(lambda: replica.high_watermark > told)
+    kit.until(lambda: replica.high_watermark > end + 50)
     kit.wait(2_000)
-    assert replica.log.log_start == 0
+    assert replica.log.log_start <= end
