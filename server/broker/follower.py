@@ -448,6 +448,7 @@ class MetadataFollower:
             tiered=self.is_tiered(topic, wanted),
         )
         core.partitions[key] = partition
+        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
         return partition
 
     async def _create(self, key: PartitionKey) -> Partition | None:

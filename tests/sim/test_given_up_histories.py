@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from pk import errors
 from pk.server.broker.upkeep import flush
+from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -79,6 +81,29 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
     assert behind in kit.state("t").elr
     assert kit.replica(n, "t").log.written_end > named
     assert kit.replica(n, "t").high_watermark <= left
+
+
+def test_committed_records_are_not_dropped_on_the_word_of_a_clean_leader(make: Any) -> None:
+    """F3 of follower.py, R4: it would be the last copy of what its leader has lost; also when the
+    replica has just started, and knows the watermark from its checkpoint alone.
+    """
+    kit = make(3, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 100)
+    leader, _, n = kit.state("t").replicas
+    on_disk(kit, n, kit.brokers[n].core.manager.checkpoint())
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    kit.kill(n)
+    kit.boot(n)
+    kit.until(lambda: kit.serves(n) and kit.replica(n, "t").replica is not None)
+    partition = kit.replica(n, "t")
+    end = partition.log.written_end
+    assert partition.high_watermark == end
+    follower: Any = partition.replica
+    on_disk(kit, n, follower.fetcher._start_anew(follower, wire.StartAt(local_log_start=50), 0))
+    assert isinstance(partition.problem, errors.CorruptLog)
+    assert (partition.log.segments[0].base_offset, partition.log.written_end) == (0, end)
+    assert kit.events("log_begun_anew") == 0
 
 
 def test_a_log_start_of_records_that_never_came_is_forgotten(make: Any) -> None:
