@@ -438,6 +438,7 @@ class LeaderFetcher:
                 self.again(replica)
                 return False
         replica.refused = 0
+        self.core.follower.compared(replica.key)
         replica.owed += entry.payload_bytes
         partition.heard_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
