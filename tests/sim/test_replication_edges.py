@@ -425,3 +425,48 @@ def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) 
     kit.until(lambda: len(kit.state("t").isr) == 3)
     assert kit.replica(n, "t").log.written_end == known.log_end
     ledger.check()
+
+
+def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
+    """R1: the leader hears of the new minimum and of the smaller ISR in one breath; what it has
+    parked is not acknowledged, for the member that left may lead next.
+    """
+    kit = make(25, auto_leader_rebalance_enable=False, replica_lag_time_max_ms=60_000)
+    kit.create("t", factor=2, min_insync_replicas=1)
+    ledger = Ledger(kit, "t")
+    ledger.more(100)
+    leader, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    kit.wait(100)
+    parked = len(ledger.acked)
+    core, held = kit.brokers[leader].core, [True]
+    poll = core.follower._poll
+
+    async def later(wait_ms: int) -> Any:
+        while held:
+            await core.clock.sleep_ms(10)
+        return await poll(wait_ms)
+
+    core.follower._poll = later  # type: ignore[method-assign]
+    kit.wait(3_000)  # the last one is over
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["min_insync_replicas"] = "2"
+    task = kit.spawn_ask(request, next(each for each in (1, 2, 3) if each not in (leader, n)))
+    kit.until(task.done)
+    kit.kill(n)
+    kit.until(lambda: kit.state("t").elr == (n,))
+    held.clear()
+    known: Any = kit.replica(leader, "t").leader
+    kit.until(lambda: known.isr == (leader,))
+    kit.wait(500)
+    assert len(ledger.acked) == parked
+    assert known.log_end > known.high_watermark
+    kit.kill(leader)
+    kit.boot(n)
+    kit.until(lambda: kit.state("t").leader == n)
+    kit.boot(leader)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    ledger.more(100)
+    ledger.stop()
+    ledger.check()
