@@ -50,7 +50,7 @@ class Directory:
     same_boot: bool = False
     recovery_points: Offsets = field(default_factory=dict)
     log_starts: Offsets = field(default_factory=dict)
-    moving: list[Mapping[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
+    moving: list[dict[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
     high_watermarks: Offsets = field(default_factory=dict)
     written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
     failure: Exception | None = None  #: why it could not be opened

@@ -178,9 +178,15 @@ class LogManager:
     async def _mark_running(self, directory: Directory) -> None:
         """Only once everything is open: a process that dies before its repairs are done must not
         leave word that it ran in this boot, else the next one takes a power loss for damage.
+
+        M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
+        a history that was given up (rules R3, R4); what comes to stand there was not.
         """
         run = Run(self._boot_id, directory.previous_broker_epoch)
+        logs = self._logs.items()
+        ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
+            await self._claim_less(directory, ends)
             await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
         except errors.StorageFailed:
             if all(each.failed is not None for each in self.directories):
@@ -399,7 +405,7 @@ class LogManager:
         log, directory = self._logs[key]
         self._reshaping[key] = None
         try:
-            await self._claim_less(key, offset)
+            await self._claim_less(directory, {key: offset})
             await directory.disk.write(partial(log.truncate_to, offset))
         finally:
             del self._reshaping[key]
@@ -413,25 +419,23 @@ class LogManager:
         log, directory = self._logs[key]
         self._reshaping[key] = None
         try:
-            await self._claim_less(key, min(offset, log.local_log_start, log_start))
+            least = min(offset, log.local_log_start, log_start)
+            await self._claim_less(directory, {key: least})
             await directory.disk.write(partial(log.reset_to, offset, snapshot))
         finally:
             del self._reshaping[key]
         log.log_start = min(log_start, offset)
         await self._write_log_starts(directory)
 
-    async def _claim_less(self, key: PartitionKey, offset: Offset) -> None:
-        """SYNCED: no checkpoint of this partition is above `offset`."""
-        log, directory = self._logs[key]
-        log.log_start = min(log.log_start, offset)
-        for offsets in (directory.recovery_points, directory.high_watermarks):
-            if offsets.get(key, 0) > offset:
-                offsets[key] = offset
-        self._note_log_starts(directory)
-        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
-        await directory.disk.write(
-            partial(_write_offsets, directory, self._copies(directory, names))
-        )
+    async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
+        """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""
+        for key, end in ends.items():
+            log = self._logs[key][0]
+            log.log_start = min(log.log_start, end)
+            for named in (directory.recovery_points, directory.high_watermarks, *directory.moving):
+                if named.get(key, 0) > end:
+                    named[key] = end
+        await self._write_checkpoints(directory)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -475,11 +479,7 @@ class LogManager:
             mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
             if mine is not None and mine[0] is log and key not in self._reshaping:
                 directory.recovery_points[key] = point
-        self._note_log_starts(directory)
-        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
-        await directory.disk.write(
-            partial(_write_offsets, directory, self._copies(directory, names))
-        )
+        await self._write_checkpoints(directory)
 
     async def checkpoint_log_starts(self) -> None:
         """SYNCED: the log starts as they are."""
@@ -508,6 +508,12 @@ class LogManager:
     def _home(self, key: PartitionKey) -> Directory | None:
         found = self._logs.get(key)
         return None if found is None else found[1]
+
+    async def _write_checkpoints(self, directory: Directory) -> None:
+        self._note_log_starts(directory)
+        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
+        copies = self._copies(directory, names)
+        await directory.disk.write(partial(_write_offsets, directory, copies))
 
     async def _write_log_starts(self, directory: Directory) -> None:
         self._note_log_starts(directory)
@@ -573,11 +579,7 @@ class LogManager:
                 all_clean = False
         if not clean or not self._loaded:
             return  # nothing was verified: the next start has to
-        self._note_log_starts(directory)
-        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
-        await directory.disk.write(
-            partial(_write_offsets, directory, self._copies(directory, names))
-        )
+        await self._write_checkpoints(directory)
         # L3: the controller knows of an unclean start once it was registered; a life that ended
         # before that passes it on.
         if all_clean and (self._broker_epoch != NONE or directory.closed_properly):

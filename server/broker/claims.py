@@ -32,19 +32,26 @@ ALTER_TIMEOUT_MS = 5_000
 
 
 def agrees(
-    log_end: int, epoch_at_end: int, table: wire.TierClaimReply, *, local_start: int = 0
+    log_end: int,
+    epoch_at_end: int,
+    table: wire.TierClaimReply,
+    *,
+    local_start: int = 0,
+    log_start: int = 0,
 ) -> bool:
     """Whether a local log tells the table's story up to its end (T4).
 
-    `epoch_at_end` is the local epoch of the last tiered offset.  A log that begins just where the
-    table ends has nothing below to compare, and was begun there on the table's word: it goes on
-    from there.
+    `epoch_at_end` is the local epoch of the last tiered offset.  There may be nothing to compare:
+    a log that begins just where the table ends was begun there on the table's word, and what
+    either holds below its start is deleted (rule T9), wholly perhaps.  Such a log goes on from
+    where it ends; but never below the table's end, whose offsets were given away before.
     """
-    if not table.exists or table.end <= table.start:
+    if not table.exists:
         return True
-    if local_start == table.end:
-        return log_end >= table.end
-    return log_end >= table.end and epoch_at_end == table.end_epoch
+    if log_end < table.end:
+        return False
+    nothing_left = table.end <= max(table.start, log_start)
+    return nothing_left or local_start == table.end or epoch_at_end == table.end_epoch
 
 
 class Claims:
@@ -116,13 +123,13 @@ class Claims:
 
     async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
         log = partition.log
-        if not table.exists or table.end <= table.start:
+        if not table.exists:
             return
         before = log.log_start
         start = max(before, table.start)
         local_start = log.segments[0].base_offset
         epoch = log.epochs.epoch_of(table.end - 1)
-        if agrees(log.written_end, epoch, table, local_start=local_start):
+        if agrees(log.written_end, epoch, table, local_start=local_start, log_start=before):
             log.log_start = start
             log.tiered_end = log.droppable_end = table.end
             await self._core.manager.checkpoint_log_starts()

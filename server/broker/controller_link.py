@@ -31,7 +31,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.server.broker.controller_search import Search
-from pk.types import NONE, NodeId
+from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
@@ -109,6 +109,8 @@ class ControllerLink:
         self.caught_up = False
         self.want_shutdown = False
         self.may_shut_down = asyncio.Event()
+        #: What the last answered heartbeat named as offline: its records are committed (rule Q3).
+        self.told_offline: dict[PartitionKey, None] = {}
         self._contact_ms: int | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -302,6 +304,7 @@ class ControllerLink:
         asked: Sequence[wire.FetchPartition] = ()  #: whose positions the controller wants (R3)
         while not self._broken:
             sent_ms = clock.monotonic_ms()
+            offline = self._offline_replicas()
             frame = await self._ask(
                 wire.BrokerHeartbeatRequest(
                     broker_id=self.identity.node_id,
@@ -310,7 +313,7 @@ class ControllerLink:
                     want_shutdown=self.want_shutdown,
                     offline_directories=self._offline_directories(),
                     positions=self._positions(asked),
-                    offline_replicas=self._offline_replicas(),
+                    offline_replicas=offline,
                 ),
                 self._patience_ms(),
                 registered=True,
@@ -318,6 +321,8 @@ class ControllerLink:
             self._renew_contact(sent_ms)
             if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
                 self._search.steady()
+            told = (PartitionKey(each.topic_id, each.partition) for each in offline)
+            self.told_offline = dict.fromkeys(told)
             reply = frame.head.broker_heartbeat_reply
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if reply.may_shut_down:

@@ -19,7 +19,10 @@ Invariants
   M6  a partition that is in no working directory is not created anew while a directory has failed:
       it is offline, its records are there
   M7  a damaged replica is set aside and made anew once another broker leads and it is in neither
-      ISR nor ELR: then what it has is nobody's last copy (rule L9)
+      ISR nor ELR, nor can come to be, for the controller has answered that it is offline: then
+      what it has is nobody's last copy (rule L9)
+  M8  it stays offline to the controller until the leader of that epoch has compared its new log:
+      before, the leader may ask for it on the strength of the old one (rule R2)
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from pk.server.controller import records
 from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage, PartitionState
 from pk.server.quorum.difference import difference
 from pk.server.quorum.history import SLICE_RECORDS
-from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
+from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -98,6 +101,7 @@ class MetadataFollower:
         self.next_offset: Offset = 0
         self.reacted: Offset = NONE  #: everything up to this record was carried out
         self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
+        self.anew: dict[PartitionKey, Epoch] = {}  #: M8: and the leader epoch it was
         self.claims = Claims(core)
         self.listeners: dict[
             Any, None
@@ -298,6 +302,7 @@ class MetadataFollower:
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self.image.partitions_of(self._core.node_id)
             }
+        keys |= {key: None for key in self._core.link.told_offline if self._damaged(key)}
         if changes.brokers:
             self._core.replicas.brokers_changed()
         # Settings first: under an older min_insync_replicas the watermark would move past a member
@@ -347,8 +352,7 @@ class MetadataFollower:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
             self.unopened.pop(key, None)
             return
-        problem = self.unopened.get(key) if partition is None else partition.problem
-        if isinstance(problem, errors.CorruptLog) and self._others_have_it(state):
+        if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)
             partition = None
         if partition is None:
@@ -360,14 +364,27 @@ class MetadataFollower:
                 return
         await self._lead_or_follow(partition, state)
 
+    def _damaged(self, key: PartitionKey) -> bool:
+        """M7: and the controller has heard of it."""
+        partition = self._core.partitions.get(key)
+        problem = self.unopened.get(key) if partition is None else partition.problem
+        return isinstance(problem, errors.CorruptLog) and key in self._core.link.told_offline
+
+    def compared(self, key: PartitionKey) -> None:
+        """M8: the leader knows what is here now."""
+        if self.anew.pop(key, None) is not None:
+            self._core.link.told_offline.pop(key, None)  # damaged once more, it is told once more
+            self._core.link.beat_soon()
+
     def _others_have_it(self, state: PartitionState) -> bool:
         """L9: another broker leads, and nobody counts on what is here any more."""
         me = self._core.node_id
         return state.leader not in (NONE, me) and me not in (*state.isr, *state.elr)
 
     async def _set_aside(self, key: PartitionKey, partition: Partition | None) -> None:
-        """M7."""
+        """M7, M8: what it is reported for does not change on the way."""
         core = self._core
+        self.anew[key] = self.image.topics[key.topic_id].partitions[key.partition].leader_epoch
         topic = self.image.topics[key.topic_id].name
         core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
         if partition is not None:
@@ -447,7 +464,7 @@ class MetadataFollower:
         log = core.manager.get(key)
         assert log is not None
         topic = self.image.topics[key.topic_id].name
-        core.partitions[key] = Partition(
+        partition = Partition(
             core,
             key,
             log,
@@ -455,6 +472,8 @@ class MetadataFollower:
             wanted,
             tiered=self.is_tiered(topic, wanted),
         )
+        core.partitions[key] = partition
+        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
 
     async def _create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
         """Create those of `keys` that this broker is to have and has not, together (M4).
@@ -554,6 +573,7 @@ class MetadataFollower:
         core = self._core
         self.claims.cancel(partition.key)
         core.replicas.leave(partition)
+        self.anew.pop(partition.key, None)
         del core.partitions[partition.key]
         partition.fail(why)
         core.feed.remove(partition.key, partition.topic)

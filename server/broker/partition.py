@@ -536,8 +536,13 @@ class Partition:
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:
-        """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5)."""
+        """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5).
+
+        What a former leader said of records beyond, deleted ones included (T9), is void: it is said
+        again if it holds.
+        """
         self._leader_watermark = min(self._leader_watermark, offset)
+        self.told_log_start = min(self.told_log_start, offset)
 
     # -- readers ---------------------------------------------------------------------------------
 

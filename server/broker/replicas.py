@@ -438,6 +438,7 @@ class LeaderFetcher:
                 self.again(replica)
                 return False
         replica.refused = 0
+        self.core.follower.compared(replica.key)
         replica.owed += entry.payload_bytes
         partition.heard_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
@@ -473,11 +474,10 @@ class LeaderFetcher:
                 log.epochs,
                 log_end=log.log_end,
                 high_watermark=known,
-                unclean=replica.unclean_epoch > log.epochs.epoch_of(known - 1),
+                unclean=_given_up(replica, known),
             )
         except errors.LogTruncated as refusal:
-            core.metrics.violations.inc()
-            core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
+            _refused(core, partition, refusal)
             return
         facts = {"partition": str(partition), "log_end": log.log_end, "offset": cut.offset}
         if cut.offset < log.log_end:
@@ -498,9 +498,17 @@ class LeaderFetcher:
         await partition.lane.settled(partition)
         if not replica.current:
             return
-        offset = told.local_log_start
+        offset, known = told.local_log_start, partition.high_watermark
+        try:
+            follower.check_start(offset, high_watermark=known, unclean=_given_up(replica, known))
+        except errors.LogTruncated as refusal:
+            _refused(core, partition, refusal)
+            return
+        if known > offset:
+            core.metrics.committed_cut.inc(known - offset)
         core.metrics.starts_anew.inc()
-        core.warn("log_begun_anew", partition=str(partition), log_end=log.log_end, offset=offset)
+        facts = {"log_end": log.log_end, "offset": offset, "high_watermark": known}
+        core.warn("log_begun_anew", partition=str(partition), **facts)
         partition.cut_watermark(0)
         try:
             await core.manager.start_anew(
@@ -508,6 +516,17 @@ class LeaderFetcher:
             )
         except errors.PkError as error:
             core.storage_failed(partition, error)
+
+
+def _given_up(replica: Replica, known: Offset) -> bool:
+    """An unclean election came after the last record known to be committed (rule R4)."""
+    return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
+
+
+def _refused(core: BrokerCore, partition: Partition, refusal: errors.LogTruncated) -> None:
+    """R3: one of the two logs is damaged; people must look before this one goes."""
+    core.metrics.violations.inc()
+    core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
 
 
 def _kept_end(partition: Partition) -> Offset:

@@ -270,7 +270,9 @@ def _isr_change(
 def _check_eligible(
     cluster: Cluster, key: PartitionKey, state: PartitionState, item: wire.AlterPartitionItem
 ) -> None:
-    """R2: fenced, draining or re-registered brokers never join (KIP-903), nor offline replicas."""
+    """R2: fenced, draining or re-registered brokers never join (KIP-903), nor offline replicas, nor
+    who was not heard in this term: which of its replicas are offline is not known yet.
+    """
     epochs = list(item.isr_broker_epochs)
     for index, member in enumerate(item.new_isr):
         if member in state.isr:
@@ -278,7 +280,8 @@ def _check_eligible(
         broker = cluster.image.brokers.get(member)
         known = epochs[index] if index < len(epochs) else None
         may_join = broker is not None and known == broker.broker_epoch
-        if not may_join or not cluster.eligible(member, key):
+        heard = cluster.report(member) is not None
+        if not may_join or not heard or not cluster.eligible(member, key):
             raise errors.IneligibleReplica(f"broker {member} may not join the ISR now")
 
 

@@ -7,7 +7,8 @@ of replicas that are offline.
 
 What *is* durable follows from it: a replica reported offline leaves ISR and ELR by a record, so
 that no later term takes it for a holder of the data.  What a new term does not know yet it does
-not assume: recovery elections choose only among brokers that it has heard.
+not assume: recovery elections choose only among brokers that it has heard, and only such a broker
+joins an ISR.
 
 Invariants
   P1  a report counts for its own broker epoch only

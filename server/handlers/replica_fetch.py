@@ -8,7 +8,8 @@ watermark.
 Invariants
   P1  nothing a replica says counts before its log was compared with this one in this leader epoch,
       and only for the position that was compared; who left the ISR since is compared again, and a
-      newer registration silences an older one
+      newer registration silences an older one; who comes back with less than what an ISR was asked
+      for is not compared before that is decided (R2)
   P2  a replica is told of a watermark that moved within TELL_MS, with data or without
 """
 
@@ -172,6 +173,8 @@ class ReplicaEnd:
                 )
                 self._stream.end(position)
                 return None
+            if leader.counts_on(self.replica, position.next_offset):
+                raise errors.NotLeaderOrFollower(f"{partition}: to be compared when it is decided")
             self._compared[position.key] = position
             self._confirm(position.key, position, position.next_offset, position.log_start)
         if position.next_offset < leader.log_end:

@@ -12,6 +12,8 @@ Invariants
       metadata marks unclean (rule R4)
   F2  each answer of the kind "the logs part" lowers the log's end, or its last epoch: the rounds
       end
+  F3  nor is a log begun anew below it: who leads cleanly has everything committed from where its
+      segments begin, so one that says otherwise has lost records (rules R4, R5)
 """
 
 from __future__ import annotations
@@ -61,3 +63,18 @@ def cut_at(
             high_watermark=str(high_watermark),
         )
     return Cut(target, committed)
+
+
+def check_start(offset: Offset, *, high_watermark: Offset, unclean: bool) -> None:
+    """Whether a log may be dropped to begin at `offset`, where its leader's does (rule R5).
+
+    A follower that has fallen behind ends, and knows of committed records, below `offset`; what it
+    drops is in the tier, or deleted.  Raises `LogTruncated` if it knows of more (F3).
+    """
+    if offset < high_watermark and not unclean:
+        raise errors.LogTruncated(
+            f"the leader has this log begin anew at {offset}, below the committed high watermark "
+            f"{high_watermark}, and no unclean election explains that",
+            offset=str(offset),
+            high_watermark=str(high_watermark),
+        )

@@ -199,6 +199,11 @@ class Leader:
         if replica not in (*self.isr, *self._pending):
             self._followers.forget(replica)
 
+    def counts_on(self, replica: NodeId, end: Offset) -> bool:
+        """An ISR was asked for, and may yet be granted, because `replica` had more than `end`."""
+        asked = replica in self._pending and replica not in self.isr
+        return asked and end < self._followers.end_of(replica)
+
     def end_of(self, replica: NodeId) -> Offset:
         """What `replica` confirmed."""
         return self._written_end if replica == self.node_id else self._followers.end_of(replica)

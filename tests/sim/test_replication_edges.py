@@ -318,3 +318,155 @@ def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> Non
     )
     stream._replica.confirmed(request)
     assert (leader.end_of(n), leader.broker_epoch_of(n)) == (5, newer)
+
+
+def outside(kit: Kit, topic: str) -> tuple[int, int]:
+    """(leader, n): a replica that has everything and is not in the ISR, for it is fenced."""
+    leader, _, n = kit.state(topic).replicas
+    kit.sim.network.cut(f"b{n}", "controller")
+    kit.until(lambda: n not in kit.state(topic).isr)
+    partition = kit.replica(leader, topic)
+    assert partition.leader is not None
+    known = partition.leader
+    kit.until(lambda: n not in known.isr)
+    kit.until(lambda: known.end_of(n) == partition.log.written_end)  # compared anew since
+    return leader, n
+
+
+def damage(kit: Kit, topic: str, n: int) -> None:
+    kit.brokers[n].core.storage_failed(kit.replica(n, topic), errors.CorruptLog("damaged"))
+
+
+def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
+    """M8 of follower.py, S4: the leader still knows what it had, and cannot hear of the damage."""
+    kit = make(21, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(6_000)  # its leader asks again and again
+    assert kit.serves(n)
+    assert n not in kit.state("t").isr
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    kit.until(lambda: kit.in_sync("t"))
+    assert not kit.brokers[n].core.follower.anew
+    ledger.check()
+
+
+def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
+    """M7, L9: no record says so, for it was in no list that it could leave."""
+    kit = make(22, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    leader, _, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    ledger.more(200)
+    kit.until(lambda: n not in kit.state("t").isr)
+    ledger.stop()
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.events("replica_made_anew") == 1
+    ledger.check()
+
+
+def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
+    """M7: it may be joining the ISR just now, on what it still seems to have."""
+    kit = make(23, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    leader, _, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    ledger.more(200)
+    follower = kit.brokers[n].core.follower
+    key = kit.replica(n, "t").key
+    kit.until(lambda: n not in follower.image.partition(key).isr)
+    ledger.stop()
+    damage(kit, "t", n)
+    task = kit.sim.spawn(f"b{n}", follower._settle(key))
+    kit.until(task.done)
+    assert kit.events("replica_made_anew") == 0
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.events("replica_made_anew") == 1
+    ledger.check()
+
+
+def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
+    """R2, C2 of isr_changes.py: the leader, cut from the controller, asks for what was true once;
+    compared now, the replica would be offline no more, and the old request be granted.
+    """
+    kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    known: Any = kit.replica(leader, "t").leader
+    call, lost = kit.brokers[leader].core.link.call, []
+
+    async def loses(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.AlterPartitionRequest):
+            lost.append(request)
+            raise errors.ControllerUnavailable("lost")
+        return await call(request, timeout_ms)
+
+    kit.brokers[leader].core.link.call = loses
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: bool(lost))
+    damage(kit, "t", n)
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(1_000)
+    assert known.end_of(n) == known.log_end, "it was not compared"
+    assert kit.brokers[n].core.follower.anew
+    kit.brokers[leader].core.link.call = call
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.replica(n, "t").log.written_end == known.log_end
+    ledger.check()
+
+
+def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
+    """R1: the leader hears of the new minimum and of the smaller ISR in one breath; what it has
+    parked is not acknowledged, for the member that left may lead next.
+    """
+    kit = make(25, auto_leader_rebalance_enable=False, replica_lag_time_max_ms=60_000)
+    kit.create("t", factor=2, min_insync_replicas=1)
+    ledger = Ledger(kit, "t")
+    ledger.more(100)
+    leader, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    kit.wait(100)
+    parked = len(ledger.acked)
+    core, held = kit.brokers[leader].core, [True]
+    poll = core.follower._poll
+
+    async def later(wait_ms: int) -> Any:
+        while held:
+            await core.clock.sleep_ms(10)
+        return await poll(wait_ms)
+
+    core.follower._poll = later  # type: ignore[method-assign]
+    kit.wait(3_000)  # the last one is over
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["min_insync_replicas"] = "2"
+    task = kit.spawn_ask(request, next(each for each in (1, 2, 3) if each not in (leader, n)))
+    kit.until(task.done)
+    kit.kill(n)
+    kit.until(lambda: kit.state("t").elr == (n,))
+    held.clear()
+    known: Any = kit.replica(leader, "t").leader
+    kit.until(lambda: known.isr == (leader,))
+    kit.wait(500)
+    assert len(ledger.acked) == parked
+    assert known.log_end > known.high_watermark
+    kit.kill(leader)
+    kit.boot(n)
+    kit.until(lambda: kit.state("t").leader == n)
+    kit.boot(leader)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    ledger.more(100)
+    ledger.stop()
+    ledger.check()

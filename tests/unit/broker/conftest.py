@@ -76,6 +76,7 @@ class Manager:
 class Follower:
     def __init__(self) -> None:
         self.unopened: dict[PartitionKey, errors.PkError] = {}
+        self.anew: dict[PartitionKey, int] = {}
         self.listeners: dict[Any, None] = {}
 
     def why_not_here(self, key: PartitionKey) -> errors.PkError:

@@ -47,6 +47,16 @@ async def produce(cluster: Cluster, kit: Any, topic_id: str, count: int) -> None
     stream.close()
 
 
+async def delete(cluster: Cluster, topic_id: str, before: int) -> int:
+    """The log's start afterwards."""
+    caller = cluster.caller()
+    request = wire.DeleteRecordsRequest()
+    request.items.add(topic_id=topic_id, before_offset=before)
+    frame = await caller.call(request, timeout_ms=5_000)
+    await caller.close()
+    return int(frame.head.delete_records_reply.results[0].log_start)
+
+
 async def read(cluster: Cluster, kit: Any, topic_id: str, start: int, end: int) -> dict[int, bool]:
     """Offsets of every record in `[start, end)`, each with whether it came from the tier."""
     stream = await cluster.stream(StreamKind.FETCH)
@@ -170,15 +180,7 @@ def test_tier_wins_does_not_bring_deleted_records_back(tiered: Cluster, kit: Any
     tiered.world.run_until(lambda: partition.tiered_end == 12)
     tiered.world.kill("tier")
     tiered.do(produce(tiered, kit, topic_id, 6))
-
-    async def delete() -> None:
-        caller = tiered.caller()
-        request = wire.DeleteRecordsRequest()
-        request.items.add(topic_id=topic_id, before_offset=15)
-        await caller.call(request, timeout_ms=5_000)
-        await caller.close()
-
-    tiered.do(delete())
+    tiered.do(delete(tiered, topic_id, 15))
     tiered.kill("broker", "d1", power=True)
     tiered.boot = "boot-2"
     tiered.start_broker()
@@ -188,6 +190,54 @@ def test_tier_wins_does_not_bring_deleted_records_back(tiered: Cluster, kit: Any
     assert (partition.log.log_start, partition.log.written_end) == (15, 18)
     assert list(tiered.do(read(tiered, kit, topic_id, 15, 18))) == [15, 16, 17]
     tiered.world.run_until(lambda: partition.tiered_end == 18)
+
+
+def test_a_log_whose_start_passed_the_tables_end_is_kept(tiered: Cluster, kit: Any) -> None:
+    """Rules T4, T9: once the segments below log_start are gone, an epoch later, the log's epochs do
+    not reach back to the table's end; what it has is acknowledged, SYNCED and nowhere else.
+    """
+    topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    tiered.world.kill("tier")
+    tiered.do(produce(tiered, kit, topic_id, 6))
+    tiered.do(delete(tiered, topic_id, 15))
+    tiered.world.run_until(lambda: partition.log.local_log_start == 15)
+    epoch = partition.leader_epoch
+    tiered.world.network.cut("broker", "controller")
+    tiered.world.run_until(lambda: not tiered.controller.machine.image.available(1))
+    tiered.world.network.heal("broker", "controller")
+    tiered.world.run_until(lambda: partition.leader_epoch > epoch)
+    tiered.do(produce(tiered, kit, topic_id, 3))
+    tiered.kill("broker", "d1", power=True)
+    tiered.boot = "boot-2"
+    tiered.start_broker()
+    tiered.start_tier()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    assert (partition.log.log_start, partition.log.written_end) == (15, 21)
+    assert list(tiered.do(read(tiered, kit, topic_id, 15, 21))) == list(range(15, 21))
+    tiered.world.run_until(lambda: partition.tiered_end == 21)
+
+
+def test_a_lost_disk_does_not_go_below_a_table_that_was_emptied(tiered: Cluster, kit: Any) -> None:
+    """Rules T4, T9: below the table's end new records would be taken for copied and deleted."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    tiered.do(delete(tiered, topic_id, -1))
+    tiered.world.run_until(lambda: partition.tier.start == 12)
+    tiered.kill("broker", "d1")
+    tiered.replace_storage("d1")
+    tiered.start_broker()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    assert (partition.log.log_start, partition.log.written_end) == (12, 12)
+    tiered.do(produce(tiered, kit, topic_id, 14))
+    tiered.world.run_until(lambda: partition.tiered_end == 26)
+    assert list(tiered.do(read(tiered, kit, topic_id, 12, 26))) == list(range(12, 26))
 
 
 def test_a_lost_disk_is_restored_from_the_tier(tiered: Cluster, kit: Any) -> None:
@@ -213,18 +263,10 @@ def test_deleted_records_leave_the_table(tiered: Cluster, kit: Any) -> None:
     partition = partition_of(tiered, topic_id)
     tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
 
-    async def delete(before: int) -> int:
-        caller = tiered.caller()
-        request = wire.DeleteRecordsRequest()
-        request.items.add(topic_id=topic_id, before_offset=before)
-        frame = await caller.call(request, timeout_ms=5_000)
-        await caller.close()
-        return int(frame.head.delete_records_reply.results[0].log_start)
-
-    assert tiered.do(delete(5)) == 5
+    assert tiered.do(delete(tiered, topic_id, 5)) == 5
     tiered.world.run_until(lambda: partition.tier.start == 5)
     assert list(tiered.do(read(tiered, kit, topic_id, 5, 12))) == list(range(5, 12))
-    assert tiered.do(delete(-1)) == 12
+    assert tiered.do(delete(tiered, topic_id, -1)) == 12
     tiered.do(produce(tiered, kit, topic_id, 3))
     tiered.world.run_until(lambda: partition.tiered_end == 15 and partition.tier.start == 12)
 

@@ -158,4 +158,8 @@ def test_tier_wins(log_end: int, epochs: list[tuple[int, int]], keeps: bool) -> 
     assert agrees(9, -1, wire.TierClaimReply(**begun), local_start=4), "begun at the table's end"
     assert not agrees(9, -1, wire.TierClaimReply(**begun), local_start=5)
     assert agrees(0, -1, wire.TierClaimReply(exists=False))
-    assert agrees(0, -1, wire.TierClaimReply(exists=True, start=4, end=4))
+    assert agrees(0, -1, wire.TierClaimReply(exists=True))
+    assert agrees(5, -1, wire.TierClaimReply(exists=True, start=4, end=4))
+    assert not agrees(3, 3, wire.TierClaimReply(exists=True, start=4, end=4)), "given away before"
+    assert agrees(9, -1, wire.TierClaimReply(**begun), local_start=5, log_start=5), "deleted (T9)"
+    assert not agrees(9, -1, wire.TierClaimReply(**begun), local_start=5, log_start=3)

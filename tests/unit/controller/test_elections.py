@@ -247,6 +247,22 @@ def test_an_offline_replica_leaves_isr_and_elr_and_leads_no_more() -> None:
     assert not alter_isr(bench, 2, item(bench, "t", [2, 3, 1])).HasField("error")
 
 
+def test_a_replica_that_was_offline_does_not_join_before_its_broker_is_heard_in_this_term() -> None:
+    """R2: its leader asks from what it heard before the damage; the last term would have refused.
+
+    Were it in the ISR, min_insync_replicas = 1, it would be the last one when its leader dies.
+    """
+    bench = three()
+    bench.beat(1, offline=(KEY,))
+    bench.reports.clear()
+    refused = alter_isr(bench, 2, item(bench, "t", [2, 3, 1]))
+    assert refused.error.code == 107
+    bench.beat(1, offline=(KEY,))
+    assert alter_isr(bench, 2, item(bench, "t", [2, 3, 1])).error.code == 107
+    bench.beat(1)
+    assert not alter_isr(bench, 2, item(bench, "t", [2, 3, 1])).HasField("error")
+
+
 def test_the_last_copy_that_goes_offline_is_last_known_and_comes_back() -> None:
     bench = Bench()
     bench.up(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
-from pk.server.replication.follower import cut_at
+from pk.server.replication.follower import check_start, cut_at
 from pk.server.replication.parting import EpochEnd, Parting, StartAt, parting
 from pk.types import NONE, EpochStart
 
@@ -122,6 +122,36 @@ def test_what_cannot_be_compared_is_fetched_anew(
     assert len(mine) >= first
     if start < first:  # what it keeps below the leader's segments is of the leader's history, too
         assert mine[:first] == leader[:first]
+
+
+@given(forked(), st.data())
+def test_a_clean_leader_is_never_refused(logs: tuple[Log, Log, int], data: st.DataObject) -> None:
+    """F1, F3: what is committed is in both logs; wherever the leader's segments begin, neither of
+    its answers gives up any of it.
+    """
+    leader, mine, common = logs
+    first = data.draw(st.integers(0, len(leader)))
+    committed = data.draw(st.integers(0, common))
+    for _ in range(len(mine) + 2):
+        last = mine[-1] if mine else NONE
+        told = asked(leader, last, len(mine), first)
+        if isinstance(told, StartAt):
+            check_start(told.offset, high_watermark=committed, unclean=False)
+            return
+        if told is None:
+            return
+        theirs = (told.epoch, told.end_offset)
+        known = {"log_end": len(mine), "high_watermark": committed}
+        mine = mine[: cut_at(theirs, epochs_of(mine), unclean=False, **known).offset]
+    raise AssertionError("they never agree")
+
+
+def test_a_log_is_begun_anew_below_the_committed_for_an_unclean_leader_only() -> None:
+    """Rules R4, R5."""
+    check_start(7, high_watermark=7, unclean=False)
+    with pytest.raises(errors.LogTruncated):
+        check_start(6, high_watermark=7, unclean=False)
+    check_start(6, high_watermark=7, unclean=True)
 
 
 def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
