@@ -2,8 +2,9 @@
 and the simulator must notice.
 
 A canary patches classes while it is open; production code has no switch for it.  Its options make
-what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices; CI
-replays just that one.  `python -m pk.sim.canaries` looks for the seeds again, SEEDS_MAX a canary.
+what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices, and
+that ends well when the rule is whole; CI replays just that one.  `python -m pk.sim.canaries` looks
+for the seeds again, SEEDS_MAX a canary.
 """
 
 from __future__ import annotations
@@ -331,8 +332,8 @@ CANARIES: dict[str, Canary] = {
         "L3", _put(Draft, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE, ("power",),
         nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
     ),
-    # A batch waits for its follower behind a cut; its stream breaks and it is sent again; the
-    # leader dies, and the follower, in sync until long after the cut, leads without it.
+    # A batch waits for its follower behind a cut until its time is out, or its stream breaks; it is
+    # sent again; the leader dies, and the follower, in sync all the while, leads without it.
     "a duplicate answered at once": Canary(
         "L4", _duplicate_answered_at_once(), "V6", SAFE, ("cut", "flaky_network", "kill_leader"),
         nodes=THREE, copies=2, unrest_ms=8_000, lag_ms=60_000, session_ms=12_000,

@@ -30,9 +30,19 @@ def test_a_canary_is_noticed(name: str) -> None:
     assert canary.caught(violation), violation or "nothing was noticed"
 
 
-def test_without_a_canary_nothing_is_noticed() -> None:
-    """The options of a canary alone break nothing, and closing one mends what it broke."""
-    name = "a table that takes any range"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a flush that only says so",
+        "a broker that leads in the name of its predecessor",
+        "a copier that tidies up after a failed commit",
+    ],
+)
+def test_without_a_canary_nothing_is_noticed(name: str) -> None:
+    """The options of a canary alone break nothing, and closing one mends what it broke.
+
+    A seed of any canary is recorded only if that holds for it; here it is shown for quick ones.
+    """
     with CANARIES[name].broken():
         pass
     assert not Run(SEEDS[name], CANARIES[name].options).execute().violation
