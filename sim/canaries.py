@@ -361,7 +361,7 @@ CANARIES: dict[str, Canary] = {
     # there and could be had at once.
     "elected without waiting for the last-known": Canary(
         "R3", _elected_without_waiting(), "V6 V12 V14", {**FLUSHED, "min_insync_replicas": "1"},
-        ("power",), nodes=THREE, copies=2, unrest_ms=10_000, fault_every_ms=(500, 2_500),
+        ("power",), nodes=THREE, copies=2, unrest_ms=6_000, fault_every_ms=(300, 1_500),
     ),
     "cut below the committed high watermark": Canary(
         "R4", _cut_below_the_watermark(), LOSSES, SAFE, KILLS,
@@ -392,7 +392,7 @@ CANARIES: dict[str, Canary] = {
     "a broker that leads in the name of its predecessor": Canary(
         "Q2", _put(MetadataFollower, "_registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
-        unrest_ms=6_000, fault_every_ms=(500, 2_500),
+        unrest_ms=4_000, fault_every_ms=(500, 2_500),
     ),
     "replies before the commit": Canary(
         "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
