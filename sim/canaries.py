@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pk import errors
-from pk.log import writing
+from pk.log import directory, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
@@ -264,6 +264,22 @@ def _replies_before_the_commit() -> Any:
     return _put(ReplayedHost, "_round", hasty)
 
 
+def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
+    read, load = directory.read_partition, MetadataFollower.load
+    ids: dict[str, str] = {}
+
+    def by_name(storage: Any, path: str) -> Any:
+        found = read(storage, path)
+        return found and (ids.get(found[1].topic, found[0]), found[1])
+
+    async def knowing(self: MetadataFollower) -> None:
+        ids.update((topic.name, topic.topic_id) for topic in self.image.topics.values())
+        await load(self)
+
+    _put(directory, "read_partition", by_name)(stack)
+    _put(MetadataFollower, "load", knowing)(stack)
+
+
 # -- tier ------------------------------------------------------------------------------------------
 
 
@@ -393,6 +409,13 @@ CANARIES: dict[str, Canary] = {
         "Q2", _put(MetadataFollower, "_registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         unrest_ms=4_000, fault_every_ms=(500, 2_500),
+    ),
+    # A broker hears nothing while its topic is deleted and made again, all of it in less time than
+    # a session lasts; it dies, and finds the directory of the earlier life.
+    "a stray that is taken for the topic of its name": Canary(
+        "Q2", _stray_taken_for_the_topic_of_its_name, "V6 V12", SAFE,
+        ("cut", "isolate", "kill_broker", "kill_machine"), ("recreate",), nodes=THREE, copies=3,
+        unrest_ms=6_000, session_ms=4_000,
     ),
     "replies before the commit": Canary(
         "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
