@@ -410,8 +410,8 @@ CANARIES: dict[str, Canary] = {
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         unrest_ms=4_000, fault_every_ms=(500, 2_500),
     ),
-    # A broker hears nothing while its topic is deleted and made again, all of it in less time than
-    # a session lasts; it dies, and finds the directory of the earlier life.
+    # A broker dies, its topic is deleted and made again before the broker is fenced, so that it is
+    # a replica once more; it comes back and finds the directory of the earlier life.
     "a stray that is taken for the topic of its name": Canary(
         "Q2", _stray_taken_for_the_topic_of_its_name, "V6 V12", SAFE,
         ("cut", "isolate", "kill_broker", "kill_machine"), ("recreate",), nodes=THREE, copies=3,
