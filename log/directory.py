@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pk import errors
 from pk.log import checkpoints
-from pk.log.storage import Storage
-from pk.types import NONE, PartitionKey, TopicPartition
+from pk.log.storage import Disk, File, Storage
+from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 FORMAT = 0
 #: What format 0 means in this build: a hash of a sample of every file as it is written, which
@@ -35,6 +36,38 @@ LOG_STARTS = "log-start-offset-checkpoint"
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
 
 Offsets = dict[PartitionKey, int]
+
+
+@dataclass(slots=True, eq=False)
+class Directory:
+    """One data directory as the broker registers it (rule L3)."""
+
+    disk: Disk
+    directory_id: str
+    clean: bool  #: closed properly, or the page cache outlived the process (same boot id)
+    previous_broker_epoch: int  #: -1 = none known
+    closed_properly: bool = False
+    same_boot: bool = False
+    recovery_points: Offsets = field(default_factory=dict)
+    log_starts: Offsets = field(default_factory=dict)
+    moving: list[Mapping[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
+    high_watermarks: Offsets = field(default_factory=dict)
+    written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
+    failure: Exception | None = None  #: why it could not be opened
+
+    @property
+    def failed(self) -> Exception | None:
+        return self.failure or self.disk.storage.failed
+
+    def names(self, key: PartitionKey) -> bool:
+        """Whether a checkpoint, here or on the disk, says anything of it."""
+        now = (self.recovery_points, self.log_starts, self.high_watermarks)
+        return any(key in offsets for offsets in (*now, *self.written.values()))
+
+    def forget(self, key: PartitionKey) -> None:
+        """The next checkpoint will not know it."""
+        for offsets in (self.recovery_points, self.log_starts, self.high_watermarks):
+            offsets.pop(key, None)
 
 
 class Format(NamedTuple):
@@ -177,9 +210,22 @@ def read_partition(storage: Storage, path: str) -> tuple[str, TopicPartition] | 
         ) from cause
 
 
-def write_partition(storage: Storage, path: str, topic_id: str, tp: TopicPartition) -> None:
+def begin_partition(storage: Storage, path: str, topic_id: str, tp: TopicPartition) -> File:
+    """The identity beside its place: once the file is SYNCED, `name_partition` puts it there."""
     content = {"topic_id": topic_id, "topic": tp.topic, "partition": tp.partition}
-    storage.replace_file(f"{path}/{PARTITION_FILE}", json.dumps(content).encode())
+    file = storage.open(f"{path}/{PARTITION_FILE}.tmp", create=True)
+    try:
+        file.truncate(0)
+        file.append([json.dumps(content).encode()])
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def name_partition(storage: Storage, path: str) -> None:
+    """WRITTEN: `sync_dir` makes it last."""
+    storage.rename(f"{path}/{PARTITION_FILE}.tmp", f"{path}/{PARTITION_FILE}")
 
 
 def _object(raw: bytes, where: str) -> dict[str, Any]:

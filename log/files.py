@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pk import errors
@@ -33,6 +34,8 @@ T = TypeVar("T")
 IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 1024
 LOCK_NAME = ".lock"
 READ_THREADS = 4
+#: Syncs under way at once in `sync_all`: file systems commit those that wait together as one.
+SYNC_THREADS = 8
 COMPUTE_THREADS = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -238,6 +241,17 @@ class RealStorage:
             raise
         except OSError as cause:
             self.fail(cause, f"syncing directory {path or '.'}", sync=True)
+
+    def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
+        jobs = [file.sync for file in files]
+        jobs += [partial(self.sync_dir, path) for path in directories]
+        if len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
+        with ThreadPoolExecutor(min(SYNC_THREADS, len(jobs)), "pk-sync") as together:
+            for done in [together.submit(job) for job in jobs]:
+                done.result()
 
     def read_file(self, path: str) -> bytes:
         try:

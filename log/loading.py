@@ -50,7 +50,7 @@ class Loaded:
     epochs: LeaderEpochs = field(default_factory=LeaderEpochs)
     producers: Producers = field(default_factory=Producers)
     notes: list[str] = field(default_factory=list)
-    created: bool = False  #: files were created or removed since the last sync of the directory
+    created: bool = False  #: names may have changed since the last sync of the directory
 
 
 @dataclass(slots=True)
@@ -115,6 +115,8 @@ def load(
                 _sync(storage, segment)
         storage.sync_dir(path)
         opening.changed = False
+    elif not clean:  # what the process that died made or renamed is WRITTEN, its names not SYNCED
+        opening.changed = True
     loaded = Loaded(
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
     )

@@ -21,14 +21,15 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pk import errors
+from pk.log import creation
 from pk.log import directory as files
-from pk.log.directory import Format, Offsets, Run
+from pk.log.creation import NewPartition, Outcome, Site
+from pk.log.directory import Directory, Format, Offsets, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.segment import IndexCache, base_offset_of
@@ -41,28 +42,6 @@ ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
 DELETING = "-delete"
 #: How long a stray stays; a deleted partition stays its topic's file_delete_delay_ms.
 STRAY_DELAY_MS = 60_000
-
-
-@dataclass(slots=True, eq=False)
-class Directory:
-    """One data directory as the broker registers it (rule L3)."""
-
-    disk: Disk
-    directory_id: str
-    clean: bool  #: closed properly, or the page cache outlived the process (same boot id)
-    previous_broker_epoch: int  #: -1 = none known
-    closed_properly: bool = False
-    same_boot: bool = False
-    recovery_points: Offsets = field(default_factory=dict)
-    log_starts: Offsets = field(default_factory=dict)
-    moving: list[Mapping[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
-    high_watermarks: Offsets = field(default_factory=dict)
-    written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
-    failure: Exception | None = None  #: why it could not be opened
-
-    @property
-    def failed(self) -> Exception | None:
-        return self.failure or self.disk.storage.failed
 
 
 class LogManager:
@@ -177,6 +156,8 @@ class LogManager:
             if directory.failed is None:
                 storage = directory.disk.storage
                 try:
+                    if not directory.closed_properly:  # the last names may be WRITTEN only
+                        await directory.disk.write(partial(storage.sync_dir, self._root))
                     names = await directory.disk.read(partial(storage.list, self._root))
                 except errors.StorageFailed:
                     continue  # M4
@@ -244,13 +225,14 @@ class LogManager:
         else's files.
         """
         storage = directory.disk.storage
+        if await directory.disk.read(partial(creation.unfinished, storage, path)):
+            await directory.disk.write(partial(storage.remove_tree, path))
+            return
         names = await directory.disk.read(partial(storage.list, path))
         if any(base_offset_of(name) is not None for name in names):
             raise errors.CorruptLog(
                 f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
             )
-        if all(name.startswith(files.PARTITION_FILE) for name in names):
-            await directory.disk.write(partial(storage.remove_tree, path))
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
@@ -286,22 +268,67 @@ class LogManager:
         return self._logs[key][1].disk
 
     async def create(self, tp: TopicPartition, topic_id: str, config: LogConfig) -> PartitionLog:
-        """A new partition in the directory with the fewest, then the most free space.  Raises the
-        storage's errors.
-        """
-        key = PartitionKey(topic_id, tp.partition)
-        assert key not in self._logs, f"{tp} exists"
-        directory = await self._choose()
-        log = await directory.disk.write(partial(self._create, directory, tp, topic_id, config))
-        self._logs[key] = (log, directory)
-        return log
+        """A new partition.  Raises the storage's errors."""
+        (outcome,) = await self.create_all([NewPartition(tp, topic_id, config)])
+        if isinstance(outcome, errors.PkError):
+            raise outcome
+        return outcome
 
-    async def _choose(self) -> Directory:
+    async def create_all(self, wanted: Sequence[NewPartition]) -> list[Outcome]:
+        """New partitions, `creation.VISIT_MAX` at most, in one visit to each directory.
+
+        Each goes to the directory with the fewest, then the most free space.  A log, or the
+        storage's error, for each.
+        """
+        assert all(new.key not in self._logs for new in wanted), "a partition exists"
+        try:
+            homes = await self._choose(len(wanted))
+        except errors.PkError as error:
+            return [error for _ in wanted]
+        groups: dict[Directory, list[NewPartition]] = {}
+        for new, home in zip(wanted, homes, strict=True):
+            groups.setdefault(home, []).append(new)
+        visits = await asyncio.gather(*(self._visit(*each) for each in groups.items()))
+        outcomes = {key: outcome for visit in visits for key, outcome in visit.items()}
+        return [outcomes[new.key] for new in wanted]
+
+    async def _visit(
+        self, directory: Directory, group: list[NewPartition]
+    ) -> dict[PartitionKey, Outcome]:
+        def reopen(path: str, new: NewPartition) -> PartitionLog:
+            return self._open_log(directory, path, new.tp, new.topic_id, new.config)
+
+        site = Site(directory.disk.storage, self._root, self._doomed, reopen, self._cache)
+        try:
+            await self._forget_earlier(directory, site, group)
+            found = await directory.disk.write(partial(creation.create, site, group))
+        except errors.PkError as error:
+            return dict.fromkeys((new.key for new in group), error)
+        for key, outcome in found.items():
+            if isinstance(outcome, PartitionLog):
+                self._logs[key] = (outcome, directory)
+        return found
+
+    async def _forget_earlier(
+        self, directory: Directory, site: Site, group: list[NewPartition]
+    ) -> None:
+        """M2: what a checkpoint says of an earlier life goes, SYNCED, before the new one begins."""
+        named = [new for new in group if directory.names(new.key)]
+        gone = await directory.disk.write(partial(creation.not_here, site, named)) if named else []
+        if gone:
+            for key in gone:
+                directory.forget(key)
+            names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
+            copies = self._copies(directory, names)
+            await directory.disk.write(partial(_write_offsets, directory, copies))
+
+    async def _choose(self, count: int) -> list[Directory]:
+        """A directory for each of `count` new partitions."""
         usable = [directory for directory in self.directories if directory.failed is None]
         if not usable:
             raise errors.StorageFailed("every data directory of this broker has failed")
         if len(usable) == 1:
-            return usable[0]
+            return usable * count
         counts = {id(directory): 0 for directory in usable}
         for _, directory in self._logs.values():
             if id(directory) in counts:
@@ -309,33 +336,12 @@ class LogManager:
         free = [
             await directory.disk.read(directory.disk.storage.free_bytes) for directory in usable
         ]
-        best = min(range(len(usable)), key=lambda at: (counts[id(usable[at])], -free[at], at))
-        return usable[best]
-
-    def _create(
-        self, directory: Directory, tp: TopicPartition, topic_id: str, config: LogConfig
-    ) -> PartitionLog:
-        """SYNCED up to the directory entry: what a flush promises later must have a name."""
-        storage, path = directory.disk.storage, self._path(str(tp))
-        if storage.exists(path):
-            known = files.read_partition(storage, path)
-            if (
-                known is None or known[0] != topic_id
-            ):  # an unfinished creation, or the topic's earlier life (rule L8)
-                storage.rename(path, self._doomed(path))
-        if not storage.exists(path):
-            for offsets in (
-                directory.recovery_points,
-                directory.log_starts,
-                directory.high_watermarks,
-            ):
-                offsets.pop(
-                    PartitionKey(topic_id, tp.partition), None
-                )  # an earlier life's, never checkpointed away
-        storage.make_dir(path)
-        files.write_partition(storage, path, topic_id, tp)
-        storage.sync_dir(self._root)
-        return self._open_log(directory, path, tp, topic_id, config)
+        chosen = []
+        for _ in range(count):
+            best = min(range(len(usable)), key=lambda at: (counts[id(usable[at])], -free[at], at))
+            counts[id(usable[best])] += 1
+            chosen.append(usable[best])
+        return chosen
 
     async def delete(self, key: PartitionKey) -> None:
         """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses
@@ -343,8 +349,7 @@ class LogManager:
         """
         log, directory = self._logs.pop(key)
         log.retire()
-        for offsets in (directory.recovery_points, directory.log_starts, directory.high_watermarks):
-            offsets.pop(key, None)
+        directory.forget(key)
         await directory.disk.write(partial(log.close, False))
         await self._discard(directory, log.path, log.config.file_delete_delay_ms)
 
@@ -359,12 +364,7 @@ class LogManager:
         for directory in self.directories:
             path = self._path(str(tp))
             if directory.failed is None and directory.disk.storage.exists(path):
-                for offsets in (
-                    directory.recovery_points,
-                    directory.log_starts,
-                    directory.high_watermarks,
-                ):
-                    offsets.pop(key, None)
+                directory.forget(key)
                 await self._discard(directory, path, delay_ms)
 
     def _doomed(self, path: str) -> str:
@@ -472,7 +472,8 @@ class LogManager:
                 continue  # nothing new since the last one
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
-            if key in self._logs and key not in self._reshaping:
+            mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
+            if mine is not None and mine[0] is log and key not in self._reshaping:
                 directory.recovery_points[key] = point
         self._note_log_starts(directory)
         names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)

@@ -209,6 +209,11 @@ class Segment:
             self.synced = False
         return self.file
 
+    def close(self) -> None:
+        file, self.file = self.file, None
+        if file is not None:
+            file.close()
+
     def write_indexes(self, extent: Extent, sparse: SparseIndex | None = None) -> None:
         """The derived files as of `extent`; not synced, a torn one is rebuilt."""
         sparse = sparse if sparse is not None else self.index

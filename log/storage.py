@@ -83,6 +83,12 @@ class Storage(Protocol):
 
     def sync_dir(self, path: str) -> None: ...
 
+    def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
+        """`sync` of all these files and `sync_dir` of all these directories, in any order and side
+        by side where the disk takes them so.  Raises if any fails (D2): then none counts.
+        """
+        ...
+
     def read_file(self, path: str) -> bytes:
         """Raises `FileNotFoundError`."""
         ...

@@ -366,6 +366,12 @@ class SimStorage:
             raise FileNotFoundError(path)
         self.mutate("sync_dir", path, node.sync)
 
+    def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
+        for file in files:
+            file.sync()
+        for path in directories:
+            self.sync_dir(path)
+
     def read_file(self, path: str) -> bytes:
         self.observe("read", path)
         node = self._find(path)

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
+from pk.log.creation import VISIT_MAX, NewPartition
 from pk.log.plan import LogConfig
 from pk.server.broker.claims import Claims
 from pk.server.broker.metadata_feed import load_image
@@ -102,6 +104,7 @@ class MetadataFollower:
         ] = {}  #: called with the names of changed topics, None = brokers or all
         self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
         self._wait_number = 0
+        self._creating = asyncio.Lock()
         self._loaded = False
         self._task: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None
@@ -179,8 +182,10 @@ class MetadataFollower:
                 partition=str(key),
                 error=error.message,
             )
-        for key, _log in sorted(self._core.manager.logs().items()):
-            self._adopt(key)
+        opened = sorted(self._core.manager.logs())
+        topics = self._topics_of(opened)
+        for key in opened:
+            self._adopt(key, topics[key.topic_id][1])
         self._miss_failed_directories()
         self._loaded = True
         changes = _Changes()
@@ -298,11 +303,14 @@ class MetadataFollower:
         # Settings first: under an older min_insync_replicas the watermark would move past a member
         # that the same records keep eligible (rule R1).
         self._reconfigure(changes)
-        for key in keys:
-            await self._settle(key)
-            topic = self.image.topics.get(key.topic_id)
-            if topic is not None:
-                changes.topics[topic.name] = None
+        for some in _together(list(keys)):
+            await self._create_missing(some)
+            for key in some:
+                await self._settle(key)
+        named = (
+            self.image.topics.get(topic_id) for topic_id in {key.topic_id: None for key in keys}
+        )
+        changes.topics.update((topic.name, None) for topic in named if topic is not None)
         self.reacted = max(self.reacted, upto)
         while self._waiting and self._waiting[0][0] <= self.reacted:
             future = heapq.heappop(self._waiting)[2]
@@ -346,7 +354,8 @@ class MetadataFollower:
         if partition is None:
             if key in self.unopened:
                 return
-            partition = await self._create(key)
+            await self._create_missing([key])  # anew (M7)
+            partition = core.partitions.get(key)
             if partition is None:
                 return
         await self._lead_or_follow(partition, state)
@@ -433,13 +442,12 @@ class MetadataFollower:
             return None
         return LogConfig.of(self.settings_of(self.image.topics[topic_id].name))
 
-    def _adopt(self, key: PartitionKey) -> Partition:
+    def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
         core = self._core
         log = core.manager.get(key)
         assert log is not None
         topic = self.image.topics[key.topic_id].name
-        wanted = self.settings_of(topic)
-        partition = Partition(
+        core.partitions[key] = Partition(
             core,
             key,
             log,
@@ -447,41 +455,88 @@ class MetadataFollower:
             wanted,
             tiered=self.is_tiered(topic, wanted),
         )
-        core.partitions[key] = partition
-        return partition
 
-    async def _create(self, key: PartitionKey) -> Partition | None:
-        topic = self.image.topics[key.topic_id].name
-        try:
-            await self._core.manager.create(
-                TopicPartition(topic, key.partition),
-                key.topic_id,
-                LogConfig.of(self.settings_of(topic)),
+    async def _create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
+        """Create those of `keys` that this broker is to have and has not, together (M4).
+
+        At most `VISIT_MAX`.  `again`: also those that could not be created before.
+        """
+        core = self._core
+        async with self._creating:
+            missing = [
+                key
+                for key in keys
+                if key not in core.partitions
+                and (again or key not in self.unopened)
+                and self._is_mine(key)
+            ]
+            if not missing:
+                return
+            topics = self._topics_of(missing)
+            outcomes = await core.manager.create_all(
+                [
+                    NewPartition(TopicPartition(name, key.partition), key.topic_id, config)
+                    for key in missing
+                    for name, _, config in (topics[key.topic_id],)
+                ]
             )
-        except errors.PkError as error:
-            self.unopened[key] = error
-            self._core.warn(
-                "create_failed", topic=topic, partition=key.partition, error=error.message
-            )
-            return None
-        self.unopened.pop(key, None)
-        return self._adopt(key)
+            made = dict(zip(missing, outcomes, strict=True))
+            kept = [key for key in missing if self._is_mine(key)]  # the image may have moved on
+            topics = self._topics_of(kept)
+            for key in kept:
+                outcome = made.pop(key)
+                name, wanted, config = topics[key.topic_id]
+                if isinstance(outcome, errors.PkError):
+                    self._not_created(key, name, outcome)
+                    continue
+                outcome.config = config
+                self.unopened.pop(key, None)
+                self._adopt(key, wanted)
+            for key, outcome in made.items():
+                self.unopened.pop(key, None)
+                if not isinstance(outcome, errors.PkError):
+                    await self._discard(key, str(outcome.topic_partition))
+
+    def _is_mine(self, key: PartitionKey) -> bool:
+        """The image gives this broker a replica of it."""
+        state = self.image.partition(key)
+        return state is not None and self._core.node_id in state.replicas
+
+    def _topics_of(
+        self, keys: Iterable[PartitionKey]
+    ) -> dict[str, tuple[str, dict[str, Any], LogConfig]]:
+        """Name and settings of the topics of `keys`, by id: of a thousand partitions once."""
+        found = {}
+        for topic_id in {key.topic_id: None for key in keys}:
+            name = self.image.topics[topic_id].name
+            wanted = self.settings_of(name)
+            found[topic_id] = name, wanted, LogConfig.of(wanted)
+        return found
+
+    def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
+        self.unopened[key] = error
+        self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
 
     async def _retry_unopened(self) -> None:
         """M4: what could not be created for want of space is tried again."""
         while True:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)
-            for key, error in list(self.unopened.items()):
-                state = self.image.partition(key)
-                if state is None:
-                    del self.unopened[key]
-                elif error.retriable:
-                    try:
-                        partition = await self._create(key)
-                        if partition is not None:
-                            await self._lead_or_follow(partition, state)
-                    except Exception as bug:
-                        self._core.bug("creating a partition", bug)
+            for key in [key for key in self.unopened if self.image.partition(key) is None]:
+                del self.unopened[key]
+            waiting = [key for key, error in self.unopened.items() if error.retriable]
+            for some in _together(waiting):
+                await self._guarded(self._create_missing(some, again=True))
+                for key in some:
+                    partition, state = self._core.partitions.get(key), self.image.partition(key)
+                    if partition is not None and state is not None:
+                        await self._guarded(self._lead_or_follow(partition, state))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes wrong with some is no matter of the others."""
+        try:
+            await work
+        except Exception as bug:
+            self._core.bug("creating a partition", bug)
 
     async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
         core = self._core
@@ -503,11 +558,14 @@ class MetadataFollower:
         partition.fail(why)
         core.feed.remove(partition.key, partition.topic)
         core.feed_moved.set()
+        await core.replicas.stand_still(partition)
+        await self._discard(partition.key, str(partition))
+
+    async def _discard(self, key: PartitionKey, partition: str) -> None:
         try:
-            await core.replicas.stand_still(partition)
-            await core.manager.delete(partition.key)
+            await self._core.manager.delete(key)
         except errors.PkError as error:
-            core.warn("delete_failed", partition=str(partition), error=error.message)
+            self._core.warn("delete_failed", partition=partition, error=error.message)
 
     def _reconfigure(self, changes: _Changes) -> None:
         if not changes.configured and not changes.all_configured:
@@ -524,6 +582,11 @@ class MetadataFollower:
                 partition.reconfigure(wanted, tiered=tiered)
                 self._flush_if_asked(partition)
                 self._core.retain_soon(partition.key)
+
+
+def _together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:
+    """As many as are created in one visit."""
+    return (keys[at : at + VISIT_MAX] for at in range(0, len(keys), VISIT_MAX))
 
 
 def _typed(failure: BaseException) -> errors.PkError:

@@ -16,7 +16,7 @@ import pytest
 
 from pk import errors, settings, tracing
 from pk.log import columns
-from pk.log.manager import Directory
+from pk.log.directory import Directory
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.server.broker.core import BrokerCore

@@ -1,0 +1,185 @@
+"""Creating partitions: many of them in one visit to the write lane of their directory.
+
+A partition is a directory with an identity (partition.json, rule L8) and the first segment.  It
+counts as created when a flush may promise its records (rule L1), that is when these are SYNCED:
+the identity's bytes, the names in its directory, the name of the directory itself.  The segment is
+not: it is empty, and the first flush syncs what is in it by then.
+
+What syncs cost is waiting, not work: a file system commits all that wait together as one.  So a
+visit makes the files of all its partitions first and then syncs the same level of all of them at
+once; a thousand partitions cost a few dozen commits instead of some thousands.
+
+Rules
+  C1  the identity comes last, whole: it is written beside its place, SYNCED, then renamed.  A
+      partition that has one is complete but for names that are not SYNCED yet, and `load` and the
+      first flush see to those.
+  C2  a directory without identity that holds no more than a first segment without a byte is an
+      unfinished creation: the next start removes it, the next try goes on with it.  Records without
+      identity are damage (rule L9): nothing is appended before the creation counts.
+  C3  a partition that cannot be created does not stop the others of its visit (M4); a disk that
+      fails stops them all (rule L2).
+  C4  a visit is bounded: appends to other partitions of the directory wait until it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pk import errors
+from pk.log import directory as files
+from pk.log.loading import Loaded
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import LogConfig
+from pk.log.segment import IndexCache, Segment, file_name
+from pk.log.storage import File, Storage
+from pk.types import PartitionKey, TopicPartition
+
+#: C4: as many as callers ask for in one go.
+VISIT_MAX = 64
+_FIRST = file_name(0, ".log")
+
+
+class NewPartition(NamedTuple):
+    """One to be created."""
+
+    tp: TopicPartition
+    topic_id: str
+    config: LogConfig
+
+    @property
+    def key(self) -> PartitionKey:
+        return PartitionKey(self.topic_id, self.tp.partition)
+
+
+Outcome = PartitionLog | errors.PkError
+
+
+@dataclass(slots=True)
+class Site:
+    """Where a visit builds."""
+
+    storage: Storage
+    root: str  #: of the partition directories
+    doomed: Callable[[str], str]  #: the name under which what is in the way is removed later
+    reopen: Callable[[str, NewPartition], PartitionLog]  #: one that is there already
+    cache: IndexCache
+
+    def path(self, new: NewPartition) -> str:
+        return f"{self.root}/{new.tp}" if self.root else str(new.tp)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A partition whose files are made."""
+
+    new: NewPartition
+    segment: Segment
+    identity: File
+
+
+def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:
+    """In the write lane: a log, or why there is none, for each of `wanted` (C3)."""
+    storage = site.storage
+    found: dict[PartitionKey, Outcome] = {}
+    begun: list[_Begun] = []
+    for new in wanted:
+        try:
+            if _in_place(site, new):
+                found[new.key] = site.reopen(site.path(new), new)
+            else:
+                begun.append(_begin(site, new))
+        except errors.PkError as error:
+            found[new.key] = error
+    try:
+        storage.sync_all([each.identity for each in begun])
+        for each in begun:
+            try:
+                files.name_partition(storage, each.segment.directory)
+                found[each.new.key] = _log_of(site, each)
+            except errors.PkError as error:
+                found[each.new.key] = error
+        made = [outcome.path for outcome in found.values() if isinstance(outcome, PartitionLog)]
+        storage.sync_all((), made)
+        storage.sync_dir(site.root)
+    except errors.PkError as failure:
+        found |= {new.key: failure for new in wanted}
+    finally:
+        for each in begun:
+            each.identity.close()
+            if not isinstance(found.get(each.new.key), PartitionLog):
+                each.segment.close()
+    return found
+
+
+def _in_place(site: Site, new: NewPartition) -> bool:
+    """Whether this very partition is there; what else has its name goes out of the way."""
+    storage, path = site.storage, site.path(new)
+    if not storage.exists(path):
+        return False
+    known = files.read_partition(storage, path)
+    if known is not None and known[0] == new.topic_id:
+        return True
+    if known is not None or not unfinished(storage, path):  # the topic's earlier life (rule L8)
+        storage.rename(path, site.doomed(path))
+    return False
+
+
+def _begin(site: Site, new: NewPartition) -> _Begun:
+    storage, path = site.storage, site.path(new)
+    storage.make_dir(path)
+    segment = Segment(storage, path, 0)
+    segment.create()
+    try:
+        identity = files.begin_partition(storage, path, new.topic_id, new.tp)
+    except BaseException:
+        segment.close()
+        raise
+    return _Begun(new, segment, identity)
+
+
+def _log_of(site: Site, begun: _Begun) -> PartitionLog:
+    """What opening it would find, without looking: nothing is to be repaired."""
+    new, segment = begun.new, begun.segment
+    return PartitionLog(
+        site.storage,
+        segment.directory,
+        new.tp,
+        new.topic_id,
+        new.config,
+        Loaded([segment]),
+        log_start=0,
+        synced_end=0,
+        cache=site.cache,
+    )
+
+
+def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
+    """Those of `wanted` that are to be made from nothing.  In the write lane."""
+    missing = []
+    for new in wanted:
+        try:
+            known = files.read_partition(site.storage, site.path(new))
+        except errors.CorruptLog:
+            continue  # its creation will say so
+        if known is None or known[0] != new.topic_id:
+            missing.append(new.key)
+    return missing
+
+
+def unfinished(storage: Storage, path: str) -> bool:
+    """Whether a directory without identity is what a creation that died leaves (C2)."""
+    return all(
+        name.startswith(files.PARTITION_FILE)
+        or (name == _FIRST and not _size(storage, f"{path}/{name}"))
+        for name in storage.list(path)
+    )
+
+
+def _size(storage: Storage, path: str) -> int:
+    file = storage.open(path, write=False)
+    try:
+        return file.size()
+    finally:
+        file.close()
