@@ -1,0 +1,487 @@
+"""Many partitions created in one visit: what dying inside it leaves, what it costs, who fails alone
+(rules C1–C4 of log/creation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pk import errors, settings
+from pk.log import batch as batches
+from pk.log import columns, directory
+from pk.log.creation import NewPartition, Outcome
+from pk.log.manager import LogManager
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import LogConfig
+from pk.log.storage import Disk
+from pk.sim.disk import Crashed, SimDisk, SimStorage
+from pk.types import PartitionKey, TopicPartition
+from pk.world import World
+
+CONFIG = LogConfig.of(settings.TOPIC.resolve({"file_delete_delay_ms": 50}))
+KEY = PartitionKey("tid", 0)
+FIRST = "00000000000000000000.log"
+
+
+class Clock:
+    """Time stands still; who sleeps is woken at once."""
+
+    wall_ms = monotonic_ms = staticmethod(lambda: 1_700_000_000_000)
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        await asyncio.sleep(3600 if duration_ms >= 50 else 0)
+
+
+class House:
+    """Some simulated disks, and one manager life after the other."""
+
+    def __init__(self, disks: int = 1, seed: int = 0) -> None:
+        self.storages = [SimStorage(f"/d{n}", random.Random(seed + n)) for n in range(disks)]
+        self.clock: Any = Clock()
+        ids = itertools.count()
+        no_network: Any = None
+        self.world = World(self.clock, no_network, random.Random(seed), lambda: f"id-{next(ids)}")
+
+    async def opened(self, boot_id: str = "boot-1") -> LogManager:
+        """A life that finds nothing damaged."""
+        manager = await self.begun(boot_id)
+        assert await manager.load(lambda topic_id, tp: CONFIG) == []
+        return manager
+
+    async def begun(self, boot_id: str = "boot-1") -> LogManager:
+        disks: list[Disk] = [SimDisk(s, self.clock, random.Random(1)) for s in self.storages]
+        manager = LogManager(
+            disks, node_id=1, cluster_id="c", build="b", world=self.world, boot_id=boot_id
+        )
+        await manager.open()
+        return manager
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+def wanted(count: int, topic_id: str = "tid") -> list[NewPartition]:
+    return [NewPartition(TopicPartition("t", n), topic_id, CONFIG) for n in range(count)]
+
+
+def logs_of(outcomes: list[Outcome]) -> list[PartitionLog]:
+    return [outcome for outcome in outcomes if isinstance(outcome, PartitionLog)]
+
+
+async def append(manager: LogManager, key: PartitionKey, count: int = 1) -> None:
+    log = manager.get(key)
+    assert log is not None
+    for _ in range(count):
+        raw = b"".join(columns.encode_lists([b"v" * 1000]))
+        log.decide(batches.check(raw), raw, leader_epoch=0, now_ms=5)
+    plan = log.take_writes()
+    assert plan is not None
+    await manager.disk_of(key).write(lambda: log.perform(plan))
+    log.complete(plan)
+
+
+async def flushed(manager: LogManager, key: PartitionKey) -> int:
+    log = manager.get(key)
+    assert log is not None
+    return await manager.disk_of(key).write(log.flush)
+
+
+# -- dying inside ----------------------------------------------------------------------------------
+
+
+async def died_at(point: int | None, seed: int) -> tuple[House, int]:
+    """A house whose process died in the given mutation of a creation of four; how many there are.
+
+    Whatever counted as created has a flushed record when it dies.
+    """
+    house = House(seed=seed)
+    (storage,) = house.storages
+    manager = await house.opened()
+    storage.mutations, storage.crash_at = 0, point
+    try:
+        made = logs_of(await manager.create_all(wanted(4)))
+    except Crashed:
+        return house, storage.mutations
+    assert len(made) == 4
+    assert point is None
+    mutations = storage.mutations
+    for new in wanted(4):
+        await append(manager, new.key)
+        await flushed(manager, new.key)
+    return house, mutations
+
+
+async def grown(manager: LogManager, floor: int) -> None:
+    """All four are there, or are created now; each takes a record that is promised."""
+    missing = [new for new in wanted(4) if manager.get(new.key) is None]
+    assert len(logs_of(await manager.create_all(missing))) == len(missing)
+    for new in wanted(4):
+        log = manager.get(new.key)
+        assert log is not None
+        assert log.written_end >= floor
+        await append(manager, new.key)
+        assert await flushed(manager, new.key) == log.written_end
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
+def test_dying_anywhere_inside_leaves_no_damage_and_no_promise(power: bool, seed: int) -> None:
+    """C1, C2: the next life finds partitions or nothing, and what it promises then is kept."""
+
+    async def main() -> None:
+        _, total = await died_at(None, seed)
+        assert total > 4 * 6
+        for point in range(total):
+            house, _ = await died_at(point, seed)
+            (storage,) = house.storages
+            storage.power_loss() if power else storage.crash()
+            boot = "boot-2" if power else "boot-1"
+            manager = await house.opened(boot)
+            left = [name for name in storage.list("topics") if not name.endswith("-delete")]
+            assert left == sorted(f"t-{key.partition}" for key in manager.logs())
+            await grown(manager, 0)
+            storage.power_loss()
+            await grown(await house.opened("boot-3"), 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_created_survives_a_power_loss(seed: int) -> None:
+    """The contract: a flush may promise records from the first moment on (rule L1)."""
+
+    async def main() -> None:
+        house, _ = await died_at(None, seed)
+        house.storages[0].power_loss()
+        manager = await house.opened("boot-2")
+        assert [manager.logs()[new.key].written_end for new in wanted(4)] == [1] * 4
+
+    run(main)
+
+
+def test_the_first_flush_after_a_death_syncs_names_too() -> None:
+    """A roll that nobody flushed, a death, a start in the same boot: then a promise is made."""
+
+    async def main() -> None:
+        for seed in range(10):
+            house = House(seed=seed)
+            manager = await house.opened()
+            await manager.create_all(wanted(1))
+            await append(manager, KEY, 3)
+            assert manager.logs()[KEY].roll()
+            await append(manager, KEY, 2)
+            house.storages[0].crash()
+            manager = await house.opened()
+            await append(manager, KEY, 2)
+            assert await flushed(manager, KEY) == 7
+            house.storages[0].power_loss()
+            assert (await house.opened("boot-2")).logs()[KEY].written_end == 7
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, []),
+        ({"partition.json.tmp": b"{"}, []),
+        ({FIRST: b"", "partition.json.tmp": b""}, []),
+        ({FIRST: b""}, []),
+        ({FIRST: b"x"}, None),
+        ({"00000000000000000007.log": b""}, None),
+        ({FIRST: b"", "00000000000000000007.log": b""}, None),
+        ({FIRST: b"", "leader-epoch-checkpoint": b"0"}, None),
+        ({"thesis.txt": b"years of work"}, ["t-0"]),
+    ],
+)
+def test_what_counts_as_unfinished(files: dict[str, bytes], left: list[str] | None) -> None:
+    """C2: no byte of a record goes unnoticed."""
+
+    async def main() -> None:
+        house = House()
+        (storage,) = house.storages
+        await (await house.opened()).close()
+        storage.make_dir("topics/t-0")
+        for name, raw in files.items():
+            storage.open(f"topics/t-0/{name}", create=True).append([raw])
+        manager = await house.begun()
+        problems = await manager.load(lambda topic_id, tp: CONFIG)
+        assert [type(error) for _, error in problems] == [errors.CorruptLog] * (left is None)
+        assert storage.list("topics") == (["t-0"] if left is None else left)
+        (made,) = await manager.create_all(wanted(1))  # it does not stand in the way of a new one
+        assert isinstance(made, PartitionLog)
+        kept = [name for name in storage.list("topics") if name.endswith("-delete")]
+        assert len(kept) == (left != [])
+
+    run(main)
+
+
+# -- what a visit costs ----------------------------------------------------------------------------
+
+
+def test_syncs_and_commits_of_a_visit() -> None:
+    async def main() -> None:
+        house = House()
+        (storage,) = house.storages
+        manager = await house.opened()
+        seen: Counter[str] = Counter()
+        order: list[str] = []
+
+        def note(operation: str, path: str) -> None:
+            seen[operation] += 1
+            if operation in ("create", "rename", "sync", "sync_dir"):
+                order.append("sync_root" if path == "topics" else operation)
+
+        storage.fault = note  # type: ignore[assignment]
+        await manager.create_all(wanted(64))
+        assert (seen["sync"], seen["sync_dir"]) == (64, 65)
+        stages = [operation for operation, _ in itertools.groupby(order)]
+        assert stages == ["create", "sync", "rename", "sync_dir", "sync_root"]
+
+    run(main)
+
+
+def test_a_new_log_is_what_opening_it_would_find() -> None:
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        (made,) = logs_of(await manager.create_all(wanted(1)))
+        opened = PartitionLog.open(
+            house.storages[0], made.path, made.topic_partition, "tid", CONFIG, clean=True, now_ms=5
+        )
+        names = [
+            name
+            for name in (*vars(made), "log_end", "segments")
+            if name not in ("_cache", "_storage")
+        ]
+        for name in set(names) - {"_segments", "_tail", "_lane_unsynced", "epochs", "producers"}:
+            assert getattr(made, name) == getattr(opened, name), name
+        for mine, theirs in zip(made._segments, opened._segments, strict=True):
+            for slot in ("base_offset", "decided", "written", "synced", "dropped", "aborted"):
+                assert getattr(mine, slot) == getattr(theirs, slot), slot
+            assert mine.index is not None
+            assert theirs.index is not None
+            assert mine.file is not None
+        assert [each.base_offset for each in made._lane_unsynced] == [0]
+        assert (made.epochs.entries, len(made.producers)) == (opened.epochs.entries, 0)
+
+    run(main)
+
+
+def test_a_visit_spreads_as_one_by_one() -> None:
+    async def main() -> None:
+        roots = []
+        for together in (False, True):
+            house = House(3)
+            house.storages[0].capacity, house.storages[1].capacity = 10**6, 10**9
+            manager = await house.opened()
+            await manager.create(TopicPartition("s", 0), "sid", CONFIG)
+            for new in [] if together else wanted(9):
+                await manager.create_all([new])
+            if together:
+                await manager.create_all(wanted(9))
+            roots.append([manager.disk_of(new.key).storage.root for new in wanted(9)])
+        assert roots[0] == roots[1]
+        assert Counter(roots[0]) == {"/d0": 3, "/d1": 3, "/d2": 3}
+
+    run(main)
+
+
+# -- who fails alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["make_dir", "create", "append", "rename"])
+def test_a_full_disk_stops_whom_it_hits(step: str) -> None:
+    """C3: and a second try goes on where the first one ended."""
+
+    async def main() -> None:
+        house = House()
+        (storage,) = house.storages
+        manager = await house.opened()
+
+        def full(operation: str, path: str) -> Exception | None:
+            hit = operation == step and "topics/t-2" in path
+            return errors.StorageFull("no space") if hit else None
+
+        storage.fault = full
+        outcomes = await manager.create_all(wanted(5))
+        kinds = [type(outcome) for outcome in outcomes]
+        assert kinds == [PartitionLog, PartitionLog, errors.StorageFull, PartitionLog, PartitionLog]
+        assert list(manager.logs()) == [new.key for new in wanted(5) if new.tp.partition != 2]
+        storage.fault = None
+        (late,) = await manager.create_all(wanted(5)[2:3])
+        assert isinstance(late, PartitionLog)
+        assert storage.list("topics") == [f"t-{n}" for n in range(5)]
+        for new in wanted(5):
+            await append(manager, new.key)
+            await flushed(manager, new.key)
+        storage.power_loss()
+        again = await house.opened("boot-2")
+        assert [log.written_end for log in again.logs().values()] == [1] * 5
+
+    run(main)
+
+
+@pytest.mark.parametrize("step", ["append", "sync", "sync_dir"])
+def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
+    """C3, rule L2: after a failed sync nobody knows what is there."""
+
+    async def main() -> None:
+        house = House(2)
+        bad = house.storages[0]
+        manager = await house.opened()
+        hits = itertools.count()
+
+        def broken(operation: str, path: str) -> Exception | None:
+            return OSError("broken") if operation == step and next(hits) == 1 else None
+
+        bad.fault = broken
+        outcomes = await manager.create_all(wanted(6))
+        assert len(logs_of(outcomes)) == 3
+        assert {type(each) for each in outcomes} == {PartitionLog, errors.StorageFailed}
+        for new, outcome in zip(wanted(6), outcomes, strict=True):
+            assert (new.key in manager.logs()) == isinstance(outcome, PartitionLog)
+        homes = {manager.disk_of(key).storage.root for key in manager.logs()}
+        assert homes == {"/d1"}
+        again = await manager.create_all(wanted(8)[6:])
+        assert {manager.disk_of(new.key).storage.root for new in wanted(8)[6:]} == {"/d1"}
+        assert len(logs_of(again)) == 2
+        house.storages[1].failed = OSError("too")
+        (none,) = await manager.create_all(wanted(9)[8:])
+        assert isinstance(none, errors.StorageFailed)
+
+    run(main)
+
+
+def test_a_damaged_identity_is_one_partitions_matter() -> None:
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        house.storages[0].make_dir("topics/t-1")
+        house.storages[0].replace_file("topics/t-1/partition.json", b"{")
+        outcomes = await manager.create_all(wanted(3))
+        assert [type(each) for each in outcomes] == [PartitionLog, errors.CorruptLog, PartitionLog]
+
+    run(main)
+
+
+# -- earlier lives ---------------------------------------------------------------------------------
+
+
+def test_an_earlier_topic_of_the_name_goes_out_of_the_way() -> None:
+    """Rule L8: its records are nobody's; what is there of this very topic is opened."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        await manager.create_all(wanted(2, "old"))
+        await append(manager, PartitionKey("old", 0))
+        await append(manager, PartitionKey("old", 1))
+        house.storages[0].crash()
+        manager = await house.begun()  # nothing is loaded: both stand in the way
+        mine = [wanted(2, "old")[0], wanted(2, "new")[1]]
+        first, second = logs_of(await manager.create_all(mine))
+        assert (first.written_end, second.written_end) == (1, 0)
+        left = house.storages[0].list("topics")
+        assert [name for name in left if not name.endswith("-delete")] == ["t-0", "t-1"]
+        assert len(left) == 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
+def test_a_checkpoint_of_an_earlier_life_says_nothing_of_this_one(power: bool) -> None:
+    """M2: it came back, and died before the next checkpoint: nothing is missing."""
+
+    async def main() -> None:
+        house = House()
+        (storage,) = house.storages
+        manager = await house.opened()
+        other = PartitionKey("tid", 1)
+        await manager.create_all(wanted(2))
+        for key in (KEY, other):
+            await append(manager, key, 30)
+            await flushed(manager, key)
+            manager.set_high_watermark(key, 30)
+            manager.logs()[key].advance_log_start(20)
+        await manager.checkpoint()
+        await manager.delete(KEY)
+        await manager.create_all(wanted(1))
+        await append(manager, KEY, 3)
+        await flushed(manager, KEY)
+        storage.power_loss() if power else storage.crash()
+        manager = await house.opened("boot-2" if power else "boot-1")
+        log, kept = manager.logs()[KEY], manager.logs()[other]
+        assert (log.written_end, log.log_start, manager.high_watermark(KEY)) == (3, 0, 0)
+        assert (kept.written_end, kept.log_start, manager.high_watermark(other)) == (30, 20, 30)
+
+    run(main)
+
+
+def test_dying_between_two_lives_is_no_damage() -> None:
+    """M2, at every point of the second creation."""
+
+    async def main() -> None:
+        for point in range(40):
+            house = House(seed=point)
+            (storage,) = house.storages
+            manager = await house.opened()
+            await manager.create_all(wanted(1))
+            await append(manager, KEY, 5)
+            await flushed(manager, KEY)
+            await manager.checkpoint()
+            await manager.delete(KEY)
+            storage.crash_at = point
+            try:
+                await manager.create_all(wanted(1))
+            except Crashed:
+                storage.power_loss()
+                await house.opened("boot-2")
+                continue
+            assert point > 10
+            return
+        raise AssertionError("it never got through")
+
+    run(main)
+
+
+def test_a_recovery_point_of_an_earlier_life_is_not_kept() -> None:
+    """M2: it was asked for, and meanwhile the partition went and came back."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        (log,) = logs_of(await manager.create_all(wanted(1)))
+        await append(manager, KEY, 30)
+        await flushed(manager, KEY)
+        found = log.checkpoint
+        gate, reached = asyncio.Event(), asyncio.Event()
+        disk = manager.disk_of(KEY)
+        write = disk.write
+
+        async def late(work: Callable[[], Any]) -> Any:
+            answer = await write(work)
+            if work == found:
+                reached.set()
+                await gate.wait()
+            return answer
+
+        disk.write = late  # type: ignore[method-assign]
+        checkpoint = asyncio.ensure_future(manager.checkpoint())
+        await reached.wait()
+        await manager.delete(KEY)
+        await manager.create_all(wanted(1))
+        gate.set()
+        await checkpoint
+        points = directory.read_offsets(house.storages[0], directory.RECOVERY_POINTS)
+        assert points.get(KEY, 0) == 0
+
+    run(main)
