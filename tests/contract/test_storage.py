@@ -156,6 +156,70 @@ def test_free_bytes(storage: Storage) -> None:
     assert storage.free_bytes() > 0
 
 
+def test_sync_all_reaches_every_file_and_directory(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[str] = []
+    if isinstance(storage, RealStorage):
+        real_sync, real_dir = os.fdatasync, os.fsync
+
+        def sync(fd: int) -> None:
+            real_sync(fd)
+            reached.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+        def sync_dir(fd: int) -> None:
+            real_dir(fd)
+            reached.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+        monkeypatch.setattr("os.fdatasync", sync)
+        monkeypatch.setattr("os.fsync", sync_dir)
+    else:
+        assert isinstance(storage, SimStorage)
+        storage.fault = lambda op, path: (
+            reached.append(f"{storage.root}/{path}") if op.startswith("sync") else None
+        )
+    names = [f"d{number}" for number in range(20)]
+    for name in names:
+        storage.make_dir(name)
+    files = [storage.open(f"{name}/f", create=True) for name in names]
+    storage.sync_all([])
+    assert not reached
+    storage.sync_all(files[:1])
+    assert reached == [f"{storage.root}/d0/f"]
+    storage.sync_all(files[1:], names)
+    wanted = [f"{storage.root}/{name}/f" for name in names]
+    wanted += [f"{storage.root}/{name}" for name in names]
+    assert sorted(reached) == sorted(wanted)
+
+
+def test_one_failure_fails_all_that_is_synced_with_it(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: whoever asks hears of it, and returns only when nothing is under way any more."""
+    files = [storage.open(f"f{number}", create=True) for number in range(20)]
+    if isinstance(storage, RealStorage):
+        bad = files[7]
+        running: list[int] = []
+
+        def sync(fd: int) -> None:
+            running.append(fd)
+            try:
+                if os.readlink(f"/proc/self/fd/{fd}").endswith(bad.path):
+                    raise OSError(errno.EIO, "injected")
+            finally:
+                running.remove(fd)
+
+        monkeypatch.setattr("os.fdatasync", sync)
+    else:
+        assert isinstance(storage, SimStorage)
+        storage.fault = lambda op, path: OSError("injected") if path == "f7" else None
+        running = []
+    with pytest.raises(errors.StorageFailed):
+        storage.sync_all(files)
+    assert not running
+    assert storage.failed is not None
+
+
 # -- failures, provoked in each kind's own way -----------------------------------------------------
 
 
@@ -233,6 +297,8 @@ def test_any_other_failure_takes_the_storage_offline(
         lambda: storage.replace_file("f", b""),
         lambda: storage.open("new", create=True),
         lambda: storage.sync_dir(""),
+        lambda: storage.sync_all([file]),
+        lambda: storage.sync_all((), ["", ""]),
         lambda: file.write_at(0, b"x"),
     ):
         with pytest.raises(errors.StorageFailed):

@@ -240,7 +240,7 @@ def test_syncs_and_commits_of_a_visit() -> None:
             if operation in ("create", "rename", "sync", "sync_dir"):
                 order.append("sync_root" if path == "topics" else operation)
 
-        storage.fault = note  # type: ignore[assignment]
+        storage.fault = note
         await manager.create_all(wanted(64))
         assert (seen["sync"], seen["sync_dir"]) == (64, 65)
         stages = [operation for operation, _ in itertools.groupby(order)]

@@ -1,0 +1,237 @@
+"""Many partitions in one chunk of the metadata log: created together, each led as if it were alone
+(rules M3, M4, L8 of the broker's follower).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log.creation import VISIT_MAX, NewPartition, Outcome
+from pk.log.manager import LogManager
+from pk.types import PartitionKey
+from pk.wire import pk_pb2 as wire
+
+Cluster = Any  # conftest.py's
+COUNT = 2 * VISIT_MAX + 10
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The partitions of each call for creations."""
+    found: list[list[int]] = []
+    create_all = LogManager.create_all
+
+    async def noted(self: LogManager, wanted: Sequence[NewPartition]) -> list[Outcome]:
+        found.append([new.tp.partition for new in wanted])
+        return await create_all(self, wanted)
+
+    monkeypatch.setattr(LogManager, "create_all", noted)
+    return found
+
+
+def full(*partitions: int) -> Any:
+    """No space for these."""
+    names = tuple(f"topics/flights-{n}/" for n in partitions)
+
+    def fault(operation: str, path: str) -> Exception | None:
+        hit = operation == "append" and path.startswith(names)
+        return errors.StorageFull("no space") if hit else None
+
+    return fault
+
+
+def test_a_big_topic_takes_few_visits(cluster: Cluster, kit: Any, visits: list[list[int]]) -> None:
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights", COUNT))
+    assert [len(each) for each in visits] == [VISIT_MAX, VISIT_MAX, 10]
+    assert [number for each in visits for number in each] == list(range(COUNT))
+    partitions = cluster.broker.core.partitions
+    assert all(partitions[PartitionKey(topic_id, n)].leader is not None for n in range(COUNT))
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [0]
+    cluster.kill("broker", "d1")
+    cluster.start_broker()
+    assert len(visits) == 3  # everything was there
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
+
+
+def test_what_is_full_waits_and_the_others_go_on(
+    cluster: Cluster, kit: Any, visits: list[list[int]]
+) -> None:
+    """M4: and what waits is tried again together."""
+    cluster.start()
+    cluster.storages["d1"].fault = full(0, 70, 71)
+    topic_id = cluster.do(cluster.create("flights", COUNT))
+    core = cluster.broker.core
+    mine = [PartitionKey(topic_id, n) for n in range(COUNT)]
+    assert [key.partition for key in mine if key not in core.partitions] == [0, 70, 71]
+    assert all(core.partitions[key].leader is not None for key in mine if key in core.partitions)
+    with pytest.raises(errors.StorageFull):
+        cluster.do(cluster.produce(kit, topic_id, 1))
+    cluster.storages["d1"].fault = full(70)
+    del visits[:]
+    cluster.world.loop.run_for_ms(6_000)
+    assert visits == [[0, 70, 71]]
+    assert [key.partition for key in mine if key not in core.partitions] == [70]
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [0]
+    cluster.storages["d1"].fault = None
+    cluster.world.loop.run_for_ms(6_000)
+    assert visits == [[0, 70, 71], [70]]
+    assert core.partitions[mine[70]].leader is not None
+    assert core.follower.unopened == {}
+
+
+def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Cluster) -> None:
+    """M3: what was created for nobody is no stray."""
+    cluster.start()
+    storage = cluster.storages["d1"]
+    storage.fault = full(0, 1)
+    cluster.do(cluster.create("flights", 3))
+    core = cluster.broker.core
+    create_all = core.manager.create_all
+    tried: list[list[Outcome]] = []
+
+    async def late(wanted: Sequence[NewPartition]) -> list[Outcome]:
+        made = await create_all(wanted)
+        tried.append(made)
+        await core.clock.sleep_ms(3_000)  # meanwhile the metadata log goes on
+        return made
+
+    core.manager.create_all = late
+    storage.fault = full(1)
+    cluster.world.run_until(lambda: tried)
+
+    async def remove() -> None:
+        caller = cluster.caller()
+        await caller.call(wire.DeleteTopicsRequest(names=["flights"]), timeout_ms=2_000)
+        await caller.close()
+
+    cluster.do(remove())
+    assert len(core.manager.logs()) == 1  # nobody's yet
+    cluster.world.loop.run_for_ms(4_000)
+    assert [type(outcome).__name__ for outcome in tried[0]] == ["PartitionLog", "StorageFull"]
+    assert core.manager.logs() == core.partitions == core.follower.unopened == {}
+    left = [name for name in storage.list("topics") if not name.endswith("-delete")]
+    assert left == ["flights-1"]  # unfinished: the next start removes it
+    cluster.kill("broker", "d1")
+    cluster.start_broker()
+    assert storage.list("topics") == []
+    assert not cluster.world.loop.failures
+
+
+def test_settings_that_change_while_it_is_created_are_those_it_has(cluster: Cluster) -> None:
+    cluster.start()
+    storage = cluster.storages["d1"]
+    storage.fault = full(0)
+    topic_id = cluster.do(cluster.create("flights"))
+    core = cluster.broker.core
+    create_all = core.manager.create_all
+    tried: list[int] = []
+
+    async def late(wanted: Sequence[NewPartition]) -> list[Outcome]:
+        made = await create_all(wanted)
+        tried.append(len(made))
+        await core.clock.sleep_ms(3_000)
+        return made
+
+    core.manager.create_all = late
+    storage.fault = None
+    cluster.world.run_until(lambda: tried)
+
+    async def alter() -> None:
+        caller = cluster.caller()
+        change = wire.AlterConfigsRequest()
+        resource = wire.ConfigResource(type="topic", name="flights")
+        change.changes.add(resource=resource).set["max_message_bytes"] = "1024"
+        await caller.call(change, timeout_ms=2_000)
+        await caller.close()
+
+    cluster.do(alter())
+    cluster.world.loop.run_for_ms(4_000)
+    partition = core.partitions[PartitionKey(topic_id, 0)]
+    assert partition.leader is not None
+    assert partition.settings["max_message_bytes"] == 1024
+    assert partition.log.config.max_message_bytes == 1024
+
+
+def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit: Any) -> None:
+    """Rule L8: the old one's directories go first, whichever records come together."""
+    cluster.start()
+    old = cluster.do(cluster.create("flights", 3))
+    cluster.do(cluster.produce(kit, old, 2))
+    follower = cluster.broker.core.follower
+    poll = follower._poll
+
+    async def hold(wait_ms: int) -> Any:  # the next chunk is one of all that was said by then
+        await cluster.broker.core.clock.sleep_ms(2_000)
+        return await poll(wait_ms)
+
+    follower._poll = hold
+    other = cluster.do(cluster.create("other"))  # the poll under way is over
+
+    async def again() -> None:
+        caller = cluster.caller()
+        for request in (wire.DeleteTopicsRequest(names=["flights"]), wire.CreateTopicsRequest()):
+            if isinstance(request, wire.CreateTopicsRequest):
+                request.topics.add(name="flights", partitions=5, replication_factor=1)
+            with pytest.raises(errors.PkError):
+                await caller.call(request, timeout_ms=200)
+        await caller.close()
+
+    cluster.do(again())
+    cluster.world.loop.run_for_ms(6_000)
+    core = cluster.broker.core
+    assert {key.topic_id for key in core.partitions} == set(follower.image.topics)
+    assert old not in follower.image.topics
+    assert other in follower.image.topics
+    assert len(core.partitions) == 5 + 1
+    assert all(each.log.log_end == 0 and each.leader for each in core.partitions.values())
+
+
+def test_two_who_miss_one_partition_create_it_once(
+    cluster: Cluster, visits: list[list[int]]
+) -> None:
+    """It moved away and back while it was tried again: one log for one directory."""
+    cluster.start()
+    cluster.storages["d1"].fault = full(0)
+    topic_id = cluster.do(cluster.create("flights"))
+    cluster.storages["d1"].fault = None
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    del visits[:]
+
+    async def both() -> None:
+        again = core.follower._create_missing([key], again=True)
+        del core.follower.unopened[key]
+        await asyncio.gather(again, core.follower._create_missing([key]))
+
+    task = cluster.world.spawn("broker", both())
+    cluster.world.run_until(task.done)
+    task.result()
+    assert visits == [[0]]
+    assert key in core.partitions
+
+
+def test_what_is_offline_is_not_created_by_the_next_record(
+    cluster: Cluster, visits: list[list[int]]
+) -> None:
+    """M4, M6: a cause that does not pass by itself stays what is told."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights", 2))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 1)
+    problem = errors.CorruptLog("flights-1 is damaged")
+    del visits[:]
+
+    async def touched() -> None:
+        core.follower.unopened[key] = problem
+        del core.partitions[key]
+        await core.follower._create_missing([key])
+        await core.follower._settle(key)
+
+    task = cluster.world.spawn("broker", touched())
+    cluster.world.run_until(task.done)
+    task.result()
+    assert (visits, core.follower.unopened) == ([], {key: problem})
