@@ -243,15 +243,30 @@ class RealStorage:
             self.fail(cause, f"syncing directory {path or '.'}", sync=True)
 
     def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
-        jobs = [file.sync for file in files]
-        jobs += [partial(self.sync_dir, path) for path in directories]
-        if len(jobs) < 2:
-            for job in jobs:
-                job()
-            return
-        with ThreadPoolExecutor(min(SYNC_THREADS, len(jobs)), "pk-sync") as together:
-            for done in [together.submit(job) for job in jobs]:
-                done.result()
+        jobs: deque[Callable[[], None]] = deque(file.sync for file in files)
+        jobs.extend(partial(self.sync_dir, path) for path in directories)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            while jobs and not failures:
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    return  # another thread took the last one
+                try:
+                    job()
+                except BaseException as failure:  # the caller's to handle, whatever it is
+                    failures.append(failure)
+
+        helpers = min(SYNC_THREADS, len(jobs)) - 1
+        threads = [threading.Thread(target=work, name="pk-sync") for _ in range(helpers)]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def read_file(self, path: str) -> bytes:
         try:
