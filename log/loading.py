@@ -8,6 +8,8 @@ Rules
       anew at the log start: an offset that was given once is never given to another record.
   O3  nothing at or above the recovery point is served that does not match its checksum; below it
       damage is reported (rule L9), never cut away.
+  O4  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
+      that flush promises must have a name (rule L1).
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def load(
                 _sync(storage, segment)
         storage.sync_dir(path)
         opening.changed = False
-    elif not clean:  # what the process that died made or renamed is WRITTEN, its names not SYNCED
+    elif not clean:  # O4
         opening.changed = True
     loaded = Loaded(
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed

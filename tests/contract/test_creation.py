@@ -45,11 +45,12 @@ def life(storage: Storage) -> Open:
     def begin() -> LogManager:
         no_network: Any = None
         world = World(SystemClock(), no_network, random.Random(1), lambda: "id")
-        disk: Any = (
-            RealDisk(RealStorage(storage.root))
-            if isinstance(storage, RealStorage)
-            else SimDisk(storage, world.clock, random.Random(1), write_ms=(0, 1), read_ms=(0, 1))  # type: ignore[arg-type]
-        )
+        if isinstance(storage, RealStorage):
+            disk: Any = RealDisk(RealStorage(storage.root))
+        else:
+            assert isinstance(storage, SimStorage)
+            lanes = random.Random(1)
+            disk = SimDisk(storage, world.clock, lanes, write_ms=(0, 1), read_ms=(0, 1))
         return LogManager([disk], node_id=1, cluster_id="c", build="b", world=world, boot_id="boot")
 
     return begin
