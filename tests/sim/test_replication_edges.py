@@ -492,7 +492,20 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
 
     disk.write = slow
     kit.until(lambda: partition.lane.full)
+    told: list[tuple[int, Any]] = []
+    for each in partition._inflight:
+        sink: Any = each.sink
+
+        def answered(ticket: Any, error: Any, sink: Any = sink) -> None:
+            told.append((ticket.last_offset, error))
+            sink(ticket, error)
+
+        each.sink = answered
     kit.drain(leader)
+    heir = kit.replica(kit.state("t").leader, "t").log
+    kept = heir.epochs.end_offset_for(0, heir.log_end).start_offset
+    assert told
+    assert all(error is not None or last < kept for last, error in told)
     kit.boot(leader)
     kit.until(lambda: kit.serves(leader) and len(kit.state("t").isr) == 3)
     ledger.more(100)
