@@ -470,3 +470,48 @@ def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
     ledger.more(100)
     ledger.stop()
     ledger.check()
+
+
+def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
+    """L5, P5 of partition.py: what waits for room, for its write and for the watermark is refused,
+    sent again to the next leader, and stored once.
+    """
+    kit = make(40, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t", linger_ms=0)
+    ledger.more(200)
+    leader = kit.state("t").leader
+    partition, core = kit.replica(leader, "t"), kit.brokers[leader].core
+    partition.lane._bytes_max = 500
+    disk: Any = partition.lane.disk
+    write = disk.write
+
+    async def slow(work: Any) -> Any:
+        await core.clock.sleep_ms(30)
+        return await write(work)
+
+    disk.write = slow
+    kit.until(lambda: partition.lane.full)
+    told: list[tuple[int, Any]] = []
+    for each in partition._inflight:
+        sink: Any = each.sink
+
+        def answered(ticket: Any, error: Any, sink: Any = sink) -> None:
+            told.append((ticket.last_offset, error))
+            sink(ticket, error)
+
+        each.sink = answered
+    kit.drain(leader)
+    heir = kit.replica(kit.state("t").leader, "t").log
+    kept = heir.epochs.end_offset_for(0, heir.log_end).start_offset
+    assert told
+    assert all(error is not None or last < kept for last, error in told)
+    kit.boot(leader)
+    kit.until(lambda: kit.serves(leader) and len(kit.state("t").isr) == 3)
+    ledger.more(100)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync("t"))
+    ledger.check()
+    assert not ledger.failed
+    assert kit.events("controlled_shutdown_timed_out") == 0
+    assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1

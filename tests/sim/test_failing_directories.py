@@ -1,0 +1,97 @@
+"""Brokers with several data directories in a cluster: one that fails takes its own replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pk import errors
+from pk.log.storage import Disk
+from pk.server.broker_node import BrokerNode
+from pk.sim.disk import SimDisk, SimStorage
+from pk.world import World
+from tests.sim.replication_kit import BrokerLog, Kit, Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Houses(Kit):
+    """Every broker has a second directory."""
+
+    def boot(self, n: int) -> None:
+        self.second: dict[int, SimStorage] = getattr(self, "second", {})
+        self.second.setdefault(n, SimStorage(f"s{n}", self.sim.random(f"second{n}")))
+
+        async def main(world: World) -> None:
+            storages = (self.storages[n], self.second[n])
+            disks: list[Disk] = [SimDisk(each, world.clock, world.rng) for each in storages]
+            server = {**self.run.server, "listen": f"b{n}:{self.port}", "node_id": n}
+            ids = tuple(each.root * 12 for each in storages)
+            self.brokers[n] = node = BrokerNode(
+                world,
+                disks,
+                replace(self.run, node_id=n, server=server, directory_ids=ids),
+                boot_id=f"boot-{n}-{self.boots[n]}",
+                incarnation_id=world.new_id(),
+                log=BrokerLog(f"b{n}", self),
+            )
+            await node.start()
+
+        self.sim.start(f"b{n}", main)
+
+    def kill(self, n: int) -> None:
+        super().kill(n)
+        self.second[n].crash()
+
+    def lies_on_second(self, n: int, topic: str) -> bool:
+        return self.replica(n, topic).lane.disk.storage is self.second[n]
+
+
+@pytest.fixture
+def kit() -> Iterator[Houses]:
+    made = Houses(31, auto_leader_rebalance_enable=False)
+    yield made
+    made.sim.close()
+
+
+def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
+    """M4, M6 of follower.py, L2, L3: its replicas leave the ISR and are not made anew elsewhere;
+    the others stay; when it is back, its records are compared before they count.
+    """
+    names = [f"t{number}" for number in range(4)]
+    for name in names:
+        kit.create(name, min_insync_replicas=2)
+    ledgers = {name: Ledger(kit, name) for name in names}
+    for ledger in ledgers.values():
+        ledger.more(30)
+    n = kit.state("t0").leader
+    on_second = [name for name in names if kit.lies_on_second(n, name)]
+    assert 0 < len(on_second) < len(names)
+    kit.second[n].failed = errors.StorageFailed("gone")
+    kit.until(lambda: all(n not in kit.state(name).isr for name in on_second))
+    for name, ledger in ledgers.items():
+        ledger.more(30)
+        assert (n in kit.state(name).isr) is (name not in on_second)
+    kit.kill(n)
+    kit.second[n].failed = errors.StorageFailed("still gone")
+    kit.boot(n)
+    kit.until(lambda: kit.serves(n))
+    kit.until(lambda: all(n in kit.state(name).isr for name in names if name not in on_second))
+    kit.wait(3_000)
+    here = {partition.topic for partition in kit.brokers[n].core.partitions.values()}
+    assert here == set(names) - set(on_second), "M6"
+    for name, ledger in ledgers.items():
+        ledger.more(30)
+        assert (n in kit.state(name).isr) is (name not in on_second)
+    kit.kill(n)
+    kit.second[n].failed = None
+    kit.boot(n)
+    kit.until(lambda: all(len(kit.state(name).isr) == 3 for name in names))
+    for ledger in ledgers.values():
+        ledger.stop()
+        ledger.check()
+    kit.until(lambda: all(kit.in_sync(name) for name in names))
+    for name in names:
+        assert len({kit.content(each, name) for each in (1, 2, 3)}) == 1
