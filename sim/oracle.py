@@ -99,8 +99,8 @@ class Oracle:
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
         self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
-        #: Topics whose durability was changed in their present life → the least copies since then,
-        #: and nothing of them counts as flushed.
+        #: Topics whose durability was changed → the least copies since then, and nothing of them
+        #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
         self.weak: dict[str, int] = {}
         self._next: dict[str, int] = {}
         #: (topic id, partition) → until when replies of each era that ended may be heard
@@ -110,7 +110,6 @@ class Oracle:
 
     def created(self, name: str, topic_id: str, partitions: int) -> None:
         topic = self.topics[name]
-        self.weak.pop(name, None)
         topic.life += 1
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
         topic.deletions, topic.deleted = {}, {}
