@@ -52,6 +52,8 @@ _EXPLAINED = (
 #: What the last reader, who finds what rotted unseen, may be told.
 _ANOTHER_WILL_LEAD = (errors.RetriableError, errors.CorruptLog)
 
+#: Brokers still register; who was asked has not heard of the topic.
+_NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
 #: Why a partition may not be moved.
 _CANNOT_MOVE = (
     errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
@@ -382,7 +384,7 @@ class SimAdmin:
             error = frames.raise_error(result.error)
             if isinstance(error, moot):
                 return Result.MOOT
-            early = isinstance(error, errors.InvalidReplicationFactor)  # brokers still register
+            early = isinstance(error, _NOT_YET)
             if not error.retriable and not early:
                 self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
                 return Result.REFUSED
