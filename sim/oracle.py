@@ -102,6 +102,7 @@ class Oracle:
         #: Topics whose durability was changed → the least copies since then, and nothing of them
         #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
         self.weak: dict[str, int] = {}
+        self.on_weakened: Callable[[str], None] = lambda _topic: None
         self._next: dict[str, int] = {}
         #: (topic id, partition) → until when replies of each era that ended may be heard
         self._ended: dict[tuple[str, int], list[float]] = {}
@@ -126,6 +127,7 @@ class Oracle:
         only, and not be flushed (whatever is asked for later: flights overlap).
         """
         self.weak[name] = min(copies, self.weak.get(name, copies))
+        self.on_weakened(name)
 
     def deleting_records(self, name: str, partition: int, before: Offset) -> None:
         asked = self.topics[name].deletions

@@ -136,3 +136,15 @@ def test_a_late_request_that_is_taken_for_a_new_one_is_a_violation() -> None:
     with patch("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)):
         violation = executed(1, "late_frames").violation
     assert violation.split(":")[0] in ("V5", "V6", "V7"), violation or "nothing"
+
+
+def test_copies_that_are_lost_when_fewer_are_asked_for_end_the_era() -> None:
+    """A rotten copy that is the last of those that are asked for from now on: loss is permitted."""
+    plan = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
+    oracle = Oracle([plan])
+    oracle.created("t", "id", 1)
+    kept = Promise(oracle, [plan])
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    assert kept.eras == 0
+    oracle.weakening("t", 1)
+    assert (kept.eras, list(kept.stranded)) == (1, [KEY])
