@@ -236,6 +236,7 @@ class Run:
             **self.faults.met,
             **{f"chore {name}": count for name, count in chores.items()},
             "eras": self.observer.promise.eras,
+            "late frames": self.world.network.late_frames,
             "replicas made anew": self.cluster.events.get("replica_made_anew", 0),
             "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
             "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],

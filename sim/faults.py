@@ -15,7 +15,7 @@ from itertools import combinations
 
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
-from pk.sim.network import Link
+from pk.sim.network import End, Link
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
 from pk.sim.rot import Rot
@@ -253,7 +253,8 @@ class Faults:
         """
         network, done = self._world.network, self._rng.random() < 0.6
 
-        def trap(source: str, target: str, frame: bytes) -> None:
+        def trap(end: End, frame: bytes) -> None:
+            source, target = end.node.name, end.other.node.name
             if not (source.endswith(f"/{BROKER}") and target.endswith(f"/{CONTROLLER}")):
                 return
             if not frames.decode(frame).head.HasField("alter_partition"):
@@ -264,6 +265,26 @@ class Faults:
             if not done:
                 network.break_streams(source, target)
             self._sever([(target, source)], both=not done)
+
+        network.trap = trap
+
+    def _late_frames(self) -> None:
+        """Somebody gives up a stream with a request on its way, which is executed late: mostly
+        after it was sent again on another stream.
+        """
+        network = self._world.network
+        of_client, skipped = self._rng.random() < 0.7, self._rng.randint(0, 5)
+        late_ms = self._rng.choice([self._rng.uniform(1, 50), self._rng.uniform(50, 3_000)])
+
+        def trap(end: End, _frame: bytes) -> None:
+            nonlocal skipped
+            source = end.node.name
+            if not (source == "client" if of_client else source.endswith(f"/{BROKER}")):
+                return
+            skipped -= 1
+            if skipped < 0:
+                network.trap = None
+                network.give_up(end, late_ms)
 
         network.trap = trap
 

@@ -69,6 +69,7 @@ MET = (
     "controller disks replaced",
     "controllers voting again",
     "eras",
+    "late frames",
     "leaderless",
     "quorum elections",
     "replicas made anew",

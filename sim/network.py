@@ -14,7 +14,9 @@ Rules
       `connect_ms`.
   N6  A killed node's streams break at the peers after one delay (a reset, rule R7); its own ends
       are gone.
-  N7  At a break frames that had arrived may still be received; those on the way are lost.
+  N7  At a break frames that had arrived may still be received; those on the way are lost, or, at a
+      break that only the sender knows of (`give_up`), received late: by then it may have connected
+      anew and asked again.  On one stream no frame is doubled or overtaken.
 """
 
 from __future__ import annotations
@@ -67,10 +69,11 @@ class SimNetwork:
         self._links: dict[tuple[str, str], Link] = {}
         self._between: dict[tuple[str, str], Link] = {}  # the same by node names, as looked up
         self._listeners: dict[str, _SimListener] = {}
-        #: Looks at each frame that is sent, with the names of the nodes; only while it is set.
-        self.trap: Callable[[str, str, bytes], None] | None = None
+        #: Looks at each frame that is sent, with the end that sends; only while it is set.
+        self.trap: Callable[[End, bytes], None] | None = None
+        self.late_frames = 0  #: that were received after their sender had given the stream up
         self._refused: dict[str, None] = {}
-        self._streams: dict[int, tuple[_End, _End]] = {}
+        self._streams: dict[int, tuple[End, End]] = {}
         self._next_stream = 1
         self._next_port = 40_001
 
@@ -134,6 +137,23 @@ class SimNetwork:
                 broken += 1
         return broken
 
+    def give_up(self, end: End, late_ms: float) -> None:
+        """`end` takes its stream for broken; the other end hears of that `late_ms` later, and gets
+        what was on the way before (N7).
+        """
+        on_the_way = [frame for frame in end._transit if frame is not None]
+        self.record(f"give up {end.number}, {len(on_the_way)} frames come late")
+        end.broken("the connection was reset")
+        due = self.loop.now_us + int(late_ms * 1000)
+        self._at(due, self._arrive_late, end.other, on_the_way)
+
+    def _arrive_late(self, end: End, frames: list[bytes]) -> None:
+        link = self.link(end.other.node.name, end.node.name)
+        if not (end.gone or end.closed or link.cut) and end._ended is None:
+            self.late_frames += len(frames)
+            end._inbox.extend(frames)
+        end.broken("the connection was reset")
+
     def lose(self, node: SimNode) -> None:
         """`node` was killed (N6)."""
         for address, listener in list(self._listeners.items()):
@@ -173,8 +193,8 @@ class SimNetwork:
             raise Disconnected(f"{address}: connection refused")
         number = self._next_stream
         self._next_stream += 1
-        here = _End(self, number, node, address)
-        far = _End(self, number, listener.node, f"{node.name}#{number}")
+        here = End(self, number, node, address)
+        far = End(self, number, listener.node, f"{node.name}#{number}")
         here.other, far.other = far, here
         self._streams[number] = (here, far)
         self.record(f"open {number} {node.name}>{listener.node.name} {kind.value}")
@@ -233,10 +253,10 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class _End:
+class End:
     """One end of a stream.  Its pipe is what it sent and the other end has not received."""
 
-    other: _End
+    other: End
 
     def __init__(self, network: SimNetwork, number: int, node: SimNode, peer: str) -> None:
         self._network = network
@@ -279,7 +299,7 @@ class _End:
         self._piped += 1
         self._dispatch(frame)
         if network.trap is not None:
-            network.trap(self.node.name, self.other.node.name, frame)
+            network.trap(self, frame)
 
     async def recv(self) -> bytes | None:
         while not self._inbox:
@@ -411,14 +431,14 @@ class _SimListener:
         self._address = address
         self._handler = handler
         self._context = contextvars.copy_context()  # the node's (V3)
-        self._serving: dict[asyncio.Task[None], _End] = {}
+        self._serving: dict[asyncio.Task[None], End] = {}
         self.closed = False
 
     @property
     def address(self) -> str:
         return self._address
 
-    def accept(self, kind: StreamKind, end: _End) -> None:
+    def accept(self, kind: StreamKind, end: End) -> None:
         context = self._context.copy()
         task = self._loop.create_task(self._serve(kind, end), context=context)
         self._serving[task] = end
@@ -427,7 +447,7 @@ class _SimListener:
     def _served(self, task: asyncio.Task[None]) -> None:
         self._serving.pop(task, None)
 
-    async def _serve(self, kind: StreamKind, end: _End) -> None:
+    async def _serve(self, kind: StreamKind, end: End) -> None:
         try:
             await self._handler(kind, end)
         except Disconnected:

@@ -42,7 +42,14 @@ _FIRST_FAULTS = (
     "optimize",
     "clock_step",
 )
-_LATER_FAULTS = ("rot", "empty_metadata", "lost_isr_change", "crash_anew", "rot_and_cut")
+_LATER_FAULTS = (
+    "rot",
+    "empty_metadata",
+    "lost_isr_change",
+    "crash_anew",
+    "rot_and_cut",
+    "late_frames",
+)
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
 #: What an administrator does meanwhile, in two parts as well.

@@ -99,9 +99,10 @@ class Oracle:
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
         self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
-        #: Topics whose durability was changed in their present life → the least copies since then,
-        #: and nothing of them counts as flushed.
+        #: Topics whose durability was changed → the least copies since then, and nothing of them
+        #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
         self.weak: dict[str, int] = {}
+        self.on_weakened: Callable[[str], None] = lambda _topic: None
         self._next: dict[str, int] = {}
         #: (topic id, partition) → until when replies of each era that ended may be heard
         self._ended: dict[tuple[str, int], list[float]] = {}
@@ -110,7 +111,6 @@ class Oracle:
 
     def created(self, name: str, topic_id: str, partitions: int) -> None:
         topic = self.topics[name]
-        self.weak.pop(name, None)
         topic.life += 1
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
         topic.deletions, topic.deleted = {}, {}
@@ -127,6 +127,7 @@ class Oracle:
         only, and not be flushed (whatever is asked for later: flights overlap).
         """
         self.weak[name] = min(copies, self.weak.get(name, copies))
+        self.on_weakened(name)
 
     def deleting_records(self, name: str, partition: int, before: Offset) -> None:
         asked = self.topics[name].deletions

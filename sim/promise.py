@@ -67,6 +67,7 @@ class Promise:
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
         self.stranded: dict[PartitionKey, None] = {}  #: lost what was promised, a rotten copy too
         self.eras = 0
+        oracle.on_weakened = self._weakened
 
     def hit(
         self,
@@ -98,6 +99,15 @@ class Promise:
         """Whether all that was acknowledged was SYNCED."""
         plan = self._plans.get(topic)
         return plan is not None and plan.flushed and topic not in self._oracle.weak
+
+    def _weakened(self, topic: str) -> None:
+        """Copies that were enough for what was asked before may not be for what is asked now."""
+        plan = self._plans[topic]
+        for key in list({**self._hits, **self._rotten}):
+            lost = self._lost(key, plan)
+            mine = key.topic_id == self._oracle.topics[topic].topic_id
+            if mine and lost and len(lost) >= self.copies(topic):
+                self._costs(key, self._oracle.now_ms())
 
     def _lost(self, key: PartitionKey, plan: TopicPlan) -> set[NodeId]:
         """The replicas that may lack what was acknowledged."""

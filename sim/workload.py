@@ -27,7 +27,7 @@ from pk.client.produce_engine import ProduceEngine
 from pk.sim.checkers import ReaderCheck, Row, Violation
 from pk.sim.options import BROKER, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, Sent, digest_of, id_of, value_of
-from pk.types import TopicPartition
+from pk.types import NONE, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -52,6 +52,8 @@ _EXPLAINED = (
 #: What the last reader, who finds what rotted unseen, may be told.
 _ANOTHER_WILL_LEAD = (errors.RetriableError, errors.CorruptLog)
 
+#: Brokers still register; who was asked has not heard of the topic.
+_NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
 #: Why a partition may not be moved.
 _CANNOT_MOVE = (
     errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
@@ -359,12 +361,16 @@ class SimAdmin:
     async def close(self) -> None:
         await self._cluster.close()
 
-    async def _ask(self, request: Any) -> Any:
-        """Until somebody answers; errors inside the reply are the caller's."""
+    async def _ask(self, request: Any, node: int = NONE) -> Any:
+        """Until somebody answers, `node` first; errors inside the reply are the caller's."""
+        cluster = self._cluster
         while True:
             try:
-                return await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
+                if node != NONE:
+                    return await cluster.call_node(node, request, timeout_ms=ADMIN_TIMEOUT_MS)
+                return await cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
             except errors.RetriableError:
+                node = NONE
                 await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
             except errors.PkError as error:
                 self._trouble(f"admin: {request.DESCRIPTOR.name}: {error!r}")
@@ -374,15 +380,17 @@ class SimAdmin:
         self, make: Callable[[], Any], moot: tuple[type[errors.PkError], ...]
     ) -> Result:
         """Repeat while the answer's only result is retriable; `moot` errors need no doing."""
+        leader = NONE
         while True:
-            reply = await self._ask(make())
+            reply = await self._ask(make(), leader)
             (result,) = reply.results
             if not result.HasField("error"):
                 return Result.DONE
             error = frames.raise_error(result.error)
             if isinstance(error, moot):
                 return Result.MOOT
-            early = isinstance(error, errors.InvalidReplicationFactor)  # brokers still register
+            leader = int(error.details.get("leader", NONE))  # of whom only the leader may answer
+            early = isinstance(error, _NOT_YET)
             if not error.retriable and not early:
                 self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
                 return Result.REFUSED

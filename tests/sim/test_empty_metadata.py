@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -53,3 +54,15 @@ def test_a_voter_without_its_memory_that_goes_on_voting_is_a_violation() -> None
     with patch.object(Operator, "replace_metadata", unseen):
         violation = executed().violation
     assert violation.split(":")[0] in ("V10", "V11", "V15"), violation or "nothing was noticed"
+
+
+def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk() -> None:
+    """Rule L9: what was committed and is damaged here is neither replayed nor guessed."""
+    more = {"metadata_log_max_record_bytes_between_snapshots": 3_000}
+    faults = ("rot", "rot", "kill_controller", "power")
+    options = replace(OPTIONS, faults=faults, unrest_ms=10_000, server=more)
+    with patch("pk.sim.rot.KINDS", ("metadata",)):
+        report = Run(1, options).execute()
+    assert not report.violation, report.line
+    assert report.counts["rot of metadata"]
+    assert report.counts["metadata damage met"] == report.counts["controllers voting again"] == 1

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from pk import errors
+from pk.log.validate import Verdict
 from pk.server.broker.isr_changes import IsrChanges
 from pk.sim.campaign import Report, Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
@@ -58,10 +59,13 @@ def executed(
 
 
 def test_answers_to_isr_changes_get_lost_both_ways() -> None:
-    report = executed(ISR_SEED, *ISR_FAULTS)
-    assert not report.violation, report.line
-    assert report.counts["ISR changes lost"]
-    assert report.counts["ISR changes unheard of"]
+    met: dict[str, int] = {}
+    for seed in (1, ISR_SEED):
+        report = executed(seed, *ISR_FAULTS)
+        assert not report.violation, report.line
+        met.update(report.counts)
+    assert met["ISR changes lost"]
+    assert met["ISR changes unheard of"]
 
 
 def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
@@ -107,7 +111,7 @@ KEY = PartitionKey("id", 0)
 FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
 
 
-def test_what_was_weakened_once_is_promised_no_more_until_the_topic_is_created_again() -> None:
+def test_what_was_weakened_once_is_promised_no_more() -> None:
     plan = TopicPlan("t", 1, {"min_insync_replicas": "2", "flush_on_ack": "true"}, 3)
     oracle = Oracle([plan])
     kept = Promise(oracle, [plan])
@@ -119,5 +123,28 @@ def test_what_was_weakened_once_is_promised_no_more_until_the_topic_is_created_a
     assert (kept.copies("t"), kept.flushed("t")) == (1, False)
     kept.hit(2, disk=False, partitions=[FACTS], registered=None, now_ms=0.0)
     assert oracle.era(*KEY) == 1
-    oracle.created("t", "id2", 1)
-    assert (kept.copies("t"), kept.flushed("t")) == (2, True)
+
+
+def test_requests_of_a_broken_stream_are_executed_late_and_cost_nothing() -> None:
+    report = executed(1, "late_frames")
+    assert not report.violation, report.line
+    assert report.counts["late frames"]
+
+
+def test_a_late_request_that_is_taken_for_a_new_one_is_a_violation() -> None:
+    """Rule L6: the batch was sent again on another stream meanwhile."""
+    with patch("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)):
+        violation = executed(1, "late_frames").violation
+    assert violation.split(":")[0] in ("V5", "V6", "V7"), violation or "nothing"
+
+
+def test_copies_that_are_lost_when_fewer_are_asked_for_end_the_era() -> None:
+    """A rotten copy that is the last of those that are asked for from now on: loss is permitted."""
+    plan = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
+    oracle = Oracle([plan])
+    oracle.created("t", "id", 1)
+    kept = Promise(oracle, [plan])
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    assert kept.eras == 0
+    oracle.weakening("t", 1)
+    assert (kept.eras, list(kept.stranded)) == (1, [KEY])
