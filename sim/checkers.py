@@ -36,9 +36,12 @@ class Violation(AssertionError):
     """A promise was broken."""
 
 
-def require(holds: bool, rule: str, words: object) -> None:
+def require(holds: bool, rule: str, words: str, *facts: object) -> None:
+    """`words` are a format of `facts`: what is looked at after every event is put into words only
+    where it matters.
+    """
     if not holds:
-        raise Violation(f"{rule}: {words}")
+        raise Violation(f"{rule}: {words.format(*facts)}")
 
 
 class Row(NamedTuple):
@@ -49,7 +52,7 @@ class Row(NamedTuple):
     digest: int
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # frozen ones take three times as long to make
 class PartitionSample:
     """One led partition at one moment."""
 
@@ -97,21 +100,23 @@ class Invariants:
         s = sample
         self._starts[s.key] = max(s.log_start, self._starts.get(s.key, 0))
         leads = self._leaders.setdefault((s.key, s.leader_epoch), s.broker)
-        require(leads == s.broker, "V1", f"broker {leads} leads this epoch too: {s}")
-        order = (s.log_start, s.last_stable_offset, s.high_watermark, s.log_end)
-        require(list(order) == sorted(order), "V1", f"log_start ≤ LSO ≤ HW ≤ log_end: {s}")
+        require(leads == s.broker, "V1", "broker {} leads this epoch too: {}", leads, s)
+        ordered = s.log_start <= s.last_stable_offset <= s.high_watermark <= s.log_end
+        require(ordered, "V1", "log_start ≤ LSO ≤ HW ≤ log_end: {}", s)
         era = self._oracle.era(*s.key)
-        seen = self._seen.setdefault((s.key, s.broker), _Seen(era))
+        seen = self._seen.get((s.key, s.broker))
+        if seen is None:
+            seen = self._seen[s.key, s.broker] = _Seen(era)
         if s.leader_epoch != seen.epoch:  # what was SYNCED before a restart need not be known after
             seen.known_synced = s.high_watermark
         if s.flushed:
             synced = max(s.synced_end, seen.known_synced)
-            require(s.high_watermark <= synced, "V1", f"not SYNCED: {s}")
+            require(s.high_watermark <= synced, "V1", "not SYNCED: {}", s)
         if s.leader_epoch == seen.epoch:
-            words = f"HW was {seen.high_watermark}: {s}"
-            require(s.high_watermark >= seen.high_watermark, "V2", words)
+            was = seen.high_watermark
+            require(s.high_watermark >= was, "V2", "HW was {}: {}", was, s)
         if s.log_start < seen.log_start:
-            require(era > seen.era, "V3", f"log_start was {seen.log_start}: {s}")
+            require(era > seen.era, "V3", "log_start was {}: {}", seen.log_start, s)
             seen.era += 1
         self._check_log_start(s, era)
         self._check_tier(s)
@@ -126,30 +131,32 @@ class Invariants:
         if topic is None or topic.topic_id != s.key.topic_id:
             return
         done = 0 if era else topic.deleted.get(s.key.partition, 0)
-        require(s.log_start >= done or not s.current, "V3", f"deleted below {done}, is back: {s}")
+        kept = s.log_start >= done or not s.current
+        require(kept, "V3", "deleted below {}, is back: {}", done, s)
         if topic.expires:
             return
         asked = topic.deletions.get(s.key.partition, 0)
-        require(s.log_start <= asked, "V3", f"deletion was asked for up to {asked} only: {s}")
+        words = "deletion was asked for up to {} only: {}"
+        require(s.log_start <= asked, "V3", words, asked, s)
 
     @staticmethod
     def check_local(
-        log_start: Offset, local_log_start: Offset, table_end: Offset, tiered: bool, words: object
+        log_start: Offset, local_log_start: Offset, table_end: Offset, tiered: bool, what: object
     ) -> None:
         """V4 of any replica."""
         if local_log_start > log_start:
-            require(tiered, "V4", f"dropped from the disk, and no tier has it: {words}")
-            require(table_end >= local_log_start, "V4", f"dropped before it was tiered: {words}")
+            require(tiered, "V4", "dropped from the disk, and no tier has it: {}", what)
+            require(table_end >= local_log_start, "V4", "dropped before it was tiered: {}", what)
 
     def _check_tier(self, s: PartitionSample) -> None:
         self.check_local(s.log_start, s.local_log_start, s.table_end, s.tiered, s)
         if s.local_log_start > s.log_start:
             start = self._starts[s.key]
-            words = f"the table lacks what is not local from {start} on: {s}"
-            require(s.table_start <= start, "V4", words)
+            words = "the table lacks what is not local from {} on: {}"
+            require(s.table_start <= start, "V4", words, start, s)
         if s.ready and s.current:
             stable = max(s.last_stable_offset, s.log_start)
-            require(s.table_end <= stable, "V4", f"the table is ahead of the LSO: {s}")
+            require(s.table_end <= stable, "V4", "the table is ahead of the LSO: {}", s)
 
 
 @dataclass(slots=True)
@@ -187,17 +194,23 @@ class ReaderCheck:
                 era = line.era + 1  # each era that ended may turn a reader back once
             line = self.lines[place] = _Line(life, era, doubtful)
         for row in rows:
-            words = f"{self.name} at {topic}-{partition}: {row} after {line.next}"
-            if line.next is not None and row.offset != line.next:
-                require(row.offset > line.next, "V5", f"{words}: went back")
-                jumped = self._tail and line.next < log_start
-                words = f"{words}: a gap (log_start {log_start})"
-                require(row.offset <= log_start or jumped, "V5", words)
-            require(row.id not in line.ids, "V5", f"{words}: twice, at {line.ids.get(row.id)} too")
+            if (line.next is not None and row.offset != line.next) or row.id in line.ids:
+                where = f"{self.name} at {topic}-{partition}: {row} after {line.next}"
+                self._check_step(line, row, log_start, where)
             line.offsets[row.offset] = row
             line.ids[row.id] = row.offset
             line.next = row.offset + 1
         self.rows += len(rows)
+
+    def _check_step(self, line: _Line, row: Row, log_start: Offset, where: str) -> None:
+        """`row` is not the next one, or is there already."""
+        if line.next is not None and row.offset != line.next:
+            require(row.offset > line.next, "V5", "{}: went back", where)
+            jumped = self._tail and line.next < log_start
+            gap = f"{where}: a gap (log_start {log_start})"
+            require(row.offset <= log_start or jumped, "V5", "{}", gap)
+        before = line.ids.get(row.id)
+        require(before is None, "V5", "{}: twice, at {} too", where, before)
 
     def _begins_anew(self, line: _Line, offset: Offset, topic: Topic, partition: int) -> bool:
         if line.next is None or offset == line.next:
@@ -221,11 +234,8 @@ class ReaderCheck:
             return  # V8 says what may have gone
         for offset, row in line.offsets.items():
             if offset in log:
-                require(
-                    log[offset] == row,
-                    "V6",
-                    f"{self.name} saw {row} at {topic.name}-{partition}, now {log[offset]}",
-                )
+                words, where = "{} saw {} at {}, now {}", f"{topic.name}-{partition}"
+                require(log[offset] == row, "V6", words, self.name, row, where, log[offset])
 
 
 def check_log(
@@ -234,17 +244,19 @@ def check_log(
     """V6 to V8 of one topic: every partition from its log_start, as the last reader saw it."""
     found: dict[RecordId, tuple[int, Offset]] = {}
     for partition, rows in logs.items():
-        expected = starts[partition]
+        expected, where = starts[partition], f"{topic.name}-{partition}"
         for row in rows:
-            where = f"{topic.name}-{partition}"
-            require(row.offset == expected, "V5", f"{where}: {row}, expected offset {expected}")
+            words = "{}: {}, expected offset {}"
+            require(row.offset == expected, "V5", words, where, row, expected)
             expected += 1
             sent = oracle.sent.get(row.id)
-            require(sent is not None, "V6", f"{where}: nobody sent {row}")
+            require(sent is not None, "V6", "{}: nobody sent {}", where, row)
             assert sent is not None
-            require(sent.topic == topic.name, "V6", f"{where}: {sent} is of another topic")
-            require(sent.digest == row.digest, "V6", f"{where}: {row} is not what was sent: {sent}")
-            require(row.id not in found, "V6", f"{where}: {row} is also at {found.get(row.id)}")
+            require(sent.topic == topic.name, "V6", "{}: {} is of another topic", where, sent)
+            words = "{}: {} is not what was sent: {}"
+            require(sent.digest == row.digest, "V6", words, where, row, sent)
+            before = found.get(row.id)
+            require(before is None, "V6", "{}: {} is also at {}", where, row, before)
             found[row.id] = (partition, row.offset)
     mine = [sent for sent in oracle.sent.values() if sent.topic == topic.name]
     lost: list[Sent] = []
@@ -258,7 +270,8 @@ def check_log(
             if place is None and _may_be_lost(oracle, topic, sent):
                 lost.append(sent)
                 continue
-            require(False, "V6", f"acknowledged, and now at {place}: {sent}, starts {starts}")
+            words = "acknowledged, and now at {}: {}, starts {}"
+            require(False, "V6", words, place, sent, starts)
     _check_prefix(topic, mine, lost, found)
     _check_order(mine, found)
 
@@ -274,10 +287,19 @@ def _check_prefix(
     survivors = [
         sent for sent in mine if sent.acked_life == topic.life and sent.id in found and lost
     ]
-    for gone in lost:
-        for kept in survivors:
-            if kept.partition == gone.partition and kept.offset > gone.offset:
-                require(kept.acked_era_max > gone.acked_era, "V8", f"{kept} outlived {gone}")
+    gone_first = sorted(lost, key=lambda gone: (gone.partition, gone.offset), reverse=True)
+    latest: dict[int, Sent] = {}  # partition → of the lost below, one of the latest era
+    for kept in sorted(survivors, key=lambda kept: (kept.partition, kept.offset)):
+        while gone_first and (
+            (gone_first[-1].partition, gone_first[-1].offset) < (kept.partition, kept.offset)
+        ):
+            gone = gone_first.pop()
+            known = latest.get(gone.partition)
+            if known is None or gone.acked_era > known.acked_era:
+                latest[gone.partition] = gone
+        worst = latest.get(kept.partition)
+        holds = worst is None or kept.acked_era_max > worst.acked_era
+        require(holds, "V8", "{} outlived {}", kept, worst)
 
 
 def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offset]]) -> None:
@@ -290,7 +312,8 @@ def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offse
         line = (sent.id.producer, place[0])
         before = last.get(line)
         if before is not None:
-            require(place[1] > before[0], "V7", f"{sent.id} at {place} stands before {before}")
+            words = "{} at {} stands before {}"
+            require(place[1] > before[0], "V7", words, sent.id, place, before)
         last[line] = (place[1], sent.id)
 
 
@@ -300,11 +323,12 @@ def check_table(
     """V9 for one partition."""
     seen: dict[Offset, Row] = {}
     for row in rows:
-        require(row.offset not in seen, "V9", f"{where}: {row} is in the table twice")
-        require(row.offset < end, "V9", f"{where}: {row} is beyond the table's end {end}")
+        require(row.offset not in seen, "V9", "{}: {} is in the table twice", where, row)
+        require(row.offset < end, "V9", "{}: {} is beyond the table's end {}", where, row, end)
         seen[row.offset] = row
     for offset in range(start, end):
-        require(offset in seen, "V9", f"{where}: offset {offset} of [{start}, {end}) is missing")
+        words = "{}: offset {} of [{}, {}) is missing"
+        require(offset in seen, "V9", words, where, offset, start, end)
         if offset in log:
-            words = f"{where}: {seen[offset]} in the table, {log[offset]} in the log"
-            require(seen[offset] == log[offset], "V9", words)
+            words = "{}: {} in the table, {} in the log"
+            require(seen[offset] == log[offset], "V9", words, where, seen[offset], log[offset])

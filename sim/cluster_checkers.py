@@ -69,7 +69,7 @@ class Marks:
 # -- the metadata quorum ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class QuorumSample:
     """One controller at one moment."""
 
@@ -98,24 +98,24 @@ class QuorumCheck:
         last = self._last.get(s.node)
         self._last[s.node] = s
         bound = self._bound.get(s.node, 0)
-        require(s.epoch >= bound, "V10", f"it has voted or led in epoch {bound}: {s}")
+        require(s.epoch >= bound, "V10", "it has voted or led in epoch {}: {}", bound, s)
         if last is not None and last.life == s.life:
-            words = f"HW was {last.high_watermark}: {s}"
-            require(s.high_watermark >= last.high_watermark, "V10", words)
-        require(s.high_watermark <= s.synced_end, "V10", f"committed and not SYNCED: {s}")
+            was = last.high_watermark
+            require(s.high_watermark >= was, "V10", "HW was {}: {}", was, s)
+        require(s.high_watermark <= s.synced_end, "V10", "committed and not SYNCED: {}", s)
         for voter in s.granted:
             given = self._votes.setdefault((s.epoch, voter), s.node)
-            require(given == s.node, "V10", f"{voter} voted for {given} too: {s}")
+            require(given == s.node, "V10", "{} voted for {} too: {}", voter, given, s)
             self._bound[voter] = max(s.epoch, self._bound.get(voter, 0))
         if not s.leads:
             return
         self._bound[s.node] = s.epoch
         leader = self.leaders.setdefault(s.epoch, s.node)
-        require(leader == s.node, "V10", f"{leader} leads the epoch too: {s}")
+        require(leader == s.node, "V10", "{} leads the epoch too: {}", leader, s)
         if s.high_watermark > self._committed:
             holders = [n for n in s.voters if self._holds(n, s.high_watermark)]
-            words = f"only {holders} have it: {s}"
-            require(2 * len(holders) > len(s.voters), "V10", words)
+            majority = 2 * len(holders) > len(s.voters)
+            require(majority, "V10", "only {} have it: {}", holders, s)
             self._committed = s.high_watermark
 
     def _holds(self, node: NodeId, end: Offset) -> bool:
@@ -127,7 +127,8 @@ class QuorumCheck:
         fresh = []
         for mark in marks:
             known = self.log.differs(mark)
-            require(known is None, "V10", f"{node} has committed {mark}, others {known}")
+            words = "{} has committed {}, others {}"
+            require(known is None, "V10", words, node, mark, known)
             if mark.base >= self.log.end:
                 fresh.append(mark)
                 self.log.extend(mark)
@@ -137,7 +138,7 @@ class QuorumCheck:
 # -- replicas --------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class ReplicaSample:
     """One replica at one moment."""
 
@@ -187,21 +188,25 @@ class ReplicaCheck:
     def check(self, s: ReplicaSample) -> tuple[Offset, Offset]:
         """Look at a sample; the range of the replica's log that `committed` wants to see."""
         era = self._oracle.era(*s.key)
-        history = self._histories.setdefault(s.key, _History(era))
-        seen = self._replicas.setdefault((s.key, s.broker), _Replica(s.life, era))
+        history = self._histories.get(s.key)
+        if history is None:
+            history = self._histories[s.key] = _History(era)
+        seen = self._replicas.get((s.key, s.broker))
+        if seen is None:
+            seen = self._replicas[s.key, s.broker] = _Replica(s.life, era)
         if s.log_end < seen.compared:
-            words = f"cut below what was committed, {seen.compared}: {s}"
-            require(s.hit or era > seen.era, "V14", words)
+            words = "cut below what was committed, {}: {}"
+            require(s.hit or era > seen.era, "V14", words, seen.compared, s)
             seen.era += not s.hit  # each era that ended may cost a replica a suffix once
             seen.compared = s.log_end
         if s.leads and s.current:
             self._check_leader(s, history, era)
             moved = seen.leader_epoch == s.leader_epoch and s.high_watermark > seen.high_watermark
             if moved:
-                require(s.in_sync >= s.required, "V13", f"committed by too few: {s}")
+                require(s.in_sync >= s.required, "V13", "committed by too few: {}", s)
                 for member, end in s.isr_ends:
-                    words = f"HW is above the end {end} of {member}: {s}"
-                    require(s.high_watermark <= end, "V13", words)
+                    words = "HW is above the end {} of {}: {}"
+                    require(s.high_watermark <= end, "V13", words, end, member, s)
         seen.life, seen.leader_epoch = s.life, s.leader_epoch
         seen.high_watermark = s.high_watermark
         if not s.current or s.leader_epoch == NONE:
@@ -212,7 +217,8 @@ class ReplicaCheck:
         end = history.log.end
         if s.log_end >= end:
             return
-        require(era > history.era, "V14", f"the leader lacks what was committed up to {end}: {s}")
+        words = "the leader lacks what was committed up to {}: {}"
+        require(era > history.era, "V14", words, end, s)
         history.log.cut(s.log_end)
         history.era += 1  # each era that ended may cost a suffix once
 
@@ -223,8 +229,8 @@ class ReplicaCheck:
         for mark in marks:
             known = history.log.differs(mark)
             if known is not None:
-                words = f"{key}: broker {broker} has {mark}, {known} was committed"
-                require(era > history.era, "V12", words)
+                words = "{}: broker {} has {}, {} was committed"
+                require(era > history.era, "V12", words, key, broker, mark, known)
                 history.log.cut(mark.base)
                 history.era += 1
             history.log.extend(mark)

@@ -34,6 +34,9 @@ from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, Stre
 if TYPE_CHECKING:
     from pk.sim.world import SimLoop, SimNode
 
+#: Frames travel in nobody's name: a context that holds no node, and where nothing sets a variable.
+NOBODY = contextvars.Context()
+
 #: After a listener closed: how long its handlers may take to notice, before they are cancelled.
 HANDLER_GRACE_S = 1.0
 
@@ -153,7 +156,7 @@ class SimNetwork:
         return self.rng.randint(*link.delay_us)
 
     def _at(self, due_us: int, callback: Callable[..., object], *args: object) -> None:
-        self.loop.call_at_us(due_us, callback, *args, context=contextvars.Context())
+        self.loop.call_at_us(due_us, callback, *args, context=NOBODY)
 
     async def connect(self, node: SimNode, address: str, kind: StreamKind) -> Stream:
         listener = self._listeners.get(address)

@@ -213,7 +213,8 @@ class Observer:
             if link is not None and link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
-                require(committed, "V15", f"{machine.name}: epoch {used} is not committed")
+                words = "{}: epoch {} is not committed"
+                require(committed, "V15", words, machine.name, used)
             for key, partition in partitions.items():  # often: no call, nothing is made
                 log, leader = partition.log, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
@@ -368,7 +369,8 @@ class Observer:
             while replayed.offset < upto and (following := next(records, None)) is not None:
                 replayed.apply(*following)
             if replayed.offset == upto:
-                require(replayed == image, "V11", f"{name} is not what its log says: {image}")
+                words = "{} is not what its log says: {}"
+                require(replayed == image, "V11", words, name, image)
 
 
 def _epoch_of(partition: Partition) -> int:

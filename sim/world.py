@@ -97,6 +97,35 @@ class _Handle(asyncio.Handle):
         self._source_traceback = None
 
 
+class _Timer(asyncio.TimerHandle):
+    """A callback that is due later; it is ordered by its place in the loop's heap alone."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: SimLoop,
+        context: contextvars.Context | None,
+        due_us: int,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = due_us / 1_000_000
+        self._scheduled = False
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback = self._args = None  # what it refers to may go
+
+
 class SimLoop(_Base):
     """The event loop of virtual time, in whole microseconds."""
 
@@ -105,7 +134,7 @@ class SimLoop(_Base):
         self.events = 0
         self.failures: list[dict[str, Any]] = []  #: what reached the exception handler
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[int, int, asyncio.TimerHandle]] = []  # V1: by time, then number
+        self._timers: list[tuple[int, int, _Timer]] = []  # V1: by time, then number
         self._timer_number = 0
         self._closed = False
         self._running = False
@@ -156,11 +185,11 @@ class SimLoop(_Base):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Like `call_at`, in whole microseconds."""
-        timer = asyncio.TimerHandle(due_us / 1_000_000, callback, args, self, context)
+        timer = _Timer(callback, args, self, context, due_us)
         self._timer_number += 1
         if not self._closed:
-            entry = (max(due_us, self.now_us), self._timer_number, timer)
-            heapq.heappush(self._timers, entry)
+            due_us = due_us if due_us > self.now_us else self.now_us
+            heapq.heappush(self._timers, (due_us, self._timer_number, timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -192,31 +221,37 @@ class SimLoop(_Base):
             if not self._wake_timers():
                 return False
         handle: Any = ready.popleft()
-        if not handle._cancelled:
-            node = handle._context.get(_NODE)
-            if node is None:
-                self.events += 1
-                handle._run()
-            elif node.paused:
+        if handle._cancelled:
+            return True
+        context = handle._context
+        node = context.get(_NODE)
+        if node is not None and (node.paused or not node.alive):
+            if node.paused:
                 node.held.append(handle)
-            elif node.alive:
-                self.events += 1
-                handle._run()
-                if node.after is not None:
-                    node.after()
+            return True
+        self.events += 1
+        try:
+            context.run(handle._callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as bug:
+            told = {"message": "Exception in a callback", "exception": bug, "handle": handle}
+            self.call_exception_handler(told)
+        if node is not None and node.after is not None:
+            node.after()
         return True
 
     def _wake_timers(self) -> bool:
         """Let time jump to the next timer and make ready what is due; False if there is none."""
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
             return False
         now_us = self.now_us = max(self.now_us, timers[0][0])
         while timers and timers[0][0] <= now_us:
             timer = heapq.heappop(timers)[2]
-            if not timer.cancelled():
+            if not timer._cancelled:
                 self._ready.append(timer)
         return True
 
