@@ -1,29 +1,44 @@
 """`python -m pk.sim.long`: a campaign of many seeds over several processes, resumable.
 
-One JSON line per seed is appended to a results file: seed, commit, verdict, counters.  A seed that
-is there already for this commit and these options is not run again, so a campaign that was
-interrupted goes on.  At the end the counters of the whole campaign are printed.  It fails if a seed
-did, or if something that must be met was not met once: a promise that was never in danger was not
-tested.
+One JSON line per seed is appended to a results file: seed, verdict, counters, what was tested.  A
+seed that is there already for these sources and these options is not run again, so a campaign that
+was interrupted goes on, also after a commit of documentation or tests.  A seed that fails says at
+once how it is replayed.  At the end the counters of the whole campaign are printed.  It fails if a
+seed did, or if something that must be met was not met once: a promise that was never in danger was
+not tested.
+
+What was tested is the content of the production sources and of what draws a seed's options,
+committed or not; the commit is written beside it.  The rest of the simulator makes and judges the
+histories: rows of another one count, and how many there are is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import pk
+from pk import clock
 from pk.sim.campaign import Report, Run
 from pk.sim.options import CHORES, FAULTS, drawn
-from pk.sim.world import SimWorld
+from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/results.jsonl"
 UNREST_MS = 120_000
@@ -31,6 +46,15 @@ ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
 #: A process is replaced after so many seeds: what Arrow keeps is given back.
 SEEDS_PER_PROCESS = 25
+#: What the key of a campaign covers, below the package.
+PRODUCTION = (".", "client", "compaction", "log", "server", "tiering")
+OPTIONS = "sim/options.py"
+#: Of the simulator, what neither makes a history nor judges one.
+BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
+#: How often a campaign says how far it is, where nobody watches a bar.
+TELL_EVERY_MS = 60_000
+#: Objects made before the young ones are looked through: a run makes few cycles.
+GC_YOUNG = 20_000
 #: What a campaign must have met (Report.counts).
 MET = (
     "ISR expand",
@@ -57,12 +81,29 @@ def counters(report: Report) -> dict[str, int]:
     return {**report.counts, **faults}
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """What lives already stays, and what is made meanwhile is looked through rarely."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
     """One seed as a line of the results."""
     logging.disable(logging.CRITICAL)
     options = drawn(SimWorld(seed).random("options"), **given)
+    run = Run(seed, options)
+    run.world.trace = deque(maxlen=TRACE_TAIL)  # its digest says all
     began = os.times()
-    report = Run(seed, options).execute()
+    with rare_collections():
+        report = run.execute()
     ended = os.times()
     return {
         "seed": seed,
@@ -80,8 +121,35 @@ def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# -- what is tested --------------------------------------------------------------------------------
+
+
+def digest_of(files: Iterable[Path], home: Path) -> str:
+    """Equal names and contents, equal text."""
+    found = hashlib.sha256()
+    for path in sorted(set(files)):
+        found.update(f"{path.relative_to(home)}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def tested(home: Path) -> str:
+    """What is under test in the package at `home`, and what decides the options of a seed."""
+    sources = [path for part in PRODUCTION for path in (home / part).rglob("*.py")]
+    simulator = home / "sim"  # elsewhere than in a checkout it is no link, and found above
+    return digest_of(
+        [*(path for path in sources if simulator not in path.parents), home / OPTIONS], home
+    )
+
+
+def simulator(home: Path) -> str:
+    """What makes and judges a history."""
+    beside = [home / name for name in BESIDE]
+    return digest_of((path for path in (home / "sim").rglob("*.py") if path not in beside), home)
+
+
 def commit() -> str:
-    """What is run: the commit, and whether something was changed since."""
+    """The commit, and whether something was changed since."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -125,7 +193,93 @@ def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return lines, failed
 
 
-def main(arguments: list[str]) -> int:
+# -- the campaign ----------------------------------------------------------------------------------
+
+
+class Standing:
+    """How far a campaign is.  `now_ms` is a wall clock."""
+
+    def __init__(self, seeds: int, known: int, failed: int, now_ms: Callable[[], int]) -> None:
+        self.seeds = seeds
+        self.done = known
+        self._run = 0
+        self._failed = failed
+        self._events = 0
+        self._cpu_s = 0.0
+        self._now_ms = now_ms
+        self._began_ms = self._told_ms = now_ms()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more seed was run."""
+        self.done += 1
+        self._run += 1
+        self._failed += row["verdict"] != "ok"
+        self._events += row["events"]
+        self._cpu_s += row["cpu_s"]
+
+    def due(self) -> bool:
+        """Whether a line is to be printed: once every `TELL_EVERY_MS`."""
+        due = self._now_ms() - self._told_ms >= TELL_EVERY_MS
+        if due:
+            self._told_ms = self._now_ms()
+        return due
+
+    @property
+    def line(self) -> str:
+        """Seeds, failures, speed, and when the campaign ends if it goes on like this."""
+        words = f"{self.done} of {self.seeds} seeds, {self._failed} failed"
+        if not self._run:
+            return words
+        each_ms = (self._now_ms() - self._began_ms) / self._run
+        ends_ms = self._now_ms() + each_ms * (self.seeds - self.done)
+        ends = datetime.fromtimestamp(ends_ms / 1000)
+        return (
+            f"{words}, {self._cpu_s / self._run:.1f} CPU s a seed, "
+            f"{self._events / max(self._cpu_s, 0.01):.0f} events per CPU s, ends {ends:%H:%M}"
+        )
+
+
+def processes(jobs: int) -> Executor:
+    """Where seeds are run."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=SEEDS_PER_PROCESS)
+
+
+def finished(
+    pool: Executor, seeds: Iterable[int], given: dict[str, Any]
+) -> Iterator[dict[str, Any] | None]:
+    """Each seed's row when it is there; None when there was none for `TELL_EVERY_MS`."""
+    pending = {pool.submit(run_seed, seed, given) for seed in seeds}
+    while pending:
+        done, pending = wait(pending, TELL_EVERY_MS / 1000, FIRST_COMPLETED)
+        yield from (each.result() for each in done) if done else [None]
+
+
+def replay(seed: int, given: dict[str, Any]) -> str:
+    """The command that runs one seed again."""
+    tail = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    return f"replay: python -m pk.sim {seed} {tail}"
+
+
+def run_all(
+    console: Console, standing: Standing, rows: Iterable[dict[str, Any] | None], out: Any
+) -> Iterator[dict[str, Any]]:
+    """Pass `rows` on as they come: written down, told of."""
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+                   console=console, disable=not console.is_terminal)  # fmt: skip
+    with bar:
+        task = bar.add_task(standing.line, total=standing.seeds, completed=standing.done)
+        for row in rows:
+            if row is not None:
+                standing.add(row)
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                yield row
+            bar.update(task, completed=standing.done, description=standing.line)
+            if not console.is_terminal and standing.due():
+                console.print(standing.line)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pk.sim.long", description=(__doc__ or "").splitlines()[0]
     )
@@ -135,32 +289,37 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--unrest-ms", type=int, default=UNREST_MS)
     parser.add_argument("--acknowledged-min", type=int, default=ACKNOWLEDGED_MIN)
     parser.add_argument("--results", type=Path, default=Path(RESULTS))
-    asked = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int:
+    asked = parsed(arguments)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     given = {"unrest_ms": asked.unrest_ms, "acknowledged_min": asked.acknowledged_min}
-    key = {"commit": commit(), **given}
+    home = Path(pk.__file__).parent
+    key = {"tested": tested(home), **given}
+    facts = {**key, "commit": commit(), "simulator": simulator(home)}
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     seeds = range(asked.first, asked.first + asked.seeds)
     rows = {seed: row for seed, row in known(asked.results, key).items() if seed in seeds}
+    others = sum(row.get("simulator") != facts["simulator"] for row in rows.values())
     todo = [seed for seed in seeds if seed not in rows]
-    print(f"{len(rows)} seeds are in {asked.results}, {len(todo)} are run; {key}", flush=True)
-    tail = f"--unrest-ms {asked.unrest_ms} --acknowledged-min {asked.acknowledged_min}"
-    with (
-        asked.results.open("a") as out,
-        ProcessPoolExecutor(
-            asked.jobs, get_context("spawn"), max_tasks_per_child=SEEDS_PER_PROCESS
-        ) as pool,
-    ):
-        for done in as_completed(pool.submit(run_seed, seed, given) for seed in todo):
-            row = {**key, **done.result()}
+    console.print(f"{len(rows)} seeds are in {asked.results}, {len(todo)} are run; {facts}")
+    for row in rows.values():
+        if row["verdict"] != "ok":
+            console.print(f"{row['verdict']}\n{replay(row['seed'], given)}")
+    failures = sum(row["verdict"] != "ok" for row in rows.values())
+    standing = Standing(len(seeds), len(rows), failures, now_ms)
+    with asked.results.open("a") as out, processes(asked.jobs) as pool:
+        ran = ({**facts, **row} if row else None for row in finished(pool, todo, given))
+        for row in run_all(console, standing, ran, out):
             rows[row["seed"]] = row
-            out.write(json.dumps(row) + "\n")
-            out.flush()
             if row["verdict"] != "ok":
-                print(
-                    f"{row['verdict']}\nreplay: python -m pk.sim {row['seed']} {tail}", flush=True
-                )
+                console.print(f"{row['verdict']}\n{replay(row['seed'], given)}")
     lines, failed = verdict(rows.values())
-    print("\n".join([*lines, *failed, "FAILED" if failed else "ok"]))
+    if others:
+        lines.append(f"{others} seeds were judged by another version of the simulator")
+    console.print("\n".join([*lines, *failed, "FAILED" if failed else "ok"]))
     return 1 if failed else 0
 
 

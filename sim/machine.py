@@ -279,11 +279,12 @@ class Machine:
 
     def supervise(self) -> None:
         """K1; called every tick."""
-        now_ms = self._now_ms()
+        nodes = self._world.nodes
         for role, process in self.processes.items():
-            if self.alive(role):
+            node = nodes.get(process.name)
+            if node is not None and node.alive:
                 self._watch(process)
-            elif now_ms >= process.due_ms:
+            elif self._now_ms() >= process.due_ms:
                 self.start(role)
             if process.closing is not None:
                 self._drained(process)

@@ -332,6 +332,8 @@ class Observer:
 
     def tick(self) -> None:
         """What changes behind the processes' backs: the committed metadata, the tables."""
+        if not self._changed:
+            return
         brokers = {
             broker: Registration(state.boot_id, state.directory_ids)
             for broker, state in self.image.brokers.items()

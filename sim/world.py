@@ -27,8 +27,9 @@ import heapq
 import random
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, MutableSequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 from pk.world import World
@@ -123,7 +124,7 @@ class _Timer(asyncio.TimerHandle):
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
-            self._callback = self._args = None  # what it refers to may go
+            self._callback = self._args = None  # type: ignore[assignment]  # let go of them
 
 
 class SimLoop(_Base):
@@ -374,7 +375,7 @@ class SimWorld:
 
         self.seed = seed
         self.loop = SimLoop()
-        self.trace: list[str] = []
+        self.trace: MutableSequence[str] = []  #: may be one that keeps the last lines only
         self.nodes: dict[str, SimNode] = {}
         self.clocks: dict[str, SimClock] = {}
         self.network: SimNetwork = SimNetwork(self.loop, self.random("network"), self.record)
@@ -469,7 +470,7 @@ class SimWorld:
         try:
             self.loop.run_until(predicate, events_max)
         except Stuck as stuck:
-            tail = "\n".join(self.trace[-TRACE_TAIL:])
+            tail = "\n".join(islice(self.trace, max(0, len(self.trace) - TRACE_TAIL), None))
             raise Stuck(f"SEED={self.seed}: {stuck}\n{tail}") from None
 
     def close(self) -> None:

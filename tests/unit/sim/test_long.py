@@ -1,0 +1,169 @@
+"""What a campaign of many seeds keeps, skips and says."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pk.sim import long
+from pk.sim.long import MET, Standing, main, rare_collections
+
+MINUTE_MS = 60_000
+
+
+def package(home: Path) -> Path:
+    """A package as it lies in a checkout: the simulator is a link."""
+    for name in ("types.py", "log/segment.py", "server/broker.py", "elsewhere/sim/options.py",
+                 "elsewhere/sim/faults.py", "elsewhere/sim/long.py"):  # fmt: skip
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}")
+    (home / "pk").mkdir()
+    for name in ("log", "server"):
+        (home / "pk" / name).symlink_to(home / name)
+    (home / "pk" / "sim").symlink_to(home / "elsewhere" / "sim")
+    (home / "types.py").rename(home / "pk" / "types.py")
+    return home / "pk"
+
+
+@pytest.mark.parametrize("name", ["types.py", "log/segment.py", "server/broker.py", "log/new.py"])
+def test_a_source_that_changes_is_another_campaign(tmp_path: Path, name: str) -> None:
+    home = package(tmp_path)
+    before = long.tested(home), long.simulator(home)
+    (home / name).write_text("# changed, and not committed")
+    assert long.tested(home) != before[0]
+    assert long.simulator(home) == before[1]
+
+
+def test_how_options_are_drawn_is_a_part_of_it_and_the_rest_of_the_simulator_is_not(
+    tmp_path: Path,
+) -> None:
+    home = package(tmp_path)
+    before = long.tested(home), long.simulator(home)
+    (home / "sim" / "faults.py").write_text("# more of them")
+    assert (long.tested(home), long.simulator(home) != before[1]) == (before[0], True)
+    before = long.tested(home), long.simulator(home)
+    (home / "sim" / "long.py").write_text("# prints more")
+    (tmp_path / "README.md").write_text("documentation")
+    assert (long.tested(home), long.simulator(home)) == before
+    (home / "sim" / "options.py").write_text("# drawn otherwise")
+    assert long.tested(home) != before[0]
+
+
+def row(seed: int, verdict: str = "ok") -> dict[str, Any]:
+    return {
+        "seed": seed, "verdict": verdict, "events": 20_000, "virtual_ms": 1, "acknowledged": 1,
+        "cpu_s": 2.0, "counters": dict.fromkeys(MET, 1),
+    }  # fmt: skip
+
+
+class Campaign:
+    """`main` with seeds that take a minute each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.ran: list[int] = []
+        self.bad: set[int] = set()
+        self.now_ms = 0
+        self.tested = "one"
+        self.results = tmp_path / "results.jsonl"
+        monkeypatch.setattr(long, "finished", self._finished)
+        monkeypatch.setattr(long, "processes", lambda _: ThreadPoolExecutor(1))
+        monkeypatch.setattr(long, "tested", lambda _: self.tested)
+        monkeypatch.setattr(long, "commit", lambda: f"commit{len(self.ran)}")
+
+    def _finished(
+        self, _pool: object, seeds: list[int], _given: object
+    ) -> Iterator[dict[str, Any]]:
+        for seed in seeds:
+            self.ran.append(seed)
+            self.now_ms += MINUTE_MS
+            yield row(seed, "V6: lost" if seed in self.bad else "ok")
+
+    def run(self, seeds: int) -> int:
+        arguments = ["--seeds", str(seeds), "--unrest-ms", "7", "--results", str(self.results)]
+        return main(arguments, lambda: self.now_ms)
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Campaign:
+    return Campaign(monkeypatch, tmp_path)
+
+
+def test_a_commit_that_changes_nothing_that_is_tested_runs_no_seed_again(
+    campaign: Campaign,
+) -> None:
+    assert campaign.run(2) == 0
+    assert campaign.run(3) == 0
+    assert campaign.ran == [1, 2, 3]
+    rows = [json.loads(line) for line in campaign.results.read_text().splitlines()]
+    assert [each["commit"] for each in rows] == ["commit0", "commit0", "commit2"]
+    campaign.tested = "another"
+    campaign.run(1)
+    assert campaign.ran == [1, 2, 3, 1]
+
+
+def test_rows_of_another_simulator_count_and_are_told_of(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign.run(2)
+    assert "another version" not in capsys.readouterr().out
+    monkeypatch.setattr(long, "simulator", lambda _: "newer")
+    assert campaign.run(3) == 0
+    assert "2 seeds were judged by another version of the simulator" in capsys.readouterr().out
+
+
+def test_a_seed_that_fails_says_at_once_how_it_is_replayed(
+    campaign: Campaign, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign.bad = {1}
+    assert campaign.run(2) == 1
+    said = capsys.readouterr().out.splitlines()
+    at = said.index("V6: lost")
+    assert said[at + 1] == "replay: python -m pk.sim 1 --unrest-ms 7 --acknowledged-min 2000"
+    assert said[at + 2].startswith("1 of 2 seeds, 1 failed"), "before the next seed"
+    assert campaign.run(2) == 1
+    assert said[at + 1] in capsys.readouterr().out, "a campaign that goes on has not forgotten it"
+
+
+def test_where_nobody_watches_a_line_a_minute_says_how_far_it_is(
+    campaign: Campaign, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign.run(3)
+    said = [line for line in capsys.readouterr().out.splitlines() if " of 3 seeds" in line]
+    assert [line.partition(" of ")[0] for line in said] == ["1", "2", "3"]
+    assert said[-1].startswith("3 of 3 seeds, 0 failed, 2.0 CPU s a seed, 10000 events per CPU s")
+
+
+def test_rows_come_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long, "run_seed", lambda seed, given: (seed, given))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(long.finished(pool, range(5), {"unrest_ms": 7}))
+    assert sorted(found) == [(seed, {"unrest_ms": 7}) for seed in range(5)]
+
+
+def test_the_end_is_where_the_seeds_that_ran_point_to() -> None:
+    now_ms = 0
+    standing = Standing(seeds=10, known=4, failed=0, now_ms=lambda: now_ms)
+    assert standing.line == "4 of 10 seeds, 0 failed"
+    now_ms = 30 * MINUTE_MS  # 2 seeds in half an hour: 4 more take an hour
+    standing.add(row(5))
+    standing.add(row(6, "V1: two leaders"))
+    assert "6 of 10 seeds, 1 failed" in standing.line
+    assert standing.line.endswith(f"ends {datetime.fromtimestamp(90 * 60):%H:%M}")
+    assert standing.due()
+    assert not standing.due(), "once a minute"
+
+
+def test_collections_are_rare_in_a_run_and_as_before_after_it() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_threshold()[0] == long.GC_YOUNG
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
