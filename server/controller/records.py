@@ -75,8 +75,6 @@ def decode_batches(
             continue
         if verify:
             batches.check(view)
-        rows = columns.decode(view, decoded_bytes_max=DECODED_BYTES_MAX, header=header)
-        offsets = rows.column("offset").to_pylist()
-        for offset, value in zip(offsets, rows.column("value").to_pylist(), strict=True):
+        for offset, value in columns.values_of(view, header, DECODED_BYTES_MAX):
             if offset >= from_offset:
                 yield offset, decode_record(value)

@@ -23,7 +23,15 @@ def roundtrip(rows: pa.RecordBatch, **options: Any) -> pa.RecordBatch:
     found = columns.decode(raw, decoded_bytes_max=10**7)
     found.validate(full=True)
     assert found.schema == columns.schema("ms")
+    same_values(raw, found)
     return found
+
+
+def same_values(raw: bytes, rows: pa.RecordBatch) -> None:
+    """`values_of` says what `decode` does."""
+    header = batch.read_header(raw)
+    expected = zip(*(rows.column(name).to_pylist() for name in ("offset", "value")), strict=True)
+    assert columns.values_of(raw, header, 10**7) == list(expected)
 
 
 def sample(count: int) -> pa.RecordBatch:
@@ -224,7 +232,16 @@ def test_offsets_may_be_kept_with_gaps() -> None:
     header = batch.check(raw)
     assert (header.base_offset, header.last_offset, header.sparse) == (10, 15, True)
     moved = b"".join(batch.patched(raw, 100, 1))
-    assert columns.decode(moved, decoded_bytes_max=1000).column("offset").to_pylist() == [100, 105]
+    found = columns.decode(moved, decoded_bytes_max=1000)
+    assert found.column("offset").to_pylist() == [100, 105]
+    same_values(moved, found)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_alone_are_those_of_the_rows(codec: str) -> None:
+    for values in ([b"a"], [b"", b"bc", b""], [None, b"x"], [None, None], [b"x"] * 100):
+        raw = b"".join(columns.encode_lists(values, codec=codec, default_timestamp=5))
+        same_values(raw, columns.decode(raw, decoded_bytes_max=10**6))
 
 
 def test_markers() -> None:
@@ -255,6 +272,8 @@ def refused(
         columns.validate_body(raw, header, most)
     with pytest.raises(kind):
         columns.decode(raw, decoded_bytes_max=most)
+    with pytest.raises(kind):
+        columns.values_of(raw, header, most)
 
 
 def u32(*numbers: int) -> bytes:
