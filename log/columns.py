@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,16 @@ import pyarrow as pa
 from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
-from pk.log.encoding import DECODED_BYTES_MAX, LENGTH, U32, UNITS, encode, encode_lists, total
+from pk.log.encoding import (
+    DECODED_BYTES_MAX,
+    FEW,
+    LENGTH,
+    U32,
+    UNITS,
+    encode,
+    encode_lists,
+    total,
+)
 from pk.log.storage import Buffer
 from pk.types import NONE
 
@@ -221,23 +231,29 @@ def _check_rows(header: Header, body: Body) -> None:
         (body.value_lengths, body.value_validity),
         (body.header_value_lengths, body.header_validity),
     ):
-        if validity is not None and lengths is not None:
-            valid = np.unpackbits(
-                np.frombuffer(validity, np.uint8), count=len(lengths), bitorder="little"
-            )
-            if np.any(lengths[valid == 0]):
-                raise errors.InvalidRecord("batch body: a null that has bytes")
+        if validity is not None and lengths is not None and _null_with_bytes(lengths, validity):
+            raise errors.InvalidRecord("batch body: a null that has bytes")
     if body.deltas is not None and len(body.deltas):
         deltas = body.deltas
         if np.any(deltas[1:] <= deltas[:-1]) or int(deltas[-1]) > header.last_offset_delta:
             raise errors.InvalidRecord("batch body: offsets do not grow within the batch")
     if body.timestamps is not None and len(body.timestamps) and not header.log_append_time:
-        least, most = int(body.timestamps.min()), int(body.timestamps.max())
+        few = body.timestamps.tolist() if len(body.timestamps) <= FEW else None
+        least = min(few) if few else int(body.timestamps.min())
+        most = max(few) if few else int(body.timestamps.max())
         if not header.attributes & batches.TIMESTAMPS_I64:
             least, most = least + header.base_timestamp, most + header.base_timestamp
         floor = batches.TIMESTAMP_MS_MIN if header.has_delete_horizon else header.base_timestamp
         if least < floor or most > header.max_timestamp:
             raise errors.InvalidRecord("batch body: a timestamp outside the header's bounds")
+
+
+def _null_with_bytes(lengths: U32, validity: memoryview) -> bool:
+    if len(lengths) <= FEW:
+        valid = int.from_bytes(validity, "little")
+        return any(size and not valid >> row & 1 for row, size in enumerate(lengths.tolist()))
+    bits = np.unpackbits(np.frombuffer(validity, np.uint8), count=len(lengths), bitorder="little")
+    return bool(np.any(lengths[bits == 0]))
 
 
 def _decompressed(header: Header, batch: Buffer, decoded_bytes_max: int) -> memoryview:
@@ -379,8 +395,13 @@ def _timestamps(header: Header, body: Body, unit: str) -> pa.Array:
     return pa.Array.from_buffers(kind, header.record_count, [None, pa.py_buffer(raw)], 0)
 
 
+_ENDS = [struct.Struct(f"<{count + 1}i") for count in range(FEW + 1)]
+
+
 def _prefix_sum(lengths: U32) -> pa.Buffer:
     """Arrow offsets; the sum was checked against the section's size, so nothing overflows."""
+    if len(lengths) <= FEW:
+        return pa.py_buffer(_ENDS[len(lengths)].pack(0, *accumulate(lengths.tolist())))
     offsets = np.empty(len(lengths) + 1, np.int32)
     offsets[0] = 0
     sums = offsets[1:]

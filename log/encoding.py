@@ -32,14 +32,14 @@ LENGTH = struct.Struct("<I")
 
 
 #: So many numbers are added up sooner without numpy.
-_FEW = 32
+FEW = 32
 
 
 def total(lengths: U32 | None) -> int:
     """The sum, without overflow."""
     if lengths is None:
         return 0
-    if len(lengths) <= _FEW:
+    if len(lengths) <= FEW:
         return sum(lengths.tolist())
     return int(lengths.sum(dtype=np.uint64))
 

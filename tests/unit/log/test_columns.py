@@ -301,6 +301,22 @@ def test_header_counts_that_lie() -> None:
     ]
 
 
+@pytest.mark.parametrize("count", [3, 1000])
+def test_the_last_null_with_bytes_is_found_among_few_rows_and_many(count: int) -> None:
+    lengths, flags = u32(*[1] * count), batch.VALUE | batch.VALUE_NULLS
+    valid = bytearray(-(-count // 8) * b"\xff")
+    good = forged(lengths + valid + b"x" * count, flags, count)
+    values = columns.decode(good, decoded_bytes_max=10**6).column("value").to_pylist()
+    assert values == [b"x"] * count
+    valid[-1] ^= 1 << (count - 1) % 8
+    refused(forged(lengths + valid + b"x" * count, flags, count))
+
+
+@pytest.mark.parametrize("count", [31, 32, 33])
+def test_few_rows_and_many_say_the_same(count: int) -> None:
+    roundtrip(sample(count))
+
+
 def test_null_with_bytes_and_offsets_that_fall() -> None:
     refused(forged(u32(1, 1) + b"\x01" + b"ab", batch.VALUE | batch.VALUE_NULLS))
     refused(forged(u32(1, 1), batch.OFFSET_DELTAS))
