@@ -116,7 +116,7 @@ class SimNetwork:
                 self.record(f"heal {pair[0]}>{pair[1]}")
                 for ends in list(self._streams.values()):
                     for end in ends:
-                        if self.link(end.node.name, end.other.node.name) is link:
+                        if end.link is link:
                             end.release()
 
     def refuse(self, address: str, refused: bool = True) -> None:
@@ -273,12 +273,21 @@ class End:
         self._piped = 0
         self._last_due_us = 0
         self._held = 0  # frames that came due during a cut
+        self._link: Link | None = None  # to the other end's node, once it was looked up
         self._readers: deque[asyncio.Future[None]] = deque()
         self._writers: deque[asyncio.Future[None]] = deque()
 
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def link(self) -> Link:
+        """What frames to the other end travel on; changed in place, never replaced."""
+        found = self._link
+        if found is None:
+            found = self._link = self._network.link(self.node.name, self.other.node.name)
+        return found
 
     # -- the Stream protocol ---------------------------------------------------------------------
 
@@ -289,7 +298,7 @@ class End:
         while self._piped_bytes >= network.window_bytes or self._piped >= network.window_frames:
             await self._wait(self._writers)
             self._check_open()
-        link = network.link(self.node.name, self.other.node.name)
+        link = self.link
         if link.break_chance and network.rng.random() < link.break_chance:
             network.record(f"break {self.number}")
             self.other.broken("the connection was reset")
@@ -330,7 +339,7 @@ class End:
 
     def _dispatch(self, frame: bytes | None) -> None:
         network = self._network
-        link = network.link(self.node.name, self.other.node.name)
+        link = self.link
         size = len(frame) if frame is not None else 0
         travel = network._delay_us(link) + size * 1000 // link.bytes_per_ms
         self._last_due_us = max(self._last_due_us, self._loop.now_us + travel)
@@ -340,8 +349,7 @@ class End:
     def _arrive(self) -> None:
         if not self._transit:  # lost with the stream
             return
-        network = self._network
-        if self._held or network.link(self.node.name, self.other.node.name).cut:
+        if self._held or self.link.cut:
             self._held += 1
             return
         self._deliver()

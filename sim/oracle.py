@@ -75,7 +75,8 @@ def digest_of(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes | None]]
 ) -> int:
     """Equal content, equal number."""
-    return zlib.crc32(repr((key, value, headers)).encode())
+    rest = zlib.crc32(repr((key, headers, value is None)).encode())
+    return zlib.crc32(value or b"", rest)
 
 
 def value_of(name: RecordId, size: int) -> bytes:
