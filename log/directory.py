@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors
@@ -68,6 +69,22 @@ class Directory:
         """The next checkpoint will not know it."""
         for offsets in (self.recovery_points, self.log_starts, self.high_watermarks):
             offsets.pop(key, None)
+
+    async def write_checkpoints(self, *names: str) -> None:
+        """SYNCED: those that changed, as they are now; all by default."""
+        now = {
+            RECOVERY_POINTS: self.recovery_points,
+            LOG_STARTS: self.log_starts,
+            HIGH_WATERMARKS: self.high_watermarks,
+        }
+        copies = {name: dict(now[name]) for name in names or now}
+        await self.disk.write(partial(self._write, copies))
+
+    def _write(self, wanted: dict[str, Offsets]) -> None:
+        for name, offsets in wanted.items():
+            if self.written.get(name) != offsets:
+                write_offsets(self.disk.storage, name, offsets)
+                self.written[name] = offsets
 
 
 class Format(NamedTuple):

@@ -13,8 +13,8 @@ Rules
       name.
   M2  checkpoints only ever name what was true when they were written: recovery point <= synced end
       (rule L1).
-  M3  a partition nobody knows (rule Q2), or a deleted one, is renamed first and removed after a
-      delay; a crash in between leaves the new name, which the next start removes.
+  M3  a partition nobody knows (rule Q2, log/strays.py), or a deleted one, is renamed first and
+      removed after a delay; a crash in between leaves the new name, which the next start removes.
   M4  a failed directory takes its own partitions offline and no others.
 """
 
@@ -29,11 +29,12 @@ from pk import errors
 from pk.log import creation
 from pk.log import directory as files
 from pk.log.creation import NewPartition, Outcome, Site
-from pk.log.directory import Directory, Format, Offsets, Run
+from pk.log.directory import Directory, Format, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.segment import IndexCache, base_offset_of
-from pk.log.storage import Disk, Storage
+from pk.log.storage import Disk
+from pk.log.strays import Strays
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 from pk.world import World
 
@@ -74,6 +75,7 @@ class LogManager:
         self._root = root
         self._cache = IndexCache(index_cache_bytes)
         self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
+        self._strays = Strays()
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -212,7 +214,8 @@ class LogManager:
             key = PartitionKey(topic_id, tp.partition)
             config = config_of(topic_id, tp)
             if config is None:
-                await self._discard(directory, path, STRAY_DELAY_MS)
+                now_ms = self._world.clock.wall_ms()
+                await self._strays.note(directory, path, topic_id, tp, now_ms)
                 return None
             if key in self._logs:
                 raise errors.CorruptLog(
@@ -225,6 +228,15 @@ class LogManager:
             return key, error
         self._logs[key] = (log, directory)
         return None
+
+    def is_stray(self, key: PartitionKey) -> bool:
+        """It was not known when it was looked at, and nothing was said of it since (M3)."""
+        return key in self._strays
+
+    async def discard_strays(self) -> None:
+        """M3: whoever calls this knows every partition that was placed here before it began."""
+        for directory, path in await self._strays.unknown():
+            await self._discard(directory, path, STRAY_DELAY_MS)
 
     async def _unfinished(self, directory: Directory, path: str) -> None:
         """A directory without its identity: the process died while it was created, or somebody
@@ -292,10 +304,17 @@ class LogManager:
         except errors.PkError as error:
             return [error for _ in wanted]
         groups: dict[Directory, list[NewPartition]] = {}
+        known: list[PartitionKey] = []
         for new, home in zip(wanted, homes, strict=True):
-            groups.setdefault(home, []).append(new)
+            stands = self._strays.known(new.key)
+            known += [new.key] if stands is not None else []
+            groups.setdefault(stands or home, []).append(new)
         visits = await asyncio.gather(*(self._visit(*each) for each in groups.items()))
         outcomes = {key: outcome for visit in visits for key, outcome in visit.items()}
+        for key in known:
+            if key in self._logs:  # as for those that were known at once
+                log, directory = self._logs[key]
+                await self._claim_less(directory, {key: log.written_end})
         return [outcomes[new.key] for new in wanted]
 
     async def _visit(
@@ -324,9 +343,7 @@ class LogManager:
         if gone:
             for key in gone:
                 directory.forget(key)
-            names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
-            copies = self._copies(directory, names)
-            await directory.disk.write(partial(_write_offsets, directory, copies))
+            await directory.write_checkpoints()
 
     async def _choose(self, count: int) -> list[Directory]:
         """A directory for each of `count` new partitions."""
@@ -511,28 +528,17 @@ class LogManager:
 
     async def _write_checkpoints(self, directory: Directory) -> None:
         self._note_log_starts(directory)
-        names = (files.RECOVERY_POINTS, files.LOG_STARTS, files.HIGH_WATERMARKS)
-        copies = self._copies(directory, names)
-        await directory.disk.write(partial(_write_offsets, directory, copies))
+        await directory.write_checkpoints()
 
     async def _write_log_starts(self, directory: Directory) -> None:
         self._note_log_starts(directory)
-        copies = self._copies(directory, (files.LOG_STARTS,))
-        await directory.disk.write(partial(_write_offsets, directory, copies))
+        await directory.write_checkpoints(files.LOG_STARTS)
 
     def _note_log_starts(self, directory: Directory) -> None:
         for key, (log, home) in self._logs.items():
             if home is directory:
                 moving = (each.get(key, 0) for each in directory.moving)
                 directory.log_starts[key] = max(log.log_start, *moving, 0)
-
-    def _copies(self, directory: Directory, names: tuple[str, ...]) -> dict[str, Offsets]:
-        now = {
-            files.RECOVERY_POINTS: directory.recovery_points,
-            files.LOG_STARTS: directory.log_starts,
-            files.HIGH_WATERMARKS: directory.high_watermarks,
-        }
-        return {name: dict(now[name]) for name in names}
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
         """Soon in run.json, and with the clean-shutdown file (rule L3)."""
@@ -590,12 +596,3 @@ class LogManager:
             )
             run = Run(self._boot_id, epoch)
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))
-
-
-def _write_offsets(directory: Directory, wanted: dict[str, Offsets]) -> None:
-    """In the write lane: the checkpoints that changed."""
-    storage: Storage = directory.disk.storage
-    for name, offsets in wanted.items():
-        if directory.written.get(name) != offsets:
-            files.write_offsets(storage, name, offsets)
-            directory.written[name] = offsets

@@ -42,6 +42,10 @@ LOOK_EVERY = 20  #: ticks
 IMAGES_EVERY = 400
 HEALING_TICK_MS = 50
 EVENTS_MAX = 5_000_000
+#: Producers have so many times what is asked for by now: they need not hurry.
+AHEAD = 1.2
+#: After so many times the unrest that was asked for, faults come so many times more rarely.
+LATE, RARER = 1.5, 5
 
 
 @dataclass(slots=True)
@@ -294,13 +298,25 @@ class Run:
             self._tick()
             ticks += 1
             begun = all(topic.life for topic in self.oracle.topics.values())
-            enough = self.oracle.acknowledgements >= options.acknowledged_min
+            enough = self._enough(ticks * options.tick_ms)
             if begun and (enough or left_ms > options.tick_ms):
                 left_ms -= options.tick_ms  # the clock runs once there is work
         self.faults.heal()
         self.admin.resting = True
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
         chores.result()
+
+    def _enough(self, elapsed_ms: int) -> bool:
+        """Whether `acknowledged_min` is reached; who is far ahead of it slows down, and where it is
+        not reached in time faults become rare.
+        """
+        options, oracle = self.options, self.oracle
+        least = options.acknowledged_min
+        share = elapsed_ms / options.unrest_ms
+        oracle.ahead = bool(least) and oracle.acknowledgements > AHEAD * least * share
+        enough = oracle.acknowledgements >= least
+        self.faults.rarer = 1 if enough or share < LATE else RARER
+        return enough
 
     async def _until(self, what: str, why_not: Any) -> None:
         deadline = self._clock.monotonic_ms() + self.options.heal_ms

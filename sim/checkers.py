@@ -215,9 +215,10 @@ class ReaderCheck:
     def _begins_anew(self, line: _Line, offset: Offset, topic: Topic, partition: int) -> bool:
         if line.next is None or offset == line.next:
             return False
-        if topic.life > line.life or (topic.going and offset == 0):
+        if topic.life > line.life or ((topic.going or line.doubtful) and offset == 0):
             return True  # created again, perhaps before whoever asked for it has heard of that;
-            # or deleted, and a broker that has not heard of it led the reader there once more
+            # or deleted, and a broker that has not heard of it led the reader there once more, and
+            # what came then is taken for the next life's until that begins
         return self._oracle.era(topic.topic_id, partition) > line.era and offset < line.next
 
     def forget(self, topic: str, partition: int | None = None) -> None:

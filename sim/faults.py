@@ -54,6 +54,7 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
+        self.rarer = 1  #: times as long between two faults
         self.counts: dict[str, int] = {}
         self.met: dict[str, int] = {}  #: what came of faults that may strike or not
         self._operator = operator
@@ -70,7 +71,8 @@ class Faults:
         while self._due and self._due[0][0] <= now_ms:
             heapq.heappop(self._due)[2]()
         if self._options.faults and now_ms >= self._next_ms:
-            self._next_ms = now_ms + self._rng.uniform(*self._options.fault_every_ms)
+            wait_ms = self._rng.uniform(*self._options.fault_every_ms)
+            self._next_ms = now_ms + wait_ms * self.rarer
             name = self._rng.choice(self._options.faults)
             self.counts[name] = self.counts.get(name, 0) + 1
             self._world.record(f"fault {name}")

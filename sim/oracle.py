@@ -99,6 +99,7 @@ class Oracle:
         self.topics = {plan.name: Topic(plan.name, plan.tiered, plan.expires) for plan in plans}
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
+        self.ahead = False  #: more was acknowledged than the run asks for by now
         self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
         #: Topics whose durability was changed → the least copies since then, and nothing of them
         #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.

@@ -40,6 +40,8 @@ RETRIES = {
 DELIVERY_MS = (2_500, 30_000)
 OPEN_MS = 500
 DRAIN_MS = 20
+#: How much longer producers pause that are far ahead of what the run asks for.
+SLOWER = 4
 ADMIN_TIMEOUT_MS = 1_500
 
 #: What a consumer may be told while nodes die and topics come and go.
@@ -164,7 +166,8 @@ class SimProducer:
     async def _run(self) -> None:
         rng, options = self._rng, self._options
         while True:
-            await self._world.clock.sleep_ms(rng.uniform(*options.pace_ms))
+            slower = SLOWER if self._oracle.ahead else 1
+            await self._world.clock.sleep_ms(slower * rng.uniform(*options.pace_ms))
             topic = rng.choice(options.topics).name
             if not self._oracle.topics[topic].life:
                 continue

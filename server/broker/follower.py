@@ -10,10 +10,10 @@ Invariants
       a snapshot of them and those behind it
   M2  a partition is led only under this process's own registration (rule Q2): a leadership that an
       image from before the restart names belongs to the previous process
-  M3  a directory without a topic of its id in the image is a stray: renamed now, removed later
-      (rules Q2, L8)
+  M3  a directory without a topic of its id in the image is a stray: renamed once the image holds
+      this process's own registration, removed later (creations.py; rules Q2, L8)
   M4  a partition that cannot be created or opened is offline with its cause; the others go on, and
-      creation is tried again while the cause may pass
+      creation is tried again while the cause may pass (creations.py)
   M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
       T4)
   M6  a partition that is in no working directory is not created anew while a directory has failed:
@@ -29,13 +29,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
-from pk.log.creation import VISIT_MAX, NewPartition
 from pk.log.plan import LogConfig
 from pk.server.broker.claims import Claims
+from pk.server.broker.creations import Creations, together, typed
 from pk.server.broker.metadata_feed import load_image
 from pk.server.broker.partition import Partition
 from pk.server.controller import records
@@ -53,7 +52,6 @@ POLL_WAIT_MS = 2_000
 POLL_TIMEOUT_MS = 6_000
 POLL_BYTES = 4 * 1024 * 1024
 BACKOFF_MS = (20, 1_000)
-RETRY_CREATE_MS = 5_000
 
 
 class _Changes:
@@ -108,7 +106,7 @@ class MetadataFollower:
         ] = {}  #: called with the names of changed topics, None = brokers or all
         self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
         self._wait_number = 0
-        self._creating = asyncio.Lock()
+        self._creations = Creations(core, self)
         self._loaded = False
         self._task: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None
@@ -176,48 +174,18 @@ class MetadataFollower:
                 return
 
     async def load(self) -> None:
-        """Open the logs of every partition the image gives this broker; strays go (M3)."""
-        for key, failure in await self._core.manager.load(self._config_of):
-            error = self.unopened[key] = _typed(failure)
-            if isinstance(error, errors.CorruptLog):
-                self._core.metrics.damaged.inc()
-            self._core.warn(
-                "partition_offline",
-                partition=str(key),
-                error=error.message,
-            )
-        opened = sorted(self._core.manager.logs())
-        topics = self._topics_of(opened)
-        for key in opened:
-            self._adopt(key, topics[key.topic_id][1])
-        self._miss_failed_directories()
+        """Open the logs of every partition the image gives this broker (M3)."""
+        await self._creations.load()
         self._loaded = True
         changes = _Changes()
         changes.me = True
         await self._react(changes)
 
-    def _miss_failed_directories(self) -> None:
-        """M6: what no working directory holds lies in the failed one."""
-        failed = [each for each in self._core.manager.directories if each.failed is not None]
-        if not failed:
-            return
-        root = failed[0].disk.storage.root
-        for topic, number, _ in self.image.partitions_of(self._core.node_id):
-            key = PartitionKey(topic.topic_id, number)
-            if key not in self._core.partitions and key not in self.unopened:
-                error = errors.StorageFailed(
-                    f"{topic.name}-{number} is in no directory that works, so it is taken to be in "
-                    f"{root}, which failed: {failed[0].failed}",
-                    directory=root,
-                )
-                self.unopened[key] = error
-                self._core.warn("partition_offline", partition=str(key), error=error.message)
-
     def start(self) -> None:
         """Follow from here on."""
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run())
-        self._retry = loop.create_task(self._retry_unopened())
+        self._retry = loop.create_task(self._creations.retry_unopened())
 
     async def close(self) -> None:
         tasks = [task for task in (self._task, self._retry) if task is not None]
@@ -238,7 +206,7 @@ class MetadataFollower:
                 backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
             except Exception as bug:  # the image may be half applied: only a restart can be trusted
                 self._core.bug("following the metadata log", bug)
-                self._core.link.fatal(_typed(bug))
+                self._core.link.fatal(typed(bug))
                 return
 
     async def _poll(self, wait_ms: int) -> _Changes:
@@ -297,7 +265,8 @@ class MetadataFollower:
         for topic_id, record in changes.removed.items():
             await self._remove(topic_id, record)
         keys = changes.partitions
-        if changes.me:
+        joined = self._creations.joined()
+        if changes.me or joined:
             keys = {
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self.image.partitions_of(self._core.node_id)
@@ -308,10 +277,12 @@ class MetadataFollower:
         # Settings first: under an older min_insync_replicas the watermark would move past a member
         # that the same records keep eligible (rule R1).
         self._reconfigure(changes)
-        for some in _together(list(keys)):
-            await self._create_missing(some)
+        for some in together(list(keys)):
+            await self._creations.create_missing(some)
             for key in some:
                 await self._settle(key)
+        if joined:
+            await self._creations.give_up_strays()
         named = (
             self.image.topics.get(topic_id) for topic_id in {key.topic_id: None for key in keys}
         )
@@ -321,6 +292,10 @@ class MetadataFollower:
             future = heapq.heappop(self._waiting)[2]
             if not future.done():
                 future.set_result(None)
+        self._tell(changes)
+
+    def _tell(self, changes: _Changes) -> None:
+        """Whoever waits for what the chunk changed."""
         if changes.me:
             self._core.link.beat_soon()
         if changes.brokers:  # who came back may join (R2)
@@ -335,7 +310,7 @@ class MetadataFollower:
             for listener in list(self.listeners):
                 listener(names)
 
-    def _registered(self) -> bool:
+    def registered(self) -> bool:
         """The image has this very process's registration (M2)."""
         me = self.image.brokers.get(self._core.node_id)
         return me is not None and me.incarnation_id == self._incarnation_id
@@ -358,11 +333,11 @@ class MetadataFollower:
         if partition is None:
             if key in self.unopened:
                 return
-            await self._create_missing([key])  # anew (M7)
+            await self._creations.create_missing([key])  # anew (M7)
             partition = core.partitions.get(key)
             if partition is None:
                 return
-        await self._lead_or_follow(partition, state)
+        await self.lead_or_follow(partition, state)
 
     def _damaged(self, key: PartitionKey) -> bool:
         """M7: and the controller has heard of it."""
@@ -400,9 +375,9 @@ class MetadataFollower:
             return
         self.unopened.pop(key, None)
 
-    async def _lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
+    async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
         core = self._core
-        if state.leader != core.node_id or not self._registered():
+        if state.leader != core.node_id or not self.registered():
             leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:
                 core.feed.remove(partition.key, partition.topic)
@@ -429,7 +404,7 @@ class MetadataFollower:
         if (
             state.leader in (NONE, core.node_id)
             or partition.problem is not None
-            or not self._registered()
+            or not self.registered()
         ):
             core.replicas.leave(partition)
         else:
@@ -451,111 +426,6 @@ class MetadataFollower:
             self._core.flushes.set(partition.key, 0)
 
     # -- partitions ------------------------------------------------------------------------------
-
-    def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
-        """For `LogManager.load`: None = a stray (M3)."""
-        state = self.image.partition(PartitionKey(topic_id, tp.partition))
-        if state is None or self._core.node_id not in state.replicas:
-            return None
-        return LogConfig.of(self.settings_of(self.image.topics[topic_id].name))
-
-    def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
-        core = self._core
-        log = core.manager.get(key)
-        assert log is not None
-        topic = self.image.topics[key.topic_id].name
-        partition = Partition(
-            core,
-            key,
-            log,
-            core.lane_of(core.manager.disk_of(key)),
-            wanted,
-            tiered=self.is_tiered(topic, wanted),
-        )
-        core.partitions[key] = partition
-        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
-
-    async def _create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
-        """Create those of `keys` that this broker is to have and has not, together (M4).
-
-        At most `VISIT_MAX`.  `again`: also those that could not be created before.
-        """
-        core = self._core
-        async with self._creating:
-            missing = [
-                key
-                for key in keys
-                if key not in core.partitions
-                and (again or key not in self.unopened)
-                and self._is_mine(key)
-            ]
-            if not missing:
-                return
-            topics = self._topics_of(missing)
-            outcomes = await core.manager.create_all(
-                [
-                    NewPartition(TopicPartition(name, key.partition), key.topic_id, config)
-                    for key in missing
-                    for name, _, config in (topics[key.topic_id],)
-                ]
-            )
-            made = dict(zip(missing, outcomes, strict=True))
-            kept = [key for key in missing if self._is_mine(key)]  # the image may have moved on
-            topics = self._topics_of(kept)
-            for key in kept:
-                outcome = made.pop(key)
-                name, wanted, config = topics[key.topic_id]
-                if isinstance(outcome, errors.PkError):
-                    self._not_created(key, name, outcome)
-                    continue
-                outcome.config = config
-                self.unopened.pop(key, None)
-                self._adopt(key, wanted)
-            for key, outcome in made.items():
-                self.unopened.pop(key, None)
-                if not isinstance(outcome, errors.PkError):
-                    await self._discard(key, str(outcome.topic_partition))
-
-    def _is_mine(self, key: PartitionKey) -> bool:
-        """The image gives this broker a replica of it."""
-        state = self.image.partition(key)
-        return state is not None and self._core.node_id in state.replicas
-
-    def _topics_of(
-        self, keys: Iterable[PartitionKey]
-    ) -> dict[str, tuple[str, dict[str, Any], LogConfig]]:
-        """Name and settings of the topics of `keys`, by id: of a thousand partitions once."""
-        found = {}
-        for topic_id in {key.topic_id: None for key in keys}:
-            name = self.image.topics[topic_id].name
-            wanted = self.settings_of(name)
-            found[topic_id] = name, wanted, LogConfig.of(wanted)
-        return found
-
-    def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
-        self.unopened[key] = error
-        self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
-
-    async def _retry_unopened(self) -> None:
-        """M4: what could not be created for want of space is tried again."""
-        while True:
-            await self._core.clock.sleep_ms(RETRY_CREATE_MS)
-            for key in [key for key in self.unopened if self.image.partition(key) is None]:
-                del self.unopened[key]
-            waiting = [key for key, error in self.unopened.items() if error.retriable]
-            for some in _together(waiting):
-                await self._guarded(self._create_missing(some, again=True))
-                for key in some:
-                    partition, state = self._core.partitions.get(key), self.image.partition(key)
-                    if partition is not None and state is not None:
-                        await self._guarded(self._lead_or_follow(partition, state))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """What goes wrong with some is no matter of the others."""
-        try:
-            await work
-        except Exception as bug:
-            self._core.bug("creating a partition", bug)
 
     async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
         core = self._core
@@ -579,9 +449,9 @@ class MetadataFollower:
         core.feed.remove(partition.key, partition.topic)
         core.feed_moved.set()
         await core.replicas.stand_still(partition)
-        await self._discard(partition.key, str(partition))
+        await self.discard(partition.key, str(partition))
 
-    async def _discard(self, key: PartitionKey, partition: str) -> None:
+    async def discard(self, key: PartitionKey, partition: str) -> None:
         try:
             await self._core.manager.delete(key)
         except errors.PkError as error:
@@ -602,12 +472,3 @@ class MetadataFollower:
                 partition.reconfigure(wanted, tiered=tiered)
                 self._flush_if_asked(partition)
                 self._core.retain_soon(partition.key)
-
-
-def _together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:
-    """As many as are created in one visit."""
-    return (keys[at : at + VISIT_MAX] for at in range(0, len(keys), VISIT_MAX))
-
-
-def _typed(failure: BaseException) -> errors.PkError:
-    return failure if isinstance(failure, errors.PkError) else errors.InternalError(repr(failure))

@@ -13,6 +13,8 @@ import pytest
 from pk import errors
 from pk.log.creation import VISIT_MAX, NewPartition, Outcome
 from pk.log.manager import LogManager
+from pk.server.broker.follower import MetadataFollower
+from pk.server.controller.image import MetadataImage
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -204,9 +206,9 @@ def test_two_who_miss_one_partition_create_it_once(
     del visits[:]
 
     async def both() -> None:
-        again = core.follower._create_missing([key], again=True)
+        again = core.follower._creations.create_missing([key], again=True)
         del core.follower.unopened[key]
-        await asyncio.gather(again, core.follower._create_missing([key]))
+        await asyncio.gather(again, core.follower._creations.create_missing([key]))
 
     task = cluster.world.spawn("broker", both())
     cluster.world.run_until(task.done)
@@ -228,10 +230,65 @@ def test_what_is_offline_is_not_created_by_the_next_record(
     async def touched() -> None:
         core.follower.unopened[key] = problem
         del core.partitions[key]
-        await core.follower._create_missing([key])
+        await core.follower._creations.create_missing([key])
         await core.follower._settle(key)
 
     task = cluster.world.spawn("broker", touched())
     cluster.world.run_until(task.done)
     task.result()
     assert (visits, core.follower.unopened) == ([], {key: problem})
+
+
+async def _knows_nothing(_: MetadataFollower) -> None:
+    """The image of a controller that was deposed without hearing of it, at its extreme."""
+
+
+def test_what_an_old_image_does_not_know_is_kept(
+    cluster: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule Q2: the broker would come back clean, and in the ISR, without what it had."""
+    cluster.start()
+    cluster.do(cluster.create("trains", 2))
+    kept = cluster.do(cluster.create("flights", 2))
+    assert cluster.do(cluster.produce(kit, kept, 1)) == [0]
+    cluster.kill("broker", "d1")
+    monkeypatch.setattr(MetadataFollower, "catch_up", _knows_nothing)
+    cluster.start_broker()
+    assert cluster.do(cluster.produce(kit, kept, 1)) == [3]
+    cluster.world.loop.run_for_ms(61_000)
+    names = [f"{topic}-{n}" for topic in ("flights", "trains") for n in (0, 1)]
+    assert cluster.storages["d1"].list("topics") == names
+
+
+def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
+    cluster: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules Q2, L8: the topic was created again, and the image has not heard of it."""
+    cluster.start()
+    cluster.do(cluster.create("flights"))
+    reached = cluster.broker.core.follower.next_offset
+
+    async def remove() -> None:
+        caller = cluster.caller()
+        await caller.call(wire.DeleteTopicsRequest(names=["flights"]), timeout_ms=2_000)
+        await caller.close()
+
+    cluster.do(remove())
+    topic_id = cluster.do(cluster.create("flights"))
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [0]
+    cluster.kill("broker", "d1")
+    apply = MetadataImage.apply
+
+    def first_life(self: MetadataImage, offset: int, record: wire.MetadataRecord) -> None:
+        if offset < reached:
+            apply(self, offset, record)
+
+    async def upto(self: MetadataFollower) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(MetadataImage, "apply", first_life)
+            await self._poll(0)
+        self.next_offset = reached
+
+    monkeypatch.setattr(MetadataFollower, "catch_up", upto)
+    cluster.start_broker()
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]

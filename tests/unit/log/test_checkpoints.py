@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.unit.log.test_manager import CONFIG, KEY, TP, House, append, run
+from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 
 @pytest.mark.parametrize("crash", [True, False])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pk.sim import long
-from pk.sim.long import MET, Standing, main, rare_collections
+from pk.sim.long import MET, Standing, main, rare_collections, verdict
 
 MINUTE_MS = 60_000
 
@@ -59,7 +59,7 @@ def test_how_options_are_drawn_is_a_part_of_it_and_the_rest_of_the_simulator_is_
 
 def row(seed: int, verdict: str = "ok") -> dict[str, Any]:
     return {
-        "seed": seed, "verdict": verdict, "events": 20_000, "virtual_ms": 1, "acknowledged": 1,
+        "seed": seed, "verdict": verdict, "events": 20_000, "virtual_ms": 1, "acknowledged": 2_000,
         "cpu_s": 2.0, "counters": dict.fromkeys(MET, 1),
     }  # fmt: skip
 
@@ -167,3 +167,11 @@ def test_collections_are_rare_in_a_run_and_as_before_after_it() -> None:
         assert gc.get_threshold()[0] == long.GC_YOUNG
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+
+
+def test_a_seed_that_acknowledged_too_little_fails_the_campaign() -> None:
+    """A history in which next to nothing was promised shows next to nothing."""
+    asked = {"acknowledged_min": 2}
+    assert verdict([row(1) | {"acknowledged": 2} | asked])[1] == []
+    (why,) = verdict([row(1) | asked, row(2) | {"acknowledged": 1} | asked])[1]
+    assert why == "seed 2: only 1 were acknowledged"

@@ -1,0 +1,74 @@
+"""Directories of partitions that nobody knew when a broker looked at its disks.
+
+What a broker knows at its start may be old: the controller that told it may have been deposed
+without having heard of it.  A partition that it does not know may then have been created since, and
+this directory hold what others count on.  So a stray is only noted, and repaired like the others:
+a later start in the same boot must not take what a power loss did to it for damage.  It goes when
+the metadata holds the registration of this very process (rule Q2): then it holds everything that
+could have brought a partition here before.
+
+Invariants
+  S1  nothing is renamed or removed before `unknown` is asked
+  S2  a partition that turns out to be known goes on in the directory where it stands
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+from pk import errors, settings
+from pk.log import directory as files
+from pk.log.directory import Directory
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import LogConfig
+from pk.types import PartitionKey, TopicPartition
+
+#: The repair needs no settings: nothing is served.
+_ANY = LogConfig.of(settings.TOPIC.resolve({}))
+
+
+class Strays:
+    """Those of one broker."""
+
+    def __init__(self) -> None:
+        self._found: dict[PartitionKey, tuple[Directory, str]] = {}
+
+    async def note(
+        self, directory: Directory, path: str, topic_id: str, tp: TopicPartition, now_ms: int
+    ) -> None:
+        """Nobody knows the partition in `path`.  Raises the storage's errors."""
+        key = PartitionKey(topic_id, tp.partition)
+        self._found[key] = (directory, path)
+
+        def repair() -> None:
+            PartitionLog.open(
+                directory.disk.storage, path, tp, topic_id, _ANY,
+                clean=directory.closed_properly, same_boot=directory.same_boot,
+                recovery_point=directory.recovery_points.get(key, 0),
+                log_start=directory.log_starts.get(key), now_ms=now_ms,
+            ).close(clean=False)  # fmt: skip
+
+        with contextlib.suppress(errors.CorruptLog):  # whoever opens it for good will say so
+            await directory.disk.write(repair)
+
+    def __contains__(self, key: PartitionKey) -> bool:
+        return key in self._found
+
+    def known(self, key: PartitionKey) -> Directory | None:
+        """It is no stray: where it stands (S2); None = it was none."""
+        found = self._found.pop(key, None)
+        return None if found is None else found[0]
+
+    async def unknown(self) -> list[tuple[Directory, str]]:
+        """What is still here and still nobody's."""
+        found, self._found = self._found, {}
+        left = []
+        for key, (directory, path) in found.items():
+            if directory.failed is not None:
+                continue
+            read = partial(files.read_partition, directory.disk.storage, path)
+            there = await directory.disk.read(read)
+            if there is not None and PartitionKey(there[0], there[1].partition) == key:
+                left.append((directory, path))
+        return left
