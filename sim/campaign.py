@@ -45,7 +45,7 @@ EVENTS_MAX = 5_000_000
 #: Producers have so many times what is asked for by now: they need not hurry.
 AHEAD = 1.2
 #: After so many times the unrest that was asked for, faults come so many times more rarely.
-LATE, RARER = 1.5, 5
+LATE, RARER = 1.5, 20
 
 
 @dataclass(slots=True)
