@@ -29,6 +29,7 @@ from pk.client.futures import Delivery, Part
 from pk.client.partitioner import Sticky, partitions_of
 from pk.log import batch as batches
 from pk.log.columns import HEADER_TYPE, encode
+from pk.log.encoding import numbers
 from pk.log.storage import Buffer
 from pk.types import NONE, PartitionKey
 
@@ -162,7 +163,7 @@ def _stamps(column: pa.Array, now_ms: int) -> I64:
         ) from cause
     if column.null_count:
         column = pc.fill_null(column, now_ms)
-    stamps: I64 = column.to_numpy()
+    stamps: I64 = numbers(column)
     return stamps
 
 
@@ -204,11 +205,11 @@ def sizes(rows: pa.RecordBatch) -> I64:
         total += COLUMN_OVERHEAD
     headers = rows.column("headers")
     if headers.null_count < len(headers) and len(headers.values):
-        counts = pc.fill_null(pc.list_value_length(headers), 0).to_numpy()
+        counts = numbers(pc.fill_null(pc.list_value_length(headers), 0))
         items = headers.flatten()
         each = np.full(len(items), RECORD_OVERHEAD, np.int64)
         for child in items.flatten():
-            each += pc.fill_null(pc.binary_length(child), 0).to_numpy()
+            each += numbers(pc.fill_null(pc.binary_length(child), 0))
         ends = np.cumsum(each)
         bounds = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)])]
         total += np.diff(bounds)

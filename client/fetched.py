@@ -14,6 +14,7 @@ from pk import errors
 from pk.client.fetcher_events import Fetched
 from pk.log import batch as batches
 from pk.log.columns import decode
+from pk.log.encoding import numbers
 from pk.types import AbortedTransaction
 
 
@@ -53,7 +54,7 @@ def rows_of(
             batches.check(raw)
         rows = decode(raw, decoded_bytes_max=decoded_bytes_max, header=header)
         if header.base_offset < fetched.position:
-            offsets = rows.column("offset").to_numpy()
+            offsets = numbers(rows.column("offset"))
             rows = rows.slice(int(offsets.searchsorted(fetched.position)))
         yield following, rows if rows.num_rows else None
     if damage is not None:

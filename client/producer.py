@@ -39,6 +39,7 @@ from pk.client.produce_engine import ProduceEngine
 from pk.client.serializers import serializer
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
+from pk.log.encoding import numbers
 
 _CLOSE_S = 30.0
 _LOOP_SLACK_S = 5.0
@@ -270,11 +271,11 @@ class Producer:
         rows, partition = normalise(batch, delivery.stamp_ms)
         explicit = None
         if partition is not None:
-            explicit = partition.fill_null(-1).to_numpy().astype(np.int32, copy=False)
+            explicit = numbers(partition.fill_null(-1)).astype(np.int32, copy=False)
             if explicit.min() < -1 or (explicit.min() < 0 and not partition.null_count):
                 raise errors.InvalidPartitions(f"partition {int(explicit.min())} does not exist")
         if rows.num_columns > 3:
-            stamps = rows.column("timestamp").to_numpy()
+            stamps = numbers(rows.column("timestamp"))
             if int(stamps.min()) < 0 or int(stamps.max()) > TIMESTAMP_MS_MAX:
                 raise errors.SerializationError(
                     "column timestamp: a value is out of range", column="timestamp"

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk.client.serializers import Deserializer
+from pk.log.encoding import numbers
 from pk.types import Record, TopicPartition
 
 _INT64 = pa.int64()
@@ -45,7 +46,7 @@ class Lines:
         keys = _objects(rows.column("key"), key_deserializer, topic)
         values = _objects(rows.column("value"), value_deserializer, topic)
         self.place = place
-        self._offsets: list[int] = rows.column("offset").to_numpy().tolist()
+        self._offsets: list[int] = numbers(rows.column("offset")).tolist()
         self._left = iter(self._offsets)
         self._records: Iterator[Record] = map(
             Record, repeat(topic), repeat(partition), self._left, _stamps(rows.column("timestamp")),
@@ -78,7 +79,7 @@ def _objects(column: pa.Array, function: Deserializer | None, topic: str) -> Ite
 
 
 def _stamps(column: pa.Array) -> Iterable[int]:
-    stamps = column.view(_INT64).to_numpy()
+    stamps = numbers(column.view(_INT64))
     if len(stamps) and stamps[0] == stamps[-1] and bool(np.all(stamps == stamps[0])):
         return repeat(int(stamps[0]))  # of one chunk: the usual case
     found: list[int] = stamps.tolist()
@@ -88,7 +89,7 @@ def _stamps(column: pa.Array) -> Iterable[int]:
 def _headers(column: pa.Array) -> Iterable[tuple[tuple[str, bytes | None], ...]]:
     if column.null_count == len(column) or not len(column.values):
         return repeat(())
-    bounds = column.offsets.to_numpy()
+    bounds = numbers(column.offsets)
     first, last = int(bounds[0]), int(bounds[-1])
     items = column.values.slice(first, last - first)
     pairs = list(zip(items.field("key").to_pylist(), items.field("value").to_pylist(), strict=True))

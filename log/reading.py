@@ -19,6 +19,7 @@ import numpy as np
 from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
+from pk.log.encoding import numbers
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import NO_TIMESTAMP, SparseIndex
 from pk.log.plan import LogConfig, Read, TimeOffset
@@ -147,8 +148,8 @@ class Readable:
                 continue
             raw = segment.read_at(at, header.length)
             rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
-            offsets = rows.column("offset").to_numpy()
-            stamps = rows.column("timestamp").view("int64").to_numpy()
+            offsets = numbers(rows.column("offset"))
+            stamps = numbers(rows.column("timestamp").view("int64"))
             hits = ((stamps >= timestamp_ms) & (offsets >= start)).nonzero()[0]
             if len(hits):
                 row = int(hits[0])

@@ -90,10 +90,7 @@ class Watcher(Protocol):
     """A fetch stream that holds a position here."""
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
-        """The bound moved; `urgent`:
-
-        the position must be looked at for another reason (an epoch, an end).
-        """
+        """The bound moved; `urgent`: or an epoch or an end, so look at the position."""
         ...
 
 
@@ -170,9 +167,8 @@ class Partition:
         self.leader: Leader | None = None
         self.replica: Follows | None = None  #: while this broker follows
         self.leader_hint: NodeId = NONE
-        self.problem: errors.PkError | None = (
-            None  #: why it is not served although this broker should lead it
-        )
+        #: why it is not served although this broker should lead it
+        self.problem: errors.PkError | None = None
         self.others = False  #: other replicas were in sync when this one last led or followed
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
@@ -451,8 +447,7 @@ class Partition:
         if self.leader is not None:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
-        for ticket in list(self._inflight):
-            ticket.answer(self.as_told(error))
+        self._abandon(self.as_told(error))
         for ticket in self._host.purgatory.on_epoch(self.key, None):
             ticket.answer(self.as_told(error))
         self.bounds_moved(urgent=True)
@@ -463,8 +458,15 @@ class Partition:
         )
         for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
             ticket.answer(error)
-        for ticket in list(self._inflight):
-            ticket.answer(error)  # it stays queued for the lane's accounts
+        self._abandon(error)
+
+    def _abandon(self, error: errors.PkError) -> None:
+        """What is in the lane may be stored yet: with acks=all the client takes any answer so (L5),
+        without it must not take NOT_LEADER for a refusal and send again (L7).
+        """
+        unknown = errors.OutcomeUnknown(f"{error.message}; it may have been stored")
+        for ticket in list(self._inflight):  # they stay queued for the lane's accounts
+            ticket.answer(error if ticket.acks == ACKS_ALL else unknown)
 
     def synced(self, synced_end: Offset) -> None:
         """A flush outside a round reached `synced_end`."""

@@ -143,6 +143,30 @@ def test_acks_all_waits_for_the_followers_and_dies_with_the_epoch(rig: Any, kit:
     rig.run(story)
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_is_being_written_when_leadership_goes_was_not_refused(
+    rig: Any, kit: Any, offline: bool
+) -> None:
+    """Rule L7: told NOT_LEADER, a producer without acks=all would send it again, and double it."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, kit.batch()), acks=1))
+        while partition.log.log_end == 0:
+            await rig.mine.clock.sleep_ms(0.01)
+        assert partition.log.written_end == 0
+        if offline:
+            partition.fail(errors.StorageFailed("d1 is gone"))
+        else:
+            partition.step_down(2)
+        assert [code(a) for a in await kit.results(stream, 1)] == [errors.OutcomeUnknown.code]
+        await partition.lane.idle()
+        assert partition.log.written_end == 3, "it was stored"
+
+    rig.run(story)
+
+
 def test_a_parked_reply_times_out(rig: Any, kit: Any) -> None:
     rig.partition(replicas=(1, 2))
 
