@@ -406,7 +406,7 @@ CANARIES: dict[str, Canary] = {
     # The controllers come back after a power cut and have not fenced anybody yet; the first image
     # of a broker that comes back, too, says that it leads, as the process before it did.
     "a broker that leads in the name of its predecessor": Canary(
-        "Q2", _put(MetadataFollower, "_registered", lambda _: True), "V2 V12 V13 V14",
+        "Q2", _put(MetadataFollower, "registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         unrest_ms=4_000, fault_every_ms=(500, 2_500),
     ),

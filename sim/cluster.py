@@ -42,7 +42,7 @@ class SimCluster:
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
         #: Event → what happens, once, to the process that says it next.
-        self.traps: dict[str, Callable[[Machine], None]] = {}
+        self.traps: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.on_damage: Callable[[Machine], bool] | None = None
         self._server = {"tier_url": self.store.url, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
@@ -94,7 +94,7 @@ class SimCluster:
         for machine in self.machines:
             machine.supervise()
 
-    def said(self, name: str, event: str, _facts: dict[str, object]) -> None:
+    def said(self, name: str, event: str, facts: dict[str, object]) -> None:
         """The process `name`, MACHINE/ROLE, logged `event`."""
         self.events[event] = self.events.get(event, 0) + 1
         host, _, role = name.partition("/")
@@ -102,7 +102,7 @@ class SimCluster:
             self.snapshot_loads[role] += 1
         trap = self.traps.pop(event, None)
         if trap is not None:
-            trap(next(machine for machine in self.machines if machine.name == host))
+            trap(next(machine for machine in self.machines if machine.name == host), facts)
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
         """A controller is about to start."""

@@ -293,7 +293,8 @@ class Faults:
     def _crash_anew(self) -> None:
         """The next broker that begins a log anew (rules R5, T4) dies in the middle of it."""
 
-        def trap(machine: Machine) -> None:
+        def trap(machine: Machine, facts: dict[str, object]) -> None:
+            self._observer.given_up(machine, str(facts["partition"]))
             self.met["deaths anew"] = self.met.get("deaths anew", 0) + 1
             machine.storages[DISKS[BROKER]].crash_at = self._rng.randint(0, 15)
 

@@ -219,6 +219,12 @@ class Observer:
             for place in [place for place in self._ends if place[1] == machine.node_id]:
                 del self._ends[place]
 
+    def given_up(self, machine: Machine, partition: str) -> None:
+        """It begins a log anew because its leader says so, and what it had goes on the way."""
+        for facts in self.facts():
+            if f"{facts.topic}-{facts.key.partition}" == partition:
+                self.replicas.forget(machine.node_id, facts.key)
+
     # -- brokers -----------------------------------------------------------------------------------
 
     def _watch_broker(self, machine: Machine, node: BrokerNode) -> None:

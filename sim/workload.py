@@ -70,7 +70,7 @@ class Damaged(NamedTuple):
     """A batch that a reader refused."""
 
     place: TopicPartition
-    error: errors.CorruptBatch
+    error: errors.PkError
 
 
 def cluster_of(world: World, bootstrap: str, name: str) -> Cluster:
@@ -104,7 +104,7 @@ def taken(engine: FetchEngine) -> tuple[list[tuple[TopicPartition, pa.RecordBatc
                     position = following
                     if rows is not None:
                         found.append((fetched.place, rows))
-            except errors.CorruptBatch as damage:
+            except (errors.CorruptBatch, errors.InvalidRecord) as damage:
                 refused.append(Damaged(fetched.place, damage))
                 engine.step(Seek(fetched.place, position))
         engine.step(Consumed(fetched.node, len(fetched.payload)))
