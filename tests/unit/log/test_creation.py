@@ -8,14 +8,13 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pk import errors, settings
-from pk.log import batch as batches
-from pk.log import columns, directory
+from pk.log import directory
 from pk.log.creation import NewPartition, Outcome
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
@@ -24,6 +23,7 @@ from pk.log.storage import Disk
 from pk.sim.disk import Crashed, SimDisk, SimStorage
 from pk.types import PartitionKey, TopicPartition
 from pk.world import World
+from tests.unit.log.house import append, run
 
 CONFIG = LogConfig.of(settings.TOPIC.resolve({"file_delete_delay_ms": 50}))
 KEY = PartitionKey("tid", 0)
@@ -64,28 +64,12 @@ class House:
         return manager
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
 def wanted(count: int, topic_id: str = "tid") -> list[NewPartition]:
     return [NewPartition(TopicPartition("t", n), topic_id, CONFIG) for n in range(count)]
 
 
 def logs_of(outcomes: list[Outcome]) -> list[PartitionLog]:
     return [outcome for outcome in outcomes if isinstance(outcome, PartitionLog)]
-
-
-async def append(manager: LogManager, key: PartitionKey, count: int = 1) -> None:
-    log = manager.get(key)
-    assert log is not None
-    for _ in range(count):
-        raw = b"".join(columns.encode_lists([b"v" * 1000]))
-        log.decide(batches.check(raw), raw, leader_epoch=0, now_ms=5)
-    plan = log.take_writes()
-    assert plan is not None
-    await manager.disk_of(key).write(lambda: log.perform(plan))
-    log.complete(plan)
 
 
 async def flushed(manager: LogManager, key: PartitionKey) -> int:
