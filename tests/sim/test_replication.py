@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pk.limits import HEADER_BYTES
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger
+from tests.sim.replication_kit import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Kit] = []
-
-    def one(seed: int, **given: Any) -> Kit:
-        made.append(Kit(seed, **given))
-        return made[-1]
-
-    yield one
-    for kit in made:
-        kit.sim.close()
 
 
 def test_replicas_follow_their_leader(make: Any) -> None:

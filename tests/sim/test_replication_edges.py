@@ -4,7 +4,6 @@ half-way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +13,6 @@ from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Kit] = []
-
-    def one(seed: int, **given: Any) -> Kit:
-        made.append(Kit(seed, **given))
-        return made[-1]
-
-    yield one
-    for kit in made:
-        kit.sim.close()
 
 
 def assign(kit: Kit, topic: str, *replicas: int) -> None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -258,6 +258,30 @@ def test_what_an_old_image_does_not_know_is_kept(
     cluster.world.loop.run_for_ms(61_000)
     names = [f"{topic}-{n}" for topic in ("flights", "trains") for n in (0, 1)]
     assert cluster.storages["d1"].list("topics") == names
+
+
+def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
+    make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: what is known late and is not here is there; what is here goes on."""
+    cluster = make_cluster(5, disks=2)
+    cluster.start()
+    one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
+    roots = {
+        key.topic_id: partition.lane.disk.storage.root
+        for key, partition in cluster.broker.core.partitions.items()
+    }
+    assert roots[one] != roots[two]
+    assert [cluster.do(cluster.produce(kit, topic, 1)) for topic in (one, two)] == [[0], [0]]
+    cluster.kill("broker", roots[one])
+    cluster.storages[roots[two]].crash()
+    dead = OSError("I/O error")
+    cluster.storages[roots[one]].fault = lambda operation, path: dead
+    monkeypatch.setattr(MetadataFollower, "catch_up", _knows_nothing)
+    cluster.start_broker()
+    assert cluster.do(cluster.produce(kit, two, 1)) == [3]
+    with pytest.raises(errors.StorageFailed, match=roots[one]):
+        cluster.do(cluster.produce(kit, one, 1))
 
 
 def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
