@@ -12,10 +12,11 @@ import pytest
 
 from pk import errors
 from pk.log.creation import VISIT_MAX, NewPartition, Outcome
+from pk.log.directory import begin_partition, name_partition
 from pk.log.manager import LogManager
 from pk.server.broker.follower import MetadataFollower
 from pk.server.controller.image import MetadataImage
-from pk.types import PartitionKey
+from pk.types import PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
 
 Cluster = Any  # conftest.py's
@@ -258,6 +259,24 @@ def test_what_an_old_image_does_not_know_is_kept(
     cluster.world.loop.run_for_ms(61_000)
     names = [f"{topic}-{n}" for topic in ("flights", "trains") for n in (0, 1)]
     assert cluster.storages["d1"].list("topics") == names
+
+
+def test_a_directory_that_nobody_knows_goes_once_the_broker_has_registered(
+    cluster: Cluster,
+) -> None:
+    """M3, rule Q2."""
+    cluster.start()
+    cluster.do(cluster.create("flights"))
+    cluster.kill("broker", "d1")
+    storage = cluster.storages["d1"]
+    storage.make_dir("topics/ghosts-0")
+    begin_partition(storage, "topics/ghosts-0", "nobody's", TopicPartition("ghosts", 0)).close()
+    name_partition(storage, "topics/ghosts-0")
+    cluster.start_broker()
+    cluster.world.loop.run_for_ms(1_000)
+    assert "ghosts-0" not in storage.list("topics")
+    cluster.world.loop.run_for_ms(61_000)
+    assert storage.list("topics") == ["flights-0"]
 
 
 def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
