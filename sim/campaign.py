@@ -205,6 +205,12 @@ class Run:
         self.oracle.forget_pending("the client was killed")
         self._start_client()
 
+    def _replace_producers(self) -> None:
+        """Who may send no more because acknowledged records went is closed, and another one made."""
+        if any(producer.over for producer in self.producers):
+            self.counts["producers gone"] = self.counts.get("producers gone", 0) + 1
+            self._restart_client()
+
     # -- phases ------------------------------------------------------------------------------------
 
     def execute(self) -> Report:
@@ -295,6 +301,7 @@ class Run:
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:
             await self._clock.sleep_ms(options.tick_ms)
             self.faults.tick()
+            self._replace_producers()
             self._tick()
             ticks += 1
             begun = all(topic.life for topic in self.oracle.topics.values())

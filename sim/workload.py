@@ -40,8 +40,10 @@ RETRIES = {
 DELIVERY_MS = (2_500, 30_000)
 OPEN_MS = 500
 DRAIN_MS = 20
-#: How much longer producers pause that are far ahead of what the run asks for.
+#: How much longer producers pause that are far ahead of what the run asks for, and those without
+#: acks=all: what they are told is no promise.
 SLOWER = 4
+UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
 
 #: What a consumer may be told while nodes die and topics come and go.
@@ -150,6 +152,7 @@ class SimProducer:
         self.engine = ProduceEngine(
             world, cluster_of(world, bootstrap, name), settings, idempotent=self._ordered
         )
+        self.over = False  #: it can send no more
         self._task: asyncio.Task[None] | None = None
         self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
 
@@ -167,6 +170,7 @@ class SimProducer:
         rng, options = self._rng, self._options
         while True:
             slower = SLOWER if self._oracle.ahead else 1
+            slower *= 1 if self._ordered else UNPROMISED
             await self._world.clock.sleep_ms(slower * rng.uniform(*options.pace_ms))
             topic = rng.choice(options.topics).name
             if not self._oracle.topics[topic].life:
@@ -187,6 +191,7 @@ class SimProducer:
 
     def _ended(self, error: errors.PkError) -> None:
         """A gap after acknowledged loss is fatal (rule L6); nothing else is."""
+        self.over = True
         if not (isinstance(error, errors.OutOfOrderSequence) and self._oracle.lossy):
             self._trouble(f"V6: {self.name} can send no more: {error!r}")
 
@@ -380,9 +385,14 @@ class SimAdmin:
                 await self._world.clock.sleep_ms(1_000)
 
     async def _until_done(
-        self, make: Callable[[], Any], moot: tuple[type[errors.PkError], ...]
+        self,
+        make: Callable[[], Any],
+        moot: tuple[type[errors.PkError], ...],
+        passes: Callable[[errors.PkError], bool] = lambda error: isinstance(error, _NOT_YET),
     ) -> Result:
-        """Repeat while the answer's only result is retriable; `moot` errors need no doing."""
+        """Repeat while the answer's only result is retriable, or `passes`; `moot` errors need no
+        doing.
+        """
         leader = NONE
         while True:
             reply = await self._ask(make(), leader)
@@ -393,8 +403,7 @@ class SimAdmin:
             if isinstance(error, moot):
                 return Result.MOOT
             leader = int(error.details.get("leader", NONE))  # of whom only the leader may answer
-            early = isinstance(error, _NOT_YET)
-            if not error.retriable and not early:
+            if not error.retriable and not passes(error):
                 self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
                 return Result.REFUSED
             await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
@@ -458,7 +467,13 @@ class SimAdmin:
         request = wire.DeleteRecordsRequest()
         request.items.add(topic_id=topic.topic_id, partition=partition, before_offset=before)
         out = (errors.OffsetOutOfRange,)  # records were lost meanwhile, or retention was faster
-        if await self._until_done(lambda: request, out) is Result.DONE:
+
+        def passes(error: errors.PkError) -> bool:
+            """Looking for the place, the leader tripped over what had rotted (rule L9)."""
+            damaged = isinstance(error, errors.CorruptLog)
+            return damaged and self._oracle.may_be_damaged(plan.name, partition)
+
+        if await self._until_done(lambda: request, out, passes) is Result.DONE:
             self._oracle.deleted_records(plan.name, topic.topic_id, partition, before)
 
     async def _reassign(self, plan: TopicPlan) -> None:

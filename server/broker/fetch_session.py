@@ -75,10 +75,8 @@ class FetchSession:
 
     # -- the reader speaks -----------------------------------------------------------------------
 
-    def apply(
-        self, request: wire.FetchRequest, now_ms: int
-    ) -> tuple[list[PartitionKey], list[PartitionKey]]:
-        """Take a request over; returns the partitions to watch and to stop watching."""
+    def apply(self, request: wire.FetchRequest, now_ms: int) -> list[PartitionKey]:
+        """Take a request over; returns the partitions to stop watching."""
         if request.isolation not in (READ_UNCOMMITTED, READ_COMMITTED):
             raise errors.InvalidRequest(f"isolation {request.isolation} is not 0 or 1")
         if request.positions or request.max_bytes:
@@ -94,19 +92,17 @@ class FetchSession:
         removed = [PartitionKey(item.topic_id, item.partition) for item in request.forgotten]
         for key in removed:
             self.drop(key)
-        added: list[PartitionKey] = []
         for item in request.positions:
             position = self._position(item)
             self.drop(position.key)
             self.positions[position.key] = position
             self._ready[position.key] = None
-            added.append(position.key)
-        if added:
+        if request.positions:
             self._urgent = True
             self._notice(now_ms)
         if len(self.positions) > POSITIONS_MAX:
             raise errors.InvalidRequest(f"more than {POSITIONS_MAX} positions on one stream")
-        return added, removed
+        return removed
 
     @staticmethod
     def _position(item: wire.FetchPosition) -> Position:

@@ -29,6 +29,8 @@ Invariants
   E2  `next_offset` of an entry >= what it covers, also when it carries nothing (rule L12)
   E3  the pump holds at most one frame; a cold read holds at most its share of one
   E4  one batch larger than every bound still travels, alone
+  E5  whoever stands at a bound is woken when that moves: each turn watches the partition it looks
+      at before it looks, for that may be there only since the position was set, or be another one
 """
 
 from __future__ import annotations
@@ -144,18 +146,18 @@ class FetchStream:
             if self._replica is not None:
                 self._replica.check(head.fetch)
                 self._replica.confirmed(head.fetch)
-            added, removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
+            removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
             if self._replica is not None:
                 self._replica.forgotten(removed)
             for key in removed:
                 self._unwatch(key)
-            for key in added:
-                partition = self._core.partitions.get(key)
-                if partition is not None:
-                    self._watch(partition)
             self._wake.set()
 
-    def _watch(self, partition: Partition) -> None:
+    def _watch(self, key: PartitionKey) -> None:
+        """E5."""
+        partition = self._core.partitions.get(key)
+        if partition is None:
+            return  # its turn is answered with an error
         if self._replica is None:
             partition.watch(self)
         else:
@@ -267,6 +269,7 @@ class FetchStream:
 
         read it, leave it, send it to the tier, or answer it at once.
         """
+        self._watch(position.key)
         if self._replica is not None:
             return self._plan_replica(self._replica, position, reply)
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from pk import errors
 from pk.log import batch as batches
 from pk.log.plan import RetentionPlan
@@ -385,5 +387,31 @@ def test_a_dead_store_is_a_typed_error_for_cold_positions_only(rig: Any, kit: An
             for entry in reply.partitions:
                 seen[entry.partition] = entry.error.code
         assert seen == {0: errors.TierUnavailable.code, 1: 0}
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("replica", [-1, 2])
+def test_a_partition_that_comes_after_its_position_wakes_the_reader(
+    rig: Any, kit: Any, replica: int
+) -> None:
+    """E5: of a topic just created, a follower may ask in the moment before its leader has it."""
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.FETCH)
+        given = {"replica_id": 2, "replica_epoch": 5} if replica == 2 else {}
+        position = kit.position()
+        position.current_leader_epoch = 0
+        await stream.send(kit.fetch(position, credit=0, **given))
+        await asyncio.sleep(0.1)
+        rig.partition(replicas=(1, 2) if replica == 2 else (1,))
+        await stream.send(kit.fetch(**given))
+        reply, payload = await kit.fetched(stream)
+        assert (reply.partitions[0].next_offset, len(payload)) == (0, 0)
+        producer = await rig.stream(StreamKind.PRODUCE)
+        await producer.send(kit.produce((0, kit.batch()), acks=1))
+        async with asyncio.timeout(1):
+            _, payload = await kit.fetched(stream)
+        assert offsets(payload) == [0]
 
     rig.run(story)
