@@ -243,6 +243,12 @@ class ReplicaCheck:
             history.log.extend(mark)
             seen.compared = max(seen.compared, mark.next)
 
+    def given_up(self, broker: NodeId, key: PartitionKey) -> None:
+        """What it has goes on its leader's word; it dies on the way, and may find all of it again."""
+        seen = self._replicas.get((key, broker))
+        if seen is not None:
+            seen.compared = 0
+
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
         """Its disk is gone, or its replica of one partition was moved away."""
         for place in list(self._replicas):

@@ -9,7 +9,8 @@ not tested.
 
 What was tested is the content of the production sources and of what draws a seed's options,
 committed or not; the commit is written beside it.  The rest of the simulator makes and judges the
-histories: rows of another one count, and how many there are is said.
+histories: rows of another one count, and how many there are is said; where one found fault, the
+seed is run again.
 """
 
 from __future__ import annotations
@@ -317,7 +318,11 @@ def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int
     facts = {**key, "commit": commit(), "simulator": simulator(home)}
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     seeds = range(asked.first, asked.first + asked.seeds)
-    rows = {seed: row for seed, row in known(asked.results, key).items() if seed in seeds}
+    rows = {
+        seed: row
+        for seed, row in known(asked.results, key).items()
+        if seed in seeds and (row["verdict"] == "ok" or row["simulator"] == facts["simulator"])
+    }
     others = sum(row.get("simulator") != facts["simulator"] for row in rows.values())
     todo = [seed for seed in seeds if seed not in rows]
     console.print(f"{len(rows)} seeds are in {asked.results}, {len(todo)} are run; {facts}")

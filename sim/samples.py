@@ -223,7 +223,7 @@ class Observer:
         """It begins a log anew because its leader says so, and what it had goes on the way."""
         for facts in self.facts():
             if f"{facts.topic}-{facts.key.partition}" == partition:
-                self.replicas.forget(machine.node_id, facts.key)
+                self.replicas.given_up(machine.node_id, facts.key)
 
     # -- brokers -----------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Observer:
             at = found.next_offset
         if leads:
             self._check_leader(broker, partition, state.leader_epoch)
-        elif log.local_log_start > log.log_start:
+        elif log.log_start < log.local_log_start <= sample.high_watermark:  # else it is being cut
             counters = self._table(partition)
             covered = NONE if counters is None else counters.end
             self.invariants.check_local(

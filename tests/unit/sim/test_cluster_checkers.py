@@ -129,6 +129,20 @@ def test_a_leader_has_what_was_committed_unless_an_era_ended() -> None:
         check.check(replica(3, leads=True, leader_epoch=2, log_end=4))
 
 
+def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -> None:
+    oracle, check = led()
+    check.check(replica(2, high_watermark=8))
+    check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
+    oracle.era_ends(*KEY, 0.0)
+    check.given_up(2, KEY)
+    check.check(replica(2, high_watermark=8, life=2))  # it died before anything went
+    check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
+    check.check(replica(2, log_end=5, life=2))
+    with pytest.raises(Violation, match="cut below"):
+        check.committed(KEY, 2, [Mark(5, 8, 0, 1)])
+        check.check(replica(2, log_end=5, life=2))
+
+
 def strike(promise: Promise, broker: int, *, disk: bool = False) -> None:
     promise.hit(
         broker,

@@ -119,6 +119,19 @@ def test_rows_of_another_simulator_count_and_are_told_of(
     assert "2 seeds were judged by another version of the simulator" in capsys.readouterr().out
 
 
+def test_a_seed_that_another_simulator_failed_is_run_again(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign.bad = {2}
+    assert campaign.run(2) == 1
+    assert campaign.run(2) == 1
+    assert campaign.ran == [1, 2], "the same one would say the same"
+    campaign.bad = set()
+    monkeypatch.setattr(long, "simulator", lambda _: "newer")
+    assert campaign.run(2) == 0
+    assert campaign.ran == [1, 2, 2]
+
+
 def test_a_seed_that_fails_says_at_once_how_it_is_replayed(
     campaign: Campaign, capsys: pytest.CaptureFixture[str]
 ) -> None:
