@@ -206,7 +206,7 @@ class Run:
         self._start_client()
 
     def _replace_producers(self) -> None:
-        """Who may send no more because acknowledged records went is closed, and another one made."""
+        """Who may send no more because acknowledged records went is closed, another one made."""
         if any(producer.over for producer in self.producers):
             self.counts["producers gone"] = self.counts.get("producers gone", 0) + 1
             self._restart_client()

@@ -244,7 +244,7 @@ class ReplicaCheck:
             seen.compared = max(seen.compared, mark.next)
 
     def given_up(self, broker: NodeId, key: PartitionKey) -> None:
-        """What it has goes on its leader's word; it dies on the way, and may find all of it again."""
+        """What it has goes on its leader's word; it dies on the way and may find it all again."""
         seen = self._replicas.get((key, broker))
         if seen is not None:
             seen.compared = 0
