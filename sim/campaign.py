@@ -89,6 +89,7 @@ class Run:
         self.seed = seed
         self.world = SimWorld(seed)
         self.options = options or drawn(self.world.random("options"))
+        self.world.loop.grain_us = self.options.grain_us
         server: dict[str, Any] = {
             "log_retention_check_interval_ms": 300,
             "log_flush_offset_checkpoint_interval_ms": 1_000,

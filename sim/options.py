@@ -62,6 +62,8 @@ MACHINES_MAX = 5  #: of one role
 #: Between two snapshots of the metadata log: seldom in a run, or so often that who was away for a
 #: moment has to load one.
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
+#: Mostly every event has an instant of its own; or the loops are busy, and many share one.
+GRAIN_US = (1, 1, 1, 1_000, 4_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
@@ -124,6 +126,7 @@ class SimOptions:
     unrest_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which everything must be well again
     acknowledged_min: int = 0  #: unrest goes on until so many records were acknowledged
+    grain_us: int = 1  #: what comes due within it is ready at once
     tick_ms: int = 5  #: faults and the supervisors are looked at this often
     fault_every_ms: tuple[int, int] = (150, 1_200)
     chore_every_ms: tuple[int, int] = (300, 1_500)
@@ -181,6 +184,7 @@ def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
     chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)
     return replace(
         options,
+        grain_us=rng.choice(GRAIN_US),
         server={**options.server, **snapshots},
         faults=(*options.faults, *faults),
         chores=(*options.chores, *chores),
