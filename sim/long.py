@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime
@@ -45,8 +45,10 @@ RESULTS = ".sim/results.jsonl"
 UNREST_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
-#: A process is replaced after so many seeds: what Arrow keeps is given back.
-SEEDS_PER_PROCESS = 25
+#: Processes are replaced after so many seeds each, all together: what Arrow keeps is given back.
+#: (An executor that replaces one at a time, by max_tasks_per_child, stands still for ever where all
+#: come to their end at once: CPython issue 115634.)
+SEEDS_PER_PROCESS = 50
 #: What the key of a campaign covers, below the package.
 PRODUCTION = (".", "client", "compaction", "log", "server", "tiering")
 OPTIONS = "sim/options.py"
@@ -258,17 +260,20 @@ class Standing:
 
 def processes(jobs: int) -> Executor:
     """Where seeds are run."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=SEEDS_PER_PROCESS)
+    return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
 def finished(
-    pool: Executor, seeds: Iterable[int], given: dict[str, Any]
+    jobs: int, seeds: Sequence[int], given: dict[str, Any]
 ) -> Iterator[dict[str, Any] | None]:
     """Each seed's row when it is there; None when there was none for `TELL_EVERY_MS`."""
-    pending = {pool.submit(run_seed, seed, given) for seed in seeds}
-    while pending:
-        done, pending = wait(pending, TELL_EVERY_MS / 1000, FIRST_COMPLETED)
-        yield from (each.result() for each in done) if done else [None]
+    at_once = jobs * SEEDS_PER_PROCESS
+    for at in range(0, len(seeds), at_once):
+        with processes(jobs) as pool:
+            pending = {pool.submit(run_seed, seed, given) for seed in seeds[at : at + at_once]}
+            while pending:
+                done, pending = wait(pending, TELL_EVERY_MS / 1000, FIRST_COMPLETED)
+                yield from (each.result() for each in done) if done else [None]
 
 
 def replay(seed: int, given: dict[str, Any]) -> str:
@@ -331,8 +336,8 @@ def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int
             console.print(f"{row['verdict']}\n{replay(row['seed'], given)}")
     failures = sum(row["verdict"] != "ok" for row in rows.values())
     standing = Standing(len(seeds), len(rows), failures, now_ms)
-    with asked.results.open("a") as out, processes(asked.jobs) as pool:
-        ran = ({**facts, **row} if row else None for row in finished(pool, todo, given))
+    with asked.results.open("a") as out:
+        ran = ({**facts, **row} if row else None for row in finished(asked.jobs, todo, given))
         for row in run_all(console, standing, ran, out):
             rows[row["seed"]] = row
             if row["verdict"] != "ok":

@@ -74,12 +74,11 @@ class Campaign:
         self.tested = "one"
         self.results = tmp_path / "results.jsonl"
         monkeypatch.setattr(long, "finished", self._finished)
-        monkeypatch.setattr(long, "processes", lambda _: ThreadPoolExecutor(1))
         monkeypatch.setattr(long, "tested", lambda _: self.tested)
         monkeypatch.setattr(long, "commit", lambda: f"commit{len(self.ran)}")
 
     def _finished(
-        self, _pool: object, seeds: list[int], _given: object
+        self, _jobs: int, seeds: list[int], _given: object
     ) -> Iterator[dict[str, Any]]:
         for seed in seeds:
             self.ran.append(seed)
@@ -155,10 +154,18 @@ def test_where_nobody_watches_a_line_a_minute_says_how_far_it_is(
 
 
 def test_rows_come_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[ThreadPoolExecutor] = []
+
+    def processes(jobs: int) -> ThreadPoolExecutor:
+        pools.append(ThreadPoolExecutor(jobs))
+        return pools[-1]
+
+    monkeypatch.setattr(long, "processes", processes)
+    monkeypatch.setattr(long, "SEEDS_PER_PROCESS", 2)
     monkeypatch.setattr(long, "run_seed", lambda seed, given: (seed, given))
-    with ThreadPoolExecutor(2) as pool:
-        found = list(long.finished(pool, range(5), {"unrest_ms": 7}))
-    assert sorted(found) == [(seed, {"unrest_ms": 7}) for seed in range(5)]
+    found = list(long.finished(2, range(9), {"unrest_ms": 7}))
+    assert sorted(found) == [(seed, {"unrest_ms": 7}) for seed in range(9)]
+    assert len(pools) == 3, "no process runs more than its share"
 
 
 def test_the_end_is_where_the_seeds_that_ran_point_to() -> None:
