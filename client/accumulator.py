@@ -344,8 +344,9 @@ class Batch:
     """Pieces that travel together; once `sequence` is given its content is fixed."""
 
     __slots__ = (
-        "count", "created_ms", "encoded", "epoch", "expired", "flight", "key", "number", "pieces",
-        "producer_id", "ready_ms", "sequence", "size", "topic", "unknown",
+        "asked_epoch", "count", "created_ms", "encoded", "epoch", "expired", "flight", "key",
+        "number", "pieces", "producer_id", "ready_ms", "sequence", "size", "topic", "unknown",
+        "unknown_epoch",
     )  # fmt: skip
 
     def __init__(self, topic: str, key: PartitionKey, piece: Piece) -> None:
@@ -361,7 +362,9 @@ class Batch:
         self.sequence = NONE
         self.number = 0  #: how many batches of the partition were numbered before it
         self.flight: int | None = None  #: correlation id of the frame it is in
+        self.asked_epoch = NONE  #: the leader epoch of the last attempt
         self.unknown = False  #: an earlier attempt may have stored it
+        self.unknown_epoch = NONE  #: … the first of them in this leader epoch
         self.expired = False  #: the caller was told DeliveryTimedOut while it was in flight
         self.encoded: list[Buffer] | None = None
 

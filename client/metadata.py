@@ -25,6 +25,7 @@ class Leader(NamedTuple):
 
     node: int
     epoch: int
+    unclean_epoch: int = NONE  #: the last that began without all data; -1 = none did
 
 
 class Topic(NamedTuple):
@@ -160,7 +161,8 @@ class Metadata:
             key = PartitionKey(info.topic_id, partition.partition)
             before = self._leaders.get(key)
             if before is None or partition.leader_epoch >= before.epoch:  # M2
-                self._leaders[key] = Leader(partition.leader, partition.leader_epoch)
+                unclean = partition.unclean_epoch if partition.HasField("unclean_epoch") else NONE
+                self._leaders[key] = Leader(partition.leader, partition.leader_epoch, unclean)
                 self._absent.pop(key, None)
                 if partition.leader == NONE:
                     eligible = partition.isr or partition.elr or partition.last_known

@@ -50,7 +50,7 @@ from pk.client.sender_events import (
     Wake,
     Written,
 )
-from pk.client.sender_state import NOT_STORED, STALE, Node, Partition
+from pk.client.sender_state import NOT_STORED, OUT_OF_SIGHT, STALE, Node, Partition
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
@@ -208,8 +208,8 @@ class Sender:
             self._failed(partition, batch, error)
 
     def _refused_leader(self, error: errors.PkError) -> bool:
-        """NOT_LEADER before the append; parked replies (acks=all) get it after it too (rule L5)."""
-        return isinstance(error, errors.NotLeaderOrFollower) and self.options.acks != NONE
+        """NOT_LEADER before the append; parked replies get it after it too (rule L5)."""
+        return isinstance(error, errors.NotLeaderOrFollower) and "appended" not in error.details
 
     def _stored(self, partition: Partition, batch: Batch, result: Result) -> None:
         partition.unresolved.remove(batch)
@@ -272,7 +272,8 @@ class Sender:
                 ),
             )  # fmt: skip
             return
-        batch.unknown = True
+        if not batch.unknown:
+            batch.unknown, batch.unknown_epoch = True, batch.asked_epoch
         self._retry(batch, error, now_ms)
 
     def _out_of_order(
@@ -494,6 +495,8 @@ class Sender:
         frame = frames.get(leader.node)
         if frame is None and len(node.frames) >= self.options.max_in_flight:
             return horizon
+        for gone in partition.out_of_sight(leader):
+            self._failed(partition, gone, errors.OutcomeUnknown(OUT_OF_SIGHT))
         batch, later = self._next_batch(partition, now_ms)
         if batch is None:
             return horizon if later is None else min(later, horizon)
@@ -551,7 +554,7 @@ class Sender:
             partition.unresolved.append(batch)
             if self.options.idempotent:
                 self._number(partition, batch)
-        batch.flight = frame.correlation_id
+        batch.flight, batch.asked_epoch = frame.correlation_id, epoch
         self._flights[frame.correlation_id] = frame
         frame.open.add(len(frame.batches))
         frame.batches.append(batch)

@@ -46,6 +46,16 @@ class Partition:
     def in_flight(self) -> int:
         return sum(batch.flight is not None for batch in self.unresolved)
 
+    def out_of_sight(self, leader: Leader) -> list[Batch]:
+        """What an earlier attempt may have stored before `leader`, or one before it, was elected
+        without all data: it may lie in the tier, and nobody knows the batch again (rule T4).
+        """
+        return [
+            batch
+            for batch in self.unresolved
+            if batch.flight is None and batch.unknown and batch.unknown_epoch < leader.unclean_epoch
+        ]
+
     def obstacle(self, metadata: Metadata, *, idless: bool) -> str:
         """What keeps its batches from being stored, for whoever must remove it; "" = nothing."""
         if metadata.leader(self.key) is None:
@@ -68,6 +78,10 @@ class Node:
         self.attempts = 0
 
 
+OUT_OF_SIGHT = (
+    "a leader was elected uncleanly meanwhile: it may have been stored before, so it is not sent "
+    "again"
+)
 #: The answer says that the batch was not appended, and that it may be tried again.
 NOT_STORED = (
     errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,

@@ -80,7 +80,9 @@ class Ticket:
         self.parked: Parked[Ticket] | None = None
 
     def answer(self, error: errors.PkError | None) -> None:
-        """Once (P1)."""
+        """Once (P1).  What was appended may be stored, whoever leads now: its producer must know."""
+        if isinstance(error, errors.NotLeaderOrFollower) and self.last_offset != NONE:
+            error = errors.NotLeaderOrFollower(error.message, **error.details, appended="true")
         sink, self.sink, self.parked = self.sink, None, None
         if sink is not None:
             sink(self, error)
@@ -188,9 +190,7 @@ class Partition:
     # -- what others ask -------------------------------------------------------------------------
 
     def serving(self, epoch: Epoch = NONE) -> Leader:
-        """The leader machine.  Raises why this broker does not serve the partition, or `epoch` is
-        wrong.
-        """
+        """The leader machine.  Raises why this broker does not serve it, or `epoch` is wrong."""
         if self.problem is not None:  # raised again and again: its trace must not grow
             raise self.as_told(self.problem).with_traceback(None)
         if self.leader is None:

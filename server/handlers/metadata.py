@@ -107,6 +107,7 @@ def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) ->
             elr=state.elr,
             last_known=state.last_known,
             offline_replicas=[each for each in state.replicas if not available(each)],
+            unclean_epoch=None if state.unclean_epoch == NONE else state.unclean_epoch,
         )
 
 

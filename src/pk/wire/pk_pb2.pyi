@@ -523,10 +523,13 @@ class PartitionInfo(_message.Message):
     ELR_FIELD_NUMBER: _builtins.int
     LAST_KNOWN_FIELD_NUMBER: _builtins.int
     OFFLINE_REPLICAS_FIELD_NUMBER: _builtins.int
+    UNCLEAN_EPOCH_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     leader: _builtins.int
     leader_epoch: _builtins.int
     partition_epoch: _builtins.int
+    unclean_epoch: _builtins.int
+    """the last leader epoch that began without all data (R3)"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -549,12 +552,15 @@ class PartitionInfo(_message.Message):
         elr: _abc.Iterable[_builtins.int] | None = ...,
         last_known: _abc.Iterable[_builtins.int] | None = ...,
         offline_replicas: _abc.Iterable[_builtins.int] | None = ...,
+        unclean_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "leader_epoch", b"leader_epoch", "offline_replicas", b"offline_replicas", "partition", b"partition", "partition_epoch", b"partition_epoch", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "elr", b"elr", "isr", b"isr", "last_known", b"last_known", "leader", b"leader", "leader_epoch", b"leader_epoch", "offline_replicas", b"offline_replicas", "partition", b"partition", "partition_epoch", b"partition_epoch", "replicas", b"replicas", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__unclean_epoch: _TypeAlias = _typing.Literal["unclean_epoch"]  # noqa: Y015
+    _WhichOneofArgType__unclean_epoch: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unclean_epoch) -> _WhichOneofReturnType__unclean_epoch | None: ...
 
 Global___PartitionInfo: _TypeAlias = PartitionInfo  # noqa: Y015
 

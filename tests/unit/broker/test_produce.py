@@ -138,7 +138,14 @@ def test_acks_all_waits_for_the_followers_and_dies_with_the_epoch(rig: Any, kit:
         while not len(rig.core.purgatory):
             await rig.mine.clock.sleep_ms(1)
         rig.lead(partition, 1, replicas=(1, 2))
-        assert [code(a) for a in await kit.results(stream, 1)] == [errors.NotLeaderOrFollower.code]
+        (parked,) = await kit.results(stream, 1)
+        assert code(parked) == errors.NotLeaderOrFollower.code
+        partition.step_down(2)
+        await stream.send(kit.produce((0, kit.batch()), correlation_id=3))
+        (refused,) = await kit.results(stream, 1)
+        assert code(refused) == errors.NotLeaderOrFollower.code
+        appended = ["appended" in each.error.details for each in (parked, refused)]
+        assert appended == [True, False], "its producer must know which of them may be stored"
 
     rig.run(story)
 

@@ -11,7 +11,7 @@ from pk import errors
 from pk.client.cluster import addresses
 from pk.client.metadata import Metadata
 from pk.client.options import consumer_options, producer_options
-from pk.types import PartitionKey, TopicPartition
+from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -37,11 +37,11 @@ def test_leaders_by_topic_id_and_never_an_older_epoch() -> None:
     known.update(reply(("t", "id", [(1, 5), (-1, 2)])), ["t"], 0)
     key = known.key(TopicPartition("t", 0))
     assert key == PartitionKey("id", 0)
-    assert known.leader(key) == (1, 5)
+    assert known.leader(key) == (1, 5, NONE)
     assert known.leader(PartitionKey("id", 1)) is None, "nobody leads it"
     known.update(reply(("t", "id", [(2, 4), (2, 3)])), ["t"], 1)
-    assert known.leader(key) == (1, 5), "older news"
-    assert known.leader(PartitionKey("id", 1)) == (2, 3)
+    assert known.leader(key) == (1, 5, NONE), "older news"
+    assert known.leader(PartitionKey("id", 1)) == (2, 3, NONE)
     assert known.available(known.topic("t")) == [0, 1]
 
 
@@ -162,7 +162,7 @@ def test_a_broker_that_is_behind_takes_nothing_away() -> None:
     del behind.brokers[1:]
     known.update(behind, None, 1)
     assert known.brokers == {1: "b1:1", 2: "b2:1"}
-    assert known.leader(known.key(TopicPartition("t", 0))) == (2, 5)
+    assert known.leader(known.key(TopicPartition("t", 0))) == (2, 5, NONE)
     assert known.topic("s").topic_id == "other"
     assert known.loss_of(PartitionKey("id", 0)) is None
 

@@ -255,6 +255,40 @@ def test_leadership_moves_and_the_records_follow_in_order(bench: Any) -> None:
     assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%d" % i for i in range(60)]
 
 
+@pytest.mark.parametrize("unclean", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
+    bench: Any, unclean: bool, first: bool
+) -> None:
+    """Rule T4: such a leader begins at the table's end, where no producer is known."""
+    b = bench(nodes=2, request_timeout_ms=500)
+    b.cluster.create("t")
+    log = b.cluster.log("t")
+
+    async def work() -> None:
+        if not first:
+            await b.send("t", b"before")
+            await b.engine.flush(1_000)
+        b.broker.on_produce = lambda log, header: SILENT
+        future = await b.send("t", b"stored")
+        b.engine.begin_flush()
+        await b.world.clock.sleep_ms(100)
+        log.leader, log.epoch = 2, 2
+        if unclean:
+            log.unclean_epoch = 2
+            log.producers.clear()
+        later = await b.send("t", b"later")
+        await b.engine.flush(5_000)
+        if unclean:
+            assert isinstance(future.exception(0), errors.OutcomeUnknown)
+        else:
+            assert future.result(0).offset == log.end - 2
+        assert later.result(0).offset == log.end - 1
+
+    b.run(work)
+    assert [v for _, _, v in log.rows()] == [b"before"] * (not first) + [b"stored", b"later"]
+
+
 def test_an_answer_that_never_comes_times_out_and_is_asked_again(bench: Any) -> None:
     b = bench(request_timeout_ms=500, delivery_timeout_ms=5000)
     b.cluster.create("t")

@@ -77,9 +77,7 @@ class Campaign:
         monkeypatch.setattr(long, "tested", lambda _: self.tested)
         monkeypatch.setattr(long, "commit", lambda: f"commit{len(self.ran)}")
 
-    def _finished(
-        self, _jobs: int, seeds: list[int], _given: object
-    ) -> Iterator[dict[str, Any]]:
+    def _finished(self, _jobs: int, seeds: list[int], _given: object) -> Iterator[dict[str, Any]]:
         for seed in seeds:
             self.ran.append(seed)
             self.now_ms += MINUTE_MS
