@@ -80,7 +80,7 @@ class Ticket:
         self.parked: Parked[Ticket] | None = None
 
     def answer(self, error: errors.PkError | None) -> None:
-        """Once (P1).  What was appended may be stored, whoever leads now: its producer must know."""
+        """Once (P1).  What was appended may be stored, whoever leads now: its client must know."""
         if isinstance(error, errors.NotLeaderOrFollower) and self.last_offset != NONE:
             error = errors.NotLeaderOrFollower(error.message, **error.details, appended="true")
         sink, self.sink, self.parked = self.sink, None, None
