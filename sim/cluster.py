@@ -42,6 +42,8 @@ class SimCluster:
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
         #: Event → what happens, once, to the process that says it next.
+        #: Told of each event of a name, by the machine it happened on.
+        self.listeners: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.traps: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.on_damage: Callable[[Machine], bool] | None = None
         self._server = {"tier_url": self.store.url, **server}
@@ -100,9 +102,9 @@ class SimCluster:
         host, _, role = name.partition("/")
         if event == SNAPSHOT_LOADED:
             self.snapshot_loads[role] += 1
-        trap = self.traps.pop(event, None)
-        if trap is not None:
-            trap(next(machine for machine in self.machines if machine.name == host), facts)
+        for told in (self.listeners.get(event), self.traps.pop(event, None)):
+            if told is not None:
+                told(next(machine for machine in self.machines if machine.name == host), facts)
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
         """A controller is about to start."""

@@ -65,6 +65,7 @@ class Promise:
         self._hits: dict[PartitionKey, dict[NodeId, _Hit]] = {}
         #: By replica: what tells whether each damage is still on its disk.
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
+        self._once_rotten: dict[tuple[PartitionKey, NodeId], None] = {}
         self.stranded: dict[PartitionKey, None] = {}  #: lost what was promised, a rotten copy too
         self.eras = 0
         oracle.on_weakened = self._weakened
@@ -130,10 +131,17 @@ class Promise:
     ) -> None:
         """The copy of `broker` is damaged as long as `there`."""
         self._rotten.setdefault(facts.key, {}).setdefault(broker, []).append(there)
-        self._oracle.rotten[facts.key] = None
+        self._oracle.rotten[facts.key] = self._once_rotten[facts.key, broker] = None
         plan = self._plans[facts.topic]
         if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
             self._costs(facts.key, now_ms)
+
+    def made_anew(self, key: PartitionKey, broker: NodeId) -> None:
+        """A copy that was damaged once is set aside: retention may have taken the damage before,
+        but whoever met it goes on to make the copy anew.
+        """
+        if (key, broker) in self._once_rotten:
+            self._rotten.setdefault(key, {}).setdefault(broker, [])
 
     def is_hit(self, key: PartitionKey, broker: NodeId) -> bool:
         """Whether this replica may lack what it had."""

@@ -48,6 +48,7 @@ class Observer:
         self._oracle = oracle
         self._counts = counts
         self.promise = Promise(oracle, cluster.options.topics)
+        cluster.listeners["replica_made_anew"] = self._made_anew
         self.invariants = Invariants(oracle)
         self.quorum = QuorumCheck()
         self.replicas = ReplicaCheck(oracle)
@@ -221,9 +222,17 @@ class Observer:
 
     def given_up(self, machine: Machine, partition: str) -> None:
         """It begins a log anew because its leader says so, and what it had goes on the way."""
-        for facts in self.facts():
-            if f"{facts.topic}-{facts.key.partition}" == partition:
-                self.replicas.given_up(machine.node_id, facts.key)
+        for key in self._called(partition):
+            self.replicas.given_up(machine.node_id, key)
+
+    def _made_anew(self, machine: Machine, told: dict[str, object]) -> None:
+        for key in self._called(str(told["partition"])):
+            self.promise.made_anew(key, machine.node_id)
+
+    def _called(self, partition: str) -> list[PartitionKey]:
+        return [
+            each.key for each in self.facts() if f"{each.topic}-{each.key.partition}" == partition
+        ]
 
     # -- brokers -----------------------------------------------------------------------------------
 

@@ -170,6 +170,21 @@ def test_one_loss_at_a_time_is_promised_two_are_not() -> None:
     assert oracle.era(*KEY) == 1
 
 
+def test_a_copy_whose_damage_was_dropped_may_still_be_made_anew() -> None:
+    promise = Promise(Oracle([TOPIC]), [TOPIC])
+    there = [True]
+    promise.rotted(FACTS, 1, lambda: there[0], 1_000)
+    there[0] = False  # retention
+    promise.seen(FACTS, {})
+    assert not promise.is_hit(KEY, 1)
+    promise.made_anew(KEY, 1)
+    promise.made_anew(KEY, 2)
+    promise.seen(FACTS._replace(isr=(2, 3)), {})
+    assert (promise.is_hit(KEY, 1), promise.is_hit(KEY, 2)) == (True, False), "it met nothing bad"
+    promise.seen(FACTS, {})
+    assert not promise.is_hit(KEY, 1)
+
+
 def test_with_flush_on_ack_only_lost_disks_count() -> None:
     oracle = Oracle([FLUSHED])
     promise = Promise(oracle, [FLUSHED])
