@@ -65,6 +65,7 @@ class Topic:
     life: int = 0  #: 0 = never created
     going: bool = True  #: not there, or its deletion has been asked for
     topic_id: str = ""
+    former: list[str] = field(default_factory=list)  #: the ids of its earlier lives
     partitions: int = 0
     #: partition → the largest offset below which deletion was asked for, in this life
     deletions: dict[int, Offset] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class Oracle:
     def created(self, name: str, topic_id: str, partitions: int) -> None:
         topic = self.topics[name]
         topic.life += 1
+        topic.former.append(topic.topic_id)
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
         topic.deletions, topic.deleted = {}, {}
 

@@ -205,8 +205,9 @@ class SimProducer:
             headers = [("h", b"1"), ("h", None)]
         digest = digest_of(key, value, headers)
         sent = self._oracle.send(name, topic, digest, ordered=self._ordered)
+        known = self.engine.cluster.metadata.topics.get(topic)
         size = record_size(value, key, headers, topic)
-        told = self._told(sent)
+        told = self._told(sent, "" if known is None else known.topic_id)
         try:
             future = intake.offer(
                 value, key, headers or None, partition, None, told, size, self._world.clock
@@ -217,12 +218,14 @@ class SimProducer:
         if future is None:
             self._oracle.failed(sent, "buffer_memory is full")
 
-    def _told(self, sent: Sent) -> OnDelivery:
+    def _told(self, sent: Sent, topic_id: str) -> OnDelivery:
         def told(metadata: Any, error: errors.PkError | None) -> None:
             if error is not None:
                 self._oracle.failed(sent, repr(error))
             elif not self._ordered and self._replicated[sent.topic]:
                 self._oracle.failed(sent, "acks=1: the next leader may not have it")
+            elif topic_id in self._oracle.topics[sent.topic].former:
+                self._oracle.failed(sent, "by a leader that has not heard of the deletion yet")
             else:
                 self._oracle.acknowledged(sent, metadata.partition, metadata.offset)
 
