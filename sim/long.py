@@ -47,7 +47,7 @@ ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
 #: Processes are replaced after so many seeds each, all together: what Arrow keeps is given back.
 #: (An executor that replaces one at a time, by max_tasks_per_child, stands still for ever where all
-#: come to their end at once: CPython issue 115634.)
+#: come to their end at once: gh-115634.)
 SEEDS_PER_PROCESS = 50
 #: What the key of a campaign covers, below the package.
 PRODUCTION = (".", "client", "compaction", "log", "server", "tiering")
