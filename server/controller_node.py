@@ -259,12 +259,27 @@ class ControllerNode:
         async def fetch(request: Any, _frame: frames.Frame) -> FetchReply:
             return await self._fetch(request)
 
-        return {
+        handlers = {
             **self.metadata.handlers(),
             **{name: active(name) for name in _ASKED},
             **self._membership(),
             "fetch_metadata_log": fetch,
         }
+        return {name: self._standing(handle) for name, handle in handlers.items()}
+
+    def _standing(self, handle: Handler) -> Handler:
+        """What ends this controller is no answer to who asks: another one may answer."""
+
+        async def answer(request: Any, frame: frames.Frame) -> Any:
+            try:
+                return await handle(request, frame)
+            except errors.PkError as error:
+                if error.retriable or self.metadata.failed is None:
+                    raise
+                why = f"this controller has failed: {error.message}"
+                raise errors.ControllerUnavailable(why) from error
+
+        return answer
 
     # -- who votes ---------------------------------------------------------------------------------
 

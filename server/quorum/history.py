@@ -8,6 +8,8 @@ Invariants
       snapshot (rule P1)
   H2  a snapshot is checked whole before its first row is applied; if it is damaged, the one before
       it and the log are as good, because the log begins at the older of two
+  H3  a batch is checked where it lies before anything is done with it: of a log that a cluster
+      stands on nothing is taken for granted
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from functools import partial
 
 from pk import errors, limits
 from pk.clock import Clock
+from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
+from pk.log.plan import Read
 from pk.log.storage import Disk
 from pk.server.controller.records import MetadataRecord, decode_batches
 from pk.server.quorum import snapshot
-from pk.server.quorum.opening import base_of
+from pk.server.quorum.opening import LOG_DIR, base_of
 from pk.server.quorum.snapshot_files import SnapshotFiles
 
 READ_BYTES = 4 * limits.MIB
@@ -55,9 +59,19 @@ class History:
         self.base = base_of(self._files.kept, self.log.segments[0].base_offset)
 
     async def read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
-        """Whole batches of the log from `offset`, and where to go on."""
-        log = self.log
-        found = await self._disk.read(lambda: log.read(offset, bound=bound, max_bytes=max_bytes))
+        """Whole batches of the log from `offset`, and where to go on.  Raises `CorruptLog` (H3)."""
+
+        def read() -> Read:
+            found = self.log.read(offset, bound=bound, max_bytes=max_bytes)
+            try:
+                for _, raw in batches.iter_batches(found.data):
+                    batches.check(raw)
+            except errors.CorruptBatch as damage:
+                where = f"{self._disk.storage.root}/{LOG_DIR}, from offset {offset} on"
+                raise errors.CorruptLog(f"{where}: {damage.message}") from damage
+            return found
+
+        found = await self._disk.read(read)
         return found.data, found.next_offset
 
     async def bytes_between(self, start: int, end: int) -> int:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +56,7 @@ from pk.server.quorum.peers import Peers
 from pk.server.quorum.snapshot_files import SnapshotFiles
 from pk.server.quorum.snapshot_loading import SnapshotLoader
 from pk.server.quorum.snapshot_making import SnapshotMaker
+from pk.server.quorum.source import Source
 from pk.server.quorum.voters import Voters
 from pk.server.runtime import MachineHost, Timers
 from pk.types import NONE, NodeId
@@ -125,6 +125,7 @@ class MetadataLog:
         self._vote = Vote()  #: as it is saved
         self._log: PartitionLog | None = None
         self._history: History | None = None
+        self._source: Source
         self._writing = asyncio.Lock()
         self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
@@ -145,6 +146,7 @@ class MetadataLog:
         self._log = log
         self._files.kept = opened.kept
         self._history = History(self._disk, self._clock, self._files, log, self._say)
+        self._source = Source(self._history, self._files, self._fail, self._say)
         for why in opened.damaged:
             self._say("metadata_snapshot_damaged", why=why)
         offset = 0
@@ -399,18 +401,7 @@ class MetadataLog:
         return {**dict.fromkeys(names, self._answer), "fetch_snapshot": self._answer_piece}
 
     async def _answer_piece(self, request: Any, _frame: frames.Frame) -> Any:
-        """A piece of a snapshot; it is committed, so that anybody may have it from anybody."""
-        wanted = SnapshotId(request.end, request.epoch)
-        if request.end == NONE:
-            newest = self._files.newest
-            if newest is None:
-                raise errors.SnapshotNotFound("no snapshot was made yet")
-            wanted = newest
-        position = request.position
-        piece, size = await self._files.piece(wanted, position, request.max_bytes)
-        reply = wire.FetchSnapshotReply(
-            end=wanted.end, epoch=wanted.epoch, size=size, position=position
-        )
+        reply, piece = await self._source.piece(request)
         return reply, (piece,)
 
     async def _answer(self, request: Any, _frame: frames.Frame) -> Any:
@@ -420,17 +411,11 @@ class MetadataLog:
         reply = await future
         payload: bytes = b""
         if isinstance(reply, FetchReply) and reply.status is FetchStatus.DATA:
-            reply, payload = await self._filled(reply)
+            filled, payload = await self._source.filled(reply)
+            if payload and (self.quorum.role is not Role.LEADER or self.epoch != reply.epoch):
+                raise errors.ControllerUnavailable("the leader changed meanwhile")
+            reply = filled
         return codec.encode(reply), (payload,)
-
-    async def _filled(self, reply: FetchReply) -> tuple[FetchReply, bytes]:
-        """The batches of a reply's range, if this node still leads the epoch that promised them."""
-        if reply.end <= reply.offset:
-            return reply, b""
-        payload, end = await self._told.read(reply.offset, reply.end, READ_BYTES)
-        if self.quorum.role is not Role.LEADER or self.epoch != reply.epoch:
-            raise errors.ControllerUnavailable("the leader changed meanwhile")
-        return replace(reply, end=end), payload
 
     # -- the controller's log (pk.server.runtime.ReplayLog) ------------------------------------
 
@@ -596,4 +581,4 @@ class MetadataLog:
 
     async def read(self, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole committed batches from `offset`, and where to go on."""
-        return await self._told.read(offset, self.committed, max_bytes)
+        return await self._source.batches(offset, self.committed, max_bytes)

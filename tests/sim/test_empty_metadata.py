@@ -66,3 +66,12 @@ def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk(
     assert not report.violation, report.line
     assert report.counts["rot of metadata"]
     assert report.counts["metadata damage met"] == report.counts["controllers voting again"] == 1
+
+
+def test_an_active_controller_meets_damage_when_a_broker_starts_and_another_takes_over() -> None:
+    """Rule L9: or every broker that starts would be handed the damage, for ever."""
+    options = replace(OPTIONS, faults=("rot", "kill_broker", "kill_broker"), chores=())
+    with patch("pk.sim.rot.KINDS", ("metadata",)):
+        report = Run(SEED, options).execute()
+    assert not report.violation, report.line
+    assert report.counts["metadata damage met"] == report.counts["controllers voting again"] >= 1

@@ -1,0 +1,94 @@
+"""What a controller hands out of its metadata (server/quorum/source.py): rule L9."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.quorum.messages import SnapshotId
+from pk.server.quorum.source import Source
+from pk.types import NONE
+
+OLD, NEW = SnapshotId(5, 1), SnapshotId(9, 1)
+
+
+class Files:
+    """Two snapshots; `bad` are damaged."""
+
+    def __init__(self, *bad: SnapshotId) -> None:
+        self.kept = [OLD, NEW]
+        self.bad = bad
+
+    @property
+    def newest(self) -> SnapshotId | None:
+        return self.kept[-1] if self.kept else None
+
+    async def read(self, wanted: SnapshotId) -> bytes:
+        if wanted in self.bad:
+            raise errors.CorruptLog("a bit rotted")
+        return b"whole"
+
+    async def piece(self, wanted: SnapshotId, position: int, max_bytes: int) -> tuple[bytes, int]:
+        if wanted not in self.kept:
+            raise errors.SnapshotNotFound("gone")
+        return b"whole"[position : position + max_bytes], 5
+
+    def forget(self, damaged: SnapshotId) -> None:
+        self.kept.remove(damaged)
+
+
+class Rig:
+    def __init__(self, *bad: SnapshotId) -> None:
+        self.files = Files(*bad)
+        self.fatal: list[BaseException] = []
+        self.said: list[str] = []
+
+        async def read(offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
+            raise errors.CorruptLog("a bit rotted")
+
+        def rebase() -> None:
+            if not self.files.kept:
+                raise errors.CorruptLog("nothing reaches back to 0")
+
+        history: Any = SimpleNamespace(read=read, rebase=rebase)
+        files: Any = self.files
+        self.source = Source(
+            history, files, self.fatal.append, lambda event, **_: self.said.append(event)
+        )
+
+    def piece(self, position: int = 0, end: int = NONE) -> bytes:
+        asked = SimpleNamespace(end=end, epoch=1, position=position, max_bytes=100)
+        _, piece = asyncio.run(self.source.piece(asked))
+        return piece
+
+
+def test_who_finds_damage_in_its_log_ends_and_sends_nothing() -> None:
+    rig = Rig()
+    with pytest.raises(errors.ControllerUnavailable):
+        asyncio.run(rig.source.batches(0, 10, 100))
+    assert [type(each) for each in rig.fatal] == [errors.CorruptLog]
+
+
+def test_a_damaged_snapshot_is_not_begun_and_the_one_before_it_is_the_newest() -> None:
+    rig = Rig(NEW)
+    with pytest.raises(errors.SnapshotNotFound):
+        rig.piece()
+    assert (rig.files.newest, rig.said) == (OLD, ["metadata_snapshot_damaged"])
+    assert rig.piece() == b"whole"
+    assert not rig.fatal
+
+
+def test_without_any_snapshot_that_is_whole_the_controller_ends() -> None:
+    rig = Rig(OLD, NEW)
+    for _ in range(2):
+        with pytest.raises(errors.SnapshotNotFound):
+            rig.piece()
+    assert [type(each) for each in rig.fatal] == [errors.CorruptLog]
+
+
+def test_who_was_handed_the_first_piece_gets_the_rest() -> None:
+    assert Rig(NEW).piece(position=2, end=NEW.end) == b"ole"
