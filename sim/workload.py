@@ -474,7 +474,8 @@ class SimAdmin:
         def passes(error: errors.PkError) -> bool:
             """Looking for the place, the leader tripped over what had rotted (rule L9)."""
             damaged = isinstance(error, errors.CorruptLog)
-            return damaged and self._oracle.may_be_damaged(plan.name, partition)
+            rotten = damaged and self._oracle.may_be_damaged(plan.name, partition)
+            return rotten or isinstance(error, _NOT_YET)
 
         if await self._until_done(lambda: request, out, passes) is Result.DONE:
             self._oracle.deleted_records(plan.name, topic.topic_id, partition, before)
