@@ -63,7 +63,7 @@ MACHINES_MAX = 5  #: of one role
 #: moment has to load one.
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
 #: Mostly every event has an instant of its own; or the loops are busy, and many share one.
-GRAIN_US = (1, 1, 1, 1_000, 4_000)
+GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
