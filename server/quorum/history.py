@@ -57,6 +57,8 @@ class History:
     def rebase(self) -> None:
         """The snapshots or the segments are others now.  Raises `CorruptLog` if they do not fit."""
         self.base = base_of(self._files.kept, self.log.segments[0].base_offset)
+        # without a snapshot that was found damaged the log has to reach back further, and does
+        self.log.log_start = min(self.log.log_start, self.base.end)
 
     async def read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole batches of the log from `offset`, and where to go on.  Raises `CorruptLog` (H3)."""
