@@ -143,6 +143,39 @@ def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> Non
     assert list(tiered.do(read(tiered, kit, topic_id, 0, 16))) == list(range(16))
 
 
+def test_a_cold_read_answers_in_time_with_what_it_has(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Reader G7: many small files, no cache, a store that takes its time: more than fits into one
+    answer's time is read in several.
+    """
+    cluster = make_cluster(
+        11,
+        tier_url="memory://tier",
+        log_retention_check_interval_ms=1_000,
+        remote_fetch_max_wait_ms=1_000,
+        cold_cache_bytes=0,
+    )
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    partition = partition_of(cluster, topic_id)
+    for end in range(1, 17):
+        cluster.do(produce(cluster, kit, topic_id, 1))
+        cluster.world.run_until(lambda end=end: partition.tiered_end == end)
+    cluster.world.run_until(lambda: partition.log.local_log_start >= 13)
+    files = [path for path in cluster.store.objects if path.endswith(".parquet")]
+    get_range = cluster.store.get_range
+
+    async def slow(path: str, start: int, size: int) -> bytes:
+        await cluster.client.clock.sleep_ms(120)
+        return await get_range(path, start, size)
+
+    cluster.store.get_range = slow
+    assert len(files) * 120 > 1_000  # one round trip for each is too much already
+    assert list(cluster.do(read(cluster, kit, topic_id, 0, 16))) == list(range(16))
+
+
 def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit: Any) -> None:
     """Rule T4: what the table holds is never contradicted; the leader waits for the store."""
     for seed in range(4):
