@@ -264,7 +264,7 @@ class TierWorker:
         max_bytes: int,
         late: Callable[[], bool] = never,
     ) -> Fetched:
-        """A cold read; `late`: see the reader (G7)."""
+        """A cold read; once it is `late` it answers with what there is."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition)
         if offset >= place.snapshot.partition(partition).end:
