@@ -253,14 +253,13 @@ class TierNode:
     def _handlers(self) -> Mapping[str, Handler]:
         def ready(handler: Callable[[Any], Awaitable[Any]]) -> Handler:
             async def handle(request: Any, _: frames.Frame) -> Any:
-                if self.problem is not None:
-                    raise self.problem.with_traceback(None)  # Y1; its trace must not grow
+                self._check_probed()
                 return await handler(request)
 
             return handle
 
         return {
-            "tier_fetch": ready(self._fetch),
+            "tier_fetch": self._fetch,
             "tier_offset_for_time": ready(self._offset_for_time),
             "tier_claim": ready(self._claim),
             "tier_confirm": ready(self._confirm),
@@ -269,7 +268,14 @@ class TierNode:
             "describe_tier": self._describe,
         }
 
-    async def _fetch(self, request: wire.TierFetchRequest) -> Any:
+    def _check_probed(self) -> None:
+        if self.problem is not None:
+            raise self.problem.with_traceback(None)  # Y1; its trace must not grow
+
+    async def _fetch(self, request: wire.TierFetchRequest, frame: frames.Frame) -> Any:
+        self._check_probed()
+        clock = self.world.clock
+        late_ms = clock.monotonic_ms() + frame.head.timeout_ms // 2  # the rest is for the answer
         wanted = min(max(1, request.max_bytes), FETCH_BYTES_MAX)
         async with self._fetches:
             fetched = await self.worker.fetch(
@@ -279,6 +285,7 @@ class TierNode:
                 request.offset,
                 request.end_offset,
                 wanted,
+                late=lambda: clock.monotonic_ms() >= late_ms,
             )
         return wire.TierFetchReply(next_offset=fetched.next_offset), fetched.batches
 

@@ -15,6 +15,8 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -221,6 +223,7 @@ class Machine:
         main: Callable[[World], Awaitable[None]] = getattr(self, f"_start_{role}")
         process.node = None
         process.start = self._world.start(process.name, main)
+        process.start.add_done_callback(_seen, context=contextvars.Context())
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -313,3 +316,9 @@ class Machine:
         if not restarts and not self._cluster.has_operator_for(self, process.role):
             self._cluster.problems.append(f"{process.name} ended: {failure!r}")
         self.kill(process.role, self._rng.uniform(*RESTART_MS))
+
+
+def _seen(start: asyncio.Task[Any]) -> None:
+    """A start that failed may be killed before the supervisor looks: the next one tells."""
+    if not start.cancelled():
+        start.exception()

@@ -18,6 +18,8 @@ Invariants
   W4  a table that someone else changed (rule T8) is never written to: all requests are refused
       until it is itself again; the broker keeps its data local meanwhile.
   W5  nothing here deletes an object; VACUUM does, once the table does not name it any more.
+  W6  nothing is planned or answered on counters that were not read: who comes while the table is
+      loaded, with a partition that load did not ask for, is a reason to load again.
 """
 
 from __future__ import annotations
@@ -354,6 +356,9 @@ class Owner:
                     self._answer_missing(effects)
                 return
             check_successor(self.uri, state.snapshot, snapshot)
+            if any(each not in snapshot.counters for each in self._partitions()):
+                self._ask(Load(self._partitions()), effects)  # W6
+                return
             self._check_covered(snapshot)
         except errors.TierTableChanged as error:
             self._failed(error, now_ms, effects)

@@ -15,6 +15,8 @@ Invariants
   G4  a file that is gone raises `FileGone`: the caller reloads the table and plans anew.
   G5  two readers of the same row group share one download.
   G6  nothing is remembered of a file that the table does not name any more.
+  G7  a read that is late answers with what it has, if that is anything: who gives up on it asks for
+      the same again, and where the cache is too small for all of it that would never end.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ POSITIONS_MAX = 1_024
 FOOTERS_BYTES_MAX = 64 * 1024 * 1024
 #: Rows are taken to be at least this large when a scattered range is cut.
 _ROW_BYTES_LEAST = 16
+
+
+def never() -> bool:
+    """Who asks has all the time there is."""
+    return False
 
 
 class FileGone(errors.UnknownTierRange):
@@ -153,8 +160,16 @@ class TierReader:
         for cache in (self._footers, self._rows):
             cache.drop(lambda key: key[0] == home and key[1] not in files)
 
-    async def fetch(self, place: Place, offset: Offset, end: Offset, max_bytes: int) -> Fetched:
-        """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one.
+    async def fetch(
+        self,
+        place: Place,
+        offset: Offset,
+        end: Offset,
+        max_bytes: int,
+        late: Callable[[], bool] = never,
+    ) -> Fetched:
+        """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one; once
+        it is `late` (G7), what was found so far.
 
         Raises `UnknownTierRange` if the table does not cover `offset`, `FileGone`,
         `TierUnavailable`.
@@ -174,7 +189,7 @@ class TierReader:
             at = piece.next_offset
             batches += piece.batches
             size += sum(map(len, piece.batches))
-            if piece.full or size >= max_bytes:
+            if piece.full or size >= max_bytes or late():
                 break
         self._look_ahead(place, offset, at, limit)
         return Fetched(at, batches)

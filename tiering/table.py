@@ -332,13 +332,7 @@ class MemoryTable:
             return None
         newest = state.versions[-1]
         counters = {partition: newest.partition(partition) for partition in partitions}
-        return Snapshot(
-            newest.version,
-            newest.table_id,
-            newest.files,
-            {**newest.counters, **counters},
-            newest.protocol,
-        )
+        return Snapshot(newest.version, newest.table_id, newest.files, counters, newest.protocol)
 
     async def create(self) -> Snapshot:
         self._tables.before_load(self._uri)
@@ -356,7 +350,7 @@ class MemoryTable:
         state.versions.append(newest.after(commit, newest.version + 1))
         state.tombstones.extend(commit.removes)
         self._tables.after_commit(self._uri, commit)
-        return state.versions[-1]
+        return commit.read.after(commit, newest.version + 1)
 
     async def vacuum(self, retention_ms: int) -> int:
         state = self._tables.state(self._uri)

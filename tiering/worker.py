@@ -1,5 +1,4 @@
-"""Runs the tier's machines over a World: owners, copiers, cold reads.  The same file runs in the
-simulator.
+"""Runs the tier's machines over a World, a simulated one too: owners, copiers, cold reads.
 
 One `TopicTier` per topic holds the table's owner and a copier per partition that a broker of this
 node leads.  Machines speak in effects; here they become store calls, table calls and messages, each
@@ -31,7 +30,7 @@ from pk.tiering.copier import Copier, CopySettings, View
 from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
-from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound
+from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
 from pk.tiering.table import Commit, DataFile, Table, TableFactory
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
@@ -256,21 +255,23 @@ class TierWorker:
         return Place(topic.home, partition, snapshot)
 
     async def fetch(
-        self, topic_id: str, name: str, partition: int, offset: Offset, end: Offset, max_bytes: int
+        self,
+        topic_id: str,
+        name: str,
+        partition: int,
+        offset: Offset,
+        end: Offset,
+        max_bytes: int,
+        late: Callable[[], bool] = never,
     ) -> Fetched:
-        """A cold read; a file that is gone means: plan once more on the newest version."""
+        """A cold read; once it is `late` it answers with what there is."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition)
         if offset >= place.snapshot.partition(partition).end:
             place = await self._place(topic, partition, fresh=True)
-        try:
-            fetched = await self.reader.fetch(place, offset, end, max_bytes)
-        except FileGone:
-            fetched = await self._again(
-                topic,
-                partition,
-                lambda fresh: self.reader.fetch(fresh, offset, end, max_bytes),
-            )
+        fetched: Fetched = await self._read(
+            topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late)
+        )
         self.counts.cold_fetches += 1
         self.counts.cold_bytes += sum(map(len, fetched.batches))
         return fetched
@@ -281,20 +282,19 @@ class TierWorker:
         """Rule T11."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition)
-        try:
-            return await self.reader.offset_for_time(place, timestamp_ms, from_offset)
-        except FileGone:
-            found: TimeFound | None = await self._again(
-                topic,
-                partition,
-                lambda fresh: self.reader.offset_for_time(fresh, timestamp_ms, from_offset),
-            )
-            return found
+        found: TimeFound | None = await self._read(
+            topic, place, lambda each: self.reader.offset_for_time(each, timestamp_ms, from_offset)
+        )
+        return found
 
-    async def _again(
-        self, topic: TopicTier, partition: int, read: Callable[[Place], Awaitable[Any]]
+    async def _read(
+        self, topic: TopicTier, place: Place, read: Callable[[Place], Awaitable[Any]]
     ) -> Any:
-        place = await self._place(topic, partition, fresh=True)
+        """A file that is gone means: plan once more on the newest version."""
+        try:
+            return await read(place)
+        except FileGone:
+            place = await self._place(topic, place.partition, fresh=True)
         try:
             return await read(place)
         except FileGone as gone:

@@ -164,11 +164,13 @@ class FetchSession:
     def take_turns(self, at_most: int) -> list[Position]:
         """The next positions to look at;
 
-        off the ready list, so that a mark meanwhile puts them back (F1).
+        off the ready list, so that a mark meanwhile puts them back (F1); and what was urgent of
+        them is so no more, but what becomes it while they are read stays it.
         """
         keys = list(islice(self._ready, at_most))
         for key in keys:
             del self._ready[key]
+        self._urgent = self._urgent and bool(self._ready)
         return [self.positions[key] for key in keys]
 
     def current(self, position: Position) -> bool:
@@ -187,19 +189,22 @@ class FetchSession:
             self.drop(position.key)
 
     def again(self, position: Position) -> None:
-        """`position` has not reached its bound: its next turn comes after the others'."""
+        """`position` has not reached its bound: its next turn comes after the others'; how much is
+        left may be enough for `min_bytes`.
+        """
         if self.current(position):
             self._ready[position.key] = None
+            self._unweighed[position.key] = None
 
     def first_again(self, positions: list[Position]) -> None:
         """These were taken and did not fit: they keep their turn."""
         kept = {each.key: None for each in positions if self.current(each)}
         self._ready = kept | self._ready
+        self._unweighed |= kept
 
     def sent(self, payload_bytes: int, now_ms: int) -> None:
         """A frame went out."""
         self.credit -= payload_bytes
-        self._urgent = False
         self._noticed_at_ms = now_ms if self._ready else None
 
     def drop(self, key: PartitionKey) -> None:

@@ -37,6 +37,7 @@ class TierClient:
     ) -> None:
         self.enabled = enabled  #: the server has an object store
         self._fetch_wait_ms = fetch_wait_ms
+        self._clock = world.clock
         self._caller = Caller(world.network, world.clock, address, hello)
         self._turns = asyncio.Semaphore(CALLS_MAX)
 
@@ -125,10 +126,12 @@ class TierClient:
             raise errors.TierUnavailable(
                 "this server has no tier_url, but part of the log is in the tier"
             )
+        deadline_ms = self._clock.monotonic_ms() + timeout_ms
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 async with self._turns:
-                    return await self._caller.call(request, timeout_ms=timeout_ms)
+                    left_ms = max(0, deadline_ms - self._clock.monotonic_ms())
+                    return await self._caller.call(request, timeout_ms=left_ms)
         except (TimeoutError, errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
             raise errors.TierUnavailable(
                 f"the tier did not answer {request.DESCRIPTOR.name} within {timeout_ms} ms"

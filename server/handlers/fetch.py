@@ -107,6 +107,7 @@ class FetchStream:
             except Disconnected:
                 pass
         finally:
+            self._cold_waiting.clear()
             tasks = [pump, *self._cold_tasks]
             for task in tasks:
                 task.cancel()
@@ -453,6 +454,7 @@ class FetchStream:
 
     def _cold_ended(self, task: asyncio.Task[None]) -> None:
         self._cold_tasks.pop(task, None)
+        self._start_cold()  # its answer may have been sent already
         self._wake.set()
 
     async def _read_cold(self, position: Position) -> None:

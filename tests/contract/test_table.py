@@ -264,6 +264,23 @@ def test_a_table_made_anew_is_not_vacuumed_for_the_old_one(run: Run) -> None:
     run(test)
 
 
+def test_only_what_was_asked_for_is_counted(run: Run) -> None:
+    """A snapshot without a partition says nothing of it; what the fake knows more hides faults."""
+
+    async def test(kit: Kit) -> None:
+        table, _ = await created(kit)
+        both = await table.load([0, 1])
+        assert both is not None
+        await table.commit(append(both, 1, 50))
+        other = kit.table()
+        one = await other.load([0])
+        assert one is not None
+        assert set(one.counters) == {0}
+        assert set((await other.commit(append(one, 0, 10))).counters) == {0}
+
+    run(test)
+
+
 def test_counters_of_partitions_asked_for_later_are_loaded(run: Run) -> None:
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)

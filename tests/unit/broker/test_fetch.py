@@ -162,6 +162,62 @@ def test_min_bytes_waits_at_most_max_wait(rig: Any, kit: Any) -> None:
     rig.run(story)
 
 
+@pytest.mark.parametrize("backlog", [(10,), (2, 2)])
+def test_a_backlog_is_enough_for_min_bytes(rig: Any, kit: Any, backlog: tuple[int, ...]) -> None:
+    """F4: what a frame had no room for, of its last position or of the next, is weighed like what
+    has just come.
+    """
+
+    async def story() -> None:
+        for number, count in enumerate(backlog):
+            rig.partition(number)
+            await fill(rig, kit, number, count, size=1_000)
+        stream = await rig.stream(StreamKind.FETCH)
+        positions = map(kit.position, range(len(backlog)))
+        given = {"min_bytes": 5_000, "max_bytes": 7_000, "max_wait_ms": 10_000}
+        await stream.send(kit.fetch(*positions, **given))
+        got = 0
+        async with asyncio.timeout(1):
+            while got < sum(backlog):
+                got += len(offsets((await kit.fetched(stream))[1]))
+
+    rig.run(story)
+
+
+def test_what_is_urgent_while_a_disk_reads_does_not_wait(
+    rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4: a position that is set while a frame is made is announced at once nevertheless."""
+    rig.partition(0)
+    rig.partition(1)
+    reading, gate = asyncio.Event(), asyncio.Event()
+    read = rig.disk.read
+
+    async def slow(work: Any) -> Any:
+        reading.set()
+        await gate.wait()
+        return await read(work)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 1)
+        monkeypatch.setattr(rig.disk, "read", slow)
+        stream = await rig.stream(StreamKind.FETCH)
+        given = {"min_bytes": 100_000, "max_wait_ms": 10_000}
+        await stream.send(kit.fetch(kit.position(0), **given))
+        await reading.wait()
+        await stream.send(kit.fetch(kit.position(1), **given))
+        await asyncio.sleep(0.1)
+        gate.set()
+        seen: list[int] = []
+        async with asyncio.timeout(1):
+            while len(seen) < 2:
+                reply, _ = await kit.fetched(stream)
+                seen += [entry.partition for entry in reply.partitions]
+        assert seen == [0, 1]
+
+    rig.run(story)
+
+
 def test_a_bounded_scan_ends(rig: Any, kit: Any) -> None:
     partition = rig.partition()
 
@@ -304,10 +360,10 @@ def test_aborted_transactions_are_told_to_read_committed(rig: Any, kit: Any) -> 
     rig.run(story)
 
 
-async def tiered_partition(rig: Any, kit: Any) -> Any:
+async def tiered_partition(rig: Any, kit: Any, number: int = 0) -> Any:
     """Two batches of one record; the first has left the local log."""
-    partition = rig.partition(0, tiered=True, segment_bytes=14 * 1024)
-    await fill(rig, kit, 0, 2, records=1, size=12_000)
+    partition = rig.partition(number, tiered=True, segment_bytes=14 * 1024)
+    await fill(rig, kit, number, 2, records=1, size=12_000)
     log = partition.log
     assert log.segment_count == 2
     log.tiered_end = log.droppable_end = 1
@@ -369,6 +425,45 @@ def test_a_position_is_read_from_the_tier_once_however_often_its_log_grows(
             at += offsets(payload)
         assert at == [0, 1]
         assert [offset for _, offset in rig.tier.fetches] == [0]
+
+    rig.run(story)
+
+
+def test_a_cold_read_that_waits_begins_when_another_ends(rig: Any, kit: Any) -> None:
+    """The pump may send what the tier answered before the tasks that asked for it are gone."""
+    below = kit.batch(1, base_offset=0)
+
+    async def story() -> None:
+        first, *_ = [await tiered_partition(rig, kit, number) for number in range(3)]
+        rig.tier.gate = asyncio.Event()
+        rig.tier.batches = lambda offset: (below, 1)
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(*[kit.position(number, end_offset=1) for number in range(3)]))
+        assert await quiet(rig, stream, kit, 100)
+        assert len(rig.tier.fetches) == 2
+        rig.tier.gate.set()
+        first.bounds_moved()  # the pump's turn comes right after those of the two reads
+        seen: list[int] = []
+        async with asyncio.timeout(1):
+            while len(seen) < 3:
+                reply, _ = await kit.fetched(stream)
+                seen += [entry.partition for entry in reply.partitions]
+        assert seen == [0, 1, 2]
+
+    rig.run(story)
+
+
+def test_no_cold_read_begins_after_the_stream(rig: Any, kit: Any) -> None:
+    async def story() -> None:
+        for number in range(3):
+            await tiered_partition(rig, kit, number)
+        rig.tier.gate = asyncio.Event()
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(*map(kit.position, range(3))))
+        assert await quiet(rig, stream, kit, 100)
+        stream.close()
+        await asyncio.sleep(1)
+        assert len(rig.tier.fetches) == 2
 
     rig.run(story)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.tiering.table import MemoryTable, Snapshot
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -143,6 +144,39 @@ def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> Non
     assert list(tiered.do(read(tiered, kit, topic_id, 0, 16))) == list(range(16))
 
 
+def test_a_cold_read_answers_in_time_with_what_it_has(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Reader G7: many small files, no cache, a store that takes its time: more than fits into one
+    answer's time is read in several.
+    """
+    cluster = make_cluster(
+        11,
+        tier_url="memory://tier",
+        log_retention_check_interval_ms=1_000,
+        remote_fetch_max_wait_ms=1_000,
+        cold_cache_bytes=0,
+    )
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    partition = partition_of(cluster, topic_id)
+    for end in range(1, 17):
+        cluster.do(produce(cluster, kit, topic_id, 1))
+        cluster.world.run_until(lambda end=end: partition.tiered_end == end)
+    cluster.world.run_until(lambda: partition.log.local_log_start >= 13)
+    files = [path for path in cluster.store.objects if path.endswith(".parquet")]
+    get_range = cluster.store.get_range
+
+    async def slow(path: str, start: int, size: int) -> bytes:
+        await cluster.client.clock.sleep_ms(120)
+        return await get_range(path, start, size)
+
+    cluster.store.get_range = slow
+    assert len(files) * 120 > 1_000  # one round trip for each is too much already
+    assert list(cluster.do(read(cluster, kit, topic_id, 0, 16))) == list(range(16))
+
+
 def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit: Any) -> None:
     """Rule T4: what the table holds is never contradicted; the leader waits for the store."""
     for seed in range(4):
@@ -170,6 +204,44 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
         cluster.world.run_until(lambda p=partition: p.tiered_end == 14)  # type: ignore[misc]
         state = cluster.broker.core.follower.image.partition(partition.key)
         assert not state.unclean  # the controller heard that it recovered
+
+
+def test_tier_wins_for_every_partition_of_a_topic(
+    make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule T4: they claim at the same time, while the store takes its time (owner W6)."""
+    load = MemoryTable.load
+
+    async def slow(table: MemoryTable, partitions: Sequence[int]) -> Snapshot | None:
+        await cluster.client.clock.sleep_ms(100)
+        return await load(table, partitions)
+
+    monkeypatch.setattr(MemoryTable, "load", slow)
+    cluster = make_cluster(3, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", partitions=3, **QUICK))
+
+    def partitions() -> list[Any]:
+        keys = [PartitionKey(topic_id, number) for number in range(3)]
+        return [cluster.broker.core.partitions[key] for key in keys]
+
+    async def fill() -> None:
+        stream = await cluster.stream(StreamKind.PRODUCE)
+        for number in range(3):
+            await stream.send(kit.produce((number, kit.batch(5)), topic_id=topic_id))
+            await kit.results(stream, 1)
+        stream.close()
+
+    cluster.do(fill())
+    cluster.world.run_until(lambda: all(each.tiered_end == 5 for each in partitions()))
+    cluster.world.kill("tier")
+    cluster.kill("broker", "d1", power=True)
+    cluster.boot = "boot-after"
+    cluster.start_tier()
+    cluster.start_broker()
+    cluster.world.run_until(lambda: all(each.leader is not None for each in partitions()))
+    assert [each.log.written_end for each in partitions()] == [5, 5, 5]
 
 
 def test_tier_wins_does_not_bring_deleted_records_back(tiered: Cluster, kit: Any) -> None:

@@ -15,6 +15,7 @@ from pk.tiering.layout import PartitionCounters
 from pk.tiering.owner import ClaimPartition, Owner, OwnerSettings, PartitionsSeen, Submit
 from pk.tiering.plan import LogStart, Submission, plan
 from pk.tiering.table import Commit, CommitConflict, DataFile, Snapshot, TableProtocol
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 
 ID = "0d1c2b3a-0000-4000-8000-000000000000"
@@ -270,6 +271,43 @@ def test_claims_do_not_wait_for_the_next_second() -> None:
     it.step(ClaimPartition("r", 0, 2, commit=True))
     it.loaded(snapshot(2, [data(0, 0, 10)], end=10, claim=3))
     assert isinstance(it.answers["r"], errors.FencedLeaderEpoch)
+
+
+def counted(version: int, **ends: int) -> Snapshot:
+    """Partitions that were asked for (p0, p1 …) and where they end, claimed by epoch 7."""
+    counters = {int(name[1:]): PartitionCounters(end=end, claim=7) for name, end in ends.items()}
+    return Snapshot(version, "id", {}, counters)
+
+
+def test_a_claim_that_comes_while_the_table_is_loaded_is_not_answered_from_that() -> None:
+    """W6: the load did not ask for its partition's counters, which are not zero for that."""
+    it = Driver()
+    it.step(ClaimPartition("p", 0, NONE, commit=False))
+    assert it.asked == [owning.Load([0])]
+    it.step(ClaimPartition("q", 1, NONE, commit=False))
+    it.step(ClaimPartition("r", 1, 6, commit=True))
+    it.loaded(counted(3, p0=10))
+    assert it.answers == {}
+    assert it.asked == [owning.Load([0, 1])]
+    it.loaded(counted(3, p0=10, p1=50))
+    assert [it.answers[each].end for each in "pq"] == [10, 50]
+    assert isinstance(it.answers["r"], errors.FencedLeaderEpoch)
+    assert it.asked == []
+
+
+@pytest.mark.parametrize("tiered_end", [NONE, 50])
+def test_a_log_start_that_comes_while_the_table_is_loaded_waits_for_its_counters(
+    tiered_end: int,
+) -> None:
+    """W6: or the table's end would go back to it, or the table be taken for an old one."""
+    it = Driver()
+    it.step(PartitionsSeen({0: LogStart(0)}))
+    it.step(PartitionsSeen({1: LogStart(20, tiered_end=tiered_end)}))
+    it.loaded(counted(3, p0=10))
+    assert it.asked == [owning.Load([0, 1])]
+    it.loaded(counted(3, p0=10, p1=50))
+    assert it.committed().counters == {1: PartitionCounters(start=20, end=50, claim=7)}
+    assert all(value is None for name, value in it.published if name == owning.PROBLEM)
 
 
 def test_a_request_does_not_wait_for_ever() -> None:

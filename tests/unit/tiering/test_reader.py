@@ -130,6 +130,25 @@ def test_a_gap_at_the_end_is_passed_in_one_read() -> None:
     run(test())
 
 
+def test_a_read_that_is_late_answers_with_what_it_has() -> None:
+    """G7: and without a cache, asked again and again, it comes to the end."""
+
+    async def test() -> None:
+        tier = Tier([list(range(8)), list(range(8, 16)), list(range(16, 24))], 24, cache=0)
+        whole = await tier.reader.fetch(tier.place, 0, 24, 10**6)
+        assert whole.next_offset == 24
+        at = []
+        while not at or at[-1] < 24:
+            start = at[-1] if at else 0
+            part = await tier.reader.fetch(tier.place, start, 24, 10**6, late=lambda: True)
+            assert part.batches
+            at.append(part.next_offset)
+        assert at == [8, 16, 24]
+        await tier.reader.close()
+
+    run(test())
+
+
 def test_footers_and_row_groups_are_read_once_and_shared() -> None:
     async def test() -> None:
         tier = Tier([list(range(64))], 64)
