@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders
 from pk.server.controller.config_changes import MIN_ISR
-from pk.server.controller.elections import waits_for
+from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
@@ -366,10 +367,12 @@ class Term:
         if not over:
             return False
         brokers: dict[NodeId, None] = {}
+        cluster = Cluster(image, self.reports)
         for key in over:
             state = image.partition(key)
             if state is not None:
-                brokers.update(dict.fromkeys(waits_for(state, image.available)))
+                there = partial(cluster.eligible, key=key)
+                brokers.update(dict.fromkeys(waits_for(state, there)))
         topics = self._topics_of(over)[:NAMED_MAX]
         self._say("leaderless", partitions=len(over), topics=topics, waits_for=sorted(brokers))
         return True

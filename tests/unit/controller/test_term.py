@@ -254,6 +254,28 @@ def test_leaders_move_back_by_themselves(monkeypatch: pytest.MonkeyPatch, enable
     scene.world.close()
 
 
+def test_a_partition_that_waits_for_a_damaged_replica_names_its_broker(scene: Scene) -> None:
+    """R3: the broker is there, and nobody would guess that its replica is missing."""
+
+    async def story(world: World) -> None:
+        brokers = await topic_on(scene, world, 2, min_insync_replicas="2")
+        place = PartitionKey(brokers[0].image.topic_ids["t"], 0)
+        await power_cut(brokers, world)
+        one = Replica(scene, world, 1, life=2, at=(0, 10)).start()
+        two = Replica(scene, world, 2, life=2)
+        two.offline = (place,)
+        two.start()
+        await world.clock.sleep_ms(40_000)
+        assert one.state().leader == NONE
+        assert set(one.state().last_known) == {1, 2}
+        (said,) = [line for line in scene.lines.getvalue().splitlines() if " leaderless " in line]
+        assert said.endswith(" waits_for=[2]"), said
+        await two.stop()
+        await one.stop()
+
+    scene.run(story)
+
+
 def test_an_offline_replica_gives_the_lead_to_another(scene: Scene) -> None:
     async def story(world: World) -> None:
         first, second = await topic_on(scene, world, 2)
