@@ -184,9 +184,10 @@ class Term:
             return await self._heartbeat(stream, request)
 
         async def alter_configs(request: Any, _frame: frames.Frame) -> Any:
-            reply = await self._ask(commands.AlterConfigs(request))
-            self._try_elections()
-            return reply
+            try:
+                return await self._ask(commands.AlterConfigs(request))
+            finally:  # who asked may be gone by now, and what was decided stands
+                self._try_elections()
 
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
             return await self._elect_leaders(request)
@@ -243,10 +244,13 @@ class Term:
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         beat = commands.Beat(request, self._known(), retry, unclean)
-        reply: wire.BrokerHeartbeatReply = await self._ask(beat)
-        if broker is not None and broker.fenced and not reply.fenced:
-            self._try_elections()  # those that found no room in the decision
-        return reply
+        try:
+            reply: wire.BrokerHeartbeatReply = await self._ask(beat)
+            return reply
+        finally:  # the stream may be gone by now, and what was decided stands
+            now = self._image.brokers.get(who)
+            if broker is not None and broker.fenced and now is not None and not now.fenced:
+                self._try_elections()  # those that found no room in the decision
 
     def _known(self) -> Reports:
         """What brokers have said, as it is now (P3)."""
@@ -313,7 +317,8 @@ class Term:
         while True:
             await clock.sleep_ms(TICK_MS)
             for session in self.sessions.expired(clock.monotonic_ms()):
-                await self._fence(session, "no heartbeat within broker_session_timeout_ms")
+                if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time
+                    await self._fence(session, "no heartbeat within broker_session_timeout_ms")
             await self._recover(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
 
