@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders
 from pk.server.controller.config_changes import MIN_ISR
-from pk.server.controller.elections import waits_for
+from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
@@ -183,9 +184,10 @@ class Term:
             return await self._heartbeat(stream, request)
 
         async def alter_configs(request: Any, _frame: frames.Frame) -> Any:
-            reply = await self._ask(commands.AlterConfigs(request))
-            self._try_elections()
-            return reply
+            try:
+                return await self._ask(commands.AlterConfigs(request))
+            finally:  # who asked may be gone by now, and what was decided stands
+                self._try_elections()
 
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
             return await self._elect_leaders(request)
@@ -242,10 +244,13 @@ class Term:
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         beat = commands.Beat(request, self._known(), retry, unclean)
-        reply: wire.BrokerHeartbeatReply = await self._ask(beat)
-        if broker is not None and broker.fenced and not reply.fenced:
-            self._try_elections()  # those that found no room in the decision
-        return reply
+        try:
+            reply: wire.BrokerHeartbeatReply = await self._ask(beat)
+            return reply
+        finally:  # the stream may be gone by now, and what was decided stands
+            now = self._image.brokers.get(who)
+            if broker is not None and broker.fenced and now is not None and not now.fenced:
+                self._try_elections()  # those that found no room in the decision
 
     def _known(self) -> Reports:
         """What brokers have said, as it is now (P3)."""
@@ -312,7 +317,8 @@ class Term:
         while True:
             await clock.sleep_ms(TICK_MS)
             for session in self.sessions.expired(clock.monotonic_ms()):
-                await self._fence(session, "no heartbeat within broker_session_timeout_ms")
+                if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time
+                    await self._fence(session, "no heartbeat within broker_session_timeout_ms")
             await self._recover(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
 
@@ -366,10 +372,12 @@ class Term:
         if not over:
             return False
         brokers: dict[NodeId, None] = {}
+        cluster = Cluster(image, self.reports)
         for key in over:
             state = image.partition(key)
             if state is not None:
-                brokers.update(dict.fromkeys(waits_for(state, image.available)))
+                there = partial(cluster.eligible, key=key)
+                brokers.update(dict.fromkeys(waits_for(state, there)))
         topics = self._topics_of(over)[:NAMED_MAX]
         self._say("leaderless", partitions=len(over), topics=topics, waits_for=sorted(brokers))
         return True

@@ -1,8 +1,8 @@
 """The operator of a simulated cluster: does what only a person may decide, when nothing else helps.
 
-A partition whose last promised copies are gone, a rotten one among them, waits for somebody who
-says that the rest may be lost (rules R3, L9): an unclean election.  Nothing else is done here that
-the promise (promise.py) does not allow.
+A partition whose last known copies were hit, a rotten one among them, waits for somebody who says
+that the rest may be lost (rules R3, L9): an unclean election.  It is asked for where the promise
+(promise.py) allows it, and only while nobody of ISR or ELR can come back.
 
 A controller whose metadata is damaged gets an empty disk, and one with an empty disk another vote
 (rule Q1, KIP-853): the voter of the old directory is removed, that of the new one is added when it
@@ -22,7 +22,7 @@ from pk.sim.options import CONTROLLER
 from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 from pk.sim.workload import ADMIN_TIMEOUT_MS, cluster_of
-from pk.types import NONE, NodeId
+from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
@@ -122,7 +122,12 @@ class Operator:
         if not allowed:
             return []
         facts = list(self._observer.facts())
-        return [each for each in facts if each.key in allowed and each.leader == NONE]
+        return [each for each in facts if each.key in allowed and self._given_up(each.key)]
+
+    def _given_up(self, key: PartitionKey) -> bool:
+        """Nobody leads, and nobody in ISR or ELR may come back and do so."""
+        state = self._observer.image.partition(key)
+        return state is not None and not (state.leader != NONE or state.isr or state.elr)
 
     async def _elect(self, stranded: list[PartitionFacts]) -> None:
         request = wire.ElectLeadersRequest(unclean=True)

@@ -13,12 +13,15 @@ A copy that rotted (rule L9) is a lost one like that of a lost disk, from the mo
 may know yet.  It is whole again once the damaged bytes are off the disk and the replica is in the
 committed ISR.  What the last copies lost is told and not skipped, so that the partition stays
 offline until somebody asks for an unclean election (operator.py): `stranded` says where that is
-allowed.
+allowed.  It is so too where a rotten copy is one of the last known and the others only lost their
+power: whatever was SYNCED they leave ISR and ELR (rule L3), and a recovery election hears every
+last-known replica, but a rotten one never says how far it is (rule R3).  With `flush_on_ack` that
+costs nothing: whoever of the last known is elected has everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,7 +69,7 @@ class Promise:
         #: By replica: what tells whether each damage is still on its disk.
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
         self._once_rotten: dict[tuple[PartitionKey, NodeId], None] = {}
-        self.stranded: dict[PartitionKey, None] = {}  #: lost what was promised, a rotten copy too
+        self.stranded: dict[PartitionKey, None] = {}  #: a rotten copy keeps the rest from leading
         self.eras = 0
         oracle.on_weakened = self._weakened
 
@@ -87,6 +90,7 @@ class Promise:
             hits = self._hits.setdefault(facts.key, {})
             before = hits.get(broker)
             hits[broker] = _Hit(disk or (before is not None and before.disk), registered)
+            self._strands(facts.key, plan)
             lost = len(self._lost(facts.key, plan)) >= self.copies(facts.topic)
             if lost and (disk or not self.flushed(facts.topic)):
                 self._costs(facts.key, now_ms)
@@ -107,6 +111,8 @@ class Promise:
         for key in list({**self._hits, **self._rotten}):
             lost = self._lost(key, plan)
             mine = key.topic_id == self._oracle.topics[topic].topic_id
+            if mine:
+                self._strands(key, plan)
             if mine and lost and len(lost) >= self.copies(topic):
                 self._costs(key, self._oracle.now_ms())
 
@@ -133,6 +139,7 @@ class Promise:
         self._rotten.setdefault(facts.key, {}).setdefault(broker, []).append(there)
         self._oracle.rotten[facts.key] = self._once_rotten[facts.key, broker] = None
         plan = self._plans[facts.topic]
+        self._strands(facts.key, plan)
         if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
             self._costs(facts.key, now_ms)
 
@@ -174,16 +181,26 @@ class Promise:
             if broker not in facts.replicas or (known and broker in facts.isr):
                 del hits[broker]
 
-    def elected_uncleanly(self, facts: PartitionFacts, now_ms: float) -> None:
-        """The partition has a leader that may lack acknowledged records."""
+    def elected_uncleanly(
+        self, facts: PartitionFacts, last_known: Container[NodeId], now_ms: float
+    ) -> None:
+        """The partition has a leader that may lack acknowledged records; `last_known`: before."""
         plan = self._plans.get(facts.topic)
-        if plan is not None and (plan.unclean or facts.key in self.stranded):
+        if plan is None:
+            return
+        leader, lost = facts.leader, self._lost(facts.key, plan)
+        whole = self.flushed(facts.topic) and leader in last_known and leader not in lost
+        if plan.unclean or (facts.key in self.stranded and not whole):
             self._ends(facts.key, now_ms + UNCLEAN_SETTLES_MS)
+
+    def _strands(self, key: PartitionKey, plan: TopicPlan) -> None:
+        """So many copies were hit that ISR and ELR may be empty, and one of them is rotten."""
+        rotten = self._rotten.get(key)
+        if rotten and len({*rotten, *self._hits.get(key, ())}) >= self.copies(plan.name):
+            self.stranded[key] = None
 
     def _costs(self, key: PartitionKey, now_ms: float) -> None:
         """Too many copies are lost at once."""
-        if key in self._rotten:
-            self.stranded[key] = None
         self._ends(key, now_ms + POWER_SETTLES_MS)
 
     def _ends(self, key: PartitionKey, settled_ms: float) -> None:

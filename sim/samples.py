@@ -179,7 +179,7 @@ class Observer:
                 self._count("elections unclean")
                 facts = self._facts(key)
                 if facts is not None:
-                    self.promise.elected_uncleanly(facts, self._now_ms())
+                    self.promise.elected_uncleanly(facts, before.last_known, self._now_ms())
             elif before.leader == NONE and now.leader in before.elr:
                 self._count("elections from the ELR")
             else:

@@ -109,8 +109,10 @@ class ControllerLink:
         self.caught_up = False
         self.want_shutdown = False
         self.may_shut_down = asyncio.Event()
-        #: What the last answered heartbeat named as offline: its records are committed (rule Q3).
-        self.told_offline: dict[PartitionKey, None] = {}
+        #: What the last answered heartbeat named as offline and is so still, each with the number
+        #: of the first answer since when: its records are committed (rule Q3).
+        self.told_offline: dict[PartitionKey, int] = {}
+        self._answers = 0
         self._contact_ms: int | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -321,8 +323,7 @@ class ControllerLink:
             self._renew_contact(sent_ms)
             if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
                 self._search.steady()
-            told = (PartitionKey(each.topic_id, each.partition) for each in offline)
-            self.told_offline = dict.fromkeys(told)
+            self._told(offline)
             reply = frame.head.broker_heartbeat_reply
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if reply.may_shut_down:
@@ -331,6 +332,15 @@ class ControllerLink:
             hurry = self.fenced or asked
             wait_ms = min(self._interval_ms, 50) if hurry else self._interval_ms
             await self._wait(wait_ms)
+
+    def _told(self, offline: Sequence[wire.FetchPartition]) -> None:
+        """What became well on the way is no more told: the next answer may let it join its ISR."""
+        self._answers += 1
+        still = self._offline_replicas() if offline else []
+        now = {(each.topic_id, each.partition) for each in still}
+        told = (PartitionKey(each.topic_id, each.partition) for each in offline)
+        before = self.told_offline
+        self.told_offline = {key: before.get(key, self._answers) for key in told if key in now}
 
     async def _wait(self, wait_ms: int) -> None:
         """Until the next heartbeat is due, one is asked for, or the stream breaks."""

@@ -19,8 +19,8 @@ Invariants
   M6  a partition that is in no working directory is not created anew while a directory has failed:
       it is offline, its records are there
   M7  a damaged replica is set aside and made anew once another broker leads and it is in neither
-      ISR nor ELR, nor can come to be, for the controller has answered that it is offline: then
-      what it has is nobody's last copy (rule L9)
+      ISR nor ELR, nor can come to be, for the controller has answered that it is offline, and the
+      image has come to that answer: then what it has is nobody's last copy (rule L9)
   M8  it stays offline to the controller until the leader of that epoch has compared its new log:
       before, the leader may ask for it on the strength of the old one (rule R2)
 """
@@ -100,6 +100,7 @@ class MetadataFollower:
         self.reacted: Offset = NONE  #: everything up to this record was carried out
         self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
         self.anew: dict[PartitionKey, Epoch] = {}  #: M8: and the leader epoch it was
+        self._told: dict[PartitionKey, int] = {}  #: M7: the link's `told_offline`, in the image
         self.claims = Claims(core)
         self.listeners: dict[
             Any, None
@@ -218,11 +219,15 @@ class MetadataFollower:
             replica_id=self._core.node_id,
             last_fetched_epoch=NONE,
         )
+        told = dict(self._core.link.told_offline)  # what that left behind is committed by now
         frame = await self._core.link.call(request, POLL_TIMEOUT_MS)
         reply = frame.head.fetch_metadata_log_reply
         if reply.snapshot:
             return await self._load_snapshot(reply)
-        return self._apply(frame)
+        changes = self._apply(frame)
+        if self.next_offset >= self.committed:
+            self._told = told
+        return changes
 
     async def _load_snapshot(self, reply: wire.FetchMetadataLogReply) -> _Changes:
         """The log does not reach back to here: what a snapshot changes, both ways (rule Q2)."""
@@ -340,10 +345,15 @@ class MetadataFollower:
         await self.lead_or_follow(partition, state)
 
     def _damaged(self, key: PartitionKey) -> bool:
-        """M7: and the controller has heard of it."""
+        """M7: and the controller has heard of it, and what came of that is known here."""
         partition = self._core.partitions.get(key)
         problem = self.unopened.get(key) if partition is None else partition.problem
-        return isinstance(problem, errors.CorruptLog) and key in self._core.link.told_offline
+        told = self._core.link.told_offline.get(key)
+        return (
+            isinstance(problem, errors.CorruptLog)
+            and told is not None
+            and (told == self._told.get(key))
+        )
 
     def compared(self, key: PartitionKey) -> None:
         """M8: the leader knows what is here now."""

@@ -79,15 +79,16 @@ class Cluster:
         return None if report is None or since is None else report.position(key, since)
 
 
-def waits_for(state: PartitionState, available: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
+def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
     """The brokers whose return, with their data, would give a leaderless partition its leader.
 
-    Of ISR and ELR any one is enough; of the last known all must come.
+    Of ISR and ELR any one is enough; of the last known all must come.  `there`: who has come; a
+    broker whose replica is offline has not, as far as the asker knows.
     """
     if state.leader != NONE:
         return ()
     members = (*state.isr, *state.elr) or state.last_known or state.replicas
-    return tuple(member for member in members if not available(member))
+    return tuple(member for member in members if not there(member))
 
 
 class Draft:

@@ -80,3 +80,8 @@ class Sessions:
 
     def expired(self, now_ms: int) -> list[Session]:
         return [each for each in self._by_broker.values() if each.deadline_ms <= now_ms]
+
+    def is_expired(self, session: Session, now_ms: int) -> bool:
+        """It is still the broker's, and nothing was heard since."""
+        mine = self._by_broker.get(session.broker_id) is session
+        return mine and session.deadline_ms <= now_ms

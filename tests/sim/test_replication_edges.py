@@ -4,11 +4,13 @@ half-way.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from pk import errors
+from pk.server.broker.follower import POLL_WAIT_MS
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
@@ -379,6 +381,76 @@ def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> No
     kit.sim.network.heal(f"b{leader}", f"b{n}")
     kit.until(lambda: len(kit.state("t").isr) == 3)
     assert kit.events("replica_made_anew") == 1
+    ledger.check()
+
+
+def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any) -> None:
+    """M7: it may have joined the ISR and been elected, and the damage have ended that: then what
+    it has is the last copy, and the image of this broker does not say so yet.
+    """
+    kit = make(26, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    core = kit.brokers[n].core
+    key, call, go_on = kit.replica(n, "t").key, core.link.call, asyncio.Event()
+
+    async def stands(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.FetchMetadataLogRequest):
+            await go_on.wait()
+        return await call(request, timeout_ms)
+
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: n not in core.follower.image.partition(key).isr)
+    core.link.call = stands
+    kit.wait(POLL_WAIT_MS)  # what was under way is answered
+    damage(kit, "t", n)
+    kit.until(lambda: key in core.link.told_offline)
+    task = kit.sim.spawn(f"b{n}", core.follower._settle(key))
+    kit.until(task.done)
+    assert kit.events("replica_made_anew") == 0
+    core.link.call = call
+    go_on.set()
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.check()
+
+
+def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: Any) -> None:
+    """M7: damaged once more, it is told once more, for it may have joined the ISR meanwhile."""
+    kit = make(27, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    core, key = kit.brokers[n].core, kit.replica(n, "t").key
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    ask, answered = core.link._ask, asyncio.Event()
+    held: list[Any] = []
+    told: list[bool] = []
+
+    async def late(request: Any, timeout_ms: int, **more: Any) -> Any:
+        if held:
+            told.append(key in core.link.told_offline)
+            return await ask(request, timeout_ms, **more)
+        reply = await ask(request, timeout_ms, **more)
+        if list(request.offline_replicas):
+            held.append(request)
+            await answered.wait()
+        return reply
+
+    core.link._ask = late
+    kit.until(lambda: bool(held))
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: not core.follower.anew)
+    answered.set()
+    kit.until(lambda: bool(told))
+    assert not told[0]
+    kit.until(lambda: len(kit.state("t").isr) == 3)
     ledger.check()
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from pk.log import batch as batches
+from pk.server.controller.image import PartitionState, TopicState
 from pk.sim.campaign import Report, Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
 from pk.sim.promise import PartitionFacts, Promise
-from pk.types import PartitionKey
+from pk.types import NONE, NodeId, PartitionKey
 
 pytestmark = [
     pytest.mark.sim,
@@ -31,7 +33,7 @@ OPTIONS = SimOptions(
     pace_ms=(20, 200),
     server={"broker_session_timeout_ms": 1_500},
 )
-SEED = 1
+SEED = 4
 
 
 def executed() -> Report:
@@ -98,8 +100,61 @@ def test_a_disk_that_goes_with_a_rotten_copy_ends_the_era_and_an_operator_may_el
     kept.rotted(FACTS, 1, lambda: True, 0.0)
     kept.hit(2, disk=True, partitions=[FACTS], registered=None, now_ms=0.0)
     assert (kept.eras, list(kept.stranded), oracle.era(*KEY)) == (1, [KEY], 1)
-    kept.elected_uncleanly(FACTS, 0.0)
+    kept.elected_uncleanly(FACTS._replace(leader=3), (1, 2, 3), 0.0)
     assert kept.eras == 2
+
+
+@pytest.mark.parametrize("rots_first", [True, False])
+def test_a_rotten_copy_among_copies_without_power_waits_for_an_operator(rots_first: bool) -> None:
+    """Rule L3 empties ISR and ELR; what was SYNCED is there, if who is elected was last known."""
+    kept, oracle = promise(flush_on_ack="true")
+    steps: list[Callable[[], None]] = [
+        lambda: kept.rotted(FACTS, 1, lambda: True, 0.0),
+        lambda: kept.hit(2, disk=False, partitions=[FACTS], registered=None, now_ms=0.0),
+    ]
+    for step in steps if rots_first else reversed(steps):
+        assert not kept.stranded, "one of those that are promised is whole and in sync"
+        step()
+    assert (kept.eras, list(kept.stranded), oracle.era(*KEY)) == (0, [KEY], 0)
+    kept.elected_uncleanly(FACTS._replace(leader=2), (1, 2), 0.0)
+    assert kept.eras == 0, "2 has everything"
+    kept.elected_uncleanly(FACTS._replace(leader=3), (1, 2), 0.0)
+    assert kept.eras == 1, "3 may have been behind"
+    kept.elected_uncleanly(FACTS._replace(leader=1), (1, 2), 0.0)
+    assert kept.eras == 2, "1 is damaged"
+
+
+def test_a_rotten_copy_strands_nobody_while_enough_others_have_their_power() -> None:
+    kept, _ = promise(flush_on_ack="true")
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    kept.hit(1, disk=False, partitions=[FACTS], registered=None, now_ms=0.0)
+    assert not kept.stranded, "the same copy"
+
+
+def test_copies_without_power_are_stranded_when_fewer_are_asked_for() -> None:
+    kept, oracle = promise(flush_on_ack="true", min_insync_replicas="2")
+    oracle.created("t", "id", 1)
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    oracle.weakening("t", 1)
+    assert list(kept.stranded) == [KEY]
+
+
+def test_an_operator_elects_where_nobody_in_isr_or_elr_may_come_back() -> None:
+    run = Run(SEED, OPTIONS)
+    run.observer.image.topics["id"] = topic = TopicState("t", "id")
+    run.observer.promise.stranded[KEY] = None
+
+    def stranded(leader: NodeId, isr: tuple[NodeId, ...], elr: tuple[NodeId, ...]) -> bool:
+        topic.partitions[0] = PartitionState((1, 2), isr, leader, 1, 1, elr)
+        return bool(run.operator._stranded())
+
+    try:
+        assert stranded(NONE, (), ())
+        assert not stranded(NONE, (), (2,))
+        assert not stranded(NONE, (2,), ())
+        assert not stranded(2, (2,), ())
+    finally:
+        run.world.close()
 
 
 def test_an_only_copy_never_rots_and_where_it_is_asked_for_loss_is_permitted() -> None:

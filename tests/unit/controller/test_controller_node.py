@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from pk import errors, settings
+from pk import errors, settings, tracing
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import decode_batches
 from pk.server.controller_node import ControllerNode
@@ -40,11 +41,13 @@ class Scene:
         self.storage = SimStorage("metadata", self.world.random("disk"))
         self.node: ControllerNode | None = None
         self.fatal: list[BaseException] = []
+        self.lines = io.StringIO()  #: what the process logs
 
     def start(self) -> None:
         async def main(world: World) -> None:
             disk = SimDisk(self.storage, world.clock, world.rng)
-            self.node = ControllerNode(world, disk, RUN, on_fatal=self.fatal.append)
+            log = tracing.Log("controller", world.clock.wall_ms, self.lines)
+            self.node = ControllerNode(world, disk, RUN, log=log, on_fatal=self.fatal.append)
             await self.node.start()
 
         started = self.world.start("controller", main)

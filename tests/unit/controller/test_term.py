@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.server.controller import commands
 from pk.server.controller.image import PartitionState
+from pk.server.controller.sweeps import Sweep
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
-from pk.world import World
+from pk.world import Stream, StreamKind, World
 from tests.unit.controller import test_controller_node
 from tests.unit.controller.test_controller_node import CALL_MS, FakeBroker, Scene
 
@@ -65,6 +67,14 @@ class Replica(FakeBroker):
             except errors.RetriableError:
                 self.epoch = NONE
             await self.world.clock.sleep_ms(200)
+
+    async def beat(self, timeout_ms: int = CALL_MS, **more: Any) -> wire.BrokerHeartbeatReply:
+        request = wire.BrokerHeartbeatRequest(
+            broker_id=self.node_id, broker_epoch=self.epoch, metadata_offset=self.image.offset,
+            **more,
+        )  # fmt: skip
+        frame = await self.caller.call(request, timeout_ms=timeout_ms)
+        return frame.head.broker_heartbeat_reply
 
     def start(self) -> Replica:
         self._task = asyncio.get_running_loop().create_task(self.live())
@@ -187,6 +197,125 @@ def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) 
     scene.run(story)
 
 
+def gone_before_the_reply(scene: Scene, kind: type) -> Callable[[], bool]:
+    """Who asks for a `kind` is never answered, though it is committed; returns whether it was."""
+    assert scene.node is not None
+    assert scene.node.term is not None
+    host, committed = scene.node.term.host, asyncio.Event()
+    ask = host.ask
+
+    async def asked(command: Any) -> Any:
+        reply = await ask(command)
+        if isinstance(command, kind) and not committed.is_set():
+            committed.set()
+            await asyncio.Event().wait()
+        return reply
+
+    host.ask = asked  # type: ignore[method-assign]
+    return committed.is_set
+
+
+def test_elections_are_tried_though_who_allowed_them_is_gone(scene: Scene) -> None:
+    """The stream breaks between the record and the reply."""
+
+    async def story(world: World) -> None:
+        await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
+        two = Replica(scene, world, 2, life=2).start()
+        await world.clock.sleep_ms(1_000)
+        await two.stop()
+        one = Replica(scene, world, 1, life=2, at=(0, 3)).start()
+        await world.clock.sleep_ms(40_000)
+        committed = gone_before_the_reply(scene, commands.AlterConfigs)
+        resource = wire.ConfigResource(type="topic", name="t")
+        change = wire.ConfigChange(
+            resource=resource, set={"unclean_leader_election_enable": "true"}
+        )
+        caller = scene.caller(world)
+        with pytest.raises(errors.RequestTimedOut):
+            await caller.call(wire.AlterConfigsRequest(changes=[change]), timeout_ms=500)
+        assert committed()
+        assert one.state().leader == NONE
+        await caller.close()
+        await one.until(lambda state: state.leader == 1, 1_000)
+        await one.stop()
+
+    scene.run(story)
+
+
+def test_elections_without_room_are_tried_though_the_broker_is_gone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat that unfences it is decided, and its stream breaks before the reply."""
+
+    async def serve(_kind: StreamKind, stream: Stream) -> None:
+        await stream.recv()
+
+    async def story(world: World) -> None:
+        one, two = await topic_on(scene, world, 2)
+        await two.stop()
+        await world.clock.sleep_ms(1_000)
+        await one.stop()
+        await world.clock.sleep_ms(1_000)
+        again = Replica(scene, world, 1)
+        await again.register()
+        await again.follow()
+        monkeypatch.setattr(Sweep, "full", True)  # no room
+        committed = gone_before_the_reply(scene, commands.Beat)
+        with pytest.raises(errors.RequestTimedOut):
+            await again.beat(timeout_ms=500)
+        assert committed()
+        await again.follow()
+        assert not again.image.brokers[1].fenced
+        assert again.state().leader == NONE
+        assert scene.node is not None
+        assert scene.node.term is not None
+        term = scene.node.term
+        assert term._elections_due_ms is None, "nothing is new"
+        monkeypatch.undo()
+        await world.network.listen("broker1:1", serve)  # it lives: it is not fenced
+        await again.caller.close()
+        again.caller = scene.caller(world)
+        await again.follow()
+        await world.clock.sleep_ms(200)
+        await again.follow()
+        assert again.state().leader == 1
+        await again.caller.close()
+
+    scene.run(story)
+
+
+def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
+    """R7: both were silent; fencing the one takes so long that the other is heard again."""
+
+    async def story(world: World) -> None:
+        brokers = await topic_on(scene, world, 2)
+        for broker in brokers:
+            assert broker._task is not None
+            broker._task.cancel()  # its stream stays
+        assert scene.node is not None
+        assert scene.node.term is not None
+        term, fenced = scene.node.term, []
+        for broker in brokers:  # at one tick
+            term.sessions._by_broker[broker.node_id].deadline_ms = world.clock.monotonic_ms()
+        ask = term.host.ask
+
+        async def asked(command: Any) -> Any:
+            if isinstance(command, commands.Fence):
+                fenced.append(command.broker_id)
+                await brokers[1].beat()
+            return await ask(command)
+
+        term.host.ask = asked  # type: ignore[method-assign]
+        await world.clock.sleep_ms(1_000)
+        assert fenced == [1]
+        term.host.ask = ask  # type: ignore[method-assign]
+        for broker in brokers:
+            await broker.caller.close()
+        await world.clock.sleep_ms(1_000)
+
+    scene.run(story)
+
+
 def test_an_operators_unclean_election_waits_for_what_replicas_say(scene: Scene) -> None:
     async def story(world: World) -> None:
         brokers = await topic_on(scene, world, 3, min_insync_replicas="1")
@@ -252,6 +381,28 @@ def test_leaders_move_back_by_themselves(monkeypatch: pytest.MonkeyPatch, enable
     scene.run(story)
     assert not scene.fatal
     scene.world.close()
+
+
+def test_a_partition_that_waits_for_a_damaged_replica_names_its_broker(scene: Scene) -> None:
+    """R3: the broker is there, and nobody would guess that its replica is missing."""
+
+    async def story(world: World) -> None:
+        brokers = await topic_on(scene, world, 2, min_insync_replicas="2")
+        place = PartitionKey(brokers[0].image.topic_ids["t"], 0)
+        await power_cut(brokers, world)
+        one = Replica(scene, world, 1, life=2, at=(0, 10)).start()
+        two = Replica(scene, world, 2, life=2)
+        two.offline = (place,)
+        two.start()
+        await world.clock.sleep_ms(40_000)
+        assert one.state().leader == NONE
+        assert set(one.state().last_known) == {1, 2}
+        (said,) = [line for line in scene.lines.getvalue().splitlines() if " leaderless " in line]
+        assert said.endswith(" waits_for=[2]"), said
+        await two.stop()
+        await one.stop()
+
+    scene.run(story)
 
 
 def test_an_offline_replica_gives_the_lead_to_another(scene: Scene) -> None:

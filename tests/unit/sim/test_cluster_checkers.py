@@ -199,10 +199,10 @@ def test_with_flush_on_ack_only_lost_disks_count() -> None:
 
 def test_an_unclean_election_ends_an_era_where_it_is_allowed() -> None:
     oracle = Oracle([TOPIC])
-    Promise(oracle, [TOPIC]).elected_uncleanly(FACTS, 0.0)
+    Promise(oracle, [TOPIC]).elected_uncleanly(FACTS, (), 0.0)
     assert oracle.era(*KEY) == 0, "a recovery election loses nothing"
     configs = {**TOPIC.configs, "unclean_leader_election_enable": "true"}
-    Promise(oracle, [replace(TOPIC, configs=configs)]).elected_uncleanly(FACTS, 0.0)
+    Promise(oracle, [replace(TOPIC, configs=configs)]).elected_uncleanly(FACTS, (), 0.0)
     assert oracle.era(*KEY) == 1
 
 
