@@ -7,6 +7,11 @@ does not lead refuses brokers and says who does.
 
 Order of a start: lock the directory, recover the log, listen, join the quorum; a quorum of one has
 elected itself and serves before `start` returns.
+
+Invariants
+  N1  what ails this node is its own affair: whoever asks is told to ask another controller, never
+      handed its failure, which would be taken for an answer.  A damaged log, or a disk that cannot
+      be read, ends the node that meets it (rule L9), so that another leads
 """
 
 from __future__ import annotations
@@ -259,27 +264,31 @@ class ControllerNode:
         async def fetch(request: Any, _frame: frames.Frame) -> FetchReply:
             return await self._fetch(request)
 
-        handlers = {
+        table = {
             **self.metadata.handlers(),
             **{name: active(name) for name in _ASKED},
             **self._membership(),
             "fetch_metadata_log": fetch,
         }
-        return {name: self._standing(handle) for name, handle in handlers.items()}
+        return {name: self._unless_failed(name, handler) for name, handler in table.items()}
 
-    def _standing(self, handle: Handler) -> Handler:
-        """What ends this controller is no answer to who asks: another one may answer."""
+    def _unless_failed(self, name: str, handler: Handler) -> Handler:
+        """N1.  What the term refuses is judged by its host (pk.server.runtime)."""
 
-        async def answer(request: Any, frame: frames.Frame) -> Any:
+        async def handle(request: Any, frame: frames.Frame) -> Any:
             try:
-                return await handle(request, frame)
-            except errors.PkError as error:
-                if error.retriable or self.metadata.failed is None:
+                return await handler(request, frame)
+            except Exception as failure:
+                damage = isinstance(failure, errors.CorruptLog | errors.StorageFailed)
+                if damage and name not in _ASKED:
+                    self._fatal(failure)
+                if self.failed is None:
                     raise
-                why = f"this controller has failed: {error.message}"
-                raise errors.ControllerUnavailable(why) from error
+                raise errors.ControllerUnavailable(
+                    f"controller {self.run.node_id} failed: {self.failed}"
+                ) from failure
 
-        return answer
+        return handle
 
     # -- who votes ---------------------------------------------------------------------------------
 
@@ -327,7 +336,7 @@ class ControllerNode:
 
     async def _fetch(self, request: wire.FetchMetadataLogRequest) -> FetchReply:
         """Committed batches from an offset; waits for the first one.  What is below the log's start
-        is in the snapshot that the reply names (KIP-630).
+        is in the snapshot that the reply names (KIP-630).  Raises `CorruptLog`.
         """
         self._active()
         log, offset = self.metadata, request.from_offset
@@ -349,7 +358,10 @@ class ControllerNode:
                 pass
         raw, following = b"", offset
         if offset < log.committed:
-            raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
+            try:
+                raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
+            except errors.OffsetOutOfRange as gone:  # a snapshot took its place before it was read
+                raise errors.ControllerUnavailable(f"read too late: {gone.message}") from gone
         return self._fetched(following), (raw,)
 
     def _fetched(self, following: int, *, snapshot: str = "") -> wire.FetchMetadataLogReply:

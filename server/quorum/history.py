@@ -19,13 +19,11 @@ from functools import partial
 
 from pk import errors, limits
 from pk.clock import Clock
-from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
-from pk.log.plan import Read
 from pk.log.storage import Disk
 from pk.server.controller.records import MetadataRecord, decode_batches
 from pk.server.quorum import snapshot
-from pk.server.quorum.opening import LOG_DIR, base_of
+from pk.server.quorum.opening import base_of
 from pk.server.quorum.snapshot_files import SnapshotFiles
 
 READ_BYTES = 4 * limits.MIB
@@ -62,17 +60,7 @@ class History:
 
     async def read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole batches of the log from `offset`, and where to go on.  Raises `CorruptLog` (H3)."""
-
-        def read() -> Read:
-            found = self.log.read(offset, bound=bound, max_bytes=max_bytes)
-            try:
-                for _, raw in batches.iter_batches(found.data):
-                    batches.check(raw)
-            except errors.CorruptBatch as damage:
-                where = f"{self._disk.storage.root}/{LOG_DIR}, from offset {offset} on"
-                raise errors.CorruptLog(f"{where}: {damage.message}") from damage
-            return found
-
+        read = partial(self.log.read, offset, bound=bound, max_bytes=max_bytes, verify=True)
         found = await self._disk.read(read)
         return found.data, found.next_offset
 

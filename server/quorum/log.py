@@ -146,7 +146,7 @@ class MetadataLog:
         self._log = log
         self._files.kept = opened.kept
         self._history = History(self._disk, self._clock, self._files, log, self._say)
-        self._source = Source(self._history, self._files, self._fail, self._say)
+        self._source = Source(self._history, self._files, self._say)
         for why in opened.damaged:
             self._say("metadata_snapshot_damaged", why=why)
         offset = 0
@@ -581,4 +581,4 @@ class MetadataLog:
 
     async def read(self, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole committed batches from `offset`, and where to go on."""
-        return await self._source.batches(offset, self.committed, max_bytes)
+        return await self._told.read(offset, self.committed, max_bytes)

@@ -5,15 +5,14 @@ refuse it and ask again; the controller would never hear of it, and a single bit
 disk would keep every broker that starts from its metadata.  So it looks itself.
 
 Invariants
-  H1  a damaged batch is not handed out: the controller that has it ends and leads no more (rule
-      L9); the other voters have the same records
+  H1  a damaged batch is not handed out (history.py): the controller that has it ends and leads no
+      more (rule L9, controller_node.py); the other voters have the same records
   H2  a damaged snapshot is not begun to be handed out, nor kept: the one before it and the log are
       as good (history.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,42 +25,24 @@ from pk.wire import pk_pb2 as wire
 
 
 class Source:
-    """See the module.  `on_damage` ends the controller."""
+    """See the module."""
 
-    def __init__(
-        self,
-        history: History,
-        files: SnapshotFiles,
-        on_damage: Callable[[BaseException], None],
-        say: Say,
-    ) -> None:
+    def __init__(self, history: History, files: SnapshotFiles, say: Say) -> None:
         self._history = history
         self._files = files
-        self._on_damage = on_damage
         self._say = say
 
-    async def batches(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
-        """Whole batches from `offset`, and where to go on.
-
-        Raises `ControllerUnavailable` where they are damaged (H1).
-        """
-        try:
-            return await self._history.read(offset, bound, max_bytes)
-        except errors.CorruptLog as damage:
-            self._on_damage(damage)
-            raise errors.ControllerUnavailable(damage.message) from damage
-
     async def filled(self, reply: FetchReply) -> tuple[FetchReply, bytes]:
-        """The batches of the range that a reply to a voter promises."""
+        """The batches of the range that a reply to a voter promises.  Raises `CorruptLog`."""
         if reply.end <= reply.offset:
             return reply, b""
-        payload, end = await self.batches(reply.offset, reply.end, READ_BYTES)
+        payload, end = await self._history.read(reply.offset, reply.end, READ_BYTES)
         return replace(reply, end=end), payload
 
     async def piece(self, request: Any) -> tuple[wire.FetchSnapshotReply, bytes]:
         """A piece of a snapshot; it is committed, so that anybody may have it from anybody.
 
-        Raises `SnapshotNotFound`.
+        Raises `SnapshotNotFound`, and `CorruptLog` if no whole one is left.
         """
         wanted = SnapshotId(request.end, request.epoch)
         if request.end == NONE:
@@ -85,8 +66,5 @@ class Source:
         except errors.CorruptLog as damage:
             self._say("metadata_snapshot_damaged", why=damage.message)
             self._files.forget(wanted)
-            try:
-                self._history.rebase()
-            except errors.CorruptLog as nothing_left:
-                self._on_damage(nothing_left)
+            self._history.rebase()
             raise errors.SnapshotNotFound(damage.message) from damage

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pk import errors, settings, tracing
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import decode_batches
 from pk.server.controller_node import ControllerNode
+from pk.server.quorum.snapshot import SUFFIX
 from pk.server.run_config import RunConfig
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -36,8 +39,9 @@ CALL_MS = 5_000
 class Scene:
     """A world with a controller that can be killed and started again on its disk."""
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, run: RunConfig | None = None) -> None:
         self.world = SimWorld(seed)
+        self.configured = RUN if run is None else run
         self.storage = SimStorage("metadata", self.world.random("disk"))
         self.node: ControllerNode | None = None
         self.fatal: list[BaseException] = []
@@ -47,7 +51,9 @@ class Scene:
         async def main(world: World) -> None:
             disk = SimDisk(self.storage, world.clock, world.rng)
             log = tracing.Log("controller", world.clock.wall_ms, self.lines)
-            self.node = ControllerNode(world, disk, RUN, log=log, on_fatal=self.fatal.append)
+            self.node = ControllerNode(
+                world, disk, self.configured, log=log, on_fatal=self.fatal.append
+            )
             await self.node.start()
 
         started = self.world.start("controller", main)
@@ -323,6 +329,73 @@ def test_a_full_disk_refuses_and_recovers() -> None:
     scene.run(story)
     assert not scene.fatal
     scene.world.close()
+
+
+def failing(**server: Any) -> tuple[Scene, FakeBroker]:
+    """A scene that does not expect its controller to live, with a broker that came up."""
+    scene = Scene(run=replace(RUN, server={**RUN.server, **server}))
+    scene.start()
+    broker = FakeBroker(scene, scene.world.world_of("client"), "i1")
+    scene.run(lambda _: broker.come_up())
+    return scene, broker
+
+
+def log_file(scene: Scene) -> str:
+    return next(path for path in scene.storage.files() if path.endswith(".log"))
+
+
+def test_who_waits_for_news_is_not_handed_the_failure_of_the_controller() -> None:
+    """N1: a broker takes what it is told for an answer, and would end of a disk that is not its
+    own.
+    """
+    scene, broker = failing(metadata_log_max_record_bytes_between_snapshots=1)
+    scene.storage.fault = lambda _operation, path: (
+        OSError(errno.EIO, "it is worn out") if SUFFIX in path else None
+    )
+
+    async def story(_world: World) -> None:
+        for _ in range(2):  # before it happens, and after
+            with pytest.raises(errors.ControllerUnavailable):
+                await broker.follow(max_wait_ms=4_000)
+
+    scene.run(story)
+    assert [type(each) for each in scene.fatal] == [errors.StorageFailed]
+    scene.world.close()
+
+
+def test_a_controller_whose_log_is_damaged_hands_none_of_it_out_and_ends() -> None:
+    """N1, rule L9."""
+    scene, broker = failing()
+    scene.storage.rot(log_file(scene), 100, 3)
+    broker.image = MetadataImage()  # as who starts anew
+
+    async def story(_world: World) -> None:
+        for _ in range(2):
+            with pytest.raises(errors.ControllerUnavailable):
+                await broker.follow()
+
+    scene.run(story)
+    assert [type(each) for each in scene.fatal] == [errors.CorruptLog]
+    scene.world.close()
+
+
+def test_who_reads_while_the_log_is_made_shorter_asks_again(scene: Scene) -> None:
+    """A slow disk: when the read's turn comes, a snapshot has taken the place of what it wants."""
+
+    async def story(world: World) -> None:
+        broker = FakeBroker(scene, world, "i1")
+        await broker.come_up()
+        broker.image = MetadataImage()
+        scene.storage.lag_ms = 500
+        fetch = asyncio.ensure_future(broker.follow())
+        await world.clock.sleep_ms(100)
+        assert scene.node is not None
+        log = scene.node.metadata
+        log._open_log.advance_log_start(log.committed)
+        with pytest.raises(errors.ControllerUnavailable):
+            await fetch
+
+    scene.run(story)
 
 
 def test_controlled_shutdown(scene: Scene) -> None:
