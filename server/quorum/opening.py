@@ -10,7 +10,8 @@ snapshot.
 
 Invariants
   O1  opening twice gives the same
-  O2  nothing committed is cut away as if it were a torn tail: below `synced_end` damage is reported
+  O2  nothing committed is cut away as if it were a torn tail: below `synced_end`, and below every
+      snapshot, damage is reported and left where it is
 """
 
 from __future__ import annotations
@@ -127,11 +128,9 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     if found.loading is not None:
         log = _begin_anew(storage, rules, found.loading, now_ms)
         return Opened(vote, log, (found.loading,), found.damaged)
+    synced_end = max(synced_end, found.newest_end)  # O2: the vote's is as old as the vote
     log = _open(storage, rules, now_ms, synced_end=synced_end, log_start=None)
     where = f"{storage.root}/{LOG_DIR}"
-    if log.log_end < max(synced_end, found.newest_end):
-        least = max(synced_end, found.newest_end)
-        raise errors.CorruptLog(f"{where} ends at {log.log_end}, but had {least} records")
     try:
         base = base_of(found.kept, log.segments[0].base_offset)
     except errors.CorruptLog as cause:

@@ -110,6 +110,62 @@ def test_a_log_that_begins_later_needs_one_that_reaches_up_to_it(
         assert recover(storage, RULES, NOW).log.log_start == start
 
 
+def batches_in(storage: SimStorage) -> list[tuple[int, batches.Header]]:
+    return list(batches.iter_headers(storage.peek(f"{LOG_DIR}/{0:020d}.log")))
+
+
+@pytest.mark.parametrize("newest", ["whole", "damaged"])
+def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
+    """O2: what a vote says that was SYNCED is as old as the vote, 0 here."""
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8)
+    put(storage, SnapshotId(5, 1), damaged=newest == "damaged")
+    position, header = batches_in(storage)[3]
+    assert header.base_offset == 3
+    storage.rot(f"{LOG_DIR}/{0:020d}.log", position + 16, 0)  # its magic
+    before = storage.files()
+    for _ in range(2):  # O1
+        with pytest.raises(errors.CorruptLog, match="offset 3"):
+            recover(storage, RULES, NOW)
+        storage.crash()
+        assert storage.files() == before, "of what is left somebody may yet make something"
+
+
+def test_a_damaged_record_below_a_snapshot_keeps_those_behind_it() -> None:
+    """O2: who reads it is told; who begins with the snapshot does not need it."""
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8)
+    put(storage, SnapshotId(5, 1))
+    position, header = batches_in(storage)[3]
+    storage.rot(f"{LOG_DIR}/{0:020d}.log", position + header.length - 1, 0)
+    log = recover(storage, RULES, NOW).log
+    assert log.log_end == log.synced_end == 8
+    assert log.read(5, bound=8, max_bytes=10_000).next_offset == 8
+    with pytest.raises(errors.CorruptLog, match=r"\[3, 4\)"):
+        log.read(3, bound=8, max_bytes=10_000, verify=True)
+
+
+def test_a_log_that_ends_below_a_snapshot_is_refused() -> None:
+    """O2: and one that is gone."""
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 4)
+    put(storage, SnapshotId(5, 1))
+    with pytest.raises(errors.CorruptLog, match="ends at offset 4"):
+        recover(storage, RULES, NOW)
+    storage.remove(f"{LOG_DIR}/{0:020d}.log")
+    with pytest.raises(errors.CorruptLog, match="ends at offset 0"):
+        recover(storage, RULES, NOW)
+
+
+def test_a_torn_tail_behind_a_snapshot_is_cut() -> None:
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8)
+    put(storage, SnapshotId(5, 1))
+    position, header = batches_in(storage)[6]
+    storage.rot(f"{LOG_DIR}/{0:020d}.log", position + header.length - 1, 0)
+    assert recover(storage, RULES, NOW).log.log_end == 6
+
+
 def test_the_log_begins_at_the_older_of_two() -> None:
     one, two = SnapshotId(3, 1), SnapshotId(9, 2)
     assert base_of((), 0) == base_of((one,), 0) == NOTHING
