@@ -16,6 +16,8 @@ Invariants
   L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
   L5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
       does not have is no damage when it is gone
+  L6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
+      a torn tail when the log is opened (opening.py, O2)
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ class MetadataLog:
         self._foreign: list[tuple[int, MetadataRecord]] = []  #: the quorum's own, for the term
         self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
         self._vote = Vote()  #: as it is saved
+        self._noted = 0  #: what is saved beside it of how far the log is SYNCED
         self._log: PartitionLog | None = None
         self._history: History | None = None
         self._source: Source
@@ -181,14 +184,21 @@ class MetadataLog:
     def _save(self, vote: Vote) -> None:
         synced_end = self._open_log.flush()
         self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
-        self._vote = vote
+        self._vote, self._noted = vote, synced_end
 
     def _cut(self, end: int) -> None:
         """L5: first nobody promises any more what is cut, then it is cut."""
         log = self._open_log
         if end < log.synced_end:
             self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
+            self._noted = end
         log.truncate_to(end)
+
+    async def note_synced(self) -> None:
+        """L6.  Raises `StorageFull`: then it is only known later."""
+        if self._noted < self._open_log.synced_end:
+            async with self._writing:
+                await self._disk.write(lambda: self._save(self._vote))
 
     async def resign(self) -> None:
         """Say farewell if this node leads: the others need not wait for a timeout."""

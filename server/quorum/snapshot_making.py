@@ -10,6 +10,7 @@ Invariants
   K2  the log is made shorter only after the snapshot that stands for its beginning is SYNCED
   K3  a snapshot that cannot be made now (no space, the log was replaced meanwhile) is tried again;
       nothing waits for it
+  K4  what is SYNCED and in no snapshot yet is noted at every look (log.py, L6)
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Source(Protocol):
 
     def epoch_at(self, offset: int) -> int:
         """The leader epoch of a record that is there."""
+        ...
+
+    async def note_synced(self) -> None:
+        """Say for the next opening how far the log is SYNCED.  Raises `StorageFull`."""
         ...
 
     async def begin_at(self, made: SnapshotId) -> None:
@@ -75,6 +80,7 @@ class SnapshotMaker:
         while True:
             await self._clock.sleep_ms(TICK_MS)
             try:
+                await self._source.note_synced()
                 if await self._due():
                     await self.make()
             except (errors.RetriableError, errors.OffsetOutOfRange) as trouble:  # K3

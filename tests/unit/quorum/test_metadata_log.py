@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from pk import errors
 from pk.effects import Level
+from pk.log import batch as batches
 from pk.server.controller.records import record_of
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.messages import (
@@ -20,12 +22,22 @@ from pk.server.quorum.messages import (
     Vote,
     Voter,
 )
-from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules
+from pk.server.quorum.opening import LOG_DIR, QUORUM_STATE, SnapshotRules, read_state
 from pk.server.quorum.snapshot import file_name
 from pk.server.quorum.snapshot_making import SnapshotMaker
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
+
+WORLDS: list[SimWorld] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """A test may end while something is written."""
+    yield
+    while WORLDS:
+        WORLDS.pop().close()
 
 
 class Disk:
@@ -33,6 +45,7 @@ class Disk:
 
     def __init__(self, seed: int = 1) -> None:
         self.world = SimWorld(seed)
+        WORLDS.append(self.world)
         self.storage = SimStorage("m", self.world.random("disk"))
         self.fatal: list[BaseException] = []
 
@@ -114,6 +127,58 @@ def test_damaged_state_is_not_guessed() -> None:
             file.close()
     with pytest.raises(errors.CorruptLog):
         disk.open()
+
+
+def committed(*records: str) -> tuple[Disk, MetadataLog, str]:
+    """A log of one topic in each batch, long after its election, and its only file."""
+    disk = Disk()
+    log = disk.open()
+    for name in records:
+        log.append([topic(name)], 5)
+        disk.world.run(log.commit())
+    disk.world.run(_wait(2_000))
+    (name,) = (each for each in disk.storage.list(LOG_DIR) if each.endswith(".log"))
+    return disk, log, f"{LOG_DIR}/{name}"
+
+
+async def _wait(ms: int) -> None:
+    await asyncio.sleep(ms / 1000)
+
+
+def test_rot_in_what_was_committed_since_the_last_vote_is_no_torn_tail() -> None:
+    """L6: it was cut away, and all that was committed behind it."""
+    disk, log, path = committed("a", "b", "c")
+    position, header = list(batches.iter_headers(disk.storage.peek(path)))[-2]
+    assert header.base_offset == log.end - 2
+    disk.storage.rot(path, position + header.length - 1, 0)
+    disk.storage.power_loss()
+    before = disk.storage.peek(path)
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
+    assert disk.storage.peek(path) == before
+
+
+def test_a_log_that_rests_is_not_noted_again() -> None:
+    disk, log, _ = committed("a")
+    assert read_state(disk.storage) == (Vote(log.epoch, 1, "d"), log.end)
+    mutations = disk.storage.mutations
+    disk.world.run(_wait(60_000))
+    assert disk.storage.mutations == mutations
+
+
+def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
+    """K3."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    disk.storage.capacity = disk.storage.used_bytes()
+    disk.world.run(_wait(5_000))
+    assert read_state(disk.storage)[1] < log.end
+    disk.storage.capacity = None
+    disk.world.run(_wait(20_000))
+    assert read_state(disk.storage)[1] == log.end
+    assert not disk.fatal
 
 
 def test_a_log_that_was_cut_is_not_damaged() -> None:
