@@ -92,6 +92,7 @@ class QuorumCheck:
         self._votes: dict[tuple[int, NodeId], NodeId] = {}
         self._bound: dict[NodeId, int] = {}  # the last epoch a voter acted in
         self._last: dict[NodeId, QuorumSample] = {}
+        self._lost: dict[NodeId, Offset] = {}  # what a voter had confirmed whose disk is gone
         self._committed = 0
 
     def check(self, s: QuorumSample) -> None:
@@ -112,6 +113,8 @@ class QuorumCheck:
         self._bound[s.node] = s.epoch
         leader = self.leaders.setdefault(s.epoch, s.node)
         require(leader == s.node, "V10", "{} leads the epoch too: {}", leader, s)
+        for gone in [each for each in self._lost if each not in s.voters]:
+            del self._lost[gone]
         if s.high_watermark > self._committed:
             holders = [n for n in s.voters if self._holds(n, s.high_watermark)]
             majority = 2 * len(holders) > len(s.voters)
@@ -119,15 +122,20 @@ class QuorumCheck:
             self._committed = s.high_watermark
 
     def forget(self, node: NodeId) -> None:
-        """Its disk is gone: what has its id from now on is another voter (rule Q1)."""
-        self._last.pop(node, None)
+        """Its disk is gone: what has its id from now on is another voter (rule Q1).  A leader that
+        has not heard of it counts what it confirmed before.
+        """
+        last = self._last.pop(node, None)
+        if last is not None:
+            self._lost[node] = last.synced_end
         self._bound.pop(node, None)
         for given in [each for each in self._votes if each[1] == node]:
             del self._votes[given]
 
     def _holds(self, node: NodeId, end: Offset) -> bool:
         known = self._last.get(node)
-        return known is not None and known.synced_end >= end
+        has = known is not None and known.synced_end >= end
+        return has or self._lost.get(node, NONE) >= end
 
     def committed(self, node: NodeId, marks: Sequence[Mark]) -> list[Mark]:
         """What a controller has committed; returns what is new to everybody."""

@@ -76,6 +76,15 @@ def test_what_is_committed_is_on_a_majority_and_never_changes() -> None:
         check.committed(2, [Mark(0, 4, 1, 8)])
 
 
+def test_what_a_lost_disk_had_confirmed_counts_until_its_voter_is_removed() -> None:
+    check = QuorumCheck()
+    check.check(controller(2, synced_end=6))
+    check.forget(2)
+    check.check(controller(1, leads=True, high_watermark=6, synced_end=9))
+    with pytest.raises(Violation, match="only"):
+        check.check(controller(1, leads=True, high_watermark=7, synced_end=9))
+
+
 def replica(broker: int, **given: Any) -> ReplicaSample:
     known: dict[str, Any] = {
         "life": 1, "leader_epoch": 0, "leads": False, "current": True, "high_watermark": 0,
