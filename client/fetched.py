@@ -43,15 +43,15 @@ def rows_of(
         following = header.next_offset if last else headers[index + 1][1].base_offset
         if last and damage is None:
             following = fetched.next_offset
+        raw = view[at : at + header.length]
+        if check_crcs:  # before anything it says counts: a bit that rotted may hide it
+            batches.check(raw)
         hidden = header.control or not header.record_count or header.next_offset <= fetched.position
         if not hidden and committed and header.transactional:
             hidden = is_aborted(header, fetched.aborted)
         if hidden:
             yield following, None
             continue
-        raw = view[at : at + header.length]
-        if check_crcs:
-            batches.check(raw)
         rows = decode(raw, decoded_bytes_max=decoded_bytes_max, header=header)
         if header.base_offset < fetched.position:
             offsets = numbers(rows.column("offset"))

@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pk import errors
@@ -24,6 +25,7 @@ from pk.log.epochs import LeaderEpochs
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
+from pk.log.reading import verify_batches
 from pk.log.recovery import Action, IndexState, Stop
 from pk.log.segment import (
     DELETED,
@@ -397,11 +399,16 @@ def _replay_segment(opening: Opening, loaded: Loaded, segment: Segment, start: i
 def replay_one(
     state: Producers, segment: Segment, position: int, header: Header, now_ms: int
 ) -> list[aborted.AbortedEntry]:
-    """Apply one batch of the log to `state`; the aborted transactions it ends."""
+    """Apply one batch of the log to `state`; the aborted transactions it ends.
+
+    Raises `CorruptLog` for what says that it is a control batch and is damaged.
+    """
     if header.producer_id == NONE and not header.control:
         return []
-    markers = (
-        columns.decode_markers(segment.read_at(position, header.length)) if header.control else ()
-    )
+    markers: Sequence[columns.Marker] = ()
+    if header.control:  # what it is may be the bit that rotted
+        raw = segment.read_at(position, header.length)
+        verify_batches(segment.path(), raw)
+        markers = columns.decode_markers(raw)
     stamp = header.max_timestamp if header.log_append_time else NONE
     return list(state.apply(header, header.base_offset, now_ms, markers, stamp).aborted)

@@ -116,11 +116,11 @@ def from_log(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of log batches that lie in `one` (A1).  Raises `CorruptBatch`, `InvalidRecord`."""
     for header, raw in batches.iter_batches(payload):
+        batches.check(raw)  # before anything it says counts: a bit that rotted may hide it
         if header.next_offset <= one.start or header.base_offset >= one.end:
             continue
         if header.control or not header.record_count or is_aborted(header, aborted):
             continue
-        batches.check(raw)
         decoded = columns.decode(
             raw, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
         )

@@ -238,11 +238,11 @@ class FileBuilder:
 
         Raises `CorruptBatch` or `InvalidRecord` if the log's own bytes do not decode (rule L9).
         """
+        log_batch.check(batch)  # before anything it says counts: a bit that rotted may hide it
         if header.base_offset >= limit or header.next_offset <= start:
             return
         if header.control or not header.record_count or is_aborted(header, aborted):
             return
-        log_batch.check(batch)
         shape = runs.shape_of(header)
         if self._run and (shape != self._shape or self._bounds != (start, limit)):
             self._decode()

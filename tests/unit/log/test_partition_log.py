@@ -370,6 +370,36 @@ def test_a_batch_that_says_it_reaches_beyond_the_bound_is_looked_at(bench: Make)
         b.log.read(1, bound=4, max_bytes=1)
 
 
+def test_a_batch_that_rotted_into_a_marker_is_damage(bench: Make) -> None:
+    """Rule L9: whoever makes the producer state anew meets it; another copy must take over."""
+    b = bench()
+    for sequence in range(3):
+        b.append(produced(sequence))
+    b.log.close(clean=True)
+    name = "topics/t-0/00000000000000000000.log"
+    file = b.storage.open(name)
+    raw = file.read(0, 10**6)
+    begin = len(raw) // 3
+    marker = next(
+        (position, bit)
+        for position in range(begin + batches.CRC_START, begin + batches.HEADER_BYTES)
+        for bit in range(8)
+        if batches.read_header(_flipped(raw, position, bit)[begin:]).control
+    )
+    file.write_at(0, _flipped(raw, *marker))
+    for each in b.storage.list("topics/t-0"):
+        if each.endswith(".snapshot"):
+            b.storage.remove(f"topics/t-0/{each}")
+    with pytest.raises(errors.CorruptLog, match=r"offsets \[1, 2\) are damaged"):
+        b.open(clean=True)
+
+
+def _flipped(raw: bytes, position: int, bit: int) -> bytes:
+    found = bytearray(raw)
+    found[position] ^= 1 << bit
+    return bytes(found)
+
+
 @pytest.mark.parametrize("suffix", [".index", ".timeindex", ".txnindex", ".snapshot"])
 @pytest.mark.parametrize("damage", ["missing", "torn", "flipped", "foreign"])
 def test_derived_files_are_only_a_help(bench: Make, suffix: str, damage: str) -> None:

@@ -168,6 +168,18 @@ def test_damage_is_noticed():
         read(bytes(payload), 0, 5)
 
 
+def test_no_bit_of_a_header_may_hide_a_batch():
+    """Rule L9: one that says it is a marker, or empty, or out of the range."""
+    good = log_of([2, 2, 2])
+    begin = len(good) // 3
+    for position in range(begin + batches.CRC_START, begin + batches.HEADER_BYTES):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[position] ^= 1 << bit
+            with pytest.raises(errors.CorruptBatch):
+                read(bytes(bad), 0, 6)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 70_000), st.integers(0, 40)), min_size=1, max_size=8))
 def test_batches_for_spark_are_neither_tiny_nor_huge(drawn):

@@ -316,3 +316,14 @@ def test_a_damaged_batch_is_never_copied() -> None:
     broken[-1] ^= 1
     with pytest.raises(errors.CorruptBatch):
         build(bytes(broken))
+
+
+def test_no_bit_of_a_header_may_hide_a_batch_from_the_table() -> None:
+    """Rule L9: one that says it is a marker, or empty, or below the start."""
+    good = plain(2, 3)
+    for position in range(log_batch.CRC_START, log_batch.HEADER_BYTES):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[position] ^= 1 << bit
+            with pytest.raises(errors.CorruptBatch):
+                build(plain(3, 0), bytes(bad), plain(1, 5))

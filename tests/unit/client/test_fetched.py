@@ -1,0 +1,43 @@
+"""From fetched bytes to rows: what rotted is noticed whatever it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from pk import errors, limits
+from pk.client.fetched import rows_of
+from pk.client.fetcher_events import Fetched
+from pk.log import batch as batches
+from pk.log import columns
+from pk.types import TopicPartition
+
+
+def log(count: int) -> bytearray:
+    """Batches of one record each."""
+    found = bytearray()
+    for offset in range(count):
+        raw = b"".join(columns.encode_lists([b"v%d" % offset], default_timestamp=1000))
+        found += b"".join(batches.patched(raw, offset, 3))
+    return found
+
+
+def values(raw: bytes) -> list[bytes]:
+    fetched = Fetched(TopicPartition("t", 0), 1, 1, memoryview(raw), 0, 3, [], 3, 3)
+    found: list[bytes] = []
+    for _, rows in rows_of(fetched, committed=True, check_crcs=True, decoded_bytes_max=1 << 28):
+        if rows is not None:
+            found += rows.column("value").to_pylist()
+    return found
+
+
+def test_no_bit_of_what_a_checksum_covers_may_hide_a_batch() -> None:
+    """Rule L9: a header that says control, or no records, or an offset that was read already."""
+    good = log(3)
+    assert values(bytes(good)) == [b"v0", b"v1", b"v2"]
+    begin = len(good) // 3
+    for position in range(begin + batches.CRC_START, begin + limits.HEADER_BYTES):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[position] ^= 1 << bit
+            with pytest.raises(errors.CorruptBatch):
+                values(bytes(bad))
