@@ -126,11 +126,14 @@ class Promise:
     def may_rot(self, facts: PartitionFacts, broker: NodeId) -> bool:
         """Whether the promise stands, or permits the loss, if this copy rots too."""
         plan = self._plans.get(facts.topic)
-        if plan is None or len(facts.replicas) < 2:
+        if plan is None:
+            return False
+        left = min(len(facts.replicas), plan.replication_factor)  # when a move that goes on is over
+        if left < 2:
             return False  # an only copy stays offline for ever
         lost = self._lost(facts.key, plan) | {broker}
         kept = len(lost) < self.copies(plan.name)
-        return kept or (plan.unclean and len(lost) < len(facts.replicas))
+        return kept or (plan.unclean and len(lost) < left)
 
     def rotted(
         self, facts: PartitionFacts, broker: NodeId, there: Callable[[], bool], now_ms: float

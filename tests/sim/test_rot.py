@@ -72,8 +72,8 @@ KEY = PartitionKey("id", 0)
 FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
 
 
-def promise(**configs: str) -> tuple[Promise, Oracle]:
-    plan = TopicPlan("t", 1, {"min_insync_replicas": "2", **configs}, 3)
+def promise(factor: int = 3, **configs: str) -> tuple[Promise, Oracle]:
+    plan = TopicPlan("t", 1, {"min_insync_replicas": "2", **configs}, factor)
     oracle = Oracle([plan])
     return Promise(oracle, [plan]), oracle
 
@@ -161,5 +161,7 @@ def test_an_only_copy_never_rots_and_where_it_is_asked_for_loss_is_permitted() -
     kept, _ = promise(unclean_leader_election_enable="true", min_insync_replicas="1")
     assert kept.may_rot(FACTS, 1)
     assert not kept.may_rot(FACTS._replace(replicas=(1,)), 1)
+    moving, _ = promise(1, unclean_leader_election_enable="true")
+    assert not moving.may_rot(FACTS, 1), "one copy is left when the move is over"
     strict, _ = promise(min_insync_replicas="1")
     assert not strict.may_rot(FACTS, 1)
