@@ -25,7 +25,8 @@ class Leader(NamedTuple):
 
     node: int
     epoch: int
-    unclean_epoch: int = NONE  #: the last that began without all data; -1 = none did
+    #: Of a topic with a tier: the last epoch that began without all data; -1 = none did.
+    unclean_epoch: int = NONE
 
 
 class Topic(NamedTuple):
@@ -161,8 +162,7 @@ class Metadata:
             key = PartitionKey(info.topic_id, partition.partition)
             before = self._leaders.get(key)
             if before is None or partition.leader_epoch >= before.epoch:  # M2
-                unclean = partition.unclean_epoch if partition.HasField("unclean_epoch") else NONE
-                self._leaders[key] = Leader(partition.leader, partition.leader_epoch, unclean)
+                self._leaders[key] = _leader(info, partition)
                 self._absent.pop(key, None)
                 if partition.leader == NONE:
                     eligible = partition.isr or partition.elr or partition.last_known
@@ -207,3 +207,15 @@ class Metadata:
         if self._wanted or self._updated_ms is None:
             return max(now_ms, earliest)
         return max(earliest, self._updated_ms + self.max_age_ms)
+
+
+def _leader(info: wire.TopicInfo, partition: wire.PartitionInfo) -> Leader:
+    """Only where there is a table may a leader begin behind records whose producers it does not
+    know (rule T4).
+    """
+    unclean = info.configs.get("tiered") == "true" and partition.HasField("unclean_epoch")
+    return Leader(
+        partition.leader,
+        partition.leader_epoch,
+        partition.unclean_epoch if unclean else NONE,
+    )

@@ -255,13 +255,17 @@ def test_leadership_moves_and_the_records_follow_in_order(bench: Any) -> None:
     assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%d" % i for i in range(60)]
 
 
-@pytest.mark.parametrize("unclean", [False, True])
+@pytest.mark.parametrize(
+    ("unclean", "tiered"), [(False, True), (True, False), (True, True)],
+    ids=["clean", "without a table", "with a table"],
+)  # fmt: skip
 @pytest.mark.parametrize("first", [False, True])
 def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
-    bench: Any, unclean: bool, first: bool
+    bench: Any, unclean: bool, tiered: bool, first: bool
 ) -> None:
     """Rule T4: such a leader begins at the table's end, where no producer is known."""
     b = bench(nodes=2, request_timeout_ms=500)
+    b.cluster.configs = {"tiered": str(tiered).lower()}
     b.cluster.create("t")
     log = b.cluster.log("t")
 
@@ -276,10 +280,11 @@ def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
         log.leader, log.epoch = 2, 2
         if unclean:
             log.unclean_epoch = 2
+        if unclean and tiered:
             log.producers.clear()
         later = await b.send("t", b"later")
         await b.engine.flush(5_000)
-        if unclean:
+        if unclean and tiered:
             assert isinstance(future.exception(0), errors.OutcomeUnknown)
         else:
             assert future.result(0).offset == log.end - 2
