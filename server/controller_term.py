@@ -238,9 +238,10 @@ class Term:
         self, stream: int, request: wire.BrokerHeartbeatRequest
     ) -> wire.BrokerHeartbeatReply:
         who, now_ms = request.broker_id, self._world.clock.monotonic_ms()
-        self.sessions.beat(who, request.broker_epoch, stream, now_ms)
         broker = self._image.brokers.get(who)
         known = broker is not None and broker.broker_epoch == request.broker_epoch
+        if known:  # any other is no sign of life
+            self.sessions.beat(who, request.broker_epoch, stream, now_ms)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         beat = commands.Beat(request, self._known(), retry, unclean)

@@ -46,10 +46,15 @@ class Sessions:
 
     def beat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
         """A heartbeat of the current registration renews, and so does its process that registers
-        again; any other is no sign of life.
+        again; a session of another one is not touched.
+
+        Who was fenced for its silence and speaks again on its old stream has a session again: it
+        will be unfenced, and nobody would notice its next silence.
         """
         session = self._by_broker.get(broker_id)
-        if session is not None and session.broker_epoch == broker_epoch:
+        if session is None:
+            self.open(broker_id, broker_epoch, stream, now_ms)
+        elif session.broker_epoch == broker_epoch:
             session.stream = stream
             session.deadline_ms = now_ms + self._timeout_ms
 

@@ -220,6 +220,28 @@ def test_a_lost_stream_of_a_dead_broker_fences_at_once(scene: Scene) -> None:
     scene.run(story)
 
 
+def test_who_was_fenced_and_speaks_again_on_its_stream_is_fenced_for_its_next_silence(
+    scene: Scene,
+) -> None:
+    """R7: a process that was stopped for a while breaks no stream, and does not register anew."""
+
+    async def story(world: World) -> None:
+        broker = FakeBroker(scene, world, "i1")
+        await broker.come_up()
+        watcher = FakeBroker(scene, world, "w")
+        for _ in range(3):
+            await watcher.follow()
+            assert not watcher.image.brokers[1].fenced
+            silent = world.clock.monotonic_ms()
+            while not watcher.image.brokers[1].fenced:
+                assert world.clock.monotonic_ms() - silent <= 7_000
+                await watcher.follow(max_wait_ms=1_000)
+            while (await broker.beat()).fenced:
+                await broker.follow()
+
+    scene.run(story)
+
+
 def test_a_silent_broker_is_fenced_after_its_session(scene: Scene) -> None:
     """R7: an open stream without heartbeats counts for nothing after broker_session_timeout_ms."""
 

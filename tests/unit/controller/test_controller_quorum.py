@@ -16,7 +16,7 @@ from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
-from pk.world import World
+from pk.world import Stream, StreamKind, World
 
 # what a killed node left half done is unwound when its world ends, and may complain
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -112,6 +112,15 @@ def register(n: int) -> wire.RegisterBrokerRequest:
     )  # fmt: skip
 
 
+def reachable(world: Controllers, address: str) -> None:
+    """Somebody lives there: a stream that goes costs nobody the session at once."""
+
+    async def serve(_kind: StreamKind, stream: Stream) -> None:
+        await stream.recv()
+
+    world.sim.run(world.sim.world_of("broker").network.listen(address, serve))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_next_active_controller_goes_on_where_the_last_one_stopped(
     seed: int, make: Any
@@ -119,6 +128,7 @@ def test_the_next_active_controller_goes_on_where_the_last_one_stopped(
     world = make(seed)
     first = world.active()
     other = next(n for n in IDS if n != first)
+    reachable(world, "b7:1")
     epoch = world.ask(register(7), other).register_broker_reply.broker_epoch
     assert epoch > 0
     beat = wire.BrokerHeartbeatRequest(broker_id=7, broker_epoch=epoch, metadata_offset=10_000)
