@@ -28,6 +28,7 @@ from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
 from pk.server.controller.elections import Draft
+from pk.server.controller.sessions import Sessions
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Quorum
 from pk.server.replication import follower
@@ -126,6 +127,16 @@ def _answered_before_the_write() -> Any:
         args[-1].answer(None)
 
     return _put(Partition, "append", early)
+
+
+def _fenced_for_good() -> Any:
+    beat = Sessions.beat
+
+    def known_only(self: Sessions, broker_id: int, *given: int) -> None:
+        if broker_id in self._by_broker:
+            beat(self, broker_id, *given)
+
+    return _put(Sessions, "beat", known_only)
 
 
 def _flush_that_only_says_so() -> Any:
@@ -363,6 +374,10 @@ CANARIES: dict[str, Canary] = {
     "a duplicate that is not recognised": Canary(
         "L6", _any("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)),
         "V5 V6 V7", HOT, ("break_streams", "kill_broker", "slow_network"),
+    ),
+    "who was silent once is heard of no more": Canary(
+        "R7", _fenced_for_good(), "liveness", SAFE, ("pause",),
+        nodes=THREE, copies=3, unrest_ms=6_000, fault_every_ms=(200, 600),
     ),
     "HW moves below min ISR": Canary(
         "R1", _put(Leader, "in_sync_required", property(lambda _: 1)), "V13", SAFE, KILLS,

@@ -153,6 +153,9 @@ class SimCluster:
             why_not = self._led_well(state.leader, key)
             if why_not:
                 return f"{where}: {why_not}"
+        for number, known in image.brokers.items():
+            if not known.fenced and number not in term.sessions._by_broker:
+                return f"nobody would notice the silence of broker {number}"
         for machine in self.with_role(BROKER):
             broker, tier = machine.broker, machine.tier
             if broker is None or not machine.serving:
