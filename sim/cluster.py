@@ -156,11 +156,14 @@ class SimCluster:
         for number, known in image.brokers.items():
             if not known.fenced and number not in term.sessions._by_broker:
                 return f"nobody would notice the silence of broker {number}"
+        return self._brokers_unwell(image.offset)
+
+    def _brokers_unwell(self, offset: int) -> str:
         for machine in self.with_role(BROKER):
             broker, tier = machine.broker, machine.tier
             if broker is None or not machine.serving:
                 return f"{machine.name} is not serving"
-            if broker.core.follower.image.offset < image.offset:
+            if broker.core.follower.image.offset < offset:
                 return f"{machine.name} is behind in the metadata log"
             if tier is not None and tier.problem is not None:
                 return f"the tier of {machine.name} has a problem: {tier.problem!r}"
