@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.server.quorum.history import History
 from pk.server.quorum.messages import SnapshotId
 from pk.server.quorum.source import Source
 from pk.types import NONE
@@ -78,3 +79,14 @@ def test_without_any_snapshot_that_is_whole_there_is_nothing_to_stand_on() -> No
 
 def test_who_was_handed_the_first_piece_gets_the_rest() -> None:
     assert Rig(NEW).piece(position=2, end=NEW.end) == b"ole"
+
+
+def test_without_a_snapshot_the_log_reaches_back_to_where_its_files_begin() -> None:
+    """Where it was made shorter no file was dropped yet: who is behind is read to from there."""
+    log: Any = SimpleNamespace(segments=[SimpleNamespace(base_offset=0)], log_start=OLD.end)
+    files: Any = SimpleNamespace(kept=(OLD, NEW))
+    history = History(None, None, files, log, lambda *_, **__: None)  # type: ignore[arg-type]
+    assert (history.base, log.log_start) == (OLD, OLD.end)
+    files.kept = (OLD,)
+    history.rebase()
+    assert (history.base.end, log.log_start) == (0, 0)
