@@ -232,7 +232,7 @@ def test_connections_beyond_the_bound_wait(monkeypatch: Any) -> None:
     monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
 
     async def test() -> None:
-        network = PkNetwork(connect_timeout_ms=200)
+        network = PkNetwork(connect_timeout_ms=1_000)
         listener = await network.listen("127.0.0.1:0", _echo)
         first = await network.connect(listener.address, StreamKind.FETCH)
         second = await network.connect(listener.address, StreamKind.FETCH)

@@ -185,7 +185,7 @@ def test_a_full_buffer_blocks_then_says_so_and_loses_nothing(
 ) -> None:
     """The broker is frozen: what was accepted is stored once it goes on."""
     with Producer(
-        server.address, buffer_memory=64 * 1024, batch_size=16 * 1024, max_block_ms=300
+        server.address, buffer_memory=64 * 1024, batch_size=16 * 1024, max_block_ms=2_000
     ) as producer:
         producer.send(topic, b"first").result(10)
         broker = server.pids()["broker"]

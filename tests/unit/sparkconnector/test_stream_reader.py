@@ -36,7 +36,7 @@ def reader(broker, **given) -> PkStreamReader:
     base = {"pk.bootstrap.servers": broker.address, "startingOffsets": "earliest"}
     if "assign" not in given and "subscribePattern" not in given:
         base["subscribe"] = "t"
-    quick = {"pk.retry.backoff.ms": "1", "pk.default.api.timeout.ms": "500"}
+    quick = {"pk.retry.backoff.ms": "1", "pk.default.api.timeout.ms": "30000"}
     return PkStreamReader(options.source({**base, **quick, **given}, streaming=True), COLUMNS)
 
 

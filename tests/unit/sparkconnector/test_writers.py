@@ -143,10 +143,9 @@ def test_an_empty_task_opens_no_producer(broker):
     assert broker.producer_ids == before
 
 
-def test_an_unknown_topic_fails_the_task(broker):
-    writer = PkWriter(
-        sink(broker, topic="nowhere", **{"pk.max.block.ms": "200"}), VALUE, overwrite=False
-    )
+def test_an_unknown_topic_fails_the_task(broker, monkeypatch):
+    monkeypatch.setattr("pk.client.cluster.UNKNOWN_TOPIC_MS", 0)  # the first answer is believed
+    writer = PkWriter(sink(broker, topic="nowhere"), VALUE, overwrite=False)
     with pytest.raises(errors.UnknownTopicOrPartition):
         writer.write(iter([pa.record_batch({"value": pa.array([b"1"], pa.binary())})]))
 
