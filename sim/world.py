@@ -144,6 +144,7 @@ class SimLoop(_Base):
         self._closed = False
         self._running = False
         self._tasks: list[asyncio.Task[Any]] = []
+        self._owners: dict[int, SimNode | None] = {}  # by `id`: the last task made at an address
         self._tasks_max = 64
 
     # -- scheduling ----------------------------------------------------------------------------
@@ -211,6 +212,7 @@ class SimLoop(_Base):
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, name=str(name) if name else None, context=context)
+        self._owners[id(task)] = _NODE.get() if context is None else context.get(_NODE)
         self._tasks.append(task)  # V3: the collector must not end what a killed node left behind
         if len(self._tasks) > self._tasks_max:
             self._tasks = [task for task in self._tasks if not task.done()]
@@ -323,7 +325,10 @@ class SimLoop(_Base):
         """There is no debug mode."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.failures.append(context)
+        task = context.get("future")
+        node = self._owners.get(id(task)) if isinstance(task, asyncio.Task) else None
+        if node is None or node.alive:  # V3: who would have heard of a killed node's task is dead
+            self.failures.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import os
 import subprocess
@@ -291,3 +292,31 @@ def test_processes_of_one_host_share_its_links() -> None:
         network.cut("n1", "n2", both=False)
         assert network.link("n1/a", "n2/b").cut
         assert not network.link("n2/b", "n1/a").cut
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_nobody_hears_how_tasks_of_a_killed_node_ended(killed: bool) -> None:
+    """V3: the waiter would have; a node that lives and forgets a failed task is told of."""
+
+    async def fail() -> None:
+        raise ValueError("forgotten")
+
+    async def forget() -> None:
+        asyncio.get_running_loop().create_task(fail())
+
+    async def make_tasks() -> None:
+        for _ in range(1_000):  # those that are done are let go of now and then
+            await asyncio.get_running_loop().create_task(asyncio.sleep(0))
+
+    with SimWorld(3) as sim:
+        for name in ("a", "b"):
+            sim.world_of(name)
+        sim.spawn("a", forget())
+        sim.loop.run_for_ms(10)
+        if killed:
+            sim.kill("a")
+        sim.spawn("b", make_tasks())
+        sim.loop.run_for_ms(10)
+        gc.collect()
+        told = [str(failure["exception"]) for failure in sim.loop.failures]
+        assert told == ([] if killed else ["forgotten"])
