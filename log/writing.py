@@ -35,6 +35,7 @@ class Writable(Readable):
     _tail: Segment
     _repair: bool
     _closed: bool
+    _retired: bool
 
     def _init_lane(self, loaded: loading.Loaded) -> None:
         self._cuts = 0  #: how often the log was cut back: what was read before is void
@@ -294,7 +295,12 @@ class Writable(Readable):
             except FileNotFoundError:
                 continue  # dropped meanwhile
         if todo or self._lane_dir_changed:
-            self._storage.sync_dir(self.path)
+            try:
+                self._storage.sync_dir(self.path)
+            except FileNotFoundError:
+                if not self._retired:
+                    raise
+                return self._synced_end  # the whole partition was renamed, to be deleted
         if self._cuts == cuts:  # else what was flushed may be gone
             self._synced_end = max(self._synced_end, segments[-1].base_offset)
         return self._synced_end

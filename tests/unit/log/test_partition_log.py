@@ -273,6 +273,21 @@ def test_sealed_segments_are_flushed_beside_the_writer(bench: Make) -> None:
     assert b.log.written_end >= 2
 
 
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_deleted_log_may_still_be_flushed(bench: Make, retired: bool) -> None:
+    """M3: it is renamed beside a checkpoint that is under way; a living one must be there."""
+    b = bench(segment_bytes=300)
+    b.fill(4)
+    if retired:
+        b.log.retire()
+    b.storage.rename(b.log.path, b.log.path + "-delete")
+    if retired:
+        assert b.log.flush_sealed() == 0
+    else:
+        with pytest.raises(FileNotFoundError):
+            b.log.flush_sealed()
+
+
 # -- read ------------------------------------------------------------------------------------------
 
 
