@@ -11,6 +11,8 @@ Invariants
   K1  a claimed partition serves only in the epoch the claim was made for
   K2  the claim is committed before the comparison is acted on
   K3  the controller hears `recovered` after the partition serves
+  K4  a claim ends with its partition's directory: what waits for the store must not hide that
+      nothing can be served from here (rule L2)
 """
 
 from __future__ import annotations
@@ -84,12 +86,11 @@ class Claims:
             self.cancel(partition.key)
             partition.problem = None
 
-    def cancel(self, key: PartitionKey) -> None:
-        """The topic is gone, or a newer epoch claims."""
+    def cancel(self, key: PartitionKey) -> bool:
+        """The topic or its disk is gone, or a newer epoch claims.  False if there was no claim."""
         self._epochs.pop(key, None)
         task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
+        return task is not None and task.cancel()
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

@@ -212,7 +212,9 @@ class BrokerCore:
             self._offline[lane] = None
             self.warn("directory_offline", directory=lane.disk.storage.root, error=error.message)
         for each in self.partitions.values():
-            if each.lane is lane and each.problem is None:
+            if each.lane is not lane:
+                continue
+            if each.problem is None or self.follower.claims.cancel(each.key):  # K4 of claims.py
                 self._fail(each, error)
         self.link.beat_soon()
 

@@ -364,3 +364,37 @@ def test_a_deleted_topic_keeps_its_table_unless_asked(
     tiered.world.loop.run_for_ms(70_000)
     left = [path for path in tiered.store.objects if topic_id in path]
     assert bool(left) is not purge
+
+
+def test_a_directory_fails_while_its_partition_claims_the_table(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: the claim is over, the controller hears that the replica is offline, and when
+    the store is back nobody leads on a disk that is gone.
+    """
+    cluster = make_cluster(11, disks=2, tier_url="memory://tier")
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 3))
+    partition = partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: partition.tiered_end == 3)
+    lost = partition.lane.disk.storage.root
+    cluster.world.kill("tier")
+    cluster.kill("broker", lost, power=True)
+    for each in cluster.disks:
+        cluster.storages[each].power_loss()
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    core, partition = cluster.broker.core, partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: core.follower.claims.epoch(partition.key) is not None)
+    cluster.storages[lost].failed = errors.StorageFailed("gone")
+    cluster.world.run_until(
+        lambda: core.follower.image.partition(partition.key).leader == -1  # it was told
+    )
+    cluster.start_tier()
+    cluster.world.loop.run_for_ms(30_000)
+    assert core.follower.claims.epoch(partition.key) is None
+    assert partition.leader is None
+    assert isinstance(partition.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
