@@ -199,10 +199,12 @@ class BrokerCore:
         self._directory_offline(partition.lane, error)
 
     def notice_failed_directories(self) -> None:
-        """B3 for what failed outside an append: a checkpoint, a new segment, a removal."""
+        """B3 for what failed outside an append: a checkpoint, a new segment, a removal; and for a
+        partition that was created there before, and adopted after it was noticed.
+        """
         for lane in self.lanes():
             failure = lane.disk.storage.failed
-            if failure is not None and lane not in self._offline:
+            if failure is not None:
                 root = lane.disk.storage.root
                 told = f"{root} is offline: {failure}"
                 self._directory_offline(lane, errors.StorageFailed(told, directory=root))
@@ -211,12 +213,12 @@ class BrokerCore:
         if lane not in self._offline:
             self._offline[lane] = None
             self.warn("directory_offline", directory=lane.disk.storage.root, error=error.message)
+            self.link.beat_soon()
         for each in self.partitions.values():
             if each.lane is not lane:
                 continue
             if each.problem is None or self.follower.claims.cancel(each.key):  # K4 of claims.py
                 self._fail(each, error)
-        self.link.beat_soon()
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
         """This replica cannot go on (rules R4, L9); others of the partition may."""

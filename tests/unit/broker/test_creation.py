@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -335,3 +336,31 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
     monkeypatch.setattr(MetadataFollower, "catch_up", upto)
     cluster.start_broker()
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
+
+
+def test_a_directory_fails_while_the_other_still_creates(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """B3, L2: what was created in one directory is adopted when both are done; if that one failed
+    meanwhile, the controller hears so and nobody leads there.
+    """
+    cluster = make_cluster(5, disks=2)
+    cluster.start()
+    cluster.do(cluster.create("a", partitions=2))
+    core = cluster.broker.core
+    create_all = core.manager.create_all
+
+    async def slow(wanted: Any) -> Any:
+        made = await create_all(wanted)
+        cluster.storages["d1"].failed = errors.StorageFailed("gone")
+        await core.clock.sleep_ms(1_000)
+        return made
+
+    core.manager.create_all = slow
+    with contextlib.suppress(errors.RequestTimedOut):
+        cluster.do(cluster.create("b", partitions=2))
+    cluster.world.loop.run_for_ms(5_000)
+    on_failed = [p for p in core.partitions.values() if p.lane.disk.storage.root == "d1"]
+    assert sorted(each.topic for each in on_failed) == ["a", "b"]
+    assert all(isinstance(each.problem, errors.StorageFailed) for each in on_failed)
+    assert len(core.offline_replicas()) == 2
