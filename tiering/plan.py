@@ -11,6 +11,8 @@ Decision table for a hand-over of partition p (rules T3–T5), first line that h
   table's end) its numbers contradict each other                     refuse InvalidRequest
   else                                                  take it
 A refusal names the table's end, so that a copier goes on from there.
+
+A log start (rule T9) counts unless the table's claim is above the epoch of the leader that says so.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class LogStart:
     log_start: Offset
     epoch: Epoch = NONE  #: leader epoch of `log_start - 1`, as far as the leader knows
     tiered_end: Offset = 0  #: what the broker has been told the table covers
+    leader_epoch: Epoch = 0  #: of the leader that says so
 
 
 @dataclass(slots=True)
@@ -131,6 +134,8 @@ def plan(
 def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
     """Whether `start` asks for a commit: `:start` must move, or files lie wholly below it."""
     counters = snapshot.partition(partition)
+    if counters.claim > start.leader_epoch:
+        return False  # rule T4: a deposed leader's
     if start.log_start > counters.start:
         return True
     for file in snapshot.files_of(partition):
@@ -144,6 +149,8 @@ def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
 def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
     """Rule T9: `:start` follows log_start; whole files below it leave the table."""
     counters = draft.partition(partition)
+    if counters.claim > start.leader_epoch:
+        return  # rule T4: who leads now may not reach so far
     if start.log_start > counters.end:
         # Nothing else of this partition in this version: its files go with the next one.
         moved = counters._replace(start=start.log_start, end=start.log_start)

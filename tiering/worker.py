@@ -161,9 +161,7 @@ class TierWorker:
                 topic.led[told.partition] = led
                 self._show_table(topic, led)
             led.told = told
-            starts[told.partition] = LogStart(
-                told.log_start, _epoch_of(told.epochs, told.log_start - 1), told.tiered_end
-            )
+            starts[told.partition] = _log_start(told)
             if session_lost:
                 self._step_copier(topic, led, copying.SessionLost())
             self._step_copier(topic, led, copying.Viewed(self._view(told)))
@@ -591,10 +589,10 @@ def _answer(request: Any, reply: Any) -> None:
         future.set_result(reply)
 
 
-def _epoch_of(epochs: Sequence[wire.EpochStart], offset: Offset) -> Epoch:
-    """Leader epoch of `offset`, NONE if the leader's cache does not reach down to it."""
+def _log_start(told: wire.TierPartition) -> LogStart:
+    """Its epoch is NONE if the leader's cache does not reach down to it."""
     found = NONE
-    for each in epochs:
-        if each.start_offset <= offset:
+    for each in told.epochs:
+        if each.start_offset < told.log_start:
             found = each.epoch
-    return found
+    return LogStart(told.log_start, found, told.tiered_end, told.leader_epoch)

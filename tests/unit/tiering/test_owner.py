@@ -13,7 +13,7 @@ from pk.tiering import layout
 from pk.tiering import owner as owning
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.owner import ClaimPartition, Owner, OwnerSettings, PartitionsSeen, Submit
-from pk.tiering.plan import LogStart, Submission, plan
+from pk.tiering.plan import LogStart, Submission, plan, start_is_due
 from pk.tiering.table import Commit, CommitConflict, DataFile, Snapshot, TableProtocol
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
@@ -131,6 +131,19 @@ def test_a_log_start_past_the_end_is_txn_only_first() -> None:
     later = planned(on.after(result.commit, 6), append(30, 60), starts={0: LogStart(50, 2)})
     assert later.commit.removes == (data(0, 0, 30).path,)
     assert refusals(later) == [errors.UnknownTierRange]
+
+
+def test_a_deposed_leaders_log_start_moves_nothing() -> None:
+    """T3, T4: the claim fences what it deleted, too: the table's end would pass the log of who
+    leads now, and what that one appends up to there would be in no file.
+    """
+    on = snapshot(5, [data(0, 0, 30)], end=30, rows=30, claim=4)
+    for log_start in (10, 30, 50):
+        late, now = LogStart(log_start, leader_epoch=3), LogStart(log_start, leader_epoch=4)
+        assert planned(on, starts={0: late}).commit is None
+        assert not start_is_due(on, 0, late)
+        assert planned(on, starts={0: now}).commit is not None
+        assert start_is_due(on, 0, now)
 
 
 class Driver:
@@ -302,7 +315,7 @@ def test_a_log_start_that_comes_while_the_table_is_loaded_waits_for_its_counters
     """W6: or the table's end would go back to it, or the table be taken for an old one."""
     it = Driver()
     it.step(PartitionsSeen({0: LogStart(0)}))
-    it.step(PartitionsSeen({1: LogStart(20, tiered_end=tiered_end)}))
+    it.step(PartitionsSeen({1: LogStart(20, tiered_end=tiered_end, leader_epoch=7)}))
     it.loaded(counted(3, p0=10))
     assert it.asked == [owning.Load([0, 1])]
     it.loaded(counted(3, p0=10, p1=50))
