@@ -336,8 +336,10 @@ class Copier:
 
     def _uploaded(self, event: Uploaded) -> None:
         if self._repair is not None and event.asked is self._repair.upload:
-            if event.add is None:
-                self._repair = None  # the local log has no such rows: only the operator can help
+            if event.add is None or event.end < event.asked.limit:
+                # The local log has no such rows, or not all: they stand in no other file, and the
+                # table must not seem whole.  The next look tries again.
+                self._repair = None
             else:
                 self._repair.add = event.add
         elif event.asked is self._upload:

@@ -173,6 +173,19 @@ def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
     assert not it.told.HasField("problem")
 
 
+def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
+    """T6: the segments may go, or the log be begun anew, while they are read."""
+    it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
+    lost = DataFile(layout.data_path(layout.DataName(0, 0, 100, 0, "x")), 0, 0, 99, 0, 0, 100, 5)
+    it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
+    it.uploaded(it.take(copying.Upload), 60)
+    assert it.sent == []
+    it.wake()
+    it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
+    it.uploaded(it.take(copying.Upload), 100)
+    assert [each.end for each in it.take(copying.HandOver).request.adds] == [100]
+
+
 def test_a_changed_table_stops_copying_and_dropping() -> None:
     it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100)
     it.step(copying.TableProblem(errors.TierTableChanged("gone"))).table(50)
