@@ -19,16 +19,20 @@ Rules
   C3  a partition that cannot be created does not stop the others of its visit (M4); a disk that
       fails stops them all (rule L2).
   C4  a visit is bounded: appends to other partitions of the directory wait until it is over.
+  C5  a partition is created where something has its name: what could not be opened there, for want
+      of space, say, or of a whole identity, must not begin anew elsewhere, without its records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from pk import errors
 from pk.log import directory as files
+from pk.log.directory import Directory
 from pk.log.loading import Loaded
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
@@ -77,6 +81,37 @@ class _Begun:
     new: NewPartition
     segment: Segment
     identity: File
+
+
+async def homes(
+    usable: Sequence[Directory], counts: Mapping[int, int], paths: Sequence[str]
+) -> list[Directory]:
+    """A directory for each of `paths`: where that name stands (C5), else the one with the fewest
+    partitions, then the most free space.  `counts`: by id of the directory.  Raises the storage's
+    errors.
+    """
+    if not usable:
+        raise errors.StorageFailed("every data directory of this broker has failed")
+    if len(usable) == 1:
+        return [*usable] * len(paths)
+    taken, standing = dict(counts), {}
+    for each in usable:
+        there = await each.disk.read(partial(_existing, each.disk.storage, paths))
+        standing.update(dict.fromkeys(there, each))
+    free = [await each.disk.read(each.disk.storage.free_bytes) for each in usable]
+    chosen = []
+    for path in paths:
+        home = standing.get(path)
+        if home is None:
+            best = min((taken[id(each)], -free[at], at) for at, each in enumerate(usable))
+            home = usable[best[2]]
+        taken[id(home)] += 1
+        chosen.append(home)
+    return chosen
+
+
+def _existing(storage: Storage, paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if storage.exists(path)]
 
 
 def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:

@@ -295,26 +295,27 @@ class LogManager:
     async def create_all(self, wanted: Sequence[NewPartition]) -> list[Outcome]:
         """New partitions, `creation.VISIT_MAX` at most, in one visit to each directory.
 
-        Each goes to the directory with the fewest, then the most free space.  A log, or the
-        storage's error, for each.
+        Each goes to the directory where it stands, a stray perhaps or one that could not be opened
+        before, else to the one with the fewest, then the most free space.  A log, or the storage's
+        error, for each.
         """
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
+        for new in wanted:
+            self._strays.known(new.key)
+        usable = [directory for directory in self.directories if directory.failed is None]
+        counts = {id(each): 0 for each in usable}
+        for _, directory in self._logs.values():
+            if id(directory) in counts:
+                counts[id(directory)] += 1
         try:
-            homes = await self._choose(len(wanted))
+            homes = await creation.homes(usable, counts, [self._path(str(n.tp)) for n in wanted])
         except errors.PkError as error:
             return [error for _ in wanted]
         groups: dict[Directory, list[NewPartition]] = {}
-        known: list[PartitionKey] = []
         for new, home in zip(wanted, homes, strict=True):
-            stands = self._strays.known(new.key)
-            known += [new.key] if stands is not None else []
-            groups.setdefault(stands or home, []).append(new)
+            groups.setdefault(home, []).append(new)
         visits = await asyncio.gather(*(self._visit(*each) for each in groups.items()))
         outcomes = {key: outcome for visit in visits for key, outcome in visit.items()}
-        for key in known:
-            if key in self._logs:  # as for those that were known at once
-                log, directory = self._logs[key]
-                await self._claim_less(directory, {key: log.written_end})
         return [outcomes[new.key] for new in wanted]
 
     async def _visit(
@@ -332,7 +333,18 @@ class LogManager:
         for key, outcome in found.items():
             if isinstance(outcome, PartitionLog):
                 self._logs[key] = (outcome, directory)
+                if directory.names(key):  # M2, as for those that were known at once
+                    found[key] = await self._take_up(key, outcome, directory)
         return found
+
+    async def _take_up(self, key: PartitionKey, log: PartitionLog, home: Directory) -> Outcome:
+        try:
+            await self._claim_less(home, {key: log.written_end})
+        except errors.PkError as error:
+            del self._logs[key]
+            await home.disk.write(partial(log.close, False))
+            return error
+        return log
 
     async def _forget_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]
@@ -344,27 +356,6 @@ class LogManager:
             for key in gone:
                 directory.forget(key)
             await directory.write_checkpoints()
-
-    async def _choose(self, count: int) -> list[Directory]:
-        """A directory for each of `count` new partitions."""
-        usable = [directory for directory in self.directories if directory.failed is None]
-        if not usable:
-            raise errors.StorageFailed("every data directory of this broker has failed")
-        if len(usable) == 1:
-            return usable * count
-        counts = {id(directory): 0 for directory in usable}
-        for _, directory in self._logs.values():
-            if id(directory) in counts:
-                counts[id(directory)] += 1
-        free = [
-            await directory.disk.read(directory.disk.storage.free_bytes) for directory in usable
-        ]
-        chosen = []
-        for _ in range(count):
-            best = min(range(len(usable)), key=lambda at: (counts[id(usable[at])], -free[at], at))
-            counts[id(usable[best])] += 1
-            chosen.append(usable[best])
-        return chosen
 
     async def delete(self, key: PartitionKey) -> None:
         """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses

@@ -55,10 +55,9 @@ class Strays:
     def __contains__(self, key: PartitionKey) -> bool:
         return key in self._found
 
-    def known(self, key: PartitionKey) -> Directory | None:
-        """It is no stray: where it stands (S2); None = it was none."""
-        found = self._found.pop(key, None)
-        return None if found is None else found[0]
+    def known(self, key: PartitionKey) -> None:
+        """It is no stray (S2), whether or not it can be opened."""
+        self._found.pop(key, None)
 
     async def unknown(self) -> list[tuple[Directory, str]]:
         """What is still here and still nobody's."""

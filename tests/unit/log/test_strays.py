@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pk import errors
 from pk.log.creation import NewPartition
+from pk.log.directory import PARTITION_FILE
 from pk.log.partition_log import PartitionLog
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
@@ -77,5 +79,112 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
         kept = [name for storage in house.storages for name in storage.list("topics")]
         assert kept == ["t-0"]
         await third.close()
+
+    run(main)
+
+
+def test_a_stray_that_cannot_be_opened_yet_is_tried_again_where_it_stands() -> None:
+    """Rule Q2: a full disk; anywhere else it would begin without its records, and be the one."""
+
+    async def attempt(step: int) -> bool:
+        """The disk is full in that operation and those after it.  False if there are no more."""
+        house = House(disks=2)
+        manager = await house.opened()
+        await manager.create(TopicPartition("t", 1), "tid", CONFIG)
+        await manager.create(TP, "tid", CONFIG)  # in the second: the first is where new ones go
+        await append(manager, KEY, 30)
+        home = manager.disk_of(KEY).storage
+        manager.set_high_watermark(KEY, 35)  # more than is there: to be lowered when it is opened
+        await manager.checkpoint()
+        for storage in house.storages:
+            storage.crash()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        steps = 0
+
+        def full(operation: str, path: str) -> Exception | None:
+            nonlocal steps
+            steps += 1
+            return errors.StorageFull("full") if steps > step else None
+
+        home.fault = full
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        home.fault = None
+        if steps > step:
+            assert isinstance(outcome, errors.StorageFull)
+            assert again.get(KEY) is None
+            await again.discard_strays()
+            (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(outcome, PartitionLog)
+        assert again.disk_of(KEY).storage is home
+        assert (outcome.log_end, again.high_watermark(KEY)) == (30, 30)
+        await house.clock.advance(0)
+        await house.clock.advance(60_001)
+        assert "t-0" in home.list("topics")
+        await again.close()
+        return steps > step
+
+    async def main() -> None:
+        step = 0
+        while await attempt(step):
+            step += 1
+        assert step > 5
+
+    run(main)
+
+
+def test_what_could_not_be_opened_at_the_start_is_not_made_anew_elsewhere() -> None:
+    """A full disk, again: the records are there."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        await manager.create(TopicPartition("t", 1), "tid", CONFIG)
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        home = manager.disk_of(KEY).storage
+        home.crash()
+        house.storages[0].crash()
+        again = house.manager()
+        await again.open()
+        home.fault = lambda operation, path: (
+            errors.StorageFull("full") if path.startswith("topics/t-0/0") else None
+        )
+        # The other directory is as empty, and the first: where a new one would go.
+        ((key, failure),) = await again.load(lambda topic_id, tp: None if tp.partition else CONFIG)
+        assert key == KEY
+        assert isinstance(failure, errors.StorageFull)
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(outcome, errors.StorageFull)
+        home.fault = None
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(outcome, PartitionLog)
+        assert again.disk_of(KEY).storage is home
+        assert outcome.log_end == 30
+        await again.close()
+
+    run(main)
+
+
+def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
+    """Rule L9: who it is cannot be read, but its name is there."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        await manager.create(TopicPartition("t", 1), "tid", CONFIG)
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        home = manager.disk_of(KEY).storage
+        await manager.close()
+        home.replace_file(f"topics/t-0/{PARTITION_FILE}", b"{")
+        again = house.manager()
+        await again.open()
+        ((_, failure),) = await again.load(lambda topic_id, tp: None if tp.partition else CONFIG)
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(failure, errors.CorruptLog)
+        assert isinstance(outcome, errors.CorruptLog)
+        await again.close()
 
     run(main)
