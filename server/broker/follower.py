@@ -196,19 +196,22 @@ class MetadataFollower:
         await self.claims.close()
 
     async def _run(self) -> None:
+        try:
+            while True:
+                await self._react(await self._next())
+        except Exception as bug:  # half applied, or half carried out: only a restart can be trusted
+            self._core.bug("following the metadata log", bug)
+            self._core.link.fatal(typed(bug))
+
+    async def _next(self) -> _Changes:
+        """The next fetch that the controller answers."""
         backoff_ms = BACKOFF_MS[0]
         while True:
             try:
-                changes = await self._poll(POLL_WAIT_MS)
-                await self._react(changes)
-                backoff_ms = BACKOFF_MS[0]
+                return await self._poll(POLL_WAIT_MS)
             except errors.RetriableError:
                 await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1.0))
                 backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
-            except Exception as bug:  # the image may be half applied: only a restart can be trusted
-                self._core.bug("following the metadata log", bug)
-                self._core.link.fatal(typed(bug))
-                return
 
     async def _poll(self, wait_ms: int) -> _Changes:
         """One fetch; returns what it changed (M1)."""

@@ -364,3 +364,24 @@ def test_a_directory_fails_while_the_other_still_creates(
     assert sorted(each.topic for each in on_failed) == ["a", "b"]
     assert all(isinstance(each.problem, errors.StorageFailed) for each in on_failed)
     assert len(core.offline_replicas()) == 2
+
+
+def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M1: the image has it, so no later fetch brings it again, retriable or not: that is no matter
+    of the controller's.
+    """
+    cluster.start()
+    core = cluster.broker.core
+    fatal: list[errors.PkError] = []
+
+    async def settle(key: PartitionKey) -> None:
+        raise errors.StorageFull("of something in between")
+
+    monkeypatch.setattr(core.follower, "_settle", settle)
+    monkeypatch.setattr(core.link, "fatal", fatal.append)
+    monkeypatch.setattr(core, "bug", lambda where, bug: None)
+    with contextlib.suppress(errors.RequestTimedOut):
+        cluster.do(cluster.create("flights"))
+    assert [type(each) for each in fatal] == [errors.StorageFull]
