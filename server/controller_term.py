@@ -322,7 +322,7 @@ class Term:
             await self._balance(clock.monotonic_ms())
 
     async def _fence_silent(self) -> None:
-        """R7.  It may have been this process that stood still: what came meanwhile is heard first."""
+        """R7.  Was it this process that stood still, then what came meanwhile is heard first."""
         clock = self._world.clock
         silent = self.sessions.expired(clock.monotonic_ms())
         if silent:
