@@ -317,11 +317,19 @@ class Term:
         clock = self._world.clock
         while True:
             await clock.sleep_ms(TICK_MS)
-            for session in self.sessions.expired(clock.monotonic_ms()):
-                if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time
-                    await self._fence(session, "no heartbeat within broker_session_timeout_ms")
+            await self._fence_silent()
             await self._recover(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
+
+    async def _fence_silent(self) -> None:
+        """R7.  Was it this process that stood still, then what came meanwhile is heard first."""
+        clock = self._world.clock
+        silent = self.sessions.expired(clock.monotonic_ms())
+        if silent:
+            await clock.sleep_ms(TICK_MS)
+        for session in silent:
+            if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time, too
+                await self._fence(session, "no heartbeat within broker_session_timeout_ms")
 
     def _try_elections(self) -> None:
         self._elections_due_ms = 0

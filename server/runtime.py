@@ -255,7 +255,9 @@ class ReplayedHost(Generic[C, R]):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop; what waits is refused."""
+        """Stop; what waits is refused, and so is whoever asks later: nobody would answer."""
+        if self._failed is None:
+            self._failed = errors.ControllerUnavailable("shutting down")
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -264,7 +266,7 @@ class ReplayedHost(Generic[C, R]):
     async def ask(self, command: C) -> Any:
         """The reply to `command`, once committed (H3).  Raises the refusal or the log's failure."""
         if self._failed is not None:
-            raise errors.ControllerUnavailable(f"the log failed: {self._failed}")
+            raise errors.ControllerUnavailable(f"the log failed or was left: {self._failed}")
         if len(self._queue) >= self._queue_max:
             raise errors.ThrottledError(f"{self._queue_max} commands wait")  # H2
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

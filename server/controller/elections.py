@@ -240,10 +240,18 @@ class Draft:
     # -- reassignment (KIP-455) -----------------------------------------------------------------
 
     def can_assign(self, replicas: Collection[NodeId], cluster: Cluster) -> bool:
-        """Whether `replicas` alone could go on: one of them leads, or may."""
+        """Whether `replicas` alone could go on: one of them leads, or may.
+
+        Who leaves must not be the last to have what was acknowledged: a member of ISR or ELR, if
+        there are any, else each of the last known, which an election would compare (rule R3).
+        """
         now = self.now
-        if now.leader == NONE or now.leader in replicas:
-            return any(member in replicas for member in (*now.isr, *now.elr, *now.last_known))
+        if now.leader in replicas:
+            return True
+        if now.leader == NONE:
+            if now.isr or now.elr:
+                return any(member in replicas for member in (*now.isr, *now.elr))
+            return bool(now.last_known) and all(each in replicas for each in now.last_known)
         return any(
             member in replicas and cluster.eligible(member, self.key)
             for member in (*now.isr, *now.elr)

@@ -100,7 +100,7 @@ def _assign(draft: Draft, target: tuple[NodeId, ...], cluster: Cluster, name: st
     if not draft.can_assign(replicas, cluster):
         raise errors.InvalidReplicaAssignment(
             f"{name}: none of {list(replicas)} could lead it now; replicas that a reassignment "
-            "added hold what the others do not"
+            "added hold what the others do not, or may"
         )
     if (replicas, adding, removing) != (draft.now.replicas, draft.now.adding, draft.now.removing):
         draft.assign(replicas, adding, removing, cluster)

@@ -303,6 +303,8 @@ class MetadataLog:
                 base = self._append(records, op.epoch, self._clock.wall_ms())
                 self._foreign += enumerate(records, base)
                 await self._write_out()
+                if self.voters.now != op.voters:  # undone with what the disk had no room for
+                    self._post(Resign())
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)
         elif isinstance(op, messages.AppendFetched):

@@ -543,8 +543,9 @@ class Quorum:
         committed = tenure.committed(self.voters, self.log.end)
         if committed > tenure.start:
             self._commit_to(committed)
-        if tenure.change is not None and self.high_watermark > tenure.change[1]:
-            self._effects.append(Respond(tenure.change[0], None))
+        change = tenure.change
+        if change is not None and self.voters == change[1] and self._settled(tenure):
+            self._effects.append(Respond(change[0], None))
             tenure.change = None
         if self.me not in self.voters and self._settled(tenure):
             self._effects += self._goodbye(tenure)
@@ -581,7 +582,7 @@ class Quorum:
             refusal = errors.ControllerUnavailable("an earlier change of voters is under way")
             self._respond(event.request, refusal)
         else:
-            tenure.change = (event.request, self.log.end)
+            tenure.change = (event.request, tuple(event.voters))  # other records may go before it
             self._effects.append(
                 Write([AppendVoters(self.epoch, tuple(event.voters))], Level.SYNCED)
             )

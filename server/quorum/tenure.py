@@ -36,7 +36,7 @@ class Tenure:
     heard_ms: dict[Voter, int] = field(default_factory=dict)
     caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had everything
     waiting: dict[Voter, Waiting] = field(default_factory=dict)
-    change: tuple[Any, int] | None = None  #: who asked for other voters, and the record's offset
+    change: tuple[Any, tuple[Voter, ...]] | None = None  #: who asked for other voters, and which
 
     def note(self, fetch: Fetch, end: int, now_ms: int) -> None:
         """T1; an earlier fetch of the same node was given up.  `end`: of the leader's log."""

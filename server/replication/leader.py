@@ -236,12 +236,15 @@ class Leader:
         if partition_epoch <= self.partition_epoch:
             return False
         assert self.node_id in isr, "I4: the controller never keeps a leader outside the ISR"
+        missed = (
+            partition_epoch > self.partition_epoch + 1
+        )  # who was no replica between is not told
         self.partition_epoch = partition_epoch
         for member in isr:
             if member not in self.isr:
                 self._followers.begin(member, self._written_end, now_ms)
         for member in (*self.isr, *self.replicas):
-            if member not in isr and (member in self.isr or member not in replicas):
+            if member not in isr and (missed or member in self.isr or member not in replicas):
                 self._followers.forget(member)
         self.isr = tuple(isr)
         self.replicas = tuple(replicas)

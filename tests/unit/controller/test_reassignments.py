@@ -202,6 +202,35 @@ def test_a_move_waits_while_nobody_leads_and_ends_after() -> None:
     assert (bench.state("t").replicas, bench.state("t").leader) == ((2,), 2)
 
 
+def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
+    """Nobody leads: 1 lost power and is only known to have been a member, 2 has everything."""
+    bench = cluster(1, min_insync_replicas="2")
+    reassign(bench, 2, 3)
+    joins(bench, 2)
+    bench.fence(2)
+    bench.register(1, "again", boot_id="later")
+    state = bench.state("t")
+    assert (state.leader, state.isr, state.elr, state.last_known) == (NONE, (), (2,), (1,))
+    assert reassign(bench, cancel=True) == 39
+    assert bench.state("t") == state
+    bench.beat(2)
+    assert bench.state("t").leader == 2
+
+
+def test_no_cancel_drops_whom_a_recovery_election_waits_for() -> None:
+    """R3: of the last known the greatest log is elected, so all of them are needed."""
+    bench = cluster(1, min_insync_replicas="2")
+    reassign(bench, 2, 3)
+    joins(bench, 2)
+    for broker in (2, 1):
+        bench.register(broker, "again", boot_id="later")
+    state = bench.state("t")
+    assert (state.leader, state.isr, state.elr) == (NONE, (), ())
+    assert set(state.last_known) == {1, 2}
+    assert reassign(bench, cancel=True) == 39
+    assert bench.state("t") == state
+
+
 def test_partitions_added_during_a_move_get_the_targets_count() -> None:
     bench = cluster(2)
     reassign(bench, 4, 5)

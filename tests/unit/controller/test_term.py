@@ -316,6 +316,27 @@ def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
     scene.run(story)
 
 
+@pytest.mark.parametrize("still_ms", [6_500, 9_000])
+def test_a_controller_that_stood_still_fences_nobody_who_speaks(
+    scene: Scene, still_ms: int
+) -> None:
+    """R7: when it goes on, sessions are over that it could not hear of; nor does the first of them
+    pay for it.
+    """
+
+    async def story(world: World) -> None:
+        brokers = await topic_on(scene, world, 2)
+        scene.world.pause("controller")
+        await world.clock.sleep_ms(still_ms)
+        scene.world.resume("controller")
+        await world.clock.sleep_ms(2_000)
+        for broker in brokers:
+            await broker.stop()
+
+    scene.run(story)
+    assert "broker_fenced" not in scene.lines.getvalue()
+
+
 def test_an_operators_unclean_election_waits_for_what_replicas_say(scene: Scene) -> None:
     async def story(world: World) -> None:
         brokers = await topic_on(scene, world, 3, min_insync_replicas="1")

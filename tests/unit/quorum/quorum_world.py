@@ -381,7 +381,10 @@ class World:
                     self.boot(new, Disk(self.bootstrap))
                     wanted = (*voters, new)
 
-            def done(reply: Any) -> None:
+            def done(reply: Any, wanted: tuple[Voter, ...] = wanted) -> None:
+                if reply is None:
+                    committed = [entry.value for entry in self.judge.truth]
+                    assert wanted in committed, f"{wanted} confirmed and not committed"
                 self.judge.counts[
                     "refused" if isinstance(reply, PkError) else "voters changed"
                 ] += 1

@@ -246,6 +246,32 @@ def test_a_write_whose_caller_goes_is_finished() -> None:
     assert names(disk, disk.open()) == ["abandoned", "after", "last"]
 
 
+def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
+    """KIP-853: else who asked waits for ever, and nobody can change the voters again."""
+    disk = Disk()
+    log = disk.open()
+    two = (Voter(1, "d"), Voter(2, "e"))
+
+    async def story() -> None:
+        disk.storage.capacity = disk.storage.used_bytes()
+        log.append([topic("no room")], 5)
+        commit = asyncio.get_running_loop().create_task(log.commit())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        change = asyncio.get_running_loop().create_task(log.change_voters(two, {2: "e:1"}))
+        with pytest.raises(errors.StorageFull):
+            await commit
+        disk.storage.capacity = None
+        with pytest.raises(errors.ControllerUnavailable):
+            async with asyncio.timeout(1):
+                await change
+        await log.lead()
+        assert log.voters.now == two[:1]
+
+    disk.world.run(story())
+    assert not disk.fatal
+
+
 def test_an_epoch_that_is_over_begins_no_more() -> None:
     """Writes wait in a row: by the time of this one another may lead."""
     disk = Disk()

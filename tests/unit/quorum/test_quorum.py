@@ -370,6 +370,24 @@ def test_voters_change_one_at_a_time_and_not_before_the_epoch_has_committed() ->
     assert None in answers(quorum.step(fetch_of(C, 1, 3, 1, 2), 0))
 
 
+def test_other_voters_are_confirmed_when_their_own_record_is_committed() -> None:
+    """KIP-853: records that were decided before it may still be on their way to the disk."""
+    quorum = leading(log_of(0))
+    quorum.step(Synced(log_of(2, (1, 0))), 0)
+    quorum.step(fetch_of(B, 1, 2, 1), 0)
+    two = (ME, B)
+    quorum.step(say.VotersChange("ask", two), 0)
+    quorum.step(Synced(log_of(5, (1, 0))), 0)
+    effects = [*quorum.step(fetch_of(B, 1, 5, 1, 2), 0)]
+    assert quorum.high_watermark == 5
+    assert None not in answers(effects), "its record is not even written"
+    (refusal,) = answers(quorum.step(say.VotersChange("too soon", (ME, C)), 0))
+    assert isinstance(refusal, errors.ControllerUnavailable), "from the same voters: two at once"
+    log = LogState(6, (EpochStart(1, 0),), (VotersAt(NONE, (ME, B, C)), VotersAt(5, two)))
+    quorum.step(Synced(log), 0)
+    assert None in answers(quorum.step(fetch_of(B, 1, 6, 1, 3), 0))
+
+
 def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
     """Also where the log begins below it: it begins at the older of two."""
     older, newest = SnapshotId(5, 1), SnapshotId(8, 2)

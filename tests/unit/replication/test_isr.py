@@ -114,6 +114,22 @@ def test_one_wish_at_a_time_and_a_refused_one_lets_go() -> None:
     assert one.high_watermark == 20
 
 
+def test_who_may_have_been_no_replica_for_a_moment_is_compared_anew() -> None:
+    """S4: a reassignment is cancelled and begun again; the leader hears of both at once, and the
+    replica deleted its log in between.
+    """
+    eligible = {2: 20, 3: 30}
+    for partition_epoch, joins in ((1, True), (2, False)):
+        one = leader()
+        one.on_follower_end(2, 10, 0, 20)
+        one.on_follower_end(3, 10, 0, 30)
+        one.on_isr_committed((1, 2), (1, 2, 3), partition_epoch, 0)
+        assert (one.wanted_isr(eligible, 0, LAG_MS) == (1, 2, 3)) == joins
+        assert one.end_of(2) == 10, "no member leaves and comes back without being asked for"
+        one.on_follower_end(3, 10, 0, 30)
+        assert one.wanted_isr(eligible, 0, LAG_MS) == (1, 2, 3)
+
+
 def test_a_removal_counts_only_once_it_is_committed() -> None:
     """Rule R2."""
     one = leader()

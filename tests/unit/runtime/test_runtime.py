@@ -260,6 +260,23 @@ def test_replies_leave_when_what_they_saw_is_committed() -> None:
     run(story)
 
 
+def test_who_asks_a_host_that_was_closed_is_refused() -> None:
+    """A command in several steps outlives its term: it must not wait for ever, for the stream it
+    came on has room for so many only.
+    """
+
+    async def story(world: World) -> None:
+        host = host_of(world, ListLog(world, [5]), [])
+        await host.start()
+        assert await host.ask(1) == 6
+        await host.close()
+        with pytest.raises(errors.ControllerUnavailable, match="shutting down"):
+            async with asyncio.timeout(60):
+                await host.ask(1)
+
+    run(story)
+
+
 def test_what_others_append_is_applied_before_the_next_decision() -> None:
     """The machine knows every record below what it decides (rule M3 of the controller)."""
 
