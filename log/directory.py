@@ -12,7 +12,8 @@ the segments"""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,6 +70,15 @@ class Directory:
         """The next checkpoint will not know it."""
         for offsets in (self.recovery_points, self.log_starts, self.high_watermarks):
             offsets.pop(key, None)
+
+    @contextmanager
+    def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:
+        """Log starts on their way: whatever is written meanwhile holds them too."""
+        self.moving.append(starts)
+        try:
+            yield
+        finally:
+            self.moving = [each for each in self.moving if each is not starts]
 
     async def write_checkpoints(self, *names: str) -> None:
         """SYNCED: those that changed, as they are now; all by default."""

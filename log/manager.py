@@ -425,14 +425,16 @@ class LogManager:
         `[log_start, offset)` are in the tier.
         """
         log, directory = self._logs[key]
+        start = min(log_start, offset)
         self._reshaping[key] = None
         try:
-            least = min(offset, log.local_log_start, log_start)
-            await self._claim_less(directory, {key: least})
-            await directory.disk.write(partial(log.reset_to, offset, snapshot))
+            await self._claim_less(directory, {key: min(start, log.local_log_start)})
+            with directory.moves({key: start}):  # who dies on the way has nothing below it either
+                await self._write_log_starts(directory)
+                await directory.disk.write(partial(log.reset_to, offset, snapshot))
+            log.log_start = start
         finally:
             del self._reshaping[key]
-        log.log_start = min(log_start, offset)
         await self._write_log_starts(directory)
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
@@ -504,11 +506,8 @@ class LogManager:
             mine = {key: to for key, to in moves.items() if self._home(key) is directory}
             if not mine or directory.failed is not None:
                 continue
-            directory.moving.append(mine)  # whatever is written meanwhile must hold it too
-            try:
+            with directory.moves(mine):
                 await self._write_log_starts(directory)
-            finally:
-                directory.moving = [each for each in directory.moving if each is not mine]
             for key, to in mine.items():
                 if key in self._logs:
                     self._logs[key][0].advance_log_start(to)

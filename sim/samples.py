@@ -326,8 +326,7 @@ class Observer:
             at = found.next_offset
         if leads:
             self._check_leader(broker, partition, state.leader_epoch)
-        elif not hit and log.log_start < log.local_log_start <= sample.high_watermark:
-            # who was hit may have died while it began anew, and hears of the start from its leader;
+        elif log.log_start < log.local_log_start <= sample.high_watermark:
             # who knows less to be committed is being cut
             counters = self._table(partition)
             covered = NONE if counters is None else counters.end

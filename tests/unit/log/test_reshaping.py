@@ -4,15 +4,18 @@ dies in the middle of it.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from pk import errors
 from pk.log import writing
+from pk.log.manager import LogManager
 from pk.log.storage import Storage
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import Bench, make_batch
+from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 
 def _fails_behind_a_roll(bench: Bench) -> None:
@@ -86,3 +89,49 @@ def test_dying_while_it_begins_anew_where_it_ended_does_not_shorten_it(behind: i
         assert at > 5
         return
     raise AssertionError("it never ended")
+
+
+async def _begun_anew(step: int, power: bool, filled: int) -> tuple[LogManager, bool]:
+    """A copy of `filled` records that is told to begin at 20, dies in its n-th operation if that
+    comes, and is opened again.
+    """
+    house = House(seed=step)
+    manager = await house.opened()
+    await manager.create(TP, "tid", CONFIG)
+    await append(manager, KEY, filled)
+    await manager.checkpoint()
+    house.storages[0].crash_at, done = step, False
+    try:
+        await manager.start_anew(KEY, 20, log_start=20)
+        done = True
+    except Crashed:
+        pass
+    storage = house.storages[0]
+    if power:
+        storage.power_loss(random.Random(step))
+        return await house.opened(boot_id="boot-2"), done
+    storage.crash()
+    return await house.opened(), done
+
+
+@pytest.mark.parametrize("filled", [10, 30])
+@pytest.mark.parametrize("power", [False, True])
+def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled: int) -> None:
+    """Rule R5: a log start below the first segment promises records that no tier has.  Where none
+    went yet, or the whole log did, the next try begins from what is true.
+    """
+
+    async def main() -> None:
+        for step in range(200):
+            manager, done = await _begun_anew(step, power, filled)
+            log = manager.get(KEY)
+            assert log is not None
+            assert log.log_start >= log.segments[0].base_offset, step
+            assert power or log.written_end >= min(filled, 20), step
+            if done:
+                assert (log.log_start, log.written_end) == (20, 20)
+                assert step > 10
+                return
+        raise AssertionError("it never ended")
+
+    run(main)
