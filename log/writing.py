@@ -219,11 +219,13 @@ class Writable(Readable):
         loading.remove_segment(self._storage, self.path, segment.base_offset)
 
     def _reload(self, kept: list[Segment], offset: int) -> None:
-        """After files were cut: read the state back from them, as opening does."""
+        """After files were cut: read the state back from them, as opening does.  What is kept is
+        SYNCED first, sealed segments included: `load` takes it for that.
+        """
         for segment in kept:
+            _sync_segment(self._storage, segment)
             file, segment.file = segment.file, None
             if file is not None:
-                file.sync()
                 file.close()
         self.epochs.truncate_end(offset)
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())

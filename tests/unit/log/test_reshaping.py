@@ -135,3 +135,18 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
         raise AssertionError("it never ended")
 
     run(main)
+
+
+def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
+    """Rule L1: the synced end covers them, and with it the next recovery point."""
+    bench = Bench()
+    bench.fill(30)
+    sealed = [segment.path() for segment in bench.log._segments[:-1]]
+    assert len(sealed) > 1 and bench.log.synced_end == 0
+    bench.log.truncate_to(28)
+    assert bench.log.synced_end == 28
+    for path in sealed:
+        assert bench.storage.synced_bytes(path) == len(bench.storage.peek(path)), path
+    bench.storage.power_loss()
+    bench.open(same_boot=False, recovery_point=28)
+    assert bench.values(0) == list(range(28))
