@@ -8,7 +8,9 @@ Rules
       anew at the log start: an offset that was given once is never given to another record.
   O3  nothing at or above the recovery point is served that does not match its checksum; below it
       damage is reported (rule L9), never cut away.
-  O4  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
+  O4  an epoch whose records are gone leaves its file, too: records of an older epoch, of another
+      leader's log, may come to stand above its start.
+  O5  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
       that flush promises must have a name (rule L1).
 """
 
@@ -119,13 +121,14 @@ def load(
                 _sync(storage, segment)
         storage.sync_dir(path)
         opening.changed = False
-    elif not clean:  # O4
+    elif not clean:  # O5
         opening.changed = True
     loaded = Loaded(
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
     )
     _replay(opening, loaded)
-    loaded.epochs.truncate_end(active.written.next_offset)
+    if loaded.epochs.truncate_end(active.written.next_offset):  # O4
+        storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
     return loaded
 
 

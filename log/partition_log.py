@@ -326,7 +326,7 @@ class PartitionLog(Writable):
             plan = self._pending = WritePlan(self._generation, self.log_end, self.log_end)
             if self._repair:
                 self._repair = False
-                plan.ops.append(RepairOp(self._tail, self._tail.written.size))
+                plan.ops.append(self._repair_op())
         return plan
 
     def _idle(self) -> bool:

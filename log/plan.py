@@ -101,10 +101,13 @@ class EpochOp(NamedTuple):
 
 
 class RepairOp(NamedTuple):
-    """After a failed write: cut `segment` back to `size`, remove later ones (rule L2)."""
+    """After a failed write: cut `segment` back to `size`, remove later ones (rule L2); `epochs` are
+    those of what is left.
+    """
 
     segment: Any
     size: int
+    epochs: bytes
 
 
 @dataclass(slots=True)

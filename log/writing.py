@@ -96,7 +96,9 @@ class Writable(Readable):
         self._lane_dir_changed = True
 
     def _perform_repair(self, op: RepairOp) -> None:
-        """Newest first, so that dying in between leaves no hole (rule L2)."""
+        """Newest first, so that dying in between leaves no hole (rule L2).  An epoch that was undone
+        goes last: it must not name a record that comes to stand above its start later.
+        """
         base = op.segment.base_offset
         later = [
             b
@@ -111,6 +113,7 @@ class Writable(Readable):
         self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
         self._touched(op.segment)
         self._lane_dir_changed = True
+        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.epochs)
 
     def _sync(self) -> int:
         """SYNCED: everything performed so far, oldest first (rule L1)."""
@@ -199,9 +202,12 @@ class Writable(Readable):
     def _mend(self) -> None:
         """What a failed plan left behind goes before the files are looked at again (rule L2)."""
         if self._repair:
-            tail = self._segments[-1]
-            self._perform_repair(RepairOp(tail, tail.written.size))
+            self._perform_repair(self._repair_op())
             self._repair = False
+
+    def _repair_op(self) -> RepairOp:
+        tail = self._segments[-1]
+        return RepairOp(tail, tail.written.size, self.epochs.encode())
 
     def snapshot_at(self, offset: int) -> bytes:
         """The producer state a segment with this base began with; empty if it had none."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import batch as batches
 from pk.log import writing
 from pk.log.manager import LogManager
 from pk.log.storage import Storage
@@ -150,3 +151,30 @@ def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
     bench.storage.power_loss()
     bench.open(same_boot=False, recovery_point=28)
     assert bench.values(0) == list(range(28))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_an_epoch_whose_first_batch_was_not_stored_does_not_come_back(dies: bool) -> None:
+    """Its file is SYNCED before that batch is written; records of an older epoch, of another
+    leader's log, may come to stand above where it began (KIP-101).
+    """
+    bench = Bench()
+    bench.fill(3)
+    bench.storage.fault = lambda operation, path: (
+        errors.StorageFull("full") if operation == "append" and path.endswith(".log") else None
+    )
+    bench.decide(make_batch(1, 100), epoch=5)
+    assert bench.write().error is not None
+    bench.storage.fault = None
+    assert b"\n5 3\n" in bench.storage.peek("topics/t-0/leader-epoch-checkpoint")
+    if dies:
+        bench.storage.crash()
+        bench.open()
+    for offset in range(3, 6):
+        raw = b"".join(batches.patched(make_batch(1, 100), offset, 0, None))
+        bench.log.append_as_follower(batches.check(raw), raw, now_ms=0)
+        assert bench.write().error is None
+    bench.log.close(clean=False)
+    bench.open()
+    assert bench.log.written_end == 6
+    assert bench.log.epochs.entries == ((0, 0),)
