@@ -171,11 +171,15 @@ class LogManager:
                 return await self._load_one(directory, name, config_of)
 
         found = await asyncio.gather(*(one(*job) for job in jobs))
+        problems = [problem for problem in found if problem is not None]
+        for key in {key: None for key, _ in problems if key in self._logs}:
+            log, home = self._logs.pop(key)  # nobody knows which of two is the newer
+            await home.disk.write(partial(log.close, False))
         for directory in self.directories:
             if directory.failed is None:
                 await self._mark_running(directory)
         self._loaded = True
-        return [problem for problem in found if problem is not None]
+        return problems
 
     async def _mark_running(self, directory: Directory) -> None:
         """Only once everything is open: a process that dies before its repairs are done must not
@@ -217,13 +221,14 @@ class LogManager:
                 now_ms = self._world.clock.wall_ms()
                 await self._strays.note(directory, path, topic_id, tp, now_ms)
                 return None
-            if key in self._logs:
-                raise errors.CorruptLog(
-                    f"{tp} stands in two directories: {storage.root} and another"
-                )
             log = await directory.disk.read(
                 partial(self._open_log, directory, path, tp, topic_id, config)
             )
+            if key in self._logs:  # only now: they are opened side by side
+                await directory.disk.write(partial(log.close, False))
+                raise errors.CorruptLog(
+                    f"{tp} stands in two directories: {storage.root} and another"
+                )
         except (errors.PkError, OSError) as error:
             return key, error
         self._logs[key] = (log, directory)

@@ -489,3 +489,29 @@ def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
         await manager.close()
 
     run(main)
+
+
+def test_a_partition_in_two_directories_is_not_served_from_either() -> None:
+    """One that was taken out came back, say: nobody knows which of the two is the newer."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 2)
+        home = manager.directory_of(KEY).disk.storage
+        await manager.close()
+        other = next(each for each in house.storages if each is not home)
+        other.make_dir("topics/t-0")
+        for name in home.list("topics/t-0"):
+            other.replace_file(f"topics/t-0/{name}", home.read_file(f"topics/t-0/{name}"))
+        manager = house.manager()
+        await manager.open()
+        ((key, error),) = await manager.load(lambda topic_id, tp: CONFIG)
+        assert key == KEY
+        assert isinstance(error, errors.CorruptLog)
+        assert "two directories" in error.message
+        assert manager.get(KEY) is None
+        await manager.close()
+
+    run(main)
