@@ -375,6 +375,7 @@ class MetadataFollower:
         self.anew[key] = self.image.topics[key.topic_id].partitions[key.partition].leader_epoch
         topic = self.image.topics[key.topic_id].name
         core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
+        self.claims.cancel(key)  # it would go on with the new log
         if partition is not None:
             core.partitions.pop(key, None)
             core.replicas.leave(partition)
@@ -409,7 +410,8 @@ class MetadataFollower:
             return
         if partition.leader is None:  # what a former leader sent is written, or undone
             await core.replicas.stand_still(partition)
-        if partition.problem is None:
+        # What `retry_unopened` waited with may be over: the image has moved on.
+        if partition.problem is None and self.image.partition(partition.key) is state:
             self.take_office(partition, state)
 
     def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:

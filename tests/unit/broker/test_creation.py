@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -385,3 +386,28 @@ def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
     with contextlib.suppress(errors.RequestTimedOut):
         cluster.do(cluster.create("flights"))
     assert [type(each) for each in fatal] == [errors.StorageFull]
+
+
+def test_an_office_is_not_taken_that_ended_while_its_log_settled(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two react to one partition when what could not be created is tried again; the image moves on
+    while the slower one waits.
+    """
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    follower, partition = core.follower, core.partitions[key]
+    led = follower.image.partition(key)
+    over = replace(led, leader=-1, leader_epoch=led.leader_epoch + 1)
+    partition.step_down(-1)
+
+    async def meanwhile(_partition: Any) -> None:
+        follower.image.topics[topic_id].partitions[0] = over
+        await follower.lead_or_follow(partition, over)
+
+    monkeypatch.setattr(core.replicas, "stand_still", meanwhile)
+    task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
+    cluster.world.run_until(task.done)
+    task.result()
+    assert partition.leader is None

@@ -398,3 +398,20 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     assert partition.leader is None
     assert isinstance(partition.problem, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
+
+
+def test_a_claim_ends_with_the_replica_it_was_made_for(make_cluster: Callable[..., Cluster]) -> None:
+    """M7 of follower.py: what is made anew is another log, and the claim would reset it."""
+    cluster = make_cluster(11, tier_url="memory://tier")
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    core, partition = cluster.broker.core, partition_of(cluster, topic_id)
+    state = core.follower.image.partition(partition.key)
+
+    async def made_anew() -> None:
+        core.follower.claims.begin(partition, state)
+        await core.follower._set_aside(partition.key, partition)
+
+    cluster.do(made_anew())
+    assert core.follower.claims.epoch(partition.key) is None
+    assert partition.key not in core.partitions
