@@ -404,14 +404,17 @@ def replay_one(
 ) -> list[aborted.AbortedEntry]:
     """Apply one batch of the log to `state`; the aborted transactions it ends.
 
-    Raises `CorruptLog` for what says that it is a control batch and is damaged.
+    Raises `CorruptLog` for what says that it is a control batch, or does not continue what its
+    producer wrote, and is damaged.
     """
     if header.producer_id == NONE and not header.control:
         return []
     markers: Sequence[columns.Marker] = ()
-    if header.control:  # what it is may be the bit that rotted
+    # What it is, whose, or which of theirs, may be the bit that rotted: the producer's next batch
+    # would be refused for ever, or a retry of this one stored again (rule L6).
+    if header.control or not producers.continues(header, state.get(header.producer_id)):
         raw = segment.read_at(position, header.length)
         verify_batches(segment.path(), raw)
-        markers = columns.decode_markers(raw)
+        markers = columns.decode_markers(raw) if header.control else ()
     stamp = header.max_timestamp if header.log_append_time else NONE
     return list(state.apply(header, header.base_offset, now_ms, markers, stamp).aborted)

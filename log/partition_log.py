@@ -37,7 +37,6 @@ from pk.log.plan import (
     EpochOp,
     LogConfig,
     Read,
-    RepairOp,
     RetentionPlan,
     RollOp,
     WritePlan,

@@ -66,6 +66,14 @@ class Producer(NamedTuple):
         return self.batches[-1].last_sequence if self.batches else NONE
 
 
+def continues(header: Header, known: Producer | None) -> bool:
+    """Whether a producer's batch follows what is known of it (log/validate.py: b, e, h)."""
+    if known is None or header.producer_epoch > known.epoch:
+        return header.base_sequence == 0
+    expected = (known.last_sequence + 1) & 0x7FFFFFFF
+    return header.producer_epoch == known.epoch and header.base_sequence == expected
+
+
 class Ended(NamedTuple):
     """A transaction with a marker; unstable until the marker is below the high watermark (rule
     L11).

@@ -96,8 +96,8 @@ class Writable(Readable):
         self._lane_dir_changed = True
 
     def _perform_repair(self, op: RepairOp) -> None:
-        """Newest first, so that dying in between leaves no hole (rule L2).  An epoch that was undone
-        goes last: it must not name a record that comes to stand above its start later.
+        """Newest first, so that dying in between leaves no hole (rule L2).  An epoch that was
+        undone goes last: it must not name a record that comes to stand above its start later.
         """
         base = op.segment.base_offset
         later = [

@@ -400,7 +400,9 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     assert len(core.offline_replicas()) == 1
 
 
-def test_a_claim_ends_with_the_replica_it_was_made_for(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_claim_ends_with_its_replica(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """M7 of follower.py: what is made anew is another log, and the claim would reset it."""
     cluster = make_cluster(11, tier_url="memory://tier")
     cluster.start()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import batch as batches
 from pk.log import columns
 from pk.log.plan import Duplicate
 
@@ -252,3 +253,27 @@ def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> Non
     assert (b.log.log_start, b.log.local_log_start, b.log.log_end) == (8, 8, 8)
     b.append(raw_batch())
     assert b.values() == [8]
+
+
+@pytest.mark.parametrize(
+    ("field", "number"), [("producer_id", 1), ("base_sequence", 2), ("producer_epoch", 1)]
+)
+def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
+    bench: Make, field: str, number: int
+) -> None:
+    """L9: below the recovery point, where no checksum is looked at otherwise.  Else the producer's
+    next batch is refused for ever, or a retry is stored twice.
+    """
+    b = bench()
+    for sequence in range(3):
+        b.append(produced(sequence))
+    b.log.flush()
+    b.log.close(clean=False)
+    path = "topics/t-0/00000000000000000000.log"
+    raw = b.storage.peek(path)
+    at = number * (len(raw) // 3)
+    header = batches.read_header(raw, at)
+    rotten = header._replace(**{field: getattr(header, field) ^ 4})
+    b.storage.open(path).write_at(at, batches.HEADER.pack(*rotten))
+    with pytest.raises(errors.CorruptLog, match="are damaged"):
+        b.open(recovery_point=3)
