@@ -9,6 +9,8 @@ Invariants
       what is passed over stays where it is.
   B2  the position of a partition is where the reader stands: behind the last row taken, or before
       the first one put back.
+  B3  where the reader stood is known until it chooses another place: a log that was truncated is
+      read on from there, however late that is told (KIP-320).
 """
 
 from __future__ import annotations
@@ -162,14 +164,20 @@ class Backlog:
             self._consumed(item.fetched)
         elif held is self._ready:
             self._consumed(item)
+            self._positions.setdefault(item.place, (item.position_id, item.position))  # B3
 
     def purge(self) -> None:
-        """Drop everything that is void, and forget its positions."""
+        """Drop everything that is void, and forget the positions of what is not assigned."""
         for held in (self._ready, self._opened, self._rows):
             self._first(held, None)
-        for place, (position_id, _) in list(self._positions.items()):
-            if self._current(place) != position_id:
+        for place in list(self._positions):
+            if self._current(place) is None:
                 del self._positions[place]
+
+    def forget(self) -> None:
+        """Everything was assigned anew."""
+        self.purge()
+        self._positions.clear()
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -190,11 +198,16 @@ class Backlog:
     def last(self, place: TopicPartition) -> int | None:
         """Where the reader stood, be it before the present position."""
         found = self._positions.get(place)
-        return None if found is None else found[1]
+        if found is not None:
+            return found[1]
+        for index in range(len(self._ready)):
+            if self._ready[index].place == place:
+                return self._ready[index].position
+        return None
 
     def begin(self, place: TopicPartition, position_id: int, offset: int | None) -> None:
         """A seek; None if the offset is to be looked up."""
+        self.purge()
         self._positions.pop(place, None)
         if offset is not None:
             self._positions[place] = (position_id, offset)
-        self.purge()

@@ -124,7 +124,7 @@ class Consumer:
             return
         self._drop_lines(())
         self._call(lambda: self._engine.subscribe(names, compiled))
-        self._backlog.purge()
+        self._backlog.forget()
 
     def unsubscribe(self) -> None:
         """Read nothing."""

@@ -194,6 +194,45 @@ def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_lo
     assert next(consumer).offset == 1
 
 
+@pytest.mark.parametrize("polled", [0, 2])
+@pytest.mark.parametrize("between", ["told", "assign", "taken"])
+def test_several_logs_that_are_truncated_at_once_lose_nothing_unseen(
+    world: Any, polled: int, between: str
+) -> None:
+    """KIP-320: telling of the first, another assignment, or a poll that comes across what is void,
+    does not forget where the reader stood in the second.
+    """
+    world.put(T0, *[b"x"] * 6)
+    world.put(T1, *[b"x"] * 6)
+    consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=polled or 1)
+    consumer.assign([T0, T1])
+    world.pass_ms(500)  # all of it was fetched
+    if polled:
+        consumer.pause(T1)
+        assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+        consumer.pause(T0)
+        consumer.resume(T1)
+        world.pass_ms(500)
+        assert seen(consumer.poll(1.0)) == [(1, 0), (1, 1)]
+        consumer.resume(T0)
+        world.pass_ms(500)
+    engine = consumer._engine
+    for place in (T0, T1):
+        consumer._call(lambda place=place: engine.fetcher._truncated(
+            engine.fetcher._slots[place], 3, 4
+        ))  # fmt: skip
+        told = engine.fetcher._effects.pop().value
+        if between == "taken":
+            consumer._backlog.waits(())
+        engine._raise(told)
+    if between == "assign":
+        consumer.assign([T0, T1])
+    for _ in range(2):
+        with pytest.raises(errors.LogTruncated):
+            consumer.poll(0.1)
+    assert [consumer.position(place) for place in (T0, T1)] == [polled, polled]
+
+
 def test_iteration_goes_on_where_a_poll_or_a_seek_in_its_midst_left_it(world: Any) -> None:
     world.put(T0, *[b"%d" % number for number in range(10)])
     consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=6)
