@@ -31,7 +31,7 @@ from pk import errors, tracing
 from pk.clock import SystemClock
 from pk.server.formatting import prepare
 from pk.server.metrics_endpoint import socket_names
-from pk.server.run_config import EXIT_OK, RunConfig, remove_sockets
+from pk.server.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets
 from pk.server.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
 
 BACKOFF_MS = (50, 5_000)
@@ -189,7 +189,11 @@ class Supervisor:
         """Run a role's process again and again until the supervisor stops."""
         while not self._stopping.is_set():
             started_ms = self._clock.monotonic_ms()
-            code = await self._run_once(child)
+            try:
+                code = await self._run_once(child)
+            except OSError as cause:  # no memory or descriptors for it now: no reason to give up
+                code = EXIT_FAILED
+                child.failure = errors.BrokerUnavailable(f"the {child.role} did not start: {cause}")
             if self._stopping.is_set():
                 return
             child.deaths += 1
@@ -225,7 +229,7 @@ class Supervisor:
         child.failure = None
         assert process.stdout is not None
         try:
-            while line := await process.stdout.readline():
+            while line := await _line(process.stdout):
                 self._heard(child, line)
             return await process.wait()
         finally:
@@ -295,6 +299,16 @@ class Supervisor:
         for role in self.children:
             self._signal(role, signal.SIGKILL)
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+
+async def _line(out: asyncio.StreamReader) -> bytes:
+    """The next, empty at the end.  One that is too long is nothing a child of ours says: the rest
+    of it reads as another.
+    """
+    try:
+        return await out.readline()
+    except ValueError:
+        return b"(a line that is too long)\n"
 
 
 def _how(code: int) -> str:
