@@ -11,6 +11,7 @@ import pytest
 
 from pk import errors
 from pk.server.broker.follower import POLL_WAIT_MS
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger
 
@@ -525,6 +526,54 @@ def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
     kit.until(lambda: kit.state("t").leader == n)
     kit.boot(leader)
     kit.sim.network.heal(f"b{leader}", f"b{n}")
+    ledger.more(100)
+    ledger.stop()
+    ledger.check()
+
+
+def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
+    """R1, R6: a leader hears in one breath that another leads and that one copy is enough now; what
+    it parked, and the other never had, is not acknowledged.
+    """
+    kit = make(41, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(100)
+    leader, m, n = kit.state("t").replicas
+    kit.kill(m)
+    kit.until(lambda: kit.state("t").isr == (leader, n))
+    ledger.more(100)
+    kit.kill(n)
+    kit.until(lambda: kit.state("t").elr == (n,))
+    known: Any = kit.replica(leader, "t").leader
+    kit.until(lambda: known.isr == (leader,))
+    kit.wait(500)
+    partition, parked = kit.replica(leader, "t"), known.high_watermark
+    assert known.log_end > parked
+    core, held = kit.brokers[leader].core, [True]
+    poll = core.follower._poll
+
+    async def later(wait_ms: int) -> Any:
+        while held:
+            await core.clock.sleep_ms(10)
+        return await poll(wait_ms)
+
+    core.follower._poll = later  # type: ignore[method-assign]
+    kit.sim.network.cut(f"b{leader}", "controller")
+    kit.until(lambda: kit.state("t").leader == NONE)
+    kit.boot(n)
+    kit.until(lambda: kit.state("t").leader == n)
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["min_insync_replicas"] = "1"
+    kit.until(kit.spawn_ask(request, n).done)
+    kit.sim.network.heal(f"b{leader}", "controller")
+    kit.until(lambda: leader not in kit.state("t").isr and not core.link.fenced)
+    assert partition.leader is known
+    held.clear()
+    kit.until(lambda: partition.leader is None)
+    assert known.high_watermark == parked
+    kit.boot(m)
     ledger.more(100)
     ledger.stop()
     ledger.check()
