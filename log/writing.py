@@ -147,14 +147,14 @@ class Writable(Readable):
         if offset >= self._written_end:
             return
         self._cuts += 1
-        if offset <= self._segments[0].base_offset:
+        if offset < self._segments[0].base_offset:
             start = min(self.log_start, offset)
             self.reset_to(offset)
             self.log_start = start  # what is below the local log may be in the tier
             return
         at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
-        if offset == self._segments[at].base_offset:
-            at -= 1
+        if at and offset == self._segments[at].base_offset:
+            at -= 1  # but the first stays: only its snapshot knows the producers from before it
         kept, active = self._segments[: at + 1], self._segments[at]
         for segment in reversed(self._segments[at + 1 :]):
             self._discard(segment)
