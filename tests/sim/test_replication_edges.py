@@ -362,6 +362,29 @@ def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
     ledger.check()
 
 
+def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
+    """R1 of replicas.py, M8 of follower.py: the leader has not compared the new log, but its word to
+    the old one comes on the same stream.
+    """
+    kit = make(26, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    _, n = outside(kit, "t")
+    old: Any = kit.replica(n, "t").replica
+    key, fetcher, follower = old.key, old.fetcher, kit.brokers[n].core.follower
+    stale = wire.FetchedPartition(topic_id=key.topic_id, partition=0, high_watermark=100)
+    kit.sim.network.heal(f"b{n}", "controller")
+    damage(kit, "t", n)
+    kit.until(lambda: fetcher._replicas.get(key, old) is not old and fetcher._replicas[key].placed)
+    assert key in follower.anew
+    for position_id in range(1, old.position_id + 1):
+        stale.position_id = position_id
+        fetcher._take_entry(stale, b"")
+    assert key in follower.anew
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.check()
+
+
 def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
     """M7: it may be joining the ISR just now, on what it still seems to have."""
     kit = make(23, auto_leader_rebalance_enable=False)
