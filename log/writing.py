@@ -173,14 +173,16 @@ class Writable(Readable):
         """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
         state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
 
-        A log that reaches `offset` never ends below it on the way: it may be in the ISR, and lead
-        after a crash.
+        A log that reaches `offset` never ends below it on the way, nor ends there without the
+        producers: it may be in the ISR, and lead after a crash.
         """
         assert self._idle(), "a reset waits for the writes before it"
         self._mend()
         self._cuts += 1
-        if self._segments[0].base_offset < offset <= self._written_end:
+        if self._segments[0].base_offset <= offset <= self._written_end:
             self.truncate_to(offset)
+        if snapshot:
+            self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
         segments = self._segments[::-1]
         if self._written_end == offset:
             segments = tuple(each for each in self._segments if each.base_offset < offset)
@@ -189,10 +191,9 @@ class Writable(Readable):
         for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):
-            self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
+            if at != offset or not snapshot:
+                self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
         self.epochs.clear()
-        if snapshot:
-            write_file(self._storage, f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
         self._reload([], offset)
         self.log_start = offset
 

@@ -12,6 +12,7 @@ import pytest
 from pk import errors
 from pk.log import writing
 from pk.log.manager import LogManager
+from pk.log.partition_log import PartitionLog
 from pk.log.storage import Storage
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import Bench, make_batch
@@ -135,3 +136,34 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
         raise AssertionError("it never ended")
 
     run(main)
+
+
+@pytest.mark.parametrize("begins", [0, 30])
+def test_dying_while_it_begins_anew_where_it_ended_forgets_no_producers(begins: int) -> None:
+    """Rule R5: it may lead next, and a retry is stored once."""
+    for at in range(200):
+        bench, given = Bench(), _written_by_one(30).producers.snapshot(30)
+        if begins:
+            bench.log.reset_to(begins, given)
+            bench.append(make_batch(2, 100))
+        else:
+            bench.log = _written_by_one(30, bench)
+        bench.storage.crash_at = at
+        try:
+            bench.log.reset_to(30, given)
+        except Crashed:
+            bench.storage.crash()
+            bench.open(log_start=begins)
+            assert bench.log.producers.snapshot(30) == given, at
+            continue
+        assert bench.log.producers.snapshot(30) == given
+        return
+    raise AssertionError("it never ended")
+
+
+def _written_by_one(count: int, bench: Bench | None = None) -> PartitionLog:
+    bench = bench or Bench()
+    for sequence in range(count):
+        rows = make_batch(1, 100, producer_id=9, producer_epoch=0, base_sequence=sequence)
+        bench.append(rows)
+    return bench.log
