@@ -415,3 +415,16 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
     assert not ledger.failed
     assert kit.events("controlled_shutdown_timed_out") == 0
     assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
+
+
+def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_leader(make: Any) -> None:
+    """Rule L2: what else lies on it is led by others, who must hear that it is offline here."""
+    kit = make(28, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 50)
+    n = kit.state("t").leader
+    core = kit.brokers[n].core
+    core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))  # of a follower's cut
+    assert core.offline_replicas()
+    kit.until(lambda: kit.state("t").leader != n)
+    ledger.check()
