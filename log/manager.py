@@ -434,6 +434,8 @@ class LogManager:
         self._reshaping[key] = None
         try:
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
+            if snapshot and log.written_end < start:  # it may be opened there in between (O2)
+                await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)
                 await directory.disk.write(partial(log.reset_to, offset, snapshot))

@@ -150,14 +150,14 @@ class Writable(Readable):
         if offset >= self._written_end:
             return
         self._cuts += 1
-        if offset <= self._segments[0].base_offset:
+        if offset < self._segments[0].base_offset:
             start = min(self.log_start, offset)
             self.reset_to(offset)
             self.log_start = start  # what is below the local log may be in the tier
             return
         at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
-        if offset == self._segments[at].base_offset:
-            at -= 1
+        if at and offset == self._segments[at].base_offset:
+            at -= 1  # but the first stays: only its snapshot knows the producers from before it
         kept, active = self._segments[: at + 1], self._segments[at]
         for segment in reversed(self._segments[at + 1 :]):
             self._discard(segment)
@@ -176,14 +176,16 @@ class Writable(Readable):
         """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
         state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
 
-        A log that reaches `offset` never ends below it on the way: it may be in the ISR, and lead
-        after a crash.
+        A log that reaches `offset` never ends below it on the way, nor ends there without the
+        producers: it may be in the ISR, and lead after a crash.
         """
         assert self._idle(), "a reset waits for the writes before it"
         self._mend()
         self._cuts += 1
-        if self._segments[0].base_offset < offset <= self._written_end:
+        if self._segments[0].base_offset <= offset <= self._written_end:
             self.truncate_to(offset)
+        if snapshot:
+            self.keep_snapshot(offset, snapshot)
         segments = self._segments[::-1]
         if self._written_end == offset:
             segments = tuple(each for each in self._segments if each.base_offset < offset)
@@ -192,12 +194,15 @@ class Writable(Readable):
         for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):
-            self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
+            if at != offset or not snapshot:
+                self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
         self.epochs.clear()
-        if snapshot:
-            write_file(self._storage, f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
         self._reload([], offset)
         self.log_start = offset
+
+    def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
+        """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
+        self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
     def _mend(self) -> None:
         """What a failed plan left behind goes before the files are looked at again (rule L2)."""

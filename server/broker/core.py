@@ -196,6 +196,8 @@ class BrokerCore:
             if partition.problem is None:
                 self._damaged(partition, error)
             return
+        if isinstance(error, errors.StorageFull):  # half-way in a log: not to be tried again here
+            error = errors.StorageFailed(error.message, **error.details)
         self._directory_offline(partition.lane, error)
 
     def notice_failed_directories(self) -> None:

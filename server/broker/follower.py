@@ -283,7 +283,7 @@ class MetadataFollower:
         if changes.brokers:
             self._core.replicas.brokers_changed()
         # Settings first: under an older min_insync_replicas the watermark would move past a member
-        # that the same records keep eligible (rule R1).
+        # that the same records keep eligible (rule R1).  Not for who led until these records.
         self._reconfigure(changes)
         for some in together(list(keys)):
             await self._creations.create_missing(some)
@@ -484,6 +484,8 @@ class MetadataFollower:
                     self._core.feed.remove(partition.key, partition.topic)
                 elif tiered and not partition.tiered and partition.leader is not None:
                     self._core.feed.restore(partition.key)
-                partition.reconfigure(wanted, tiered=tiered)
+                state = self.image.partition(partition.key)
+                epoch = NONE if state is None else state.leader_epoch
+                partition.reconfigure(wanted, epoch, tiered=tiered)
                 self._flush_if_asked(partition)
                 self._core.retain_soon(partition.key)

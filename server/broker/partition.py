@@ -475,20 +475,16 @@ class Partition:
         if self.replica is not None:
             self.replica.stored(0)
 
-    def reconfigure(
-        self, settings: Mapping[str, Any], *, tiered: bool, leader_epoch: Epoch
-    ) -> None:
-        """The topic's settings changed, the log's own part by the caller.  `leader_epoch`: as of
-        then; who led before must not go by rules that came after it (R1).
-        """
+    def reconfigure(self, settings: Mapping[str, Any], epoch: Epoch, *, tiered: bool) -> None:
+        """The topic's settings as of leader epoch `epoch`: who led before must not go by them (R1).
+        The log's own part was replaced by the caller."""
         self.settings = settings
         if tiered and not self.tiered:
             self.log.tiered_end = max(self.log.tiered_end, self.log.local_log_start)
             self.log.droppable_end = max(self.log.droppable_end, self.log.local_log_start)
         self.tiered = tiered
-        leads = self.leader is not None and self.leader.leader_epoch == leader_epoch
-        rules = settings["min_insync_replicas"], settings["flush_on_ack"]
-        if leads and self.leader.on_config(*rules):
+        leader, rules = self.leader, (settings["min_insync_replicas"], settings["flush_on_ack"])
+        if leader and leader.leader_epoch == epoch and leader.on_config(*rules):
             self.watermark_moved()
         else:
             self._host.partition_moved(self)

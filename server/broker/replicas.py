@@ -159,6 +159,7 @@ class LeaderFetcher:
         self._stream: Stream | None = None
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
         self._positions: deque[Replica] = deque()  #: to be set
+        self._position_id = 0  #: of the newest
         self._confirm: dict[PartitionKey, Replica] = {}
         self._forget: list[PartitionKey] = []
         self._owed = 0  #: credit that comes back when what was fetched is written
@@ -211,7 +212,8 @@ class LeaderFetcher:
         if replica.current and not replica.placed:
             # What a former leader had committed beyond this log's end, an unclean one may not have.
             replica.partition.cut_watermark(replica.partition.log.written_end)
-            replica.position_id += 1
+            self._position_id += 1  # R1: an older replica's answers may be on their way yet
+            replica.position_id = self._position_id
             replica.placed = True
             self._confirm.pop(replica.key, None)
             self._positions.append(replica)

@@ -264,10 +264,15 @@ class Draft:
         removing: tuple[NodeId, ...],
         cluster: Cluster,
     ) -> None:
-        """The replicas are these from now on; elect if the leader was not among them."""
+        """The replicas are these from now on; elect if the leader was not among them.
+
+        Who goes deletes its log, and may be added again: what it said of that log, and is still on
+        its way, must not count then.  So its leader begins a new epoch (rule R2).
+        """
+        gone = any(member not in replicas for member in self.now.replicas)
         now = replace(self.now, replicas=replicas, adding=adding, removing=removing)
-        if now.leader != NONE and now.leader not in replicas:
-            now = replace(now, leader=NONE)
+        if now.leader != NONE and gone:
+            now = replace(now, leader=now.leader if now.leader in replicas else NONE)
             self.led_anew = True
         self.now = now
         self._set_isr([member for member in now.isr if member in replicas], lost=())

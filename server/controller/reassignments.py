@@ -9,6 +9,7 @@ if the old one goes.  Nothing else is remembered, so a failover of the controlle
   - The original replicas are those without the ones being added.  A new target is compared with
     them, not with a target given up: what was being added for that one leaves at once.
   - Cancel goes back to the original replicas in one record.
+  - Whenever a replica goes, its leader begins a new epoch, also when it is the same one (rule R2).
   - Neither may leave the partition without a replica that may lead: refused.
   - While it runs, required in-sync replicas = min(min_insync_replicas, old and new together).  A
     partition with fewer replicas than min_insync_replicas that gets more of them refuses acks=all

@@ -7,9 +7,10 @@ watermark.
 
 Invariants
   P1  nothing a replica says counts before its log was compared with this one in this leader epoch,
-      and only for the position that was compared; who left the ISR since is compared again, and a
-      newer registration silences an older one; who comes back with less than what an ISR was asked
-      for is not compared before that is decided (R2)
+      and only for the position that was compared; who left the ISR since is compared again; a newer
+      registration silences an older one, and a newer position, on whatever stream, older ones; who
+      comes back with less than what an ISR was asked for is not compared before that is decided
+      (R2)
   P2  a replica is told of a watermark that moved within TELL_MS, with data or without
 """
 
@@ -108,6 +109,8 @@ class ReplicaEnd:
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
             return  # P1: of another epoch; the pump tells the replica
+        if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
+            return
         try:
             moved = leader.on_follower_end(
                 self.replica, end, self._core.now_ms, self.broker_epoch, log_start
@@ -158,6 +161,8 @@ class ReplicaEnd:
         heard = leader.broker_epoch_of(self.replica)
         if heard > self.broker_epoch:
             raise errors.StaleBrokerEpoch(f"broker {self.replica} has registered anew")
+        if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
+            raise errors.NotLeaderOrFollower(f"{partition}: an older position of its replica")
         if self._compared.get(position.key) is position:
             if heard != self.broker_epoch:
                 raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")

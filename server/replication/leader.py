@@ -35,6 +35,7 @@ class Leader:
         "_flush_on_ack",
         "_followers",
         "_pending",
+        "_positions",
         "_required_setting",
         "_synced_end",
         "_written_end",
@@ -78,6 +79,8 @@ class Leader:
         self._required_setting = min_insync_replicas
         self._flush_on_ack = flush_on_ack
         self._followers = InSync(isr, log_end, now_ms)
+        #: the newest position each follower set: (broker epoch, its number there)
+        self._positions: dict[NodeId, tuple[int, int]] = {}
         #: the ISR that was proposed and is not committed yet (rule R2); empty = none
         self._pending: tuple[NodeId, ...] = ()
         self._move()
@@ -193,6 +196,15 @@ class Leader:
     def broker_epoch_of(self, replica: NodeId) -> int:
         """The registration under which `replica` fetches; NONE = it was not heard yet."""
         return self._followers.broker_epoch_of(replica)
+
+    def is_newest(self, replica: NodeId, broker_epoch: int, position_id: int) -> bool:
+        """Whether `replica` has set no newer position.
+
+        One that comes late, on a stream that broke, is of what its log was then.
+        """
+        position = broker_epoch, position_id
+        newest = self._positions[replica] = max(position, self._positions.get(replica, position))
+        return position == newest
 
     def on_follower_gone(self, replica: NodeId) -> None:
         """`replica` said that it does not follow any more; members of the ISR leave by a record."""

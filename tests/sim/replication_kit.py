@@ -325,3 +325,12 @@ class Ledger:
         assert numbers == sorted(numbers), "out of order"
         for number, offset in self.acked.items():
             assert rows.get(offset) == number, (number, offset, rows.get(offset))
+
+
+def written(kit: Kit, topic: str, count: int) -> Ledger:
+    """A topic at rest whose replicas all have everything."""
+    ledger = Ledger(kit, topic)
+    ledger.more(count)
+    ledger.stop()
+    kit.until(lambda: kit.in_sync(topic))
+    return ledger

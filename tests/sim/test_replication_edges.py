@@ -4,16 +4,14 @@ half-way.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from pk import errors
-from pk.server.broker.follower import POLL_WAIT_MS
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger
+from tests.sim.replication_kit import Kit, Ledger, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -23,15 +21,6 @@ def assign(kit: Kit, topic: str, *replicas: int) -> None:
     request.reassignments.add(topic=topic, partition=0, replicas=replicas)
     reply = kit.ask(request)
     assert not reply.results[0].HasField("error"), reply
-
-
-def written(kit: Kit, topic: str, count: int) -> Ledger:
-    """A topic at rest whose replicas all have everything."""
-    ledger = Ledger(kit, topic)
-    ledger.more(count)
-    ledger.stop()
-    kit.until(lambda: kit.in_sync(topic))
-    return ledger
 
 
 def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -> None:
@@ -309,181 +298,34 @@ def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> Non
     assert (leader.end_of(n), leader.broker_epoch_of(n)) == (5, newer)
 
 
-def outside(kit: Kit, topic: str) -> tuple[int, int]:
-    """(leader, n): a replica that has everything and is not in the ISR, for it is fenced."""
-    leader, _, n = kit.state(topic).replicas
-    kit.sim.network.cut(f"b{n}", "controller")
-    kit.until(lambda: n not in kit.state(topic).isr)
-    partition = kit.replica(leader, topic)
-    assert partition.leader is not None
-    known = partition.leader
-    kit.until(lambda: n not in known.isr)
-    kit.until(lambda: known.end_of(n) == partition.log.written_end)  # compared anew since
-    return leader, n
-
-
-def damage(kit: Kit, topic: str, n: int) -> None:
-    kit.brokers[n].core.storage_failed(kit.replica(n, topic), errors.CorruptLog("damaged"))
-
-
-def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
-    """M8 of follower.py, S4: the leader still knows what it had, and cannot hear of the damage."""
-    kit = make(21, auto_leader_rebalance_enable=False)
-    kit.create("t", min_insync_replicas=2)
-    ledger = written(kit, "t", 100)
-    leader, n = outside(kit, "t")
-    kit.sim.network.cut(f"b{leader}", f"b{n}")
-    damage(kit, "t", n)
-    kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: kit.events("replica_made_anew") == 1)
-    kit.wait(6_000)  # its leader asks again and again
-    assert kit.serves(n)
-    assert n not in kit.state("t").isr
-    kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    kit.until(lambda: kit.in_sync("t"))
-    assert not kit.brokers[n].core.follower.anew
-    ledger.check()
-
-
-def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
-    """M7, L9: no record says so, for it was in no list that it could leave."""
-    kit = make(22, auto_leader_rebalance_enable=False)
-    kit.create("t", min_insync_replicas=2)
-    ledger = Ledger(kit, "t")
-    leader, _, n = kit.state("t").replicas
-    kit.sim.network.cut(f"b{leader}", f"b{n}")
-    ledger.more(200)
-    kit.until(lambda: n not in kit.state("t").isr)
-    ledger.stop()
-    damage(kit, "t", n)
-    kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    assert kit.events("replica_made_anew") == 1
-    ledger.check()
-
-
-def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
-    """M7: it may be joining the ISR just now, on what it still seems to have."""
-    kit = make(23, auto_leader_rebalance_enable=False)
-    kit.create("t", min_insync_replicas=2)
-    ledger = Ledger(kit, "t")
-    leader, _, n = kit.state("t").replicas
-    kit.sim.network.cut(f"b{leader}", f"b{n}")
-    ledger.more(200)
-    follower = kit.brokers[n].core.follower
-    key = kit.replica(n, "t").key
-    kit.until(lambda: n not in follower.image.partition(key).isr)
-    ledger.stop()
-    damage(kit, "t", n)
-    task = kit.sim.spawn(f"b{n}", follower._settle(key))
-    kit.until(task.done)
-    assert kit.events("replica_made_anew") == 0
-    kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    assert kit.events("replica_made_anew") == 1
-    ledger.check()
-
-
-def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any) -> None:
-    """M7: it may have joined the ISR and been elected, and the damage have ended that: then what
-    it has is the last copy, and the image of this broker does not say so yet.
+def test_an_older_stream_is_not_heard_beside_a_newer_one(make: Any) -> None:
+    """P1 of replica_fetch.py: what it said on a stream that broke comes late, and its log was made
+    anew since, under the same registration.
     """
-    kit = make(26, auto_leader_rebalance_enable=False)
-    kit.create("t", min_insync_replicas=2)
-    ledger = written(kit, "t", 100)
-    leader, n = outside(kit, "t")
-    kit.sim.network.cut(f"b{leader}", f"b{n}")
-    core = kit.brokers[n].core
-    key, call, go_on = kit.replica(n, "t").key, core.link.call, asyncio.Event()
-
-    async def stands(request: Any, timeout_ms: int) -> Any:
-        if isinstance(request, wire.FetchMetadataLogRequest):
-            await go_on.wait()
-        return await call(request, timeout_ms)
-
-    kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: n not in core.follower.image.partition(key).isr)
-    core.link.call = stands
-    kit.wait(POLL_WAIT_MS)  # what was under way is answered
-    damage(kit, "t", n)
-    kit.until(lambda: key in core.link.told_offline)
-    task = kit.sim.spawn(f"b{n}", core.follower._settle(key))
-    kit.until(task.done)
-    assert kit.events("replica_made_anew") == 0
-    core.link.call = call
-    go_on.set()
-    kit.until(lambda: kit.events("replica_made_anew") == 1)
-    kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    ledger.check()
-
-
-def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: Any) -> None:
-    """M7: damaged once more, it is told once more, for it may have joined the ISR meanwhile."""
     kit = make(27, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
-    ledger = written(kit, "t", 100)
-    leader, n = outside(kit, "t")
-    kit.sim.network.cut(f"b{leader}", f"b{n}")
-    core, key = kit.brokers[n].core, kit.replica(n, "t").key
-    damage(kit, "t", n)
-    kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: kit.events("replica_made_anew") == 1)
-    ask, answered = core.link._ask, asyncio.Event()
-    held: list[Any] = []
-    told: list[bool] = []
-
-    async def late(request: Any, timeout_ms: int, **more: Any) -> Any:
-        if held:
-            told.append(key in core.link.told_offline)
-            return await ask(request, timeout_ms, **more)
-        reply = await ask(request, timeout_ms, **more)
-        if list(request.offline_replicas):
-            held.append(request)
-            await answered.wait()
-        return reply
-
-    core.link._ask = late
-    kit.until(lambda: bool(held))
-    kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: not core.follower.anew)
-    answered.set()
-    kit.until(lambda: bool(told))
-    assert not told[0]
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    ledger.check()
-
-
-def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
-    """R2, C2 of isr_changes.py: the leader, cut from the controller, asks for what was true once;
-    compared now, the replica would be offline no more, and the old request be granted.
-    """
-    kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
-    kit.create("t", min_insync_replicas=2)
-    ledger = written(kit, "t", 100)
-    leader, n = outside(kit, "t")
-    known: Any = kit.replica(leader, "t").leader
-    call, lost = kit.brokers[leader].core.link.call, []
-
-    async def loses(request: Any, timeout_ms: int) -> Any:
-        if isinstance(request, wire.AlterPartitionRequest):
-            lost.append(request)
-            raise errors.ControllerUnavailable("lost")
-        return await call(request, timeout_ms)
-
-    kit.brokers[leader].core.link.call = loses
-    kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: bool(lost))
-    damage(kit, "t", n)
-    kit.until(lambda: kit.events("replica_made_anew") == 1)
-    kit.wait(1_000)
-    assert known.end_of(n) == known.log_end, "it was not compared"
-    assert kit.brokers[n].core.follower.anew
-    kit.brokers[leader].core.link.call = call
-    kit.until(lambda: len(kit.state("t").isr) == 3)
-    assert kit.replica(n, "t").log.written_end == known.log_end
-    ledger.check()
+    written(kit, "t", 100)
+    n = kit.state("t").replicas[2]
+    partition, stream = kit.replica(kit.state("t").leader, "t"), _stream_of(kit, "t", n)
+    leader, end, key = partition.leader, partition.log.written_end, partition.key
+    assert leader is not None
+    old: Any = stream._replica
+    position = old._compared[key]
+    kit.replica(n, "t").replica.fetcher._stream.close()
+    kit.until(lambda: stream not in partition._followers and len(partition._followers) == 2)
+    newer = _stream_of(kit, "t", n)
+    kit.until(lambda: key in newer._replica._compared)
+    leader.on_follower_end(n, 5, 0, old.broker_epoch)  # all it has now
+    said = wire.FetchRequest()
+    where = {"topic_id": key.topic_id, "partition": 0, "position_id": position.position_id}
+    said.confirmed.add(**where, log_end=end)
+    stream._session.positions[key] = position
+    old.confirmed(said)
+    assert leader.end_of(n) == 5
+    old._compared.clear()
+    with pytest.raises(errors.NotLeaderOrFollower):
+        old.compare(position, wire.FetchReply())
+    assert leader.end_of(n) == 5
 
 
 def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
@@ -622,3 +464,16 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
     assert not ledger.failed
     assert kit.events("controlled_shutdown_timed_out") == 0
     assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
+
+
+def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_leader(make: Any) -> None:
+    """Rule L2: what else lies on it is led by others, who must hear that it is offline here."""
+    kit = make(28, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 50)
+    n = kit.state("t").leader
+    core = kit.brokers[n].core
+    core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))  # of a follower's cut
+    assert core.offline_replicas()
+    kit.until(lambda: kit.state("t").leader != n)
+    ledger.check()

@@ -6,6 +6,8 @@ import pytest
 
 from pk import errors, limits
 from pk.server.controller import commands as c
+from pk.server.controller.image import PartitionState
+from pk.server.replication.leader import Leader
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.unit.controller.controller_bench import Bench, alter_isr, item
@@ -57,8 +59,8 @@ def test_a_partition_moves_when_all_new_replicas_are_in_sync() -> None:
     result = joins(bench, 4)
     state = bench.state("t")
     assert (state.replicas, state.adding, state.removing) == ((4, 5, 1), (), ())
-    assert (state.leader, set(state.isr), state.leader_epoch) == (1, {1, 4, 5}, 0)
-    assert set(result.isr) == {1, 4, 5}
+    assert (state.leader, set(state.isr), state.leader_epoch) == (1, {1, 4, 5}, 1)
+    assert (set(result.isr), result.leader, result.leader_epoch) == ({1, 4, 5}, 1, 1)
     assert under_way(bench) == []
     assert "t" not in {t.name for t, _, _ in bench.image.partitions_of(2)}
     assert [t.name for t, _, _ in bench.image.partitions_of(4)] == ["t"]
@@ -108,7 +110,53 @@ def test_cancel_goes_back_to_the_original_replicas() -> None:
     assert reassign(bench, cancel=True) == 0
     state = bench.state("t")
     assert (state.replicas, state.adding, state.removing) == ((1, 2, 3), (), ())
-    assert (state.leader, state.isr) == (1, (1, 2, 3))
+    assert (state.leader, state.isr, state.leader_epoch) == (1, (1, 2, 3), 1)
+
+
+def test_only_who_goes_ends_the_leaders_epoch() -> None:
+    """R2: in the record that removes a replica, once; also of a target given up for another."""
+    bench = cluster()
+    epochs = []
+    for target in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 3, 2, 5), (1, 3, 2)):
+        assert reassign(bench, *target) == 0
+        assert bench.state("t").leader == 1
+        epochs.append(bench.state("t").leader_epoch)
+    assert epochs == [0, 1, 1, 2]
+
+
+def test_what_a_replica_said_of_the_log_it_deleted_counts_for_nothing() -> None:
+    """4 has everything and says so; while that is on its way it is removed, deletes its log, and is
+    added again, under the same registration.  Its leader hears of both at once, then of what 4 had.
+    """
+    bench = cluster()
+    assert reassign(bench, 1, 2, 3, 4) == 0
+    said = bench.state("t").leader_epoch
+    leader = _led(bench.state("t"))
+    assert reassign(bench, cancel=True) == 0
+    assert reassign(bench, 1, 2, 3, 4) == 0
+    state = bench.state("t")
+    if state.leader_epoch == leader.leader_epoch:
+        leader.on_isr_committed(state.isr, state.replicas, state.partition_epoch)
+    else:
+        leader = _led(state)
+    with pytest.raises(errors.FencedLeaderEpoch):
+        leader.check_epoch(said)
+
+
+def _led(state: PartitionState) -> Leader:
+    """The leader of `state`, with ten records."""
+    return Leader(
+        node_id=state.leader,
+        leader_epoch=state.leader_epoch,
+        partition_epoch=state.partition_epoch,
+        replicas=state.replicas,
+        isr=state.isr,
+        log_end=10,
+        synced_end=10,
+        high_watermark=10,
+        min_insync_replicas=2,
+        flush_on_ack=False,
+    )
 
 
 def test_a_new_target_is_compared_with_the_original_replicas() -> None:

@@ -73,6 +73,23 @@ def test_a_truncation_to_where_the_local_log_begins_keeps_what_the_tier_has(benc
     assert b.log.log_start == 40
 
 
+def test_a_truncation_to_where_the_local_log_begins_keeps_the_producers(bench: Make) -> None:
+    """Rule R5: what the leader gave along with the beginning, of records that are not local; else
+    a retry is stored twice when this replica leads.
+    """
+    b = bench()
+    b.append(produced(0))
+    given = b.log.producers.snapshot(1)
+    b.log.reset_to(0)
+    b.log.reset_to(1, given)
+    b.append(produced(1))
+    b.log.truncate_to(1)
+    for _ in range(2):
+        assert (b.log.local_log_start, b.log.log_end) == (1, 1)
+        assert isinstance(b.decide(produced(0)), Duplicate)
+        b.open()
+
+
 def test_reset_starts_elsewhere(bench: Make) -> None:
     b = bench(segment_bytes=300)
     b.fill(10)

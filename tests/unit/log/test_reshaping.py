@@ -13,6 +13,7 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import writing
 from pk.log.manager import LogManager
+from pk.log.partition_log import PartitionLog
 from pk.log.storage import Storage
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import Bench, make_batch
@@ -92,7 +93,7 @@ def test_dying_while_it_begins_anew_where_it_ended_does_not_shorten_it(behind: i
     raise AssertionError("it never ended")
 
 
-async def _begun_anew(step: int, power: bool, filled: int) -> tuple[LogManager, bool]:
+async def _begun_anew(step: int, power: bool, filled: int, given: bytes) -> tuple[LogManager, bool]:
     """A copy of `filled` records that is told to begin at 20, dies in its n-th operation if that
     comes, and is opened again.
     """
@@ -103,7 +104,7 @@ async def _begun_anew(step: int, power: bool, filled: int) -> tuple[LogManager, 
     await manager.checkpoint()
     house.storages[0].crash_at, done = step, False
     try:
-        await manager.start_anew(KEY, 20, log_start=20)
+        await manager.start_anew(KEY, 20, given, log_start=20)
         done = True
     except Crashed:
         pass
@@ -118,17 +119,20 @@ async def _begun_anew(step: int, power: bool, filled: int) -> tuple[LogManager, 
 @pytest.mark.parametrize("filled", [10, 30])
 @pytest.mark.parametrize("power", [False, True])
 def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled: int) -> None:
-    """Rule R5: a log start below the first segment promises records that no tier has.  Where none
-    went yet, or the whole log did, the next try begins from what is true.
+    """Rule R5: a log start below the first segment promises records that no tier has; and a log
+    that begins there knows the producers, for its leader takes it for one that agrees.
     """
+    given = _written_by_one(20).producers.snapshot(20)
 
     async def main() -> None:
         for step in range(200):
-            manager, done = await _begun_anew(step, power, filled)
+            manager, done = await _begun_anew(step, power, filled, given)
             log = manager.get(KEY)
             assert log is not None
             assert log.log_start >= log.segments[0].base_offset, step
             assert power or log.written_end >= min(filled, 20), step
+            if log.segments[0].base_offset == 20:
+                assert log.producers.snapshot(20) == given, step
             if done:
                 assert (log.log_start, log.written_end) == (20, 20)
                 assert step > 10
@@ -179,3 +183,34 @@ def test_an_epoch_whose_first_batch_was_not_stored_does_not_come_back(dies: bool
     bench.open()
     assert bench.log.written_end == 6
     assert bench.log.epochs.entries == ((0, 0),)
+
+
+@pytest.mark.parametrize("begins", [0, 30])
+def test_dying_while_it_begins_anew_where_it_ended_forgets_no_producers(begins: int) -> None:
+    """Rule R5: it may lead next, and a retry is stored once."""
+    for at in range(200):
+        bench, given = Bench(), _written_by_one(30).producers.snapshot(30)
+        if begins:
+            bench.log.reset_to(begins, given)
+            bench.append(make_batch(2, 100))
+        else:
+            bench.log = _written_by_one(30, bench)
+        bench.storage.crash_at = at
+        try:
+            bench.log.reset_to(30, given)
+        except Crashed:
+            bench.storage.crash()
+            bench.open(log_start=begins)
+            assert bench.log.producers.snapshot(30) == given, at
+            continue
+        assert bench.log.producers.snapshot(30) == given
+        return
+    raise AssertionError("it never ended")
+
+
+def _written_by_one(count: int, bench: Bench | None = None) -> PartitionLog:
+    bench = bench or Bench()
+    for sequence in range(count):
+        rows = make_batch(1, 100, producer_id=9, producer_epoch=0, base_sequence=sequence)
+        bench.append(rows)
+    return bench.log

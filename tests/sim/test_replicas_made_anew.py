@@ -1,0 +1,215 @@
+"""Damaged replicas that are made anew (rule L9): who may still count on what they had."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.broker.follower import POLL_WAIT_MS
+from pk.wire import pk_pb2 as wire
+from tests.sim.replication_kit import Kit, Ledger, written
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def outside(kit: Kit, topic: str) -> tuple[int, int]:
+    """(leader, n): a replica that has everything and is not in the ISR, for it is fenced."""
+    leader, _, n = kit.state(topic).replicas
+    kit.sim.network.cut(f"b{n}", "controller")
+    kit.until(lambda: n not in kit.state(topic).isr)
+    partition = kit.replica(leader, topic)
+    assert partition.leader is not None
+    known = partition.leader
+    kit.until(lambda: n not in known.isr)
+    kit.until(lambda: known.end_of(n) == partition.log.written_end)  # compared anew since
+    return leader, n
+
+
+def damage(kit: Kit, topic: str, n: int) -> None:
+    kit.brokers[n].core.storage_failed(kit.replica(n, topic), errors.CorruptLog("damaged"))
+
+
+def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
+    """M8 of follower.py, S4: the leader still knows what it had, and cannot hear of the damage."""
+    kit = make(21, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(6_000)  # its leader asks again and again
+    assert kit.serves(n)
+    assert n not in kit.state("t").isr
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    kit.until(lambda: kit.in_sync("t"))
+    assert not kit.brokers[n].core.follower.anew
+    ledger.check()
+
+
+def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
+    """M7, L9: no record says so, for it was in no list that it could leave."""
+    kit = make(22, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    leader, _, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    ledger.more(200)
+    kit.until(lambda: n not in kit.state("t").isr)
+    ledger.stop()
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.events("replica_made_anew") == 1
+    ledger.check()
+
+
+def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
+    """R1 of replicas.py, M8 of follower.py: the leader has not compared the new log, but its word
+    to the old one comes on the same stream.
+    """
+    kit = make(26, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    _, n = outside(kit, "t")
+    old: Any = kit.replica(n, "t").replica
+    key, fetcher, follower = old.key, old.fetcher, kit.brokers[n].core.follower
+    stale = wire.FetchedPartition(topic_id=key.topic_id, partition=0, high_watermark=100)
+    kit.sim.network.heal(f"b{n}", "controller")
+    damage(kit, "t", n)
+    kit.until(lambda: fetcher._replicas.get(key, old) is not old and fetcher._replicas[key].placed)
+    assert key in follower.anew
+    for position_id in range(1, old.position_id + 1):
+        stale.position_id = position_id
+        fetcher._take_entry(stale, b"")
+    assert key in follower.anew
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.check()
+
+
+def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
+    """M7: it may be joining the ISR just now, on what it still seems to have."""
+    kit = make(23, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    leader, _, n = kit.state("t").replicas
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    ledger.more(200)
+    follower = kit.brokers[n].core.follower
+    key = kit.replica(n, "t").key
+    kit.until(lambda: n not in follower.image.partition(key).isr)
+    ledger.stop()
+    damage(kit, "t", n)
+    task = kit.sim.spawn(f"b{n}", follower._settle(key))
+    kit.until(task.done)
+    assert kit.events("replica_made_anew") == 0
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.events("replica_made_anew") == 1
+    ledger.check()
+
+
+def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any) -> None:
+    """M7: it may have joined the ISR and been elected, and the damage have ended that: then what
+    it has is the last copy, and the image of this broker does not say so yet.
+    """
+    kit = make(26, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    core = kit.brokers[n].core
+    key, call, go_on = kit.replica(n, "t").key, core.link.call, asyncio.Event()
+
+    async def stands(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.FetchMetadataLogRequest):
+            await go_on.wait()
+        return await call(request, timeout_ms)
+
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: n not in core.follower.image.partition(key).isr)
+    core.link.call = stands
+    kit.wait(POLL_WAIT_MS)  # what was under way is answered
+    damage(kit, "t", n)
+    kit.until(lambda: key in core.link.told_offline)
+    task = kit.sim.spawn(f"b{n}", core.follower._settle(key))
+    kit.until(task.done)
+    assert kit.events("replica_made_anew") == 0
+    core.link.call = call
+    go_on.set()
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.check()
+
+
+def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: Any) -> None:
+    """M7: damaged once more, it is told once more, for it may have joined the ISR meanwhile."""
+    kit = make(27, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    core, key = kit.brokers[n].core, kit.replica(n, "t").key
+    damage(kit, "t", n)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    ask, answered = core.link._ask, asyncio.Event()
+    held: list[Any] = []
+    told: list[bool] = []
+
+    async def late(request: Any, timeout_ms: int, **more: Any) -> Any:
+        if held:
+            told.append(key in core.link.told_offline)
+            return await ask(request, timeout_ms, **more)
+        reply = await ask(request, timeout_ms, **more)
+        if list(request.offline_replicas):
+            held.append(request)
+            await answered.wait()
+        return reply
+
+    core.link._ask = late
+    kit.until(lambda: bool(held))
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: not core.follower.anew)
+    answered.set()
+    kit.until(lambda: bool(told))
+    assert not told[0]
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    ledger.check()
+
+
+def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
+    """R2, C2 of isr_changes.py: the leader, cut from the controller, asks for what was true once;
+    compared now, the replica would be offline no more, and the old request be granted.
+    """
+    kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
+    kit.create("t", min_insync_replicas=2)
+    ledger = written(kit, "t", 100)
+    leader, n = outside(kit, "t")
+    known: Any = kit.replica(leader, "t").leader
+    call, lost = kit.brokers[leader].core.link.call, []
+
+    async def loses(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.AlterPartitionRequest):
+            lost.append(request)
+            raise errors.ControllerUnavailable("lost")
+        return await call(request, timeout_ms)
+
+    kit.brokers[leader].core.link.call = loses
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: bool(lost))
+    damage(kit, "t", n)
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(1_000)
+    assert known.end_of(n) == known.log_end, "it was not compared"
+    assert kit.brokers[n].core.follower.anew
+    kit.brokers[leader].core.link.call = call
+    kit.until(lambda: len(kit.state("t").isr) == 3)
+    assert kit.replica(n, "t").log.written_end == known.log_end
+    ledger.check()
