@@ -7,10 +7,10 @@ on it are answered the broker has *contact*; when it breaks the broker re-connec
 back-off and registers again under the same incarnation id.  Without contact for
 `broker_session_timeout_ms` it may have been fenced without knowing (rule R6).
 
-Waits: a new active controller grants every broker one session timeout.  A silent controller (it
-was stopped, or is cut off) is left after a quarter of that, and when it is asked once more after at
-most half: a broker that reaches the active controller is registered there in time.  With nobody
-else to ask a controller may take the whole session timeout.
+Waits: a new active controller grants every broker three quarters of a session timeout at least.  A
+silent controller (it was stopped, or is cut off) is left after a quarter of that timeout, and when
+it is asked once more after at most half: a broker that reaches the active controller is registered
+there in time.  With nobody else to ask a controller may take the whole session timeout.
 
 Invariants
   K1  a broker epoch is used only with the incarnation that was given it

@@ -89,8 +89,8 @@ class Role(enum.Enum):
 
 @dataclass(slots=True, frozen=True)
 class Timing:
-    """Milliseconds (KIP-595): every wait before an election is drawn from [1, 2) times the figure,
-    so that two seldom stand at once.
+    """Milliseconds (KIP-595): every wait before an election is drawn from [1, 2) times the figure
+    ([1, 1.5) for `fetch_ms`), so that two seldom stand at once.
     """
 
     election_ms: int = 1_000  #: a candidate or a node without a leader waits this long
@@ -119,7 +119,8 @@ class Quorum:
         self._writing = False  #: U6
         self._fetches = 0
         self._fetching: Fetch | None = None  #: the one fetch that is under way
-        self._heard_ms = 0  #: a follower: when the leader last answered
+        self._heard_ms = 0  #: a follower: when the leader last answered, if it may live
+        self._word_ms: int | None = None  #: when any leader last did; None = it was this node
         self._promised = 0  #: the leader's high watermark, behind records that are being written
         self._effects: list[Effect] = []
 
@@ -232,6 +233,7 @@ class Quorum:
             self._enter(epoch)
         self.role, self.leader = Role.FOLLOWER, leader
         self._heard_ms = now_ms if heard else now_ms - self.timing.fetch_ms
+        self._word_ms = now_ms if heard else self._word_ms
         self._tell_leadership()
         self._arm(FETCH, now_ms, self.timing.fetch_ms)
         self._fetch(now_ms)
@@ -240,7 +242,8 @@ class Quorum:
         self._effects.append(Publish(LEADERSHIP, Leadership(self.epoch, self.leader)))
 
     def _arm(self, key: str, now_ms: int, wait_ms: int) -> None:
-        self._effects.append(SetTimer(key, now_ms + int(wait_ms * self._rng.uniform(1.0, 2.0))))
+        most = 1.5 if key == FETCH else 2.0
+        self._effects.append(SetTimer(key, now_ms + int(wait_ms * self._rng.uniform(1.0, most))))
 
     # -- elections ---------------------------------------------------------------------------------
 
@@ -292,8 +295,10 @@ class Quorum:
         self._leave()
         self.role, self.leader = Role.LEADER, self.me
         self.tenure = Tenure(self.me, self.log.end, now_ms)
+        word_ms, self._word_ms = self._word_ms, None
+        silent_ms = 0 if word_ms is None else now_ms - word_ms
         self._effects += [
-            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end)),
+            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, silent_ms)),
             Write([BeginEpoch(self.me, self.epoch, self.voters)], Level.SYNCED),
         ]
         self._tick(now_ms)
@@ -436,7 +441,7 @@ class Quorum:
         if reply.status is FetchStatus.NOT_LEADER:  # any more: its farewell was lost
             self._detach(self.epoch, now_ms)
             return
-        self._heard_ms = now_ms
+        self._heard_ms = self._word_ms = now_ms
         self._arm(FETCH, now_ms, self.timing.fetch_ms)
         if reply.status is FetchStatus.DIVERGING:
             assert reply.diverging is not None
@@ -572,15 +577,12 @@ class Quorum:
         """One at a time, and not before this leader's epoch has committed something (KIP-853)."""
         tenure = self.tenure
         if tenure is None:
-            refusal: errors.PkError = errors.ControllerUnavailable("this node does not lead")
-            self._respond(event.request, refusal)
+            self._respond(event.request, errors.ControllerUnavailable("this node does not lead"))
             return
         if len(set(event.voters) ^ set(self.voters)) != 1 or not event.voters:
-            refusal = errors.InvalidRequest("voters change one at a time")
-            self._respond(event.request, refusal)
+            self._respond(event.request, errors.InvalidRequest("voters change one at a time"))
         elif tenure.change is not None or not self._settled(tenure):
-            refusal = errors.ControllerUnavailable("an earlier change of voters is under way")
-            self._respond(event.request, refusal)
+            self._respond(event.request, errors.ControllerUnavailable("other voters are under way"))
         else:
             tenure.change = (event.request, tuple(event.voters))  # other records may go before it
             self._effects.append(

@@ -319,9 +319,10 @@ HIGH_WATERMARK = "high_watermark"
 @dataclass(slots=True, frozen=True)
 class Leadership:
     """Who leads, as far as this node knows; `start`: where the records of this node's own epoch
-    begin, NONE if it does not lead.
+    begin, NONE if it does not lead; `silent_ms`: for how long it had heard of no leader before.
     """
 
     epoch: int
     leader: Voter | None
     start: int = NONE
+    silent_ms: int = 0

@@ -254,6 +254,32 @@ def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any
     assert not image.brokers[8].fenced
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, make: Any) -> None:
+    """R7: a broker that went with the active controller is fenced a session timeout later, and not
+    one after the next controller has noticed.
+    """
+    world = make(13)
+    first = world.active()
+    others = [n for n in IDS if n != first]
+    reachable(world, "b7:1")
+    epoch = world.ask(register(7), first).register_broker_reply.broker_epoch
+    beat = wire.BrokerHeartbeatRequest(broker_id=7, broker_epoch=epoch, metadata_offset=10_000)
+    assert not world.ask(beat, first).broker_heartbeat_reply.fenced
+    began_us = world.sim.loop.now_us
+    if killed:
+        world.down(first)
+    else:
+        for n in others:
+            world.sim.network.cut(f"c{first}", f"c{n}")
+    world.sim.run_until(lambda: any(world.nodes[n].term for n in others))
+    (second,) = (n for n in others if world.nodes[n].term is not None)
+    image = world.nodes[second].machine.image
+    world.sim.run_until(lambda: image.brokers[7].fenced)
+    timeout_ms = RUN.server["broker_session_timeout_ms"]
+    assert timeout_ms - 100 < (world.sim.loop.now_us - began_us) / 1000 < timeout_ms + 1_000
+
+
 def test_brokers_register_after_the_voters_changed(make: Any) -> None:
     """M3: the record that the quorum appends itself is known to the term that goes on behind it."""
     world = make(5)
