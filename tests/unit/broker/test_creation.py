@@ -411,3 +411,24 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is None
+
+
+def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the snapshot does not change is nobody else's to react to."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    follower, partition = core.follower, core.partitions[key]
+    led = follower.image.partition(key)
+    partition.step_down(-1)
+
+    async def meanwhile(_partition: Any) -> None:
+        follower.image.topics[topic_id].partitions[0] = replace(led)
+
+    monkeypatch.setattr(core.replicas, "stand_still", meanwhile)
+    task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
+    cluster.world.run_until(task.done)
+    task.result()
+    assert partition.leader is not None
