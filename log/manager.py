@@ -442,6 +442,8 @@ class LogManager:
             log.log_start = start
         finally:
             del self._reshaping[key]
+            if log.torn:  # what it had below is gone, perhaps
+                log.log_start = start
         await self._write_log_starts(directory)
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
@@ -494,7 +496,8 @@ class LogManager:
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
             mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
-            if mine is not None and mine[0] is log and key not in self._reshaping:
+            same = mine is not None and mine[0] is log and not log.torn
+            if same and key not in self._reshaping:
                 directory.recovery_points[key] = point
         await self._write_checkpoints(directory)
 

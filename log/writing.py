@@ -39,6 +39,8 @@ class Writable(Readable):
 
     def _init_lane(self, loaded: loading.Loaded) -> None:
         self._cuts = 0  #: how often the log was cut back: what was read before is void
+        #: it was being cut or begun anew, and that failed: only another opening knows what is there
+        self.torn = False
         self._lane_failed = NONE  #: plans up to this generation fail (W1)
         self._lane_error: Exception | None = None
         self._lane_end = loaded.segments[-1].written.next_offset
@@ -159,6 +161,7 @@ class Writable(Readable):
         if at and offset == self._segments[at].base_offset:
             at -= 1  # but the first stays: only its snapshot knows the producers from before it
         kept, active = self._segments[: at + 1], self._segments[at]
+        self.torn = True
         for segment in reversed(self._segments[at + 1 :]):
             self._discard(segment)
         for suffix in loading.DERIVED[:3]:
@@ -191,6 +194,7 @@ class Writable(Readable):
             segments = tuple(each for each in self._segments if each.base_offset < offset)
             if len(segments) == len(self._segments):
                 Segment(self._storage, self.path, offset).create()
+        self.torn = True
         for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):
@@ -258,6 +262,7 @@ class Writable(Readable):
         self._lane_dir_changed = True
         self._synced_end = self._sync()
         self.log_start = min(self.log_start, self._written_end)
+        self.torn = False
 
     def close(self, clean: bool = True) -> None:
         """`clean`: flush, indexes, producer snapshot, all SYNCED; then the next opening trusts
@@ -279,6 +284,8 @@ class Writable(Readable):
         active, end = self._segments[-1], self._written_end
         if self._storage.failed is not None:
             raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
+        if self.torn:
+            raise errors.StorageFailed(f"{self.path} was left half-way")
         assert self._idle(), "close waits for the writes before it"
         self._mend()
         self._lane_end = end
