@@ -307,20 +307,22 @@ class LogManager:
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
         for new in wanted:
             self._strays.known(new.key)
-        usable = [directory for directory in self.directories if directory.failed is None]
-        counts = {id(each): 0 for each in usable}
-        for _, directory in self._logs.values():
-            if id(directory) in counts:
-                counts[id(directory)] += 1
+        taken = [directory for _, directory in self._logs.values()]
+        paths = {self._path(str(new.tp)): new for new in wanted}
         try:
-            homes = await creation.homes(usable, counts, [self._path(str(n.tp)) for n in wanted])
+            homes = await creation.homes(self.directories, taken, paths)
         except errors.PkError as error:
             return [error for _ in wanted]
         groups: dict[Directory, list[NewPartition]] = {}
+        outcomes: dict[PartitionKey, Outcome] = {}
         for new, home in zip(wanted, homes, strict=True):
-            groups.setdefault(home, []).append(new)
+            if isinstance(home, Directory):
+                groups.setdefault(home, []).append(new)
+            else:
+                outcomes[new.key] = home
         visits = await asyncio.gather(*(self._visit(*each) for each in groups.items()))
-        outcomes = {key: outcome for visit in visits for key, outcome in visit.items()}
+        for visit in visits:
+            outcomes |= visit
         return [outcomes[new.key] for new in wanted]
 
     async def _visit(

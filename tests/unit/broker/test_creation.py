@@ -432,3 +432,20 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is not None
+
+
+def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """C3: it may have been there, and a member of the ISR; elsewhere it would be empty."""
+    cluster = make_cluster(5, disks=2)
+    cluster.start()
+    cluster.storages["d1"].fault = full(0)
+    topic_id = cluster.do(cluster.create("flights"))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    assert isinstance(core.follower.unopened[key], errors.StorageFull)
+    cluster.storages["d1"].failed = errors.StorageFailed("gone")
+    cluster.world.loop.run_for_ms(6_000)
+    assert key not in core.partitions
+    assert isinstance(core.follower.unopened[key], errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
