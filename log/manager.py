@@ -440,12 +440,9 @@ class LogManager:
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)
-                await directory.disk.write(partial(log.reset_to, offset, snapshot))
-            log.log_start = start
+                await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
         finally:
             del self._reshaping[key]
-            if log.torn:  # what it had below is gone, perhaps
-                log.log_start = start
         await self._write_log_starts(directory)
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:

@@ -275,3 +275,32 @@ def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> Non
         assert found.count(True) >= 2
 
     run(main)
+
+
+def test_a_log_begun_anew_has_its_start_at_once() -> None:
+    """Rule T9: a checkpoint that is written just then, or at the end of a broker that stops on the
+    way, would have it begin where the local log does: its tier's records below would be deleted.
+    """
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 50)
+        reset_to, seen = log.reset_to, []
+
+        def noted(*given: Any, **more: Any) -> None:
+            reset_to(*given, **more)
+            seen.append(log.log_start)
+
+        log.reset_to = noted  # type: ignore[method-assign]
+        await manager.start_anew(KEY, 60, log_start=20)
+        assert (seen, log.log_start, log.local_log_start) == ([20], 20, 60)
+        await manager.close()
+        again = await house.opened()
+        opened = again.get(KEY)
+        assert opened is not None
+        assert (opened.log_start, opened.local_log_start) == (20, 60)
+        await again.close()
+
+    run(main)
