@@ -337,21 +337,18 @@ class LogManager:
             found = await directory.disk.write(partial(creation.create, site, group))
         except errors.PkError as error:
             return dict.fromkeys((new.key for new in group), error)
-        for key, outcome in found.items():
-            if isinstance(outcome, PartitionLog):
-                self._logs[key] = (outcome, directory)
-                if directory.names(key):  # M2, as for those that were known at once
-                    found[key] = await self._take_up(key, outcome, directory)
-        return found
-
-    async def _take_up(self, key: PartitionKey, log: PartitionLog, home: Directory) -> Outcome:
+        logs = {key: log for key, log in found.items() if isinstance(log, PartitionLog)}
+        self._logs |= {key: (log, directory) for key, log in logs.items()}
+        ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
-            await self._claim_less(home, {key: log.written_end})
+            if ends:  # M2, as for those that were known at once
+                await self._claim_less(directory, ends)
         except errors.PkError as error:
-            del self._logs[key]
-            await home.disk.write(partial(log.close, False))
-            return error
-        return log
+            for key in ends:
+                del self._logs[key]
+                await directory.disk.write(partial(logs[key].close, False))
+                found[key] = error
+        return found
 
     async def _forget_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]

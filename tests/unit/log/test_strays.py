@@ -6,7 +6,7 @@ import pytest
 
 from pk import errors
 from pk.log.creation import NewPartition
-from pk.log.directory import PARTITION_FILE, begin_partition, name_partition
+from pk.log.directory import PARTITION_FILE, Directory, begin_partition, name_partition
 from pk.log.partition_log import PartitionLog
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
@@ -246,6 +246,37 @@ def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) ->
         (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
         assert isinstance(outcome, PartitionLog)
         assert outcome.log_end == 30
+        await again.close()
+
+    run(main)
+
+
+def test_strays_that_are_known_together_cost_one_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C4: each of some thousands would wait for a look at all the others."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        wanted = [NewPartition(TopicPartition("t", n), "tid", CONFIG) for n in range(50)]
+        await manager.create_all(wanted)
+        await manager.checkpoint()
+        house.storages[0].crash()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        looks: list[tuple[str, ...]] = []
+        write = Directory.write_checkpoints
+
+        async def noted(self: Directory, *names: str) -> None:
+            looks.append(names)
+            await write(self, *names)
+
+        monkeypatch.setattr(Directory, "write_checkpoints", noted)
+        outcomes = await again.create_all(wanted)
+        assert all(isinstance(each, PartitionLog) for each in outcomes)
+        assert len(looks) == 1
         await again.close()
 
     run(main)
