@@ -20,12 +20,14 @@ Rules
       fails stops them all (rule L2).
   C4  a visit is bounded: appends to other partitions of the directory wait until it is over.
   C5  a partition is created where something has its name: what could not be opened there, for want
-      of space, say, or of a whole identity, must not begin anew elsewhere, without its records.
+      of space, say, or of a whole identity, must not begin anew elsewhere, without its records,
+      nor once that directory has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -51,6 +53,7 @@ class NewPartition(NamedTuple):
     tp: TopicPartition
     topic_id: str
     config: LogConfig
+    again: bool = False  #: it could not be created, or opened, before
 
     @property
     def key(self) -> PartitionKey:
@@ -84,34 +87,54 @@ class _Begun:
 
 
 async def homes(
-    usable: Sequence[Directory], counts: Mapping[int, int], paths: Sequence[str]
-) -> list[Directory]:
-    """A directory for each of `paths`: where that name stands (C5), else the one with the fewest
-    partitions, then the most free space.  `counts`: by id of the directory.  Raises the storage's
-    errors.
+    directories: Sequence[Directory],
+    taken: Iterable[Directory],
+    wanted: Mapping[str, NewPartition],
+) -> list[Directory | errors.PkError]:
+    """A directory for each of `wanted`, by path: where it stands (C5), else the one with the fewest
+    partitions, then the most free space; or why there is none.  `taken`: the directory of each
+    partition.  Raises the storage's errors.
     """
+    usable = [each for each in directories if each.failed is None]
+    lost = [each for each in directories if each.failed is not None]
     if not usable:
         raise errors.StorageFailed("every data directory of this broker has failed")
-    if len(usable) == 1:
-        return [*usable] * len(paths)
-    taken, standing = dict(counts), {}
+    if not lost and len(usable) == 1:
+        return [*usable] * len(wanted)
+    counts = Counter(map(id, taken))
+    standing: dict[str, Directory] = {}
     for each in usable:
-        there = await each.disk.read(partial(_existing, each.disk.storage, paths))
-        standing.update(dict.fromkeys(there, each))
+        there = await each.disk.read(partial(_standing, each.disk.storage, wanted))
+        standing |= {path: each for path, sure in there.items() if sure or path not in standing}
     free = [await each.disk.read(each.disk.storage.free_bytes) for each in usable]
-    chosen = []
-    for path in paths:
+    chosen: list[Directory | errors.PkError] = []
+    for path, new in wanted.items():
         home = standing.get(path)
+        if home is None and new.again and lost:
+            where, root = f"{new.tp} is in no directory that works", lost[0].disk.storage.root
+            told = f"{where}, so it is taken to be in {root}, which failed: {lost[0].failed}"
+            chosen.append(errors.StorageFailed(told, directory=root))
+            continue
         if home is None:
-            best = min((taken[id(each)], -free[at], at) for at, each in enumerate(usable))
+            best = min((counts[id(each)], -free[at], at) for at, each in enumerate(usable))
             home = usable[best[2]]
-        taken[id(home)] += 1
+        counts[id(home)] += 1
         chosen.append(home)
     return chosen
 
 
-def _existing(storage: Storage, paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if storage.exists(path)]
+def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str, bool]:
+    """Whose name is here, and whether it is they for sure; an earlier life (rule L8) is another."""
+    found = {}
+    for path, new in wanted.items():
+        if storage.exists(path):
+            try:
+                known = files.read_partition(storage, path)
+            except errors.CorruptLog:
+                known = None
+            if known is None or known[0] == new.topic_id:
+                found[path] = known is not None
+    return found
 
 
 def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:

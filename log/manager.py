@@ -307,20 +307,22 @@ class LogManager:
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
         for new in wanted:
             self._strays.known(new.key)
-        usable = [directory for directory in self.directories if directory.failed is None]
-        counts = {id(each): 0 for each in usable}
-        for _, directory in self._logs.values():
-            if id(directory) in counts:
-                counts[id(directory)] += 1
+        taken = [directory for _, directory in self._logs.values()]
+        paths = {self._path(str(new.tp)): new for new in wanted}
         try:
-            homes = await creation.homes(usable, counts, [self._path(str(n.tp)) for n in wanted])
+            homes = await creation.homes(self.directories, taken, paths)
         except errors.PkError as error:
             return [error for _ in wanted]
         groups: dict[Directory, list[NewPartition]] = {}
+        outcomes: dict[PartitionKey, Outcome] = {}
         for new, home in zip(wanted, homes, strict=True):
-            groups.setdefault(home, []).append(new)
+            if isinstance(home, Directory):
+                groups.setdefault(home, []).append(new)
+            else:
+                outcomes[new.key] = home
         visits = await asyncio.gather(*(self._visit(*each) for each in groups.items()))
-        outcomes = {key: outcome for visit in visits for key, outcome in visit.items()}
+        for visit in visits:
+            outcomes |= visit
         return [outcomes[new.key] for new in wanted]
 
     async def _visit(
@@ -335,21 +337,18 @@ class LogManager:
             found = await directory.disk.write(partial(creation.create, site, group))
         except errors.PkError as error:
             return dict.fromkeys((new.key for new in group), error)
-        for key, outcome in found.items():
-            if isinstance(outcome, PartitionLog):
-                self._logs[key] = (outcome, directory)
-                if directory.names(key):  # M2, as for those that were known at once
-                    found[key] = await self._take_up(key, outcome, directory)
-        return found
-
-    async def _take_up(self, key: PartitionKey, log: PartitionLog, home: Directory) -> Outcome:
+        logs = {key: log for key, log in found.items() if isinstance(log, PartitionLog)}
+        self._logs |= {key: (log, directory) for key, log in logs.items()}
+        ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
-            await self._claim_less(home, {key: log.written_end})
+            if ends:  # M2, as for those that were known at once
+                await self._claim_less(directory, ends)
         except errors.PkError as error:
-            del self._logs[key]
-            await home.disk.write(partial(log.close, False))
-            return error
-        return log
+            for key in ends:
+                del self._logs[key]
+                await directory.disk.write(partial(logs[key].close, False))
+                found[key] = error
+        return found
 
     async def _forget_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]
@@ -438,8 +437,7 @@ class LogManager:
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)
-                await directory.disk.write(partial(log.reset_to, offset, snapshot))
-            log.log_start = start
+                await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
         finally:
             del self._reshaping[key]
         await self._write_log_starts(directory)
@@ -494,7 +492,8 @@ class LogManager:
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
             mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
-            if mine is not None and mine[0] is log and key not in self._reshaping:
+            same = mine is not None and mine[0] is log and not log.torn
+            if same and key not in self._reshaping:
                 directory.recovery_points[key] = point
         await self._write_checkpoints(directory)
 

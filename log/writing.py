@@ -22,7 +22,7 @@ from pk.log.producers import Producers
 from pk.log.reading import Readable
 from pk.log.segment import SNAPSHOT, Segment, Walk, base_offset_of, file_name, write_file
 from pk.log.storage import Storage
-from pk.types import NONE
+from pk.types import NONE, Offset
 
 
 class Writable(Readable):
@@ -39,6 +39,8 @@ class Writable(Readable):
 
     def _init_lane(self, loaded: loading.Loaded) -> None:
         self._cuts = 0  #: how often the log was cut back: what was read before is void
+        #: it was being cut or begun anew, and that failed: only another opening knows what is there
+        self.torn = False
         self._lane_failed = NONE  #: plans up to this generation fail (W1)
         self._lane_error: Exception | None = None
         self._lane_end = loaded.segments[-1].written.next_offset
@@ -151,14 +153,14 @@ class Writable(Readable):
             return
         self._cuts += 1
         if offset < self._segments[0].base_offset:
-            start = min(self.log_start, offset)
-            self.reset_to(offset)
-            self.log_start = start  # what is below the local log may be in the tier
+            # What is below the local log may be in the tier.
+            self.reset_to(offset, log_start=min(self.log_start, offset))
             return
         at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
         if at and offset == self._segments[at].base_offset:
             at -= 1  # but the first stays: only its snapshot knows the producers from before it
         kept, active = self._segments[: at + 1], self._segments[at]
+        self.torn = True
         for segment in reversed(self._segments[at + 1 :]):
             self._discard(segment)
         for suffix in loading.DERIVED[:3]:
@@ -172,9 +174,12 @@ class Writable(Readable):
         file.truncate(size)
         self._reload(list(kept), offset)
 
-    def reset_to(self, offset: int, snapshot: bytes = b"") -> None:
+    def reset_to(
+        self, offset: int, snapshot: bytes = b"", *, log_start: Offset | None = None
+    ) -> None:
         """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
-        state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.
+        state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.  `log_start`
+        is never above its own on the way: a checkpoint may be written beside it.
 
         A log that reaches `offset` never ends below it on the way, nor ends there without the
         producers: it may be in the ISR, and lead after a crash.
@@ -191,6 +196,8 @@ class Writable(Readable):
             segments = tuple(each for each in self._segments if each.base_offset < offset)
             if len(segments) == len(self._segments):
                 Segment(self._storage, self.path, offset).create()
+        self.torn = True
+        self.log_start = offset if log_start is None else log_start  # half-way, too
         for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self.path):
@@ -198,7 +205,6 @@ class Writable(Readable):
                 self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
         self.epochs.clear()
         self._reload([], offset)
-        self.log_start = offset
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
@@ -258,6 +264,7 @@ class Writable(Readable):
         self._lane_dir_changed = True
         self._synced_end = self._sync()
         self.log_start = min(self.log_start, self._written_end)
+        self.torn = False
 
     def close(self, clean: bool = True) -> None:
         """`clean`: flush, indexes, producer snapshot, all SYNCED; then the next opening trusts
@@ -279,6 +286,8 @@ class Writable(Readable):
         active, end = self._segments[-1], self._written_end
         if self._storage.failed is not None:
             raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
+        if self.torn:
+            raise errors.StorageFailed(f"{self.path} was left half-way")
         assert self._idle(), "close waits for the writes before it"
         self._mend()
         self._lane_end = end

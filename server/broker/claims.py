@@ -109,6 +109,10 @@ class Claims:
                 break
             except errors.PkError as error:
                 partition.problem = error
+                if partition.log.torn:  # a claim that tried again would not know what is there
+                    self.give_up(partition)
+                    core.storage_failed(partition, error)
+                    return
             except Exception as bug:
                 core.bug("claiming a table", bug)
             await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))

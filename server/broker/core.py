@@ -191,13 +191,14 @@ class BrokerCore:
                 self.flushes.set(partition.key, self.clock.monotonic_ms() + flush_ms)
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
-        """B3: every partition of that directory goes offline."""
+        """B3: every partition of that directory goes offline; of a full one, this one alone."""
         if isinstance(error, errors.CorruptLog):
             if partition.problem is None:
                 self._damaged(partition, error)
             return
-        if isinstance(error, errors.StorageFull):  # half-way in a log: not to be tried again here
-            error = errors.StorageFailed(error.message, **error.details)
+        if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on
+            self.replica_failed(partition, errors.StorageFailed(error.message, **error.details))
+            return
         self._directory_offline(partition.lane, error)
 
     def notice_failed_directories(self) -> None:

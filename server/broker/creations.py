@@ -135,7 +135,7 @@ class Creations:
             topics = self._topics_of(missing)
             outcomes = await core.manager.create_all(
                 [
-                    NewPartition(TopicPartition(name, key.partition), key.topic_id, config)
+                    NewPartition(TopicPartition(name, key.partition), key.topic_id, config, again)
                     for key in missing
                     for name, _, config in (topics[key.topic_id],)
                 ]

@@ -410,8 +410,9 @@ class MetadataFollower:
             return
         if partition.leader is None:  # what a former leader sent is written, or undone
             await core.replicas.stand_still(partition)
-        # What `retry_unopened` waited with may be over: the image has moved on.
-        if partition.problem is None and self.image.partition(partition.key) is state:
+        # What `retry_unopened` waited with may be over: the image has moved on.  By its value: an
+        # image that is loaded anew has its own, and nobody reacts to what did not change.
+        if partition.problem is None and self.image.partition(partition.key) == state:
             self.take_office(partition, state)
 
     def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:

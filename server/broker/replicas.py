@@ -103,7 +103,7 @@ class Replicas:
         self.core = core
         self._fetchers: dict[NodeId, LeaderFetcher] = {}
         #: logs being cut or begun anew: whoever wants such a log to stand still waits (R2)
-        self.changing: dict[PartitionKey, asyncio.Task[None]] = {}
+        self.changing: dict[PartitionKey, asyncio.Task[Any]] = {}
 
     async def stand_still(self, partition: Partition) -> None:
         """Return once nothing that was decided for the log is under way."""
@@ -454,14 +454,28 @@ class LeaderFetcher:
         replica.placed = False
         changing, key = self.core.replicas.changing, replica.key
         assert key not in changing, "a position is answered once"
-        task = changing[key] = asyncio.get_running_loop().create_task(work)
+        task = changing[key] = asyncio.get_running_loop().create_task(self._try(replica, work))
 
-        def done(ended: asyncio.Task[None]) -> None:
+        def done(ended: asyncio.Task[bool]) -> None:
             del changing[key]
             self._ended(ended)
-            self._place_soon(replica)
+            if not ended.cancelled() and not ended.exception() and not ended.result():
+                self.again(replica, FULL_MS)
+            else:
+                self._place_soon(replica)
 
         task.add_done_callback(done)
+
+    async def _try(self, replica: Replica, work: Coroutine[Any, Any, None]) -> bool:
+        """False if a full disk left the log as it was: to be tried again."""
+        try:
+            await work
+        except errors.PkError as error:
+            if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
+                self.core.metrics.refused(error)
+                return False
+            self.core.storage_failed(replica.partition, error)
+        return True
 
     async def _cut(self, replica: Replica, theirs: tuple[Epoch, Offset]) -> None:
         """R3: the logs part."""
@@ -489,10 +503,7 @@ class LeaderFetcher:
             core.metrics.committed_cut.inc(known - cut.offset)
             core.warn("committed_records_cut", high_watermark=known, **facts)
         partition.cut_watermark(cut.offset)
-        try:
-            await core.manager.cut(partition.key, cut.offset)
-        except errors.PkError as error:
-            core.storage_failed(partition, error)
+        await core.manager.cut(partition.key, cut.offset)
 
     async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
         """Rule R5."""
@@ -512,12 +523,8 @@ class LeaderFetcher:
         facts = {"log_end": log.log_end, "offset": offset, "high_watermark": known}
         core.warn("log_begun_anew", partition=str(partition), **facts)
         partition.cut_watermark(0)
-        try:
-            await core.manager.start_anew(
-                partition.key, offset, told.producer_snapshot, log_start=log_start
-            )
-        except errors.PkError as error:
-            core.storage_failed(partition, error)
+        snapshot = told.producer_snapshot
+        await core.manager.start_anew(partition.key, offset, snapshot, log_start=log_start)
 
 
 def _given_up(replica: Replica, known: Offset) -> bool:

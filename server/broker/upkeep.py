@@ -351,11 +351,12 @@ class Upkeep:
 async def flush(core: BrokerCore, partition: Partition) -> None:
     """SYNCED everything written;
 
-    a failed fsync takes the directory offline and is never retried (L2).
+    a failed fsync takes the directory offline and is never retried (L2).  Others are flushed next.
     """
     try:
         synced_end = await partition.lane.disk.write(partition.log.flush)
     except errors.PkError as error:
+        core.metrics.refused(error)
         core.storage_failed(partition, error)
-        raise
+        return
     partition.synced(synced_end)

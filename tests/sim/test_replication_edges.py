@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log.manager import LogManager
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger, written
@@ -466,14 +467,63 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
     assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
 
 
-def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_leader(make: Any) -> None:
-    """Rule L2: what else lies on it is led by others, who must hear that it is offline here."""
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_other(
+    make: Any, monkeypatch: pytest.MonkeyPatch, torn: bool
+) -> None:
+    """Rule L2: a log that was left half-way is told to be offline, and what else lies on the disk
+    goes on; one that was not touched is cut once there is room.
+    """
+    kit = make(28, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=1)
+    kit.create("u", min_insync_replicas=1)
+    ledger = Ledger(kit, "t", acks="1", enable_idempotence=False)
+    ledger.more(50)
+    old = kit.state("t").leader
+    others = [n for n in (1, 2, 3) if n != old]
+    for n in others:
+        kit.sim.network.cut(f"b{old}", f"b{n}")
+    ledger.more(50)
+    kit.kill(old)
+    kit.until(lambda: kit.state("t").leader in others)
+    for n in others:
+        kit.sim.network.heal(f"b{old}", f"b{n}")
+    ledger.more(50)
+    ledger.stop()
+    tried: list[int] = []
+    cut = LogManager.cut
+
+    async def full(self: LogManager, key: Any, offset: int) -> None:
+        tried.append(offset)
+        if len(tried) > 3:
+            await cut(self, key, offset)
+            return
+        self._logs[key][0].torn = torn
+        raise errors.StorageFull("full")
+
+    monkeypatch.setattr(LogManager, "cut", full)
+    kit.boot(old)
+    kit.until(lambda: tried)
+    core = kit.brokers[old].core
+    kit.until(lambda: len(kit.state("u").isr) == 3)
+    if torn:
+        (lost,) = core.offline_replicas()
+        assert lost.topic_id == kit.replica(old, "t").key.topic_id
+        assert kit.replica(old, "u").problem is None
+        return
+    kit.until(lambda: kit.in_sync("t"))
+    assert not core.offline_replicas()
+    assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
+
+
+def test_a_leader_whose_log_was_left_half_way_is_followed_by_another(make: Any) -> None:
+    """Rule L2: the controller must hear that it is offline here."""
     kit = make(28, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 50)
     n = kit.state("t").leader
     core = kit.brokers[n].core
-    core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))  # of a follower's cut
+    core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))
     assert core.offline_replicas()
     kit.until(lambda: kit.state("t").leader != n)
     ledger.check()

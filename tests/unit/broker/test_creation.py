@@ -411,3 +411,41 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is None
+
+
+def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the snapshot does not change is nobody else's to react to."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    follower, partition = core.follower, core.partitions[key]
+    led = follower.image.partition(key)
+    partition.step_down(-1)
+
+    async def meanwhile(_partition: Any) -> None:
+        follower.image.topics[topic_id].partitions[0] = replace(led)
+
+    monkeypatch.setattr(core.replicas, "stand_still", meanwhile)
+    task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
+    cluster.world.run_until(task.done)
+    task.result()
+    assert partition.leader is not None
+
+
+def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """C3: it may have been there, and a member of the ISR; elsewhere it would be empty."""
+    cluster = make_cluster(5, disks=2)
+    cluster.start()
+    cluster.storages["d1"].fault = full(0)
+    topic_id = cluster.do(cluster.create("flights"))
+    core, key = cluster.broker.core, PartitionKey(topic_id, 0)
+    assert isinstance(core.follower.unopened[key], errors.StorageFull)
+    cluster.storages["d1"].failed = errors.StorageFailed("gone")
+    cluster.world.loop.run_for_ms(6_000)
+    assert key not in core.partitions
+    assert isinstance(core.follower.unopened[key], errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1

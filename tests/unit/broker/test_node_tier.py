@@ -417,3 +417,32 @@ def test_a_claim_ends_with_its_replica(
     cluster.do(made_anew())
     assert core.follower.claims.epoch(partition.key) is None
     assert partition.key not in core.partitions
+
+
+def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: the next try would not know what is there; the controller hears of it."""
+    cluster = make_cluster(0, tier_url="memory://tier")
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 12))
+    partition = partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: partition.tiered_end == 12)
+    cluster.world.kill("tier")
+    cluster.kill("broker", "d1", power=True)
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+
+    async def full(*_: Any, **__: Any) -> None:
+        again.log.torn = True
+        raise errors.StorageFull("full")
+
+    core.manager.start_anew = full
+    cluster.start_tier()
+    cluster.world.run_until(lambda: core.offline_replicas())
+    assert core.follower.claims.epoch(again.key) is None
+    assert again.leader is None
+    assert isinstance(again.problem, errors.StorageFailed)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pk import errors
 from pk.server.broker.upkeep import TICK_MS, Upkeep
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -303,6 +304,27 @@ def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) 
         upkeep.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """They are due together, and none of them is asked for again."""
+    first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
+
+    async def story() -> None:
+        await segments(rig, kit, 1)
+        await segments(rig, kit, 1, partition=1)
+
+        def full() -> int:
+            raise errors.StorageFull("of this one alone")
+
+        first.log.flush = full
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)
+        assert isinstance(first.problem, errors.StorageFailed)
+        assert second.log.synced_end == 1
         await upkeep.close()
 
     rig.run(story)

@@ -214,3 +214,93 @@ def _written_by_one(count: int, bench: Bench | None = None) -> PartitionLog:
         rows = make_batch(1, 100, producer_id=9, producer_epoch=0, base_sequence=sequence)
         bench.append(rows)
     return bench.log
+
+
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("end", [12, 45, 60])  # 60: it begins anew
+def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> None:
+    """What was not touched is tried again; what was is left alone until it is opened anew, and no
+    checkpoint speaks of it, else that would be told to be damage.
+    """
+
+    async def reshape(manager: LogManager) -> None:
+        if end > 50:
+            await manager.start_anew(KEY, end, log_start=end)
+        else:
+            await manager.cut(KEY, end)
+
+    async def attempt(step: int) -> bool | None:
+        """The disk is full from that operation on.  Whether the log was torn; None = no failure."""
+        house = House(seed=step)
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 50)
+        await manager.checkpoint()
+        storage, steps = house.storages[0], 0
+
+        def full(operation: str, path: str) -> Exception | None:
+            nonlocal steps
+            steps += 1
+            return errors.StorageFull("full") if steps > step else None
+
+        storage.fault = full
+        try:
+            await reshape(manager)
+            return None
+        except errors.StorageFull:
+            torn = log.torn
+        finally:
+            storage.fault = None
+        if not torn:
+            await reshape(manager)
+        await manager.checkpoint()
+        await manager.checkpoint_log_starts()
+        if power:
+            storage.power_loss(random.Random(step))
+            again = await house.opened(boot_id="boot-2")
+        else:
+            await manager.close()
+            again = await house.opened()
+        opened = again.get(KEY)
+        assert opened is not None
+        assert opened.log_start >= opened.segments[0].base_offset, step
+        assert torn or opened.written_end == end, step
+        return torn
+
+    async def main() -> None:
+        found = []
+        while (torn := await attempt(len(found))) is not None:
+            found.append(torn)
+        assert found.count(False) >= 2 or end == 45  # no checkpoint is to be lowered
+        assert found.count(True) >= 2
+
+    run(main)
+
+
+def test_a_log_begun_anew_has_its_start_at_once() -> None:
+    """Rule T9: a checkpoint that is written just then, or at the end of a broker that stops on the
+    way, would have it begin where the local log does: its tier's records below would be deleted.
+    """
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 50)
+        reset_to, seen = log.reset_to, []
+
+        def noted(*given: Any, **more: Any) -> None:
+            reset_to(*given, **more)
+            seen.append(log.log_start)
+
+        log.reset_to = noted  # type: ignore[method-assign]
+        await manager.start_anew(KEY, 60, log_start=20)
+        assert (seen, log.log_start, log.local_log_start) == ([20], 20, 60)
+        await manager.close()
+        again = await house.opened()
+        opened = again.get(KEY)
+        assert opened is not None
+        assert (opened.log_start, opened.local_log_start) == (20, 60)
+        await again.close()
+
+    run(main)

@@ -6,7 +6,7 @@ import pytest
 
 from pk import errors
 from pk.log.creation import NewPartition
-from pk.log.directory import PARTITION_FILE
+from pk.log.directory import PARTITION_FILE, Directory, begin_partition, name_partition
 from pk.log.partition_log import PartitionLog
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
@@ -185,6 +185,98 @@ def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
         (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
         assert isinstance(failure, errors.CorruptLog)
         assert isinstance(outcome, errors.CorruptLog)
+        await again.close()
+
+    run(main)
+
+
+def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed() -> None:
+    """Rule C5: it was tried again while its disk was full, and then the disk was gone."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        other = TopicPartition("t", 1)
+        await manager.create(other, "tid", CONFIG)
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        home = manager.disk_of(KEY).storage
+        home.crash()
+        house.storages[0].crash()
+        again = house.manager()
+        await again.open()
+        home.fault = lambda operation, path: (
+            errors.StorageFull("full") if path.startswith("topics/t-0/0") else None
+        )
+        ((_, failure),) = await again.load(lambda topic_id, tp: None if tp.partition else CONFIG)
+        assert isinstance(failure, errors.StorageFull)
+        home.failed = errors.StorageFailed("gone")
+        tries = [NewPartition(each, "tid", CONFIG, again=True) for each in (TP, other)]
+        lost, found = await again.create_all(tries)
+        assert isinstance(lost, errors.StorageFailed)
+        assert isinstance(found, PartitionLog)  # what stands in the other goes on
+        (new,) = await again.create_all([NewPartition(TopicPartition("t", 2), "tid", CONFIG)])
+        assert isinstance(new, PartitionLog)
+        await again.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("older", [0, 1])
+def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) -> None:
+    """Rules C5, L8: a directory that was taken out and is back has one of the same name."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        placed = [TopicPartition("t", 1 - older), TopicPartition("t", older)]
+        for tp in placed:  # t-0 in the disk that is not `older`
+            await manager.create(tp, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        home, storage = manager.disk_of(KEY).storage, house.storages[older]
+        assert home is not storage
+        storage.make_dir("topics/t-0")
+        begin_partition(storage, "topics/t-0", "earlier", TP).close()
+        name_partition(storage, "topics/t-0")
+        for each in house.storages:
+            each.crash()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(outcome, PartitionLog)
+        assert outcome.log_end == 30
+        await again.close()
+
+    run(main)
+
+
+def test_strays_that_are_known_together_cost_one_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C4: each of some thousands would wait for a look at all the others."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        wanted = [NewPartition(TopicPartition("t", n), "tid", CONFIG) for n in range(50)]
+        await manager.create_all(wanted)
+        await manager.checkpoint()
+        house.storages[0].crash()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        looks: list[tuple[str, ...]] = []
+        write = Directory.write_checkpoints
+
+        async def noted(self: Directory, *names: str) -> None:
+            looks.append(names)
+            await write(self, *names)
+
+        monkeypatch.setattr(Directory, "write_checkpoints", noted)
+        outcomes = await again.create_all(wanted)
+        assert all(isinstance(each, PartitionLog) for each in outcomes)
+        assert len(looks) == 1
         await again.close()
 
     run(main)
