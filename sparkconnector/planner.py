@@ -236,8 +236,10 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     line = cluster(source.bootstrap, source.client)
     try:
         for fetched in line.scan(task.range, read_committed=task.read_committed):
+            # A read of the tier may end inside a batch that the next leader has whole.
+            rest = task.range._replace(start=fetched.position)
             yield from rows.from_log(
-                fetched.payload, fetched.aborted, task.range, shape, line.decoded_bytes_max
+                fetched.payload, fetched.aborted, rest, shape, line.decoded_bytes_max
             )
     except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
         if source.fail_on_data_loss:

@@ -299,3 +299,41 @@ def test_an_unreachable_broker_is_a_typed_error():
     )
     with pytest.raises(errors.BrokerUnavailable):
         PkStreamReader(source, COLUMNS).initialOffset()
+
+
+def test_a_scan_goes_on_inside_a_batch_of_the_next_leader(broker):
+    """What the tier gave need not end where a batch of the log does."""
+    (log,) = broker.create("t")
+    fill(log, 10, 10)
+    one = reader(broker)
+    start = one.initialOffset()
+    end = step(one, start)
+    broker.cold_ends, broker.break_after = [5], [1]
+    assert offsets_of(one, start, end) == list(range(20))
+    assert broker.streams == 2
+
+
+def test_a_broker_that_is_behind_takes_no_partition_away(broker):
+    logs = broker.create("t", 2)
+    for log in logs:
+        fill(log, 3)
+    one = reader(broker, subscribePattern="t|u", failOnDataLoss="false")
+    start = one.initialOffset()
+    end = step(one, start)
+    broker.behind = [{"t": ("id-of-t", logs[:1])}, {}]
+    assert step(one, end) == end
+    assert broker.behind == []
+    fill(logs[1], 2)
+    assert at(step(one, end)) == {"0": 3, "1": 5}
+
+
+def test_a_topic_that_a_broker_does_not_know_yet_is_no_loss(broker):
+    (log,) = broker.create("t")
+    fill(log, 5)
+    one = reader(broker, failOnDataLoss="false")
+    start = one.initialOffset()
+    end = step(one, start)
+    broker.unknown_topics = 2
+    assert offsets_of(one, start, end) == list(range(5))
+    broker.behind = [{}]  # the executor's process asks who leads
+    assert offsets_of(one, start, end) == list(range(5))
