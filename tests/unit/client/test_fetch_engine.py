@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.client.cluster import Cluster
-from pk.client.fetch_engine import FetchEngine
+from pk.client.fetch_engine import PROBLEMS_MANY, FetchEngine
 from pk.client.fetcher_events import Arrived, OffsetFound, Pause, Seek
 from pk.client.offsets import LATEST, lookup_offsets
 from pk.client.options import consumer_options
@@ -133,6 +133,21 @@ def test_none_without_a_position_is_said_once_and_a_seek_helps(bench: Any) -> No
     b.on_client(b.engine.step, Seek(T0, 1))
     b.drain_for(100)
     assert b.got[T0] == [(1, b"1")]
+
+
+def test_no_complaint_is_dropped_unsaid(bench: Any) -> None:
+    """A partition that waits for a seek would wait for ever."""
+    b = bench(auto_offset_reset="none")
+    count = PROBLEMS_MANY + 50
+    b.cluster.create("t", count)
+    places = [TopicPartition("t", partition) for partition in range(count)]
+    b.on_client(b.engine.assign, places)
+    b.sim.loop.run_for_ms(300)
+    told = b.engine.problems[-1]
+    b.on_client(b.engine._raise, told)  # what repeats itself takes no room
+    assert len(b.engine.problems) == count
+    assert {b.engine.complaint().place for _ in places} == set(places)
+    assert b.engine.complaint() is None
 
 
 def test_a_seek_into_a_batch_cuts_the_rows_before_it(bench: Any) -> None:
