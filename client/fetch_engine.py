@@ -51,6 +51,8 @@ _log = logging.getLogger("pk.client")
 
 #: A broker that lives says hello at once.
 HELLO_TIMEOUT_MS = 5_000
+#: From so many complaints on, one that waits to be told is not added again.
+PROBLEMS_MANY = 1_000
 
 
 class FetchEngine:
@@ -282,9 +284,10 @@ class FetchEngine:
             )
 
     def _raise(self, told: Complaint) -> None:
-        self.problems.append(told)
-        while len(self.problems) > 1000:
-            self.problems.popleft()
+        # None may be dropped unsaid: a position that waits for a seek complains only once.
+        full = len(self.problems) >= PROBLEMS_MANY and told.place is not None
+        if not full or not any(_same(told, each) for each in self.problems.copy()):
+            self.problems.append(told)
         self.on_ready()
 
     async def _find_offset(self, wanted: OffsetWanted) -> None:
@@ -422,6 +425,10 @@ class _FetchLink:
                 raise errors.CorruptBatch("a fetch frame is shorter than its head says")
             self._engine.step(_arrived(self._node, entry, frame.payload[at:end]))
             at = end
+
+
+def _same(one: Complaint, other: Complaint) -> bool:
+    return (one.place, one.about, type(one.error)) == (other.place, other.about, type(other.error))
 
 
 def _arrived(node: int, entry: wire.FetchedPartition, payload: memoryview) -> Arrived:

@@ -13,6 +13,8 @@ Invariants
   K2  a scan yields payloads in offset order, without gap or repetition, also across reconnects.
   K3  a stream is reused only if its last scan ended on it cleanly.
   K4  nobody waits for a broker that leads no more, or that the cluster gave up.
+  K5  what a broker that is behind says of topics is not believed: it may name fewer partitions than
+      a query has read, or not know a topic yet.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
-from pk.sparkconnector.scan import Fetched, Line, Scan
-from pk.types import PartitionKey
+from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, Fetched, Line, Scan
+from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import open_stream
@@ -37,8 +39,6 @@ T = TypeVar("T")
 
 #: Idle fetch streams kept for the next scan.
 STREAMS_IDLE_MAX = 8
-#: How long a topic that is not there is waited for: metadata may still travel.
-UNKNOWN_TOPIC_WAIT_MS = 2_000
 #: A broker that lives says hello at once.
 HELLO_TIMEOUT_MS = 5_000
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
@@ -117,6 +117,7 @@ class Cluster:
         )  # fmt: skip
         self._peers.on_change.append(self._on_metadata)
         self._names: dict[str, str] = {}  #: topic id → name
+        self._heard = ("", NONE)  #: cluster id, the newest offset of its metadata log heard of (K5)
         self._scans: dict[Scan, None] = {}
         self._idle: list[Line] = []
         self._leaders: dict[tuple[str, int], str] = {}
@@ -182,7 +183,7 @@ class Cluster:
         return self._process.run(self._retried(lambda: self._topics(names)))
 
     async def _topics(self, names: Sequence[str]) -> list[Topic]:
-        reply = await self._ask(wire.MetadataRequest(topics=list(names)))
+        reply = await self._metadata(wire.MetadataRequest(topics=list(names)))
         brokers = {node.node_id: node.address for node in reply.brokers}
         found = []
         for info in reply.topics:
@@ -196,6 +197,18 @@ class Cluster:
             for partition, address in leaders.items():
                 self._leaders[info.topic_id, partition] = address
         return sorted(found)
+
+    async def _metadata(self, request: wire.MetadataRequest) -> Any:
+        """What any broker says that is not behind one asked before (K5)."""
+        reply = await self._ask(request)
+        cluster_id, newest = self._heard
+        if reply.cluster_id == cluster_id and reply.metadata_offset < newest:
+            raise errors.BrokerUnavailable(
+                f"the broker that was asked is behind: it knows the metadata up to offset "
+                f"{reply.metadata_offset}, another one up to {newest}"
+            )
+        self._heard = reply.cluster_id, reply.metadata_offset
+        return reply
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -253,7 +266,7 @@ class Cluster:
     async def _leader(self, key: tuple[str, int]) -> str:
         self._watch(self._names.get(key[0]))
         if not self._leaders.get(key):
-            reply = await self._ask(wire.MetadataRequest(topic_ids=[key[0]]))
+            reply = await self._metadata(wire.MetadataRequest(topic_ids=[key[0]]))
             brokers = {node.node_id: node.address for node in reply.brokers}
             for info in reply.topics:
                 if info.HasField("error"):

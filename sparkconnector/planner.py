@@ -218,15 +218,19 @@ def read(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.R
 
     worker.begin_task()
     shape = rows.Shape(columns, task.range.topic, task.range.partition)
-    found = _cold(task, shape) if task.cold is not None else _hot(task, source, shape)
+    found = _cold(task, source, shape) if task.cold is not None else _hot(task, source, shape)
     return rows.right_sized(found)
 
 
-def _cold(task: Task, shape: Any) -> Iterator[pa.RecordBatch]:
+def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import tier_scan
 
+    def lost(part: Range) -> None:
+        cause = errors.OffsetOutOfRange("it was deleted or aged out while it was read")
+        _tell(source, _loss(part, cause), cause)
+
     assert task.cold is not None
-    return tier_scan.scan(task.range, task.cold, shape)
+    return tier_scan.scan(task.range, task.cold, shape, lost)
 
 
 def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
@@ -234,15 +238,41 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector.connection import cluster
 
     line = cluster(source.bootstrap, source.client)
+    rest = task.range
+    while rest.size:
+        try:
+            for fetched in line.scan(rest, read_committed=task.read_committed):
+                # A read of the tier may end inside a batch that the next leader has whole.
+                rest = rest._replace(start=fetched.position)
+                yield from rows.from_log(
+                    fetched.payload, fetched.aborted, rest, shape, line.decoded_bytes_max
+                )
+                rest = rest._replace(start=fetched.next_offset)
+            return
+        except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
+            gone = isinstance(cause, errors.UnknownTopicId)
+            left = rest.end if gone or source.fail_on_data_loss else _first_left(line, rest)
+            _tell(source, _loss(rest._replace(end=left), cause), cause)
+            rest = rest._replace(start=left)
+
+
+def _first_left(line: Cluster, one: Range) -> int:
+    """Where a range that lost its beginning goes on; its end if nothing of it is left."""
+    from pk.sparkconnector.connection import Topic
+
+    topic = Topic(one.topic, one.topic_id, {one.partition: ""}, False)
     try:
-        for fetched in line.scan(task.range, read_committed=task.read_committed):
-            yield from rows.from_log(
-                fetched.payload, fetched.aborted, task.range, shape, line.decoded_bytes_max
-            )
-    except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
-        if source.fail_on_data_loss:
-            raise offsets.error_of([_loss(task.range, cause)]) from cause
-        warn(f"{_loss(task.range, cause).words} (failOnDataLoss is false: going on)")
+        (now,) = line.bounds([topic], read_committed=False)
+    except errors.UnknownTopicId:
+        return one.end
+    return now.earliest if one.start < now.earliest < one.end else one.end
+
+
+def _tell(source: Source, loss: Loss, cause: errors.PkError) -> None:
+    """failOnDataLoss on an executor: raise; otherwise say what is lost and go on."""
+    if source.fail_on_data_loss:
+        raise offsets.error_of([loss]) from cause
+    warn(f"{loss.words} (failOnDataLoss is false: going on)")
 
 
 def _loss(one: Range, cause: errors.PkError) -> Loss:

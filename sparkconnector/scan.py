@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 CREDIT_BYTES = limits.FETCH_CREDIT_BYTES
 #: Credit is handed back in pieces of at least this.
 GRANT_BYTES = 2 * limits.MIB
+#: How long a topic that is not there is waited for: metadata may still travel.
+UNKNOWN_TOPIC_WAIT_MS = 2_000
 
 
 class Fetched(NamedTuple):
-    """Whole batches of one answer; the outer ones may reach beyond the scan's range."""
+    """Whole batches of one answer; the outer ones may reach beyond the scan's range, and the first
+    may begin below `position`: what lies there was handed out before.
+    """
 
     payload: memoryview
     aborted: tuple[tuple[int, int, int], ...]  #: producer id, first and last offset
+    position: int
     next_offset: int
 
 
@@ -104,13 +109,20 @@ class Scan:
         clock = owner._process.clock
         attempt = 0
         deadline = clock.monotonic_ms() + owner.patience_ms
+        unknown_ms: float | None = None  # since when nobody knows the topic
         try:
             while self._position < self._range.end:
                 before = self._position
                 try:
                     await self._attempt()
-                except (errors.RetriableError, Disconnected) as cause:
+                except (errors.RetriableError, errors.UnknownTopicId, Disconnected) as cause:
                     now_ms = clock.monotonic_ms()
+                    if not isinstance(cause, errors.UnknownTopicId):
+                        unknown_ms = None
+                    elif unknown_ms is None:
+                        unknown_ms = now_ms  # deleted, or the broker has not heard of it yet
+                    elif now_ms - unknown_ms >= UNKNOWN_TOPIC_WAIT_MS:
+                        raise
                     if self._position > before:
                         attempt, deadline = 0, now_ms + owner.patience_ms
                     elif now_ms >= deadline:
@@ -195,13 +207,13 @@ class Scan:
                 raise errors.LogTruncated(f"the log of {self._range} was truncated")
             if entry.next_offset < self._position:
                 raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
-            self._position = entry.next_offset
+            position, self._position = self._position, entry.next_offset
             if len(payload):
                 self._epoch = last_epoch(payload)
                 aborted = tuple(
                     (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
                 )
-                self._items.put(Fetched(payload, aborted, entry.next_offset))
+                self._items.put(Fetched(payload, aborted, position, entry.next_offset))
 
 
 async def _send(stream: Stream, request: Any) -> None:

@@ -19,7 +19,8 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -80,19 +81,10 @@ def list_files(
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
     """
-    from deltalake import DeltaTable
-    from deltalake.exceptions import DeltaError, TableNotFoundError
-
     from pk.tiering.delta import files_of
 
-    try:
-        table = DeltaTable(uri, storage_options=with_credentials(storage_options) or None)
-        check_protocol(table, uri)
+    with _table(uri, storage_options) as table:
         actions = pa.table(table.get_add_actions(flatten=True))
-    except TableNotFoundError as cause:
-        raise errors.TierTableChanged(f"{uri}: there is no table (any more): {cause}") from cause
-    except (DeltaError, OSError) as cause:
-        raise errors.TierUnavailable(f"{uri}: {cause}") from cause
     found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
     for file in files_of(actions).values():
         if file.partition in found:
@@ -100,6 +92,22 @@ def list_files(
                 TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
             )
     return found
+
+
+@contextmanager
+def _table(uri: str, storage_options: Mapping[str, str]) -> Iterator[Any]:
+    """The newest version of the table; raises what `list_files` raises."""
+    from deltalake import DeltaTable
+    from deltalake.exceptions import DeltaError, TableNotFoundError
+
+    try:
+        table = DeltaTable(uri, storage_options=with_credentials(storage_options) or None)
+        check_protocol(table, uri)
+        yield table
+    except TableNotFoundError as cause:
+        raise errors.TierTableChanged(f"{uri}: there is no table (any more): {cause}") from cause
+    except (DeltaError, OSError) as cause:
+        raise errors.TierUnavailable(f"{uri}: {cause}") from cause
 
 
 def check_protocol(table: Any, uri: str) -> None:
@@ -155,8 +163,13 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
 # -- reading --------------------------------------------------------------------------------------
 
 
-def scan(one: Range, cold: ColdRange, shape: Shape) -> Iterator[pa.RecordBatch]:
-    """The rows of `one` in offset order, re-planned when a file is gone (Y1)."""
+def scan(
+    one: Range, cold: ColdRange, shape: Shape, lost: Callable[[Range], None]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of `one` in offset order, re-planned when a file is gone (Y1).
+
+    `lost` is told what the table gave up meanwhile, before what is left of it is read.
+    """
     source, root = file_system(cold.uri, cold.storage_options)
     files: Sequence[TierFile] = cold.files
     position = one.start
@@ -173,6 +186,19 @@ def scan(one: Range, cold: ColdRange, shape: Shape) -> Iterator[pa.RecordBatch]:
             if replans > REPLANS_MAX:
                 raise errors.TierUnavailable(f"{one}: {cause} is gone on every version") from cause
             files = list_files(cold.uri, cold.storage_options, [one.partition])[one.partition]
+            start = min(_start_of(one, cold), one.end)
+            if start > position:
+                lost(one._replace(start=position, end=start))
+                position = start
+
+
+def _start_of(one: Range, cold: ColdRange) -> int:
+    """Where the newest version's rows of a partition begin: what lay below was deleted (T9)."""
+    from pk.tiering.layout import app_id
+
+    with _table(cold.uri, cold.storage_options) as table:
+        counter = table.transaction_version(app_id(one.topic_id, one.partition, "start"))
+    return int(counter or 0)
 
 
 def _scan(

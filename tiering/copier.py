@@ -545,7 +545,8 @@ class Copier:
         status = self.status
         text = (type(status), status.message) if status is not None else None
         facts = (table.start, table.end, table.bytes) if table is not None else None
-        news = (view.leader_epoch, facts, self.droppable_end, text)
+        # A leader that is not ready refuses a table that ends above its old watermark: once more.
+        news = (view.leader_epoch, view.ready, facts, self.droppable_end, text)
         if news == self._told or (table is None and status is None):
             return
         self._told = news

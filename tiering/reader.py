@@ -176,7 +176,7 @@ class TierReader:
         """
         counters = place.snapshot.partition(place.partition)
         limit = min(end, counters.end)
-        if offset >= limit:
+        if not counters.start <= offset < limit:  # what lay below the start is no gap: it is gone
             raise errors.UnknownTierRange(
                 f"the tier covers [{counters.start}, {counters.end}) of partition "
                 f"{place.partition}, not offset {offset}"

@@ -229,6 +229,10 @@ async def delete_records(
                     f"{partition}: the topic's cleanup_policy is compact (KIP-107)"
                 )
             before = leader.high_watermark if item.before_offset == NONE else item.before_offset
+            if not leader.ready and not 0 <= item.before_offset <= leader.high_watermark:
+                raise errors.OffsetNotAvailable(
+                    f"{partition}: the new leader's high watermark is still catching up"
+                )
             if not 0 <= before <= leader.high_watermark:
                 raise errors.OffsetOutOfRange(
                     f"{partition}: cannot delete below {before}, "

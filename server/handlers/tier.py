@@ -117,7 +117,8 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
                 progress, partition.leader.leader_epoch, partition.last_stable_offset
             )
         except errors.TierTableChanged as changed:
-            partition.tier.problem = changed
+            # Not ready it does not know yet what is stable: it is told again when it does.
+            partition.tier.problem = changed if partition.leader.ready else None
             continue
         # T9: a former leader moved log_start and died before this broker heard of it; the rows
         # below are gone.

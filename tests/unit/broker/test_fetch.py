@@ -10,7 +10,9 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log.plan import RetentionPlan
-from pk.types import AbortedTransaction
+from pk.server.handlers.offsets import delete_records
+from pk.types import NONE, AbortedTransaction
+from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind
 
 
@@ -276,6 +278,26 @@ def test_a_new_leader_whose_watermark_lags_asks_for_patience(rig: Any, kit: Any)
         await stream.send(kit.fetch(kit.position(offset=2)))
         reply, _ = await kit.fetched(stream)
         assert reply.partitions[0].error.code == errors.OffsetNotAvailable.code
+
+    rig.run(story)
+
+
+def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: Any) -> None:
+    """What it does not know to be committed may be: that is no offset out of range."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        await producer.send(kit.produce((0, kit.batch()), acks=1))
+        await kit.results(producer, 1)
+        rig.lead(partition, 1, replicas=(1, 2))
+        request = wire.DeleteRecordsRequest()
+        for before in (2, NONE):
+            request.items.add(topic_id=partition.key.topic_id, partition=0, before_offset=before)
+        reply = await delete_records(rig.core, request)
+        codes = [result.error.code for result in reply.results]
+        assert codes == [errors.OffsetNotAvailable.code] * 2
+        assert partition.log.log_start == 0
 
     rig.run(story)
 

@@ -93,6 +93,30 @@ def test_reports_move_what_may_be_dropped(rig: Any, kit: Any) -> None:
     rig.run(story)
 
 
+def test_a_table_above_a_watermark_that_lags_is_no_problem(rig: Any, kit: Any) -> None:
+    partition = rig.partition(0, tiered=True, replicas=(1, 2))
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        await producer.send(kit.produce((0, kit.batch()), acks=1))
+        await kit.results(producer, 1)
+        rig.lead(partition, 1, replicas=(1, 2))
+        caller = rig.caller()
+        request = wire.TierProgressRequest()
+        request.partitions.add(
+            topic_id=kit.topic_id, partition=0, leader_epoch=1, tiered_end=3, droppable_end=0
+        )
+        await caller.call(request, timeout_ms=1_000)
+        assert (partition.tiered_end, partition.tier.problem) == (0, None)
+        partition.leader.on_follower_end(2, 3)
+        partition.watermark_moved()
+        await caller.call(request, timeout_ms=1_000)
+        assert partition.tiered_end == 3
+        await caller.close()
+
+    rig.run(story)
+
+
 def test_offsets_for_times_ask_the_tier_below_the_local_start(rig: Any, kit: Any) -> None:
     """Rule T11: the same answer as before tiering."""
     partition = rig.partition(0, tiered=True, segment_bytes=14 * 1024)

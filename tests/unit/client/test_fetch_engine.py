@@ -135,6 +135,15 @@ def test_none_without_a_position_is_said_once_and_a_seek_helps(bench: Any) -> No
     assert b.got[T0] == [(1, b"1")]
 
 
+def test_no_complaint_is_dropped_unsaid(bench: Any) -> None:
+    b = bench(auto_offset_reset="none")
+    b.cluster.create("t", 1_050)
+    b.on_client(b.engine.assign, [TopicPartition("t", each) for each in range(1_050)])
+    b.sim.loop.run_for_ms(300)
+    b.on_client(b.engine._raise, b.engine.problems[-1])  # what repeats itself takes no room
+    assert [told.place.partition for told in b.engine.problems] == list(range(1_050))
+
+
 def test_a_seek_into_a_batch_cuts_the_rows_before_it(bench: Any) -> None:
     b = bench()
     b.cluster.create("t")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log import columns
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import accept_stream, error_head, head_of, serve_control
@@ -49,6 +50,9 @@ class FakeBroker:
         self.frame_bytes = 1 << 20
         self.break_after: list[int] = []  # frames after which a fetch stream breaks, one per stream
         self.streams = 0
+        self.cold_ends: list[int] = []  # the next frames end there, be it inside a batch
+        self.behind: list[dict[str, tuple[str, list[Log]]]] = []  # topics of who is behind, by call
+        self.unknown_topics = 0  # so many positions are answered by who has not heard of the topic
         self.fail_calls: list[errors.PkError] = []  # answers of the next control calls
         self.deleted: dict[tuple[str, int], int] = {}
         self.producer_ids = 100
@@ -108,18 +112,26 @@ class FakeBroker:
         return {n: (lambda request, frame, n=n: failing(n, request, frame)) for n in names}
 
     def _metadata(self, request):
-        reply = wire.MetadataReply(cluster_id="fake", controller_id=1)
+        reply = wire.MetadataReply(cluster_id="fake", controller_id=1, metadata_offset=10)
         reply.brokers.add(node_id=1, address=self.address)
+        topics = self.topics
+        if self.behind and "-" not in request.topic_ids:
+            topics, reply.metadata_offset = self.behind.pop(0), 9
         names = list(request.topics)
-        names += [n for n, (known, _) in self.topics.items() if known in request.topic_ids]
-        for name in names or ([] if request.topic_ids else self.topics):
+        names += [n for n, (known, _) in topics.items() if known in request.topic_ids]
+        there = [known for known, _ in topics.values()]
+        for topic_id in request.topic_ids:
+            if topic_id not in there:
+                gone = errors.UnknownTopicId(f"no topic has the id {topic_id}")
+                reply.topics.add(topic_id=topic_id, error=frames.error_of(gone))
+        for name in names or ([] if request.topic_ids else topics):
             info = reply.topics.add(name=name)
-            if name not in self.topics:
+            if name not in topics:
                 info.error.CopyFrom(
                     frames.error_of(errors.UnknownTopicOrPartition("no such topic"))
                 )
                 continue
-            info.topic_id, logs = self.topics[name][0], self.topics[name][1]
+            info.topic_id, logs = topics[name]
             for number in range(len(logs)):
                 info.partitions.add(partition=number, leader=1, leader_epoch=0)
         return reply
@@ -211,6 +223,9 @@ class FakeBroker:
             next_offset=position.fetch_offset,
         )
         try:
+            if self.unknown_topics:
+                self.unknown_topics -= 1
+                raise errors.UnknownTopicId("not known here yet")
             log = self.log(position.topic_id, position.partition)
         except errors.PkError as error:
             entry.error.CopyFrom(frames.error_of(error))
@@ -233,6 +248,12 @@ class FakeBroker:
         entry.payload_bytes = size
         for producer_id, first, last in log.aborted:
             entry.aborted.add(producer_id=producer_id, first_offset=first, last_offset=last)
+        if self.cold_ends:
+            start, end = position.fetch_offset, self.cold_ends.pop(0)
+            raw = b"".join(map(bytes, columns.encode_lists([b"cold"] * (end - start))))
+            pieces = list(batches.patched(raw, start, 0))
+            size, entry.next_offset = sum(map(len, pieces)), end
+            entry.payload_bytes = size
         position.fetch_offset = entry.next_offset
         more = entry.next_offset < min(position.end_offset or log.bound, log.bound)
         return frames.encode(head_of(reply), pieces), size, more

@@ -204,6 +204,18 @@ def test_deleted_records_wait_for_the_owner() -> None:
     assert it.take(copying.Upload).start == 60
 
 
+def test_a_leader_is_told_again_once_its_watermark_has_caught_up() -> None:
+    """Before, it may not have known to be stable what the table covers, and refused it."""
+    it = Driver().table(100).view(80, ready=False)
+    assert it.told is not None
+    it.told = None
+    it.view(90, ready=False)
+    assert it.told is None
+    it.view(100)
+    assert it.told is not None
+    assert it.told.tiered_end == 100
+
+
 def test_a_new_leader_epoch_and_a_new_session_are_told_everything() -> None:
     it = Driver(drop_delay_ms=10**6).view(100).table(100)
     it.told = None

@@ -130,6 +130,20 @@ def test_a_gap_at_the_end_is_passed_in_one_read() -> None:
     run(test())
 
 
+def test_what_was_deleted_is_no_gap() -> None:
+    """T9: its reader must hear that it is out of range, once the broker has heard of it, too."""
+
+    async def test() -> None:
+        tier = Tier([[5, 6, 7]], 8)
+        tier.place.snapshot.counters[0] = PartitionCounters(start=5, end=8)
+        with pytest.raises(errors.UnknownTierRange, match=r"covers \[5, 8\)"):
+            await tier.reader.fetch(tier.place, 4, 8, 100)
+        assert (await tier.reader.fetch(tier.place, 5, 8, 10**6)).next_offset == 8
+        await tier.reader.close()
+
+    run(test())
+
+
 def test_a_read_that_is_late_answers_with_what_it_has() -> None:
     """G7: and without a cache, asked again and again, it comes to the end."""
 
