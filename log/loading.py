@@ -5,7 +5,8 @@ Rules
   O1  opening twice gives the same log: every repair is one that a second opening would make again
       or need no more.
   O2  a log that ends below its log start (deleted records were lost with an unsynced tail) begins
-      anew at the log start: an offset that was given once is never given to another record.
+      anew at the log start: an offset that was given once is never given to another record.  Who
+      wrote below is not known then: such a log is blank, and its replica made anew by its leader.
   O3  nothing at or above the recovery point is served that does not match its checksum; below it
       damage is reported (rule L9), never cut away.
   O4  an epoch whose records are gone leaves its file, too: records of an older epoch, of another
@@ -57,6 +58,7 @@ class Loaded:
     producers: Producers = field(default_factory=Producers)
     notes: list[str] = field(default_factory=list)
     created: bool = False  #: names may have changed since the last sync of the directory
+    blank: bool = False  #: nothing is known of what was below (O2)
 
 
 @dataclass(slots=True)
@@ -129,6 +131,9 @@ def load(
     _replay(opening, loaded)
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
         storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
+    first = segments[0].base_offset
+    if 0 < first == active.written.next_offset:
+        loaded.blank = first not in snapshots(storage, path)
     return loaded
 
 

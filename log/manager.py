@@ -32,6 +32,7 @@ from pk.log.creation import NewPartition, Outcome, Site
 from pk.log.directory import Directory, Format, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
+from pk.log.producers import Producers
 from pk.log.segment import IndexCache, base_offset_of
 from pk.log.storage import Disk
 from pk.log.strays import Strays
@@ -431,10 +432,11 @@ class LogManager:
         """
         log, directory = self._logs[key]
         start = min(log_start, offset)
+        snapshot = snapshot or Producers().snapshot(offset)  # else it would be blank (O2)
         self._reshaping[key] = None
         try:
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
-            if snapshot and log.written_end < start:  # it may be opened there in between (O2)
+            if log.written_end < start:  # it may be opened there in between (O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)

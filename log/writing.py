@@ -39,11 +39,19 @@ class Writable(Readable):
 
     def _init_lane(self, loaded: loading.Loaded) -> None:
         self._cuts = 0  #: how often the log was cut back: what was read before is void
+        self._blank = loaded.blank
         self._lane_failed = NONE  #: plans up to this generation fail (W1)
         self._lane_error: Exception | None = None
         self._lane_end = loaded.segments[-1].written.next_offset
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
+
+    @property
+    def blank(self) -> bool:
+        """It is empty, and knows nothing of who wrote below (rule O2)."""
+        return (
+            self._blank and self._segments[-1].decided.next_offset == self._segments[0].base_offset
+        )
 
     def _idle(self) -> bool:
         """Nothing is decided that is not written."""
@@ -251,6 +259,7 @@ class Writable(Readable):
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
         self.producers = loaded.producers
+        self._blank = loaded.blank
         self._segments = tuple(loaded.segments)
         self._tail = loaded.segments[-1]
         self._written_end = self._lane_end = self._tail.written.next_offset
@@ -288,9 +297,9 @@ class Writable(Readable):
         for at in loading.snapshots(self._storage, self.path):
             if at not in bases and at != end:
                 self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
-        write_file(
-            self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", self.producers.snapshot(end)
-        )
+        if not self.blank:  # a snapshot says that it is known who wrote below
+            state = self.producers.snapshot(end)
+            write_file(self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", state)
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
         self._synced_end = self._sync()
 

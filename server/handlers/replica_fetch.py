@@ -204,6 +204,10 @@ class ReplicaEnd:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
         disk = partition.lane.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
+        if partition.log.segments[0].base_offset != offset:  # it went, maybe before it was read
+            position.cold = False
+            self._stream.moved(position.key, urgent=True)
+            return
         reply = wire.FetchReply()
         entry = self._stream.entry(reply, position, partition)
         entry.start_at.local_log_start = offset

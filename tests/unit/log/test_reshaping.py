@@ -142,6 +142,25 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
     run(main)
 
 
+@pytest.mark.parametrize("clean", [True, False])
+def test_who_began_anew_where_it_was_told_is_not_blank(clean: bool) -> None:
+    """Rule O2: nobody wrote below; it is in the ISR perhaps, and must not begin again."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 10)
+        await manager.start_anew(KEY, 20, log_start=20)
+        await manager.close(clean)
+        manager = await house.opened()
+        log = manager.get(KEY)
+        assert log is not None
+        assert (log.written_end, log.blank) == (20, False)
+
+    run(main)
+
+
 def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
     """Rule L1: the synced end covers them, and with it the next recovery point."""
     bench = Bench()
