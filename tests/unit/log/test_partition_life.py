@@ -136,8 +136,9 @@ def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, s
     b.fill(10)
     rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
     rename()
-    point = b.log.flush_sealed()
-    assert b.log.checkpoint() == point == 8
+    b.log.flush_sealed()
+    point = b.log.checkpoint()
+    assert point == 8
     b.storage.power_loss(random.Random(seed))
     b.open(same_boot=False, recovery_point=point, log_start=8)
     assert b.log.local_log_start == 8

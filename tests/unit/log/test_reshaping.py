@@ -11,7 +11,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import writing
+from pk.log import loading, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Storage
@@ -67,8 +67,37 @@ def test_sealed_segments_are_flushed_beside_a_cut(monkeypatch: pytest.MonkeyPatc
         bench.log.truncate_to(3)
 
     monkeypatch.setattr(writing, "_sync_segment", meanwhile)
-    assert bench.log.flush_sealed() <= 3
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == 3
     assert bench.log.synced_end == bench.log.written_end == 3
+
+
+def test_a_cut_between_a_flush_of_sealed_segments_and_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flush runs beside the lane: at whatever step of it a cut comes, what it reached does not
+    count, or the next opening would miss what was cut.
+    """
+    bench = Bench()
+    bench.fill(30)
+    bench.log.flush_sealed()
+    assert bench.log.synced_end == 0, "not said beside the lane"
+    bench.log.truncate_to(3)
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == bench.log.synced_end == bench.log.written_end == 3
+    bench.fill(30)
+    load = loading.load
+
+    def amid(*given: Any, **options: Any) -> Any:
+        bench.log.flush_sealed()
+        return load(*given, **options)
+
+    monkeypatch.setattr(loading, "load", amid)
+    bench.log.truncate_to(5)
+    assert bench.log.checkpoint() == bench.log.synced_end == bench.log.written_end == 5
+    bench.fill(30)
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == bench.log.segments[-1].base_offset > 5
 
 
 @pytest.mark.parametrize("behind", [0, 4])
