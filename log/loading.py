@@ -416,7 +416,8 @@ def replay_one(
         return []
     markers: Sequence[columns.Marker] = ()
     # What it is, whose, or which of theirs, may be the bit that rotted: the producer's next batch
-    # would be refused for ever, or a retry of this one stored again (rule L6).
+    # would be refused for ever, or a retry of this one stored again (rule L6).  The first of each
+    # producer is looked at, too: it may be another's, and its only one.
     if header.control or not producers.continues(header, state.get(header.producer_id)):
         raw = segment.read_at(position, header.length)
         verify_batches(segment.path(), raw)

@@ -274,7 +274,8 @@ def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "number"), [("producer_id", 1), ("base_sequence", 2), ("producer_epoch", 1)]
+    ("field", "number"),
+    [("producer_id", 0), ("producer_id", 1), ("base_sequence", 2), ("producer_epoch", 1)],
 )
 def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
     bench: Make, field: str, number: int
