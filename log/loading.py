@@ -13,6 +13,8 @@ Rules
       leader's log, may come to stand above its start.
   O5  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
       that flush promises must have a name (rule L1).
+  O6  an epoch's name is SYNCED before its first batch is written: a batch of a newer one is damaged
+      (no checksum covers its epoch), and would fence every leader to come.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Opening:
     now_ms: int
     notes: list[str] = field(default_factory=list)
     changed: bool = False
+    epochs_known: bool = False  #: their file is whole: no batch is of a newer one (O6)
 
     def name(self, base_offset: int, suffix: str = LOG) -> str:
         return f"{self.path}/{file_name(base_offset, suffix)}"
@@ -323,9 +326,11 @@ def _index_of(opening: Opening, segment: Segment) -> SparseIndex:
 
 def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
     try:
-        return LeaderEpochs.decode(
+        known = LeaderEpochs.decode(
             opening.storage.read_file(f"{opening.path}/{leader_epochs.FILE}")
         )
+        opening.epochs_known = True
+        return known
     except FileNotFoundError:
         pass
     except checkpoints.Damaged as cause:
@@ -398,6 +403,12 @@ def _replay_segment(opening: Opening, loaded: Loaded, segment: Segment, start: i
         if header.last_offset < start:
             continue
         if header.leader_epoch > loaded.epochs.latest:
+            if opening.epochs_known:  # O6
+                raise errors.CorruptLog(
+                    f"{segment.path()}: the batch at offset {header.base_offset} says leader epoch "
+                    f"{header.leader_epoch}, {leader_epochs.FILE} knows {loaded.epochs.latest}",
+                    offset=str(header.base_offset),
+                )
             loaded.epochs.assign(header.leader_epoch, header.base_offset)
         segment.aborted += replay_one(loaded.producers, segment, at, header, opening.now_ms)
     if walk.stop is not Stop.END:
