@@ -189,7 +189,7 @@ class LogManager:
         M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
         a history that was given up (rules R3, R4); what comes to stand there was not.
         """
-        run = Run(self._boot_id, directory.previous_broker_epoch)
+        run = directory.run(self._boot_id, directory.previous_broker_epoch)
         logs = self._logs.items()
         ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
@@ -231,6 +231,7 @@ class LogManager:
                     f"{tp} stands in two directories: {storage.root} and another"
                 )
         except (errors.PkError, OSError) as error:
+            directory.not_opened(key, error)
             return key, error
         self._logs[key] = (log, directory)
         return None
@@ -339,6 +340,7 @@ class LogManager:
         for key, outcome in found.items():
             if isinstance(outcome, PartitionLog):
                 self._logs[key] = (outcome, directory)
+                directory.unrepaired.pop(key, None)
                 if directory.names(key):  # M2, as for those that were known at once
                     found[key] = await self._take_up(key, outcome, directory)
         return found
@@ -548,7 +550,7 @@ class LogManager:
 
     async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
         try:
-            run = Run(self._boot_id, broker_epoch)
+            run = directory.run(self._boot_id, broker_epoch)
             await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
         except errors.PkError:
             return  # without it the next start counts as unclean, which is safe
@@ -572,7 +574,7 @@ class LogManager:
         self._logs.clear()
 
     async def _close(self, directory: Directory, clean: bool) -> None:
-        all_clean = clean
+        all_clean = clean and not directory.unrepaired
         for key, (log, home) in self._logs.items():
             if home is not directory:
                 continue
