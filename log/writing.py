@@ -48,6 +48,11 @@ class Writable(Readable):
         self._lane_dir_changed = loaded.created
 
     @property
+    def cuts(self) -> int:
+        """Another number once the log was cut or begun anew: what was planned before is void."""
+        return self._cuts
+
+    @property
     def blank(self) -> bool:
         """It is empty, and knows nothing of who wrote below (rule O2)."""
         return (
