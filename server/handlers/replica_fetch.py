@@ -202,9 +202,11 @@ class ReplicaEnd:
 
     async def _read_start(self, position: Position, partition: Partition, offset: Offset) -> None:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
-        disk = partition.lane.disk
+        disk, first = partition.lane.disk, partition.log.segments[0]
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
-        if partition.log.segments[0].base_offset != offset:  # it went, maybe before it was read
+        if (
+            partition.log.segments[0].base_offset != first.base_offset
+        ):  # it went, maybe before it was read
             position.cold = False
             self._stream.moved(position.key, urgent=True)
             return
