@@ -318,8 +318,13 @@ class Consumer:
             ) from cause
 
     def _raise(self, told: Complaint) -> NoReturn:
-        """Tell the application; after a truncation, go on with what it has not seen (KIP-320)."""
+        """Tell the application; after a truncation, go on with what it has not seen (KIP-320).
+
+        What it has seen of a topic that is another one now says nothing of that.
+        """
         error, place = told.error, told.place
+        if isinstance(error, errors.TopicRecreated) and place is not None:
+            self._seek(place, EARLIEST)
         if isinstance(error, errors.LogTruncated) and place is not None:
             end = int(error.details["end_offset"])
             seen = self._next_record_of(place)

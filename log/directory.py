@@ -56,6 +56,8 @@ class Directory:
     high_watermarks: Offsets = field(default_factory=dict)
     written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
     failure: Exception | None = None  #: why it could not be opened
+    #: Partitions that could not be opened, and may yet be: nobody has looked at their tails.
+    unrepaired: dict[PartitionKey, None] = field(default_factory=dict)
 
     @property
     def failed(self) -> Exception | None:
@@ -70,6 +72,19 @@ class Directory:
         """The next checkpoint will not know it."""
         for offsets in (self.recovery_points, self.log_starts, self.high_watermarks):
             offsets.pop(key, None)
+        self.unrepaired.pop(key, None)
+
+    def not_opened(self, key: PartitionKey, error: Exception) -> None:
+        """For want of space, say: what a death tore is still to be cut when that is over."""
+        if not self.closed_properly and not isinstance(error, errors.CorruptLog):
+            self.unrepaired[key] = None
+
+    def run(self, boot_id: str, broker_epoch: int) -> Run:
+        """What this process leaves word of.  While something is torn by a power loss it is of no
+        boot: the next one must take it for that, not for damage (recovery.py: G, I).
+        """
+        lost = self.unrepaired and not self.same_boot
+        return Run("" if lost else boot_id, broker_epoch)
 
     @contextmanager
     def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:

@@ -5,13 +5,16 @@ Rules
   O1  opening twice gives the same log: every repair is one that a second opening would make again
       or need no more.
   O2  a log that ends below its log start (deleted records were lost with an unsynced tail) begins
-      anew at the log start: an offset that was given once is never given to another record.
+      anew at the log start: an offset that was given once is never given to another record.  Who
+      wrote below is not known then: such a log is blank, and its replica made anew by its leader.
   O3  nothing at or above the recovery point is served that does not match its checksum; below it
       damage is reported (rule L9), never cut away.
   O4  an epoch whose records are gone leaves its file, too: records of an older epoch, of another
       leader's log, may come to stand above its start.
   O5  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
       that flush promises must have a name (rule L1).
+  O6  an epoch's name is SYNCED before its first batch is written: a batch of a newer one is damaged
+      (no checksum covers its epoch), and would fence every leader to come.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Loaded:
     producers: Producers = field(default_factory=Producers)
     notes: list[str] = field(default_factory=list)
     created: bool = False  #: names may have changed since the last sync of the directory
+    blank: bool = False  #: nothing is known of what was below (O2)
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Opening:
     now_ms: int
     notes: list[str] = field(default_factory=list)
     changed: bool = False
+    epochs_known: bool = False  #: their file is whole: no batch is of a newer one (O6)
 
     def name(self, base_offset: int, suffix: str = LOG) -> str:
         return f"{self.path}/{file_name(base_offset, suffix)}"
@@ -129,6 +134,9 @@ def load(
     _replay(opening, loaded)
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
         storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
+    first = segments[0].base_offset
+    if 0 < first == active.written.next_offset:
+        loaded.blank = first not in snapshots(storage, path)
     return loaded
 
 
@@ -318,9 +326,11 @@ def _index_of(opening: Opening, segment: Segment) -> SparseIndex:
 
 def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
     try:
-        return LeaderEpochs.decode(
+        known = LeaderEpochs.decode(
             opening.storage.read_file(f"{opening.path}/{leader_epochs.FILE}")
         )
+        opening.epochs_known = True
+        return known
     except FileNotFoundError:
         pass
     except checkpoints.Damaged as cause:
@@ -393,6 +403,12 @@ def _replay_segment(opening: Opening, loaded: Loaded, segment: Segment, start: i
         if header.last_offset < start:
             continue
         if header.leader_epoch > loaded.epochs.latest:
+            if opening.epochs_known:  # O6
+                raise errors.CorruptLog(
+                    f"{segment.path()}: the batch at offset {header.base_offset} says leader epoch "
+                    f"{header.leader_epoch}, {leader_epochs.FILE} knows {loaded.epochs.latest}",
+                    offset=str(header.base_offset),
+                )
             loaded.epochs.assign(header.leader_epoch, header.base_offset)
         segment.aborted += replay_one(loaded.producers, segment, at, header, opening.now_ms)
     if walk.stop is not Stop.END:
@@ -411,7 +427,8 @@ def replay_one(
         return []
     markers: Sequence[columns.Marker] = ()
     # What it is, whose, or which of theirs, may be the bit that rotted: the producer's next batch
-    # would be refused for ever, or a retry of this one stored again (rule L6).
+    # would be refused for ever, or a retry of this one stored again (rule L6).  The first of each
+    # producer is looked at, too: it may be another's, and its only one.
     if header.control or not producers.continues(header, state.get(header.producer_id)):
         raw = segment.read_at(position, header.length)
         verify_batches(segment.path(), raw)

@@ -32,6 +32,7 @@ from pk.log.creation import NewPartition, Outcome, Site
 from pk.log.directory import Directory, Format, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
+from pk.log.producers import Producers
 from pk.log.segment import IndexCache, base_offset_of
 from pk.log.storage import Disk
 from pk.log.strays import Strays
@@ -188,7 +189,7 @@ class LogManager:
         M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
         a history that was given up (rules R3, R4); what comes to stand there was not.
         """
-        run = Run(self._boot_id, directory.previous_broker_epoch)
+        run = directory.run(self._boot_id, directory.previous_broker_epoch)
         logs = self._logs.items()
         ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
@@ -230,6 +231,7 @@ class LogManager:
                     f"{tp} stands in two directories: {storage.root} and another"
                 )
         except (errors.PkError, OSError) as error:
+            directory.not_opened(key, error)
             return key, error
         self._logs[key] = (log, directory)
         return None
@@ -339,6 +341,8 @@ class LogManager:
             return dict.fromkeys((new.key for new in group), error)
         logs = {key: log for key, log in found.items() if isinstance(log, PartitionLog)}
         self._logs |= {key: (log, directory) for key, log in logs.items()}
+        for key in logs:
+            directory.unrepaired.pop(key, None)
         ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
             if ends:  # M2, as for those that were known at once
@@ -430,10 +434,11 @@ class LogManager:
         """
         log, directory = self._logs[key]
         start = min(log_start, offset)
+        snapshot = snapshot or Producers().snapshot(offset)  # else it would be blank (O2)
         self._reshaping[key] = None
         try:
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
-            if snapshot and log.written_end < start:  # it may be opened there in between (O2)
+            if log.written_end < start:  # it may be opened there in between (O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)
@@ -545,7 +550,7 @@ class LogManager:
 
     async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
         try:
-            run = Run(self._boot_id, broker_epoch)
+            run = directory.run(self._boot_id, broker_epoch)
             await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
         except errors.PkError:
             return  # without it the next start counts as unclean, which is safe
@@ -569,7 +574,7 @@ class LogManager:
         self._logs.clear()
 
     async def _close(self, directory: Directory, clean: bool) -> None:
-        all_clean = clean
+        all_clean = clean and not directory.unrepaired
         for key, (log, home) in self._logs.items():
             if home is not directory:
                 continue

@@ -67,11 +67,10 @@ class Producer(NamedTuple):
 
 
 def continues(header: Header, known: Producer | None) -> bool:
-    """Whether a producer's batch follows what is known of it (log/validate.py: b, e, h)."""
-    if known is None or header.producer_epoch > known.epoch:
-        return header.base_sequence == 0
-    expected = (known.last_sequence + 1) & 0x7FFFFFFF
-    return header.producer_epoch == known.epoch and header.base_sequence == expected
+    """Whether a producer's batch follows one that is known (log/validate.py: h)."""
+    if known is None or header.producer_epoch != known.epoch:
+        return False
+    return header.base_sequence == (known.last_sequence + 1) & 0x7FFFFFFF
 
 
 class Ended(NamedTuple):

@@ -41,11 +41,25 @@ class Writable(Readable):
         self._cuts = 0  #: how often the log was cut back: what was read before is void
         #: it was being cut or begun anew, and that failed: only another opening knows what is there
         self.torn = False
+        self._blank = loaded.blank
+        self._sealed = (0, 0)  #: what `flush_sealed` reached, and the cuts made before it began
         self._lane_failed = NONE  #: plans up to this generation fail (W1)
         self._lane_error: Exception | None = None
         self._lane_end = loaded.segments[-1].written.next_offset
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
+
+    @property
+    def cuts(self) -> int:
+        """Another number once the log was cut or begun anew: what was planned before is void."""
+        return self._cuts
+
+    @property
+    def blank(self) -> bool:
+        """It is empty, and knows nothing of who wrote below (rule O2)."""
+        return (
+            self._blank and self._segments[-1].decided.next_offset == self._segments[0].base_offset
+        )
 
     def _idle(self) -> bool:
         """Nothing is decided that is not written."""
@@ -138,7 +152,12 @@ class Writable(Readable):
     def checkpoint(self) -> int:
         """Write the active segment's indexes, so that the next opening walks less; returns the
         recovery point.
+
+        What `flush_sealed` reached counts here, in the lane, where no cut comes in between.
         """
+        cuts, sealed_end = self._sealed
+        if self._cuts == cuts:  # else what was flushed may be gone
+            self._synced_end = max(self._synced_end, sealed_end)
         active = self._segments[-1]
         if active.file is not None:
             active.write_indexes(active.written)
@@ -257,7 +276,9 @@ class Writable(Readable):
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
         self.producers = loaded.producers
+        self._blank = loaded.blank
         self._segments = tuple(loaded.segments)
+        self._cuts += 1  # again: who looked at the segments since it began saw the old ones
         self._tail = loaded.segments[-1]
         self._written_end = self._lane_end = self._tail.written.next_offset
         self._lane_unsynced = list(loaded.segments)
@@ -297,19 +318,19 @@ class Writable(Readable):
         for at in loading.snapshots(self._storage, self.path):
             if at not in bases and at != end:
                 self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
-        write_file(
-            self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", self.producers.snapshot(end)
-        )
+        if not self.blank:  # a snapshot says that it is known who wrote below
+            state = self.producers.snapshot(end)
+            write_file(self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", state)
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
         self._synced_end = self._sync()
 
-    def flush_sealed(self) -> int:
-        """fdatasync the sealed segments not yet synced, beside running writes; returns the recovery
-        point.
+    def flush_sealed(self) -> None:
+        """fdatasync the sealed segments not yet synced, beside running writes; the next
+        `checkpoint` counts them.
 
         Only one at a time.  The directory is synced too: a sealed segment's name is part of what
         must last."""
-        segments, cuts = self._segments, self._cuts
+        cuts, segments = self._cuts, self._segments  # in this order: a cut may come in between
         todo = [segment for segment in segments[:-1] if not segment.synced and not segment.dropped]
         for segment in todo:
             try:
@@ -322,10 +343,8 @@ class Writable(Readable):
             except FileNotFoundError:
                 if not self._retired:
                     raise
-                return self._synced_end  # the whole partition was renamed, to be deleted
-        if self._cuts == cuts:  # else what was flushed may be gone
-            self._synced_end = max(self._synced_end, segments[-1].base_offset)
-        return self._synced_end
+                return  # the whole partition was renamed, to be deleted
+        self._sealed = cuts, segments[-1].base_offset
 
 
 def _sync_segment(storage: Storage, segment: Segment) -> None:

@@ -210,6 +210,10 @@ class LeaderFetcher:
         replica.placed = False
         await self.core.replicas.stand_still(replica.partition)
         if replica.current and not replica.placed:
+            if replica.partition.log.blank:
+                if replica.key not in self.core.replicas.changing:
+                    self._change(replica, self._begin_blank(replica))
+                return
             # What a former leader had committed beyond this log's end, an unclean one may not have.
             replica.partition.cut_watermark(replica.partition.log.written_end)
             self._position_id += 1  # R1: an older replica's answers may be on their way yet
@@ -507,7 +511,7 @@ class LeaderFetcher:
 
     async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
         """Rule R5."""
-        partition, log, core = replica.partition, replica.partition.log, self.core
+        partition, core = replica.partition, self.core
         await partition.lane.settled(partition)
         if not replica.current:
             return
@@ -519,11 +523,25 @@ class LeaderFetcher:
             return
         if known > offset:
             core.metrics.committed_cut.inc(known - offset)
+        await self._begin(replica, offset, told.producer_snapshot, log_start)
+
+    async def _begin_blank(self, replica: Replica) -> None:
+        """O2 of loading.py: as a new replica, which hears of the producers from its leader."""
+        if replica.current:
+            await self._begin(replica, 0, b"", 0)
+
+    async def _begin(
+        self, replica: Replica, offset: Offset, snapshot: bytes, log_start: Offset
+    ) -> None:
+        partition, log, core = replica.partition, replica.partition.log, self.core
         core.metrics.starts_anew.inc()
-        facts = {"log_end": log.log_end, "offset": offset, "high_watermark": known}
+        facts = {
+            "log_end": log.log_end,
+            "offset": offset,
+            "high_watermark": partition.high_watermark,
+        }
         core.warn("log_begun_anew", partition=str(partition), **facts)
         partition.cut_watermark(0)
-        snapshot = told.producer_snapshot
         await core.manager.start_anew(partition.key, offset, snapshot, log_start=log_start)
 
 

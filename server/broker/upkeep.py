@@ -266,12 +266,14 @@ class Upkeep:
 
     async def _drop(self, partition: Partition, plan: RetentionPlan) -> None:
         core, log = self._core, partition.log
+        cuts = log.cuts
         end = max(each.next_offset for each in log.segments if each.base_offset in plan.drop)
         if partition.tiered and end > log.local_log_start:  # below log_start nothing need be tiered
             missing = await core.tier.confirm(partition, log.local_log_start, end)
             if missing:  # T6: the tier uploads them again; until then nothing is dropped
                 core.metrics.tier_missing.inc(len(missing))
                 return
+            cuts = log.cuts
             again = log.retention_plan(self._time_ms(), partition.high_watermark)
             again = again._replace(drop=tuple(base for base in again.drop if base < end))
             plan = (
@@ -284,8 +286,8 @@ class Upkeep:
         await core.manager.move_log_starts({partition.key: plan.log_start})
         if core.partitions.get(partition.key) is not partition:
             return  # the topic was deleted meanwhile
-        if partition.key in core.replicas.changing:
-            return  # the log is being cut or begun anew in its lane: what was planned is void
+        if partition.key in core.replicas.changing or log.cuts != cuts:
+            return  # the log is being cut or begun anew in its lane, or was: the plan is void
         rename, remove = log.drop_segments(plan)
         core.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))
         partition.bounds_moved()

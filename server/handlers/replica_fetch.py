@@ -198,12 +198,19 @@ class ReplicaEnd:
 
     def _start_at(self, position: Position, partition: Partition, offset: Offset) -> None:
         position.cold = True
-        self._stream.later(self._read_start(position, partition, offset))
+        first = partition.log.segments[0].base_offset
+        self._stream.later(self._read_start(position, partition, offset, first))
 
-    async def _read_start(self, position: Position, partition: Partition, offset: Offset) -> None:
+    async def _read_start(
+        self, position: Position, partition: Partition, offset: Offset, first: Offset
+    ) -> None:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
         disk = partition.lane.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
+        if partition.log.segments[0].base_offset != first:  # it went, maybe before it was read
+            position.cold = False
+            self._stream.moved(position.key, urgent=True)
+            return
         reply = wire.FetchReply()
         entry = self._stream.entry(reply, position, partition)
         entry.start_at.local_log_start = offset

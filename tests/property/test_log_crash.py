@@ -122,7 +122,8 @@ class Run:
         elif what == "flush":
             self.synced_end = max(self.synced_end, log.flush())
         elif what == "sealed":
-            self.synced_end = max(self.synced_end, log.flush_sealed())
+            log.flush_sealed()
+            self.synced_end = max(self.synced_end, log.checkpoint())
         elif what == "checkpoint":
             self.recovery_point = log.checkpoint()
         elif what == "roll":

@@ -247,6 +247,35 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
     assert len(files) == len(log.segments)
 
 
+def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> None:
+    """R4, T9: the cut begins and ends while retention waits for a disk."""
+    kit = make(10, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    written(kit, "t", 3_500)
+    n = kit.state("t").replicas[2]
+    core, partition = kit.brokers[n].core, kit.replica(n, "t")
+    log, replica = partition.log, partition.replica
+    start = log.segments[1].base_offset
+    move, moves = core.manager.move_log_starts, []
+
+    async def moving(wanted: Any) -> None:
+        moves.append(wanted)
+        await move(wanted)
+        if len(moves) == 2:  # the segments are to go now
+            replica.unclean_epoch = 10
+            replica.fetcher._change(replica, replica.fetcher._cut(replica, (0, start - 100)))
+            while core.replicas.changing:
+                await core.clock.sleep_ms(0.01)
+
+    core.manager.move_log_starts = moving
+    partition.told_log_start = start
+    task = kit.sim.spawn(f"b{n}", kit.brokers[n]._upkeep.retain(partition.key))
+    kit.until(task.done)
+    assert task.exception() is None
+    assert len(moves) == 2
+    assert log.log_start <= start - 100
+
+
 def _stream_of(kit: Kit, topic: str, n: int) -> Any:
     """The leader's end of the stream of follower `n`."""
     followers: Any = kit.replica(kit.state(topic).leader, topic)._followers

@@ -155,6 +155,38 @@ def test_what_was_read_of_a_deleted_topic_does_not_move_the_position_in_its_succ
     assert [record.value for record in consumer.poll(1.0)] == [b"new"]
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_read_of_a_deleted_topic_is_not_seen_of_its_successor(
+    world: Any, early: bool
+) -> None:
+    """Rule L8, KIP-320: the new log is truncated before anything of it was read."""
+    world.put(T0, *[b"old"] * 5)
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    assert len(consumer.poll(1.0)) == 5
+    world.cluster.delete("t")
+    world.cluster.create("t", 2)
+    world.broker.grew()
+    world.put(T0, *[b"new"] * 6)
+    world.pass_ms(5000)
+    fetcher = consumer._engine.fetcher
+
+    def truncate() -> None:
+        consumer._call(lambda: fetcher._truncated(fetcher._slots[T0], 3, 4))
+        consumer._engine._raise(fetcher._effects.pop().value)
+
+    if early:
+        truncate()
+    with pytest.raises(errors.TopicRecreated):
+        consumer.poll(1.0)
+    world.pass_ms(500)
+    if not early:
+        truncate()
+        with pytest.raises(errors.LogTruncated):
+            consumer.poll(1.0)
+    assert consumer.position(T0) == 0
+
+
 def test_a_pause_does_not_change_the_order_of_what_was_fetched(world: Any) -> None:
     """Frames of two partitions wait, interleaved; one partition is passed over for a while."""
     consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=1)

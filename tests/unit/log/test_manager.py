@@ -248,6 +248,47 @@ def test_a_life_that_ends_before_its_repairs_leaves_no_word_of_its_boot() -> Non
     run(main)
 
 
+@pytest.mark.parametrize("end", ["killed", "registered and killed", "closed", "made up for"])
+def test_a_tail_that_could_not_be_cut_yet_is_torn_to_the_next_life_too(end: str) -> None:
+    """Rule L9: the disk was full after a power loss.  The next life, in the same boot, must not
+    take for damage what the power loss took.
+    """
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        first = await house.opened()
+        await first.create(TP, "tid", CONFIG)
+        await append(first, KEY, 3)
+        storage.power_loss()
+        path = f"topics/{TP}/00000000000000000000.log"
+        storage.open(path).truncate(0)
+        storage.open(path).append([b"\x01" * 200])  # torn, and not where a write ended
+        second = house.manager(boot_id="boot-2")
+        await second.open()
+        storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if operation != "read" and str(TP) in path else None
+        )
+        ((key, problem),) = await second.load(lambda topic_id, tp: CONFIG)
+        assert key == KEY
+        assert isinstance(problem, errors.StorageFull)
+        storage.fault = None
+        if end != "killed":
+            second.remember_broker_epoch(4)
+            await asyncio.sleep(0.01)
+        if end == "made up for":
+            await second.create(TP, "tid", CONFIG)
+        if end in ("closed", "made up for"):
+            await second.close()
+        else:
+            storage.crash()
+        third = await house.opened(boot_id="boot-2")
+        assert third.get(KEY) is not None
+        assert third.directories[0].closed_properly == (end == "made up for")
+
+    run(main)
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_who_never_registered_cannot_vouch_for_an_earlier_loss(loaded: bool) -> None:
     """Rule L3: the controller has not heard of the power loss; a clean file would hide it."""

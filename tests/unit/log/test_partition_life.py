@@ -136,8 +136,9 @@ def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, s
     b.fill(10)
     rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
     rename()
-    point = b.log.flush_sealed()
-    assert b.log.checkpoint() == point == 8
+    b.log.flush_sealed()
+    point = b.log.checkpoint()
+    assert point == 8
     b.storage.power_loss(random.Random(seed))
     b.open(same_boot=False, recovery_point=point, log_start=8)
     assert b.log.local_log_start == 8
@@ -273,7 +274,8 @@ def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "number"), [("producer_id", 1), ("base_sequence", 2), ("producer_epoch", 1)]
+    ("field", "number"),
+    [("producer_id", 0), ("producer_id", 1), ("base_sequence", 2), ("producer_epoch", 1)],
 )
 def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
     bench: Make, field: str, number: int
@@ -294,3 +296,22 @@ def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
     b.storage.open(path).write_at(at, batches.HEADER.pack(*rotten))
     with pytest.raises(errors.CorruptLog, match="are damaged"):
         b.open(recovery_point=3)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_leader_epoch_that_rotted_does_not_fence_who_leads_next(bench: Make, number: int) -> None:
+    """L9, O6: no checksum covers it, but the epochs' own file does."""
+    b = bench()
+    b.append(raw_batch())
+    b.append(raw_batch(), epoch=4)
+    b.append(raw_batch(), epoch=5)
+    b.log.flush()
+    b.log.close(clean=False)
+    path = "topics/t-0/00000000000000000000.log"
+    at = number * (len(b.storage.peek(path)) // 3)
+    header = batches.read_header(b.storage.peek(path), at)
+    rotten = header._replace(leader_epoch=header.leader_epoch ^ 1 << 20)
+    b.storage.open(path).write_at(at, batches.HEADER.pack(*rotten))
+    with pytest.raises(errors.CorruptLog, match="leader epoch") as raised:
+        b.open(recovery_point=3)
+    assert raised.value.details["offset"] == str(number)

@@ -11,7 +11,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import writing
+from pk.log import loading, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Storage
@@ -67,8 +67,37 @@ def test_sealed_segments_are_flushed_beside_a_cut(monkeypatch: pytest.MonkeyPatc
         bench.log.truncate_to(3)
 
     monkeypatch.setattr(writing, "_sync_segment", meanwhile)
-    assert bench.log.flush_sealed() <= 3
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == 3
     assert bench.log.synced_end == bench.log.written_end == 3
+
+
+def test_a_cut_between_a_flush_of_sealed_segments_and_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flush runs beside the lane: at whatever step of it a cut comes, what it reached does not
+    count, or the next opening would miss what was cut.
+    """
+    bench = Bench()
+    bench.fill(30)
+    bench.log.flush_sealed()
+    assert bench.log.synced_end == 0, "not said beside the lane"
+    bench.log.truncate_to(3)
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == bench.log.synced_end == bench.log.written_end == 3
+    bench.fill(30)
+    load = loading.load
+
+    def amid(*given: Any, **options: Any) -> Any:
+        bench.log.flush_sealed()
+        return load(*given, **options)
+
+    monkeypatch.setattr(loading, "load", amid)
+    bench.log.truncate_to(5)
+    assert bench.log.checkpoint() == bench.log.synced_end == bench.log.written_end == 5
+    bench.fill(30)
+    bench.log.flush_sealed()
+    assert bench.log.checkpoint() == bench.log.segments[-1].base_offset > 5
 
 
 @pytest.mark.parametrize("behind", [0, 4])
@@ -138,6 +167,25 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
                 assert step > 10
                 return
         raise AssertionError("it never ended")
+
+    run(main)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_who_began_anew_where_it_was_told_is_not_blank(clean: bool) -> None:
+    """Rule O2: nobody wrote below; it is in the ISR perhaps, and must not begin again."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 10)
+        await manager.start_anew(KEY, 20, log_start=20)
+        await manager.close(clean)
+        manager = await house.opened()
+        log = manager.get(KEY)
+        assert log is not None
+        assert (log.written_end, log.blank) == (20, False)
 
     run(main)
 

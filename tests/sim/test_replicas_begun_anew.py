@@ -1,0 +1,103 @@
+"""A replica that is begun anew knows the producers: one that its leader takes for complete may lead
+next, and a retry is stored once (rules R5, L6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk.wire import pk_pb2 as wire
+from tests.sim.replication_kit import Kit, Ledger, written
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def _same_producers(kit: Kit, topic: str) -> None:
+    """Every replica would refuse the same duplicates."""
+    known = []
+    for n in kit.state(topic).replicas:
+        producers = kit.replica(n, topic).log.producers
+        known.append({each: state.batches for each, state in producers.items()})
+    assert known[0]
+    assert known.count(known[0]) == len(known)
+
+
+def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(make: Any) -> None:
+    """The snapshot goes with its segment; an empty answer would say that nobody wrote."""
+    kit = make(3, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    written(kit, "t", 3_500)
+    leader, _, n = kit.state("t").replicas
+    log, lane = kit.replica(leader, "t").log, kit.replica(leader, "t").lane
+    bases = [each.base_offset for each in log.segments]
+    assert len(bases) == 3
+    read, asked = lane.disk.read, []
+
+    async def drop(before: int) -> None:
+        log.advance_log_start(before)
+        plan = log.retention_plan(None)
+        gone = tuple(each.base_offset for each in log.segments if each.base_offset < before)
+        rename, _ = log.drop_segments(plan._replace(drop=gone, log_start=before))
+        await lane.disk.write(rename)
+
+    async def reading(work: Any) -> Any:
+        if getattr(work, "func", None) == log.snapshot_at:
+            asked.extend(work.args)
+            if len(asked) == 1:
+                await drop(bases[2])
+        return await read(work)
+
+    kit.empty_disk(n)
+    task = kit.sim.spawn(f"b{leader}", drop(bases[1]))
+    kit.until(task.done)
+    lane.disk.read = reading
+    kit.boot(n)
+    kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
+    assert asked == [bases[1], bases[2]]
+    assert kit.events("log_begun_anew") == 1
+    _same_producers(kit, "t")
+
+
+@pytest.mark.parametrize("more", [0, 50])
+@pytest.mark.parametrize("bounced", [False, True])
+def test_who_lost_what_was_deleted_hears_of_the_producers(
+    make: Any, bounced: bool, more: int
+) -> None:
+    """O2 of loading.py: its log ends below its start after a power loss.  The start may lie within
+    one of its leader's batches.
+    """
+    kit = make(5, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 300)
+    leader, _, n = kit.state("t").replicas
+    before = kit.replica(leader, "t").log.written_end - 1
+    request = wire.DeleteRecordsRequest()
+    topic_id = kit.replica(leader, "t").key.topic_id
+    request.items.add(topic_id=topic_id, partition=0, before_offset=before)
+    asked = kit.spawn_ask(request, leader)
+    kit.until(asked.done)
+    assert not asked.result().results[0].HasField("error"), asked.result()
+    kit.until(lambda: kit.replica(n, "t").log.log_start == before)
+    kit.power_loss(n)
+    files = kit.storages[n].files()
+    kit.storages[n].open(next(each for each in files if each.endswith("00.log"))).truncate(0)
+    if more:
+        ledger = Ledger(kit, "t")
+        ledger.more(more)
+        ledger.stop()
+    kit.sim.network.cut(f"b{leader}", f"b{n}")
+    kit.boot(n)
+    kit.until(lambda: kit.serves(n))
+    log = kit.replica(n, "t").log
+    assert (log.log_start, log.written_end, log.blank) == (before, before, True)
+    if bounced:  # nothing was learnt meanwhile
+        kit.drain(n)
+        kit.boot(n)
+        kit.until(lambda: kit.serves(n))
+    kit.sim.network.heal(f"b{leader}", f"b{n}")
+    kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
+    kit.until(lambda: kit.replica(n, "t").log.log_start == before)
+    assert not kit.replica(n, "t").log.blank
+    _same_producers(kit, "t")
