@@ -27,10 +27,10 @@ from pk.server.controller.machine import Controller
 from pk.server.controller_term import Term
 from pk.server.quorum import membership
 from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
 from pk.server.quorum.opening import SnapshotRules
 from pk.server.quorum.snapshot import file_name
+from pk.server.quorum.timing import Timing
 from pk.server.settings import voter_directory_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -74,7 +74,7 @@ class Term:
         self._on_fatal = on_fatal
         rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
         self.epoch = metadata.epoch
-        self._silent_ms = metadata.leadership.silent_ms
+        self._spent_ms = metadata.leadership.spent_ms
         self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
             lambda: Controller(rules), metadata, world.clock,
             on_fatal=on_fatal, on_effects=self._effects,
@@ -131,7 +131,7 @@ class Term:
             if not broker.fenced
         ]
         now_ms = self._world.clock.monotonic_ms()
-        for session in self.sessions.grant(unfenced, now_ms, self._silent_ms):
+        for session in self.sessions.grant(unfenced, now_ms, self._spent_ms):
             self._spawn(self._expect(session))
         self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())

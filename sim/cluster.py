@@ -11,8 +11,8 @@ from typing import Any
 
 from pk.server.broker_node import BrokerNode
 from pk.server.controller_node import ControllerNode
-from pk.server.quorum.machine import Timing
 from pk.server.quorum.messages import Voter
+from pk.server.quorum.timing import Timing
 from pk.server.run_config import RunConfig
 from pk.server.settings import ROLES, resolve
 from pk.sim.machine import Machine

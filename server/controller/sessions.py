@@ -4,8 +4,8 @@
 A session belongs to the stream its broker registered on.  A lost stream makes the session
 *lost*: it is fenced at once if the broker's address refuses a connection, else when the session
 timeout has passed since the last heartbeat, unless the broker comes back first.  A new active
-controller grants every unfenced broker a timeout, less what the quorum was without a leader, for
-that much of it is over.  Three quarters are always left to find this controller (ControllerLink).
+controller grants every unfenced broker a timeout, less what is over for certain (quorum/timing.py);
+three quarters are always left to find this controller (ControllerLink).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Sessions:
         self._by_broker: dict[NodeId, Session] = {}
 
     def grant(
-        self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int, silent_ms: int = 0
+        self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int, spent_ms: int = 0
     ) -> list[Session]:
-        """The controller started, `silent_ms` after the last word of the one before: (broker id,
-        broker epoch) of every unfenced broker.
+        """The controller started: (broker id, broker epoch) of every unfenced broker, and what is
+        over of their sessions.
         """
-        deadline_ms = now_ms + self._timeout_ms - min(silent_ms, self._timeout_ms // 4)
+        deadline_ms = now_ms + self._timeout_ms - min(spent_ms, self._timeout_ms // 4)
         granted = [Session(broker, epoch, None, deadline_ms) for broker, epoch in unfenced]
         self._by_broker.update((session.broker_id, session) for session in granted)
         return granted

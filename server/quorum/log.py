@@ -35,7 +35,7 @@ from pk.log.storage import Disk
 from pk.server.controller.records import MetadataRecord, encode_batch
 from pk.server.quorum import codec, messages
 from pk.server.quorum.history import READ_BYTES, Apply, History
-from pk.server.quorum.machine import Quorum, Role, Timing
+from pk.server.quorum.machine import Quorum, Role
 from pk.server.quorum.messages import (
     HIGH_WATERMARK,
     LEADERSHIP,
@@ -59,6 +59,7 @@ from pk.server.quorum.snapshot_files import SnapshotFiles
 from pk.server.quorum.snapshot_loading import SnapshotLoader
 from pk.server.quorum.snapshot_making import SnapshotMaker
 from pk.server.quorum.source import Source
+from pk.server.quorum.timing import Timing
 from pk.server.quorum.voters import Voters
 from pk.server.runtime import MachineHost, Timers
 from pk.types import NONE, NodeId
@@ -263,8 +264,8 @@ class MetadataLog:
         """This node leads, and so lately heard of a majority that nobody else can have been elected
         for long: an election begins `fetch_ms` after a follower last heard of its leader.
         """
-        tenure, lease_ms = self.quorum.tenure, 3 * self.quorum.timing.fetch_ms // 4
-        since_ms = self._clock.monotonic_ms() - lease_ms
+        tenure = self.quorum.tenure
+        since_ms = self._clock.monotonic_ms() - self.quorum.timing.lease_ms
         return tenure is not None and tenure.in_touch(self.quorum.voters, since_ms)
 
     def address_of(self, node_id: NodeId) -> str:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pk import errors
@@ -75,6 +74,7 @@ from pk.server.quorum.messages import (
 )
 from pk.server.quorum.parting import common_end, parting
 from pk.server.quorum.tenure import Tenure, Waiting
+from pk.server.quorum.timing import Timing
 
 ELECTION, FETCH, AGAIN, TICK, WAITING = "election", "fetch", "again", "tick", "waiting"
 
@@ -85,18 +85,6 @@ class Role(enum.Enum):
     CANDIDATE = "candidate"
     FOLLOWER = "follower"
     LEADER = "leader"
-
-
-@dataclass(slots=True, frozen=True)
-class Timing:
-    """Milliseconds (KIP-595): every wait before an election is drawn from [1, 2) times the figure
-    ([1, 1.5) for `fetch_ms`), so that two seldom stand at once.
-    """
-
-    election_ms: int = 1_000  #: a candidate or a node without a leader waits this long
-    fetch_ms: int = 2_000  #: a follower that could not fetch for so long looks for another leader
-    wait_ms: int = 500  #: a fetch that finds nothing new is answered after this
-    again_ms: int = 50  #: before a fetch that failed is tried again
 
 
 class Quorum:
@@ -242,7 +230,7 @@ class Quorum:
         self._effects.append(Publish(LEADERSHIP, Leadership(self.epoch, self.leader)))
 
     def _arm(self, key: str, now_ms: int, wait_ms: int) -> None:
-        most = 1.5 if key == FETCH else 2.0
+        most = 1.25 if key == FETCH else 2.0
         self._effects.append(SetTimer(key, now_ms + int(wait_ms * self._rng.uniform(1.0, most))))
 
     # -- elections ---------------------------------------------------------------------------------
@@ -296,9 +284,9 @@ class Quorum:
         self.role, self.leader = Role.LEADER, self.me
         self.tenure = Tenure(self.me, self.log.end, now_ms)
         word_ms, self._word_ms = self._word_ms, None
-        silent_ms = 0 if word_ms is None else now_ms - word_ms
+        spent_ms = 0 if word_ms is None else self.timing.spent_ms(now_ms - word_ms)
         self._effects += [
-            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, silent_ms)),
+            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, spent_ms)),
             Write([BeginEpoch(self.me, self.epoch, self.voters)], Level.SYNCED),
         ]
         self._tick(now_ms)

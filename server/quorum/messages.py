@@ -319,10 +319,10 @@ HIGH_WATERMARK = "high_watermark"
 @dataclass(slots=True, frozen=True)
 class Leadership:
     """Who leads, as far as this node knows; `start`: where the records of this node's own epoch
-    begin, NONE if it does not lead; `silent_ms`: for how long it had heard of no leader before.
+    begin, NONE if it does not lead; `spent_ms`: of brokers' sessions (timing.py).
     """
 
     epoch: int
     leader: Voter | None
     start: int = NONE
-    silent_ms: int = 0
+    spent_ms: int = 0

@@ -277,7 +277,8 @@ def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, mak
     image = world.nodes[second].machine.image
     world.sim.run_until(lambda: image.brokers[7].fenced)
     timeout_ms = RUN.server["broker_session_timeout_ms"]
-    assert timeout_ms - 100 < (world.sim.loop.now_us - began_us) / 1000 < timeout_ms + 1_000
+    took_ms = (world.sim.loop.now_us - began_us) / 1000
+    assert timeout_ms - 100 < took_ms < timeout_ms + (500 if killed else 2_000)
 
 
 def test_brokers_register_after_the_voters_changed(make: Any) -> None:

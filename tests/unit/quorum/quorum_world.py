@@ -18,8 +18,9 @@ from pk.effects import Effect, Publish, Respond, Send, SetTimer, Write
 from pk.errors import PkError
 from pk.log.epochs import LeaderEpochs
 from pk.server.quorum import messages as say
-from pk.server.quorum.machine import Quorum, Role, Timing
+from pk.server.quorum.machine import Quorum, Role
 from pk.server.quorum.messages import LogState, SnapshotId, Vote, Voter, VotersAt
+from pk.server.quorum.timing import Timing
 from pk.types import NONE
 
 

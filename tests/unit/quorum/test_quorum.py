@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pk import errors
 from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
 from pk.server.quorum import messages as say
-from pk.server.quorum.machine import ELECTION, FETCH, TICK, Quorum, Role, Timing
+from pk.server.quorum.machine import ELECTION, FETCH, TICK, Quorum, Role
 from pk.server.quorum.messages import (
     Asked,
     AskVote,
@@ -36,6 +36,7 @@ from pk.server.quorum.messages import (
     VoteReply,
     VotersAt,
 )
+from pk.server.quorum.timing import Timing
 from pk.types import NONE, EpochStart
 
 ME, B, C = Voter(1, "d1"), Voter(2, "d2"), Voter(3, "d3")
