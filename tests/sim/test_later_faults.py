@@ -33,7 +33,7 @@ TIERED = {
 
 
 ISR_FAULTS = ("lost_isr_change", "lost_isr_change", "pause", "kill_broker")
-ISR_SEED = 6
+ISR_SEED = 8
 
 
 def executed(
