@@ -4,6 +4,7 @@ world: the smallest surroundings in which replication can be seen to work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,19 @@ class Kit:
     def wait(self, duration_ms: int) -> None:
         self.sim.loop.run_for_ms(duration_ms)
         assert not self.bugs, self.bugs[0]
+
+    def hold_metadata(self, n: int) -> Callable[[], None]:
+        """Broker `n` hears of nothing new until what is returned is called; then in one chunk."""
+        follower, clock, held = self.brokers[n].core.follower, self.brokers[n].core.clock, [True]
+        poll = follower._poll
+
+        async def later(wait_ms: int) -> Any:
+            while held:
+                await clock.sleep_ms(10)
+            return await poll(wait_ms)
+
+        setattr(follower, "_poll", later)  # noqa: B010 - it stands in the place of a method
+        return held.clear
 
     # -- looking inside ----------------------------------------------------------------------------
 

@@ -11,18 +11,9 @@ import pytest
 from pk import errors
 from pk.server.broker.upkeep import flush
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger
+from tests.sim.replication_kit import Kit, Ledger, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-def written(kit: Kit, topic: str, count: int) -> Ledger:
-    """A topic at rest whose replicas all have everything."""
-    ledger = Ledger(kit, topic)
-    ledger.more(count)
-    ledger.stop()
-    kit.until(lambda: kit.in_sync(topic))
-    return ledger
 
 
 def on_disk(kit: Kit, n: int, work: Any) -> None:

@@ -370,15 +370,7 @@ def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
     kit.sim.network.cut(f"b{leader}", f"b{n}")
     kit.wait(100)
     parked = len(ledger.acked)
-    core, held = kit.brokers[leader].core, [True]
-    poll = core.follower._poll
-
-    async def later(wait_ms: int) -> Any:
-        while held:
-            await core.clock.sleep_ms(10)
-        return await poll(wait_ms)
-
-    core.follower._poll = later  # type: ignore[method-assign]
+    go_on = kit.hold_metadata(leader)
     kit.wait(3_000)  # the last one is over
     request = wire.AlterConfigsRequest()
     resource = wire.ConfigResource(type="topic", name="t")
@@ -387,7 +379,7 @@ def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
     kit.until(task.done)
     kit.kill(n)
     kit.until(lambda: kit.state("t").elr == (n,))
-    held.clear()
+    go_on()
     known: Any = kit.replica(leader, "t").leader
     kit.until(lambda: known.isr == (leader,))
     kit.wait(500)
@@ -422,15 +414,7 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
     kit.wait(500)
     partition, parked = kit.replica(leader, "t"), known.high_watermark
     assert known.log_end > parked
-    core, held = kit.brokers[leader].core, [True]
-    poll = core.follower._poll
-
-    async def later(wait_ms: int) -> Any:
-        while held:
-            await core.clock.sleep_ms(10)
-        return await poll(wait_ms)
-
-    core.follower._poll = later  # type: ignore[method-assign]
+    core, go_on = kit.brokers[leader].core, kit.hold_metadata(leader)
     kit.sim.network.cut(f"b{leader}", "controller")
     kit.until(lambda: kit.state("t").leader == NONE)
     kit.boot(n)
@@ -442,7 +426,7 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
     kit.sim.network.heal(f"b{leader}", "controller")
     kit.until(lambda: leader not in kit.state("t").isr and not core.link.fenced)
     assert partition.leader is known
-    held.clear()
+    go_on()
     kit.until(lambda: partition.leader is None)
     assert known.high_watermark == parked
     kit.boot(m)
