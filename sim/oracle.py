@@ -158,9 +158,12 @@ class Oracle:
         return bool(self._ended)
 
     def may_be_damaged(self, topic: str, partition: int) -> bool:
-        """Whether a copy of the partition has rotted, in the topic's present or coming life."""
+        """Whether a copy of the partition has rotted, in the topic's present or coming life; or in
+        a former one, which a broker that has not heard of its end may still serve.
+        """
         known = self.topics[topic]
-        return known.going or (known.topic_id, partition) in self.rotten
+        lives = (known.topic_id, *known.former)
+        return known.going or any((life, partition) in self.rotten for life in lives)
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -224,3 +224,15 @@ def test_an_acknowledgement_heard_while_an_era_settles_may_be_of_either() -> Non
         sent = oracle.send(oracle.next_id("p"), "t", 0, ordered=True)
         oracle.acknowledged(sent, 0, 0)
         assert (sent.acked_era, sent.acked_era_max) == eras
+
+
+def test_a_former_life_may_be_damaged_still() -> None:
+    """A broker that is behind serves it under the topic's name."""
+    oracle = Oracle([TOPIC])
+    oracle.created(TOPIC.name, "one", 2)
+    assert not oracle.may_be_damaged(TOPIC.name, 0)
+    oracle.rotten["one", 0] = None
+    assert oracle.may_be_damaged(TOPIC.name, 0)
+    oracle.created(TOPIC.name, "two", 2)
+    assert oracle.may_be_damaged(TOPIC.name, 0)
+    assert not oracle.may_be_damaged(TOPIC.name, 1)
