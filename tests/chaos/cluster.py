@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ ASK_S = 3.0
 POLL_S = 0.2
 
 
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def links_between(addresses: Mapping[int, str], taken: Set[int]) -> list[Link]:
+    """From each to each other, on ports that are free and not `taken`."""
+    pairs = list(permutations(addresses, 2))
+    free = [port for port in free_ports(len(pairs) + len(taken)) if port not in taken]
+    return [
+        Link(source, target, port, port_of(addresses[target]))
+        for (source, target), port in zip(pairs, free, strict=False)
+    ]
+
+
 class TestedCluster(EmbeddedCluster):
     """Nodes that reach each other through proxies; clients reach them directly."""
 
@@ -31,17 +46,17 @@ class TestedCluster(EmbeddedCluster):
             ("peer_addresses", self.brokers),
             ("peer_controller_addresses", self.controllers),
         ):
+            drawn = links_between(addresses, self.ports() | {link.port for link in links})
+            links += drawn
             for node, server in self.nodes.items():
-                others = [other for other in addresses if other != node]
-                ports = dict(zip(others, free_ports(len(others)), strict=True))
-                links += [
-                    Link(node, other, port, int(addresses[other].rpartition(":")[2]))
-                    for other, port in ports.items()
-                ]
                 server.settings[option] = ",".join(
-                    f"{other}=127.0.0.1:{port}" for other, port in ports.items()
+                    f"{link.target}=127.0.0.1:{link.port}" for link in drawn if link.source == node
                 )
         self.network = Network(links)
+
+    def ports(self) -> set[int]:
+        """Where the nodes will listen; nobody does yet, so a probe finds these free."""
+        return {port_of(where) for where in (*self.brokers.values(), *self.controllers.values())}
 
     def stop(self) -> dict[int, int | None]:
         try:
