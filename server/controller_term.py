@@ -48,6 +48,8 @@ PROBE_MS = 250
 #: How long brokers may take to find a new active controller before it looks for them.
 EXPECT_MS = 300
 TICK_MS = 100
+#: A turn of the event loop that is busy; a wait that took longer says that the process stood still.
+LATE_MS = 20
 #: Elections that failed for want of disk space, say, are tried again after this.
 RETRY_MS = 1_000
 #: Names in one line of the log.
@@ -74,7 +76,7 @@ class Term:
         self._on_fatal = on_fatal
         rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
         self.epoch = metadata.epoch
-        self._spent_ms = metadata.leadership.spent_ms
+        self._answered_until_ms = metadata.leadership.answered_until_ms
         self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
             lambda: Controller(rules), metadata, world.clock,
             on_fatal=on_fatal, on_effects=self._effects,
@@ -131,7 +133,8 @@ class Term:
             if not broker.fenced
         ]
         now_ms = self._world.clock.monotonic_ms()
-        for session in self.sessions.grant(unfenced, now_ms, self._spent_ms):
+        until_ms = now_ms if self._answered_until_ms is None else self._answered_until_ms
+        for session in self.sessions.grant(unfenced, now_ms, now_ms - until_ms):
             self._spawn(self._expect(session))
         self._balance_ms = now_ms + self._balance_interval_ms
         self._spawn(self._watch())
@@ -317,16 +320,17 @@ class Term:
         """Sessions that expired, elections worth a try, leaders to move back."""
         clock = self._world.clock
         while True:
+            due_ms = clock.monotonic_ms() + TICK_MS
             await clock.sleep_ms(TICK_MS)
-            await self._fence_silent()
+            await self._fence_silent(clock.monotonic_ms() - due_ms)
             await self._recover(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
 
-    async def _fence_silent(self) -> None:
+    async def _fence_silent(self, late_ms: int) -> None:
         """R7.  Was it this process that stood still, then what came meanwhile is heard first."""
         clock = self._world.clock
         silent = self.sessions.expired(clock.monotonic_ms())
-        if silent:
+        if silent and late_ms > LATE_MS:
             await clock.sleep_ms(TICK_MS)
         for session in silent:
             if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time, too

@@ -284,9 +284,9 @@ class Quorum:
         self.role, self.leader = Role.LEADER, self.me
         self.tenure = Tenure(self.me, self.log.end, now_ms)
         word_ms, self._word_ms = self._word_ms, None
-        spent_ms = 0 if word_ms is None else self.timing.spent_ms(now_ms - word_ms)
+        until_ms = None if word_ms is None else self.timing.answered_until_ms(word_ms, now_ms)
         self._effects += [
-            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, spent_ms)),
+            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, until_ms)),
             Write([BeginEpoch(self.me, self.epoch, self.voters)], Level.SYNCED),
         ]
         self._tick(now_ms)

@@ -319,10 +319,11 @@ HIGH_WATERMARK = "high_watermark"
 @dataclass(slots=True, frozen=True)
 class Leadership:
     """Who leads, as far as this node knows; `start`: where the records of this node's own epoch
-    begin, NONE if it does not lead; `spent_ms`: of brokers' sessions (timing.py).
+    begin, NONE if it does not lead; `answered_until_ms`: no leader before it answered a heartbeat
+    after this (this node's clock; timing.py), None if that is not known.
     """
 
     epoch: int
     leader: Voter | None
     start: int = NONE
-    spent_ms: int = 0
+    answered_until_ms: int | None = None

@@ -3,8 +3,8 @@
 A broker that is out of reach of the next active controller must know that it may be fenced before
 it is (rule R6).  It counts from its last heartbeat, which the controller before answered up to
 `lease_ms` after it had last heard of a majority; nobody of that majority stands, or lets another
-one stand, before `fetch_ms` is over.  So the next controller may take the difference off the
-sessions it grants, and no more.
+one stand, before `fetch_ms` is over.  So the next controller may take the difference, and what
+passed between its election and the grant, off the sessions it grants, and no more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Timing:
     @property
     def lease_ms(self) -> int:
         """A leader that has heard of no majority for so long answers no heartbeat (rule R6)."""
-        return 5 * self.fetch_ms // 8
+        return self.fetch_ms // 2
 
-    def spent_ms(self, silent_ms: int) -> int:
-        """What is over of every session for certain, where no leader answered for `silent_ms`."""
-        return max(0, min(silent_ms, self.fetch_ms) - self.lease_ms)
+    def answered_until_ms(self, word_ms: int, now_ms: int) -> int:
+        """When the last heartbeat may have been answered, at the latest, by a leader that this node
+        last heard of at `word_ms`; it is elected in its place at `now_ms`.
+        """
+        return now_ms - max(0, min(now_ms - word_ms, self.fetch_ms) - self.lease_ms)

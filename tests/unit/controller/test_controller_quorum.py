@@ -11,6 +11,7 @@ import pytest
 from pk import errors, settings
 from pk.server.controller_node import ControllerNode
 from pk.server.quorum.messages import Voter
+from pk.server.quorum.timing import Timing
 from pk.server.run_config import RunConfig
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -110,6 +111,13 @@ def register(n: int) -> wire.RegisterBrokerRequest:
         broker_id=n, cluster_id="cluster", incarnation_id=f"i{n}", address=f"b{n}:1",
         boot_id="boot", directory_ids=[f"data-{n}"], previous_broker_epoch=-1,
     )  # fmt: skip
+
+
+def lives(world: Controllers, broker: int, at: int) -> None:
+    """It has registered and is not fenced; `at`: the controller that is asked first."""
+    epoch = world.ask(register(broker), at).register_broker_reply.broker_epoch
+    beat = wire.BrokerHeartbeatRequest(broker_id=broker, broker_epoch=epoch, metadata_offset=10_000)
+    assert not world.ask(beat, at).broker_heartbeat_reply.fenced
 
 
 def reachable(world: Controllers, address: str) -> None:
@@ -242,9 +250,7 @@ def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any
 
     world.sim.start("b8", listen)
     for n in (7, 8):
-        epoch = world.ask(register(n), other).register_broker_reply.broker_epoch
-        beat = wire.BrokerHeartbeatRequest(broker_id=n, broker_epoch=epoch, metadata_offset=10_000)
-        assert not world.ask(beat, other).broker_heartbeat_reply.fenced
+        lives(world, n, other)
     world.down(first)
     second = world.active()
     began_ms = world.sim.loop.now_us // 1000
@@ -263,9 +269,7 @@ def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, mak
     first = world.active()
     others = [n for n in IDS if n != first]
     reachable(world, "b7:1")
-    epoch = world.ask(register(7), first).register_broker_reply.broker_epoch
-    beat = wire.BrokerHeartbeatRequest(broker_id=7, broker_epoch=epoch, metadata_offset=10_000)
-    assert not world.ask(beat, first).broker_heartbeat_reply.fenced
+    lives(world, 7, first)
     began_us = world.sim.loop.now_us
     if killed:
         world.down(first)
@@ -279,6 +283,29 @@ def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, mak
     timeout_ms = RUN.server["broker_session_timeout_ms"]
     took_ms = (world.sim.loop.now_us - began_us) / 1000
     assert timeout_ms - 100 < took_ms < timeout_ms + (500 if killed else 2_000)
+
+
+def test_a_slow_disk_makes_no_session_longer(make: Any) -> None:
+    """R7: a term begins with records that its log must have; brokers go without an answer
+    meanwhile.
+    """
+    world = make(13)
+    first = world.active()
+    others = [n for n in IDS if n != first]
+    reachable(world, "b7:1")
+    lives(world, 7, first)
+    for n in others:
+        world.sim.network.cut(f"c{first}", f"c{n}")
+    nodes = [world.nodes[n] for n in others]
+    world.sim.run_until(lambda: any(node.metadata.leads for node in nodes))
+    (node,) = (node for node in nodes if node.metadata.leads)
+    elected_ms = world.sim.loop.now_us // 1000
+    world.storages[node.run.node_id].lag_ms = 100
+    world.sim.run_until(lambda: node.term is not None and 7 in node.term.sessions._by_broker)
+    assert world.sim.loop.now_us // 1000 - elected_ms >= 300
+    timing, timeout_ms = Timing(), RUN.server["broker_session_timeout_ms"]
+    ends_ms = node.term.sessions._by_broker[7].deadline_ms
+    assert ends_ms - elected_ms == timeout_ms - (timing.fetch_ms - timing.lease_ms)
 
 
 def test_brokers_register_after_the_voters_changed(make: Any) -> None:

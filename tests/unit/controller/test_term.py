@@ -13,6 +13,7 @@ from pk import errors
 from pk.server.controller import commands
 from pk.server.controller.image import PartitionState
 from pk.server.controller.sweeps import Sweep
+from pk.server.controller_term import TICK_MS
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind, World
@@ -311,6 +312,28 @@ def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
         term.host.ask = ask  # type: ignore[method-assign]
         for broker in brokers:
             await broker.caller.close()
+        await world.clock.sleep_ms(1_000)
+
+    scene.run(story)
+
+
+def test_a_silent_broker_is_fenced_at_the_end_of_its_session(scene: Scene) -> None:
+    """R7: a controller that ran all the while has heard what there is, and waits for no more."""
+
+    async def story(world: World) -> None:
+        (broker,) = await topic_on(scene, world, 1)
+        await broker.beat()
+        assert broker._task is not None
+        broker._task.cancel()  # its stream stays
+        node = scene.node
+        assert node is not None
+        assert node.term is not None
+        (session,) = node.term.sessions._by_broker.values()
+        ends_ms = session.deadline_ms
+        while not node.machine.image.brokers[1].fenced:
+            await world.clock.sleep_ms(5)
+        assert 0 <= world.clock.monotonic_ms() - ends_ms <= TICK_MS
+        await broker.caller.close()
         await world.clock.sleep_ms(1_000)
 
     scene.run(story)
