@@ -190,6 +190,8 @@ class _Replica:
 class _History:
     era: int
     log: Marks = field(default_factory=Marks)
+    cut_epoch: int = NONE  #: of the leader that ended it last with less
+    led_end: Offset = 0  #: of the leader's log, when it was last seen
 
 
 class ReplicaCheck:
@@ -226,15 +228,19 @@ class ReplicaCheck:
         seen.high_watermark = s.high_watermark
         if not s.current or s.leader_epoch == NONE:
             return 0, 0
-        return max(seen.compared, s.local_log_start), s.high_watermark
+        upto = s.high_watermark
+        if not s.leads and s.leader_epoch <= history.cut_epoch:
+            upto = min(upto, history.led_end)  # above it is what an earlier leader told
+        return max(seen.compared, s.local_log_start), upto
 
     def _check_leader(self, s: ReplicaSample, history: _History, era: int) -> None:
-        end = history.log.end
+        end, history.led_end = history.log.end, s.log_end
         if s.log_end >= end:
             return
         words = "the leader lacks what was committed up to {}: {}"
         require(era > history.era, "V14", words, end, s)
         history.log.cut(s.log_end)
+        history.cut_epoch = s.leader_epoch
         history.era += 1  # each era that ended may cost a suffix once
 
     def committed(self, key: PartitionKey, broker: NodeId, marks: Sequence[Mark]) -> None:

@@ -138,6 +138,22 @@ def test_a_leader_has_what_was_committed_unless_an_era_ended() -> None:
         check.check(replica(3, leads=True, leader_epoch=2, log_end=4))
 
 
+def test_what_a_leader_before_the_loss_told_is_committed_no_more() -> None:
+    """A follower has the former watermark until it hears of the leader that came back with less."""
+    oracle, check = led()
+    oracle.era_ends(*KEY, 0.0)
+    leader = replica(2, leads=True, leader_epoch=1, log_end=5, high_watermark=5)
+    check.check(leader)
+    behind = replica(3, leader_epoch=1, high_watermark=8)
+    assert check.check(behind) == (0, 5)
+    check.check(replace(leader, log_end=7, high_watermark=7))
+    assert check.check(behind) == (0, 7)
+    assert check.check(replace(behind, leader_epoch=2)) == (0, 8), "it heard this one's"
+    check.committed(KEY, 2, [Mark(0, 7, 0, 1)])
+    with pytest.raises(Violation, match="lacks what was committed"):
+        check.check(replica(1, leads=True, leader_epoch=2, log_end=6))
+
+
 def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -> None:
     oracle, check = led()
     check.check(replica(2, high_watermark=8))
