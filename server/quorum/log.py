@@ -303,8 +303,12 @@ class MetadataLog:
                 records = self.voters.records(op)
                 base = self._append(records, op.epoch, self._clock.wall_ms())
                 self._foreign += enumerate(records, base)
-                await self._write_out()
-                if self.voters.now != op.voters:  # undone with what the disk had no room for
+                try:
+                    await self._write_out()
+                except errors.StorageFull:
+                    if isinstance(op, messages.BeginEpoch):  # the epoch is for another node
+                        raise
+                if self.voters.now != op.voters:  # undone, alone or with others: no room on disk
                     self._post(Resign())
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)

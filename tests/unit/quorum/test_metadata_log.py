@@ -272,6 +272,25 @@ def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
     assert not disk.fatal
 
 
+def test_voters_that_find_no_room_are_refused() -> None:
+    """Their own write fails: the disk has what it had, and the node can go on."""
+    disk = Disk()
+    log = disk.open()
+    one = log.voters.now
+
+    async def story() -> None:
+        disk.storage.capacity = disk.storage.used_bytes()
+        with pytest.raises(errors.ControllerUnavailable):
+            async with asyncio.timeout(1):
+                await log.change_voters((*one, Voter(2, "e")), {2: "e:1"})
+        disk.storage.capacity = None
+        await log.lead()
+        assert log.voters.now == one
+
+    disk.world.run(story())
+    assert not disk.fatal
+
+
 def test_an_epoch_that_is_over_begins_no_more() -> None:
     """Writes wait in a row: by the time of this one another may lead."""
     disk = Disk()
