@@ -12,7 +12,9 @@ Rules
   F1  a first voter's uuid follows from cluster and node, so that all of them know each other from
       the settings alone; any other controller's is drawn, and the quorum has to add it (KIP-853)
   F2  data directories always have drawn uuids: an emptied one is not the one that was lost (L3)
-  F3  metadata that was formatted and is not there any more is a loss, not a beginning
+  F3  metadata that was formatted and is not there any more is a loss, not a beginning; nor is what
+      a node that is alone finds beside partitions: it would take all of them for strays, and remove
+      them (log/strays.py)
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from pk.server.settings import Resolved, is_clustered, roles_of, voter_directory
 
 METADATA_FILE = "directory.json"
 METADATA_FORMAT = 0
+#: Of a data directory (pk.log.directory).
+PARTITIONS = "topics"
 LOCK_ATTEMPTS = 10
 LOCK_WAIT_S = 0.05
 
@@ -69,6 +73,8 @@ def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealSto
     node_id, clustered = int(server["node_id"]), is_clustered(server)
     if clustered:
         _require_formatted(paths)
+    elif "controller" in roles_of(server):
+        _require_metadata(paths)
     for path in (*paths, os.path.join(paths[0], "run")):
         _make(path)
     if "controller" in roles_of(server):
@@ -118,6 +124,32 @@ def _require_formatted(paths: Sequence[str]) -> None:
                 "format` with this node's --config, for a new cluster with --initial-controllers, "
                 "for a new or replaced disk without",
                 directory=path,
+            )
+
+
+def _require_metadata(paths: Sequence[str]) -> None:
+    """F3 for a node that is alone: the first of its directories has the metadata of all.
+
+    Raises `InvalidConfig` if another one has them, `CorruptLog` if none has.
+    """
+    found = [RealStorage(path) for path in paths if os.path.isdir(path)]  # it makes the others
+    held = {
+        each.root: [name for name in each.list("metadata") if name != ".lock"] for each in found
+    }
+    if held.get(paths[0]):
+        return
+    for path, names in held.items():
+        if names:
+            raise errors.InvalidConfig(
+                f"the node's metadata are in {path}/metadata: give that directory first, not "
+                f"{paths[0]}",
+                option="dir",
+            )
+    for each in found:
+        if directories.read_format(each) is not None and each.list(PARTITIONS):
+            raise errors.CorruptLog(
+                f"{each.root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
+                "lost, or in a directory that was not given. Give all directories, that one first"
             )
 
 

@@ -57,6 +57,7 @@ class Child:
     failure: errors.PkError | None = None  #: why its last process ended, if it said so
     deaths: int = 0
     backoff_ms: int = BACKOFF_MS[0]
+    told: signal.Signals | None = None  #: to end: also a process that is only being started
 
     @property
     def pid(self) -> int | None:
@@ -227,6 +228,8 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains in order
         )
         child.failure = None
+        if child.told is not None:  # meanwhile
+            process.send_signal(child.told)
         assert process.stdout is not None
         try:
             while line := await _line(process.stdout):
@@ -290,7 +293,10 @@ class Supervisor:
 
     def _signal(self, role: str, number: signal.Signals) -> None:
         child = self.children.get(role)
-        if child is not None and child.process is not None and child.process.returncode is None:
+        if child is None:
+            return
+        child.told = number
+        if child.process is not None and child.process.returncode is None:
             child.process.send_signal(number)
 
     async def _kill_all(self) -> None:

@@ -57,6 +57,7 @@ WORLD_GENERIC = {
     "pk.server.controller_node",
     "pk.server.controller_term",
     "pk.server.handlers",
+    "pk.server.quorum.answers",
     "pk.server.quorum.history",
     "pk.server.quorum.log",
     "pk.server.quorum.peers",

@@ -33,16 +33,14 @@ from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.server.controller.records import MetadataRecord, encode_batch
-from pk.server.quorum import codec, messages
+from pk.server.quorum import messages
+from pk.server.quorum.answers import Answers
 from pk.server.quorum.history import READ_BYTES, Apply, History
 from pk.server.quorum.machine import Quorum, Role
 from pk.server.quorum.messages import (
     HIGH_WATERMARK,
     LEADERSHIP,
     SELF,
-    Asked,
-    FetchReply,
-    FetchStatus,
     Leadership,
     LogState,
     Resign,
@@ -63,7 +61,6 @@ from pk.server.quorum.timing import Timing
 from pk.server.quorum.voters import Voters
 from pk.server.runtime import MachineHost, Timers
 from pk.types import NONE, NodeId
-from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler
 from pk.world import World
@@ -129,7 +126,7 @@ class MetadataLog:
         self._noted = 0  #: what is saved beside it of how far the log is SYNCED
         self._log: PartitionLog | None = None
         self._history: History | None = None
-        self._source: Source
+        self._answers: Answers
         self._writing = asyncio.Lock()
         self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
@@ -150,7 +147,10 @@ class MetadataLog:
         self._log = log
         self._files.kept = opened.kept
         self._history = History(self._disk, self._clock, self._files, log, self._say)
-        self._source = Source(self._history, self._files, self._say)
+        self._answers = Answers(
+            self.quorum, Source(self._history, self._files, self._say), ask=self._post,
+            renew=lambda: self._post(Synced(self._state())),
+        )  # fmt: skip
         for why in opened.damaged:
             self._say("metadata_snapshot_damaged", why=why)
         offset = 0
@@ -303,8 +303,12 @@ class MetadataLog:
                 records = self.voters.records(op)
                 base = self._append(records, op.epoch, self._clock.wall_ms())
                 self._foreign += enumerate(records, base)
-                await self._write_out()
-                if self.voters.now != op.voters:  # undone with what the disk had no room for
+                try:
+                    await self._write_out()
+                except errors.StorageFull:
+                    if isinstance(op, messages.BeginEpoch):  # the epoch is for another node
+                        raise
+                if self.voters.now != op.voters:  # undone, alone or with others: no room on disk
                     self._post(Resign())
         elif isinstance(op, messages.StopLeading):
             await self._undo(op.job)
@@ -410,25 +414,7 @@ class MetadataLog:
 
     def handlers(self) -> dict[str, Handler]:
         """For the control streams of the quorum's other nodes."""
-        names = ("quorum_vote", "quorum_begin", "quorum_end", "quorum_fetch")
-        return {**dict.fromkeys(names, self._answer), "fetch_snapshot": self._answer_piece}
-
-    async def _answer_piece(self, request: Any, _frame: frames.Frame) -> Any:
-        reply, piece = await self._source.piece(request)
-        return reply, (piece,)
-
-    async def _answer(self, request: Any, _frame: frames.Frame) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        message: Any = codec.decode(request)
-        self._post(Asked(future, message))
-        reply = await future
-        payload: bytes = b""
-        if isinstance(reply, FetchReply) and reply.status is FetchStatus.DATA:
-            filled, payload = await self._source.filled(reply)
-            if payload and (self.quorum.role is not Role.LEADER or self.epoch != reply.epoch):
-                raise errors.ControllerUnavailable("the leader changed meanwhile")
-            reply = filled
-        return codec.encode(reply), (payload,)
+        return self._answers.handlers()
 
     # -- the controller's log (pk.server.runtime.ReplayLog) ------------------------------------
 

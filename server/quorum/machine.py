@@ -3,9 +3,10 @@
 Raft in Kafka's words: records are pulled (KIP-595), elections are tried out before an epoch is
 spent on them (KIP-996), voters are (node id, directory id) and change one at a time by a record
 that counts from its append on (KIP-853).  A node that is no voter observes: it fetches and
-knows the leader, and neither stands nor counts.  The machine never asks how many voters there
-are: with one, a majority is one, its own saved vote elects it and its own synced end commits
-(rule Q4).
+knows the leader, and neither stands nor counts.  One that is out by a record which may not be
+committed goes on standing, for it may be the only one that has that record (Raft §4.2.2).  The
+machine never asks how many voters there are: with one, a majority is one, its own saved vote elects
+it and its own synced end commits (rule Q4).
 
     UNATTACHED ──election──► PROSPECTIVE ──majority would──► CANDIDATE ──majority did──► LEADER
         ▲  │                      ▲                              │                          │
@@ -240,7 +241,7 @@ class Quorum:
 
         Not while the log is written: what a candidate says of its log must stay true (U6).
         """
-        if self._writing or self.me not in self.voters:
+        if self._writing or not self._may_stand():
             self._detach(self.epoch, now_ms)
             return
         knew = self.leader
@@ -252,6 +253,15 @@ class Quorum:
         for voter in self._others():
             self._effects.append(Send(voter, self._ask(voter, pre_vote=True)))
         self._grant(self.me, now_ms)
+
+    def _may_stand(self) -> bool:
+        """By the voters in force, or by those that come back if what is not committed is cut."""
+        known = self.log.voters
+        later = [each.offset for each in known[1:]] + [self.high_watermark]
+        return any(
+            self.me in each.voters and end >= self.high_watermark
+            for each, end in zip(known, later, strict=True)
+        )
 
     def _ask(self, voter: Voter, *, pre_vote: bool) -> AskVote:
         log = self.log

@@ -98,9 +98,13 @@ class SnapshotMaker:
         return await self._history.bytes_between(start, end) >= self._rules.max_bytes
 
     async def make(self) -> SnapshotId:
-        """One of everything that is committed now (K1)."""
-        source, image = self._source, MetadataImage()
+        """One of everything that is committed now (K1).  Raises `SnapshotNotFound` if a later one
+        was loaded, whose end the source does not know yet.
+        """
+        source, image, newest = self._source, MetadataImage(), self._files.newest
         end, began_ms = source.committed, self._clock.monotonic_ms()
+        if newest is not None and newest.end >= end:
+            raise errors.SnapshotNotFound("a later one was loaded meanwhile")
         made = SnapshotId(end, source.epoch_at(end - 1))
         await self._history.replay(image.apply, end)
         assert image.offset == end - 1, (image.offset, end)

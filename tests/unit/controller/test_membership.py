@@ -231,3 +231,28 @@ def test_an_address_of_the_settings_counts_more_than_the_log(make: Any) -> None:
     node.metadata.voters.note(10_000, record)
     assert node.metadata.address_of(1) == "c1:1"
     assert node.metadata.address_of(7) == "c7:1"
+
+
+def test_a_leader_that_removes_itself_and_dies_before_the_other_has_heard_of_it(make: Any) -> None:
+    """Raft §4.2.2: the only voter there is then has the shorter log."""
+    world = make(1)
+    leader = world.active()
+    other, third = (n for n in (1, 2, 3) if n != leader)
+    world.ask(wire.RemoveVoterRequest(node_id=third))
+    world.down(third)
+    log, left = world.nodes[leader].metadata, (Voter(other, f"dir-{other}"),)
+    world.down(other)
+    end = log.end
+
+    async def change(_world: World) -> None:
+        with pytest.raises(errors.ControllerUnavailable):
+            await log.change_voters(left, {})
+
+    world.sim.start("operator", change)
+    world.sim.run_until(lambda: bool(log._state().end > end))
+    assert log.voters.now == left
+    world.down(leader)
+    for n in (leader, other):
+        world.boot(n, f"dir-{n}")
+    world.sim.loop.run_for_ms(20_000)
+    assert (world.active(), ids(world.describe().voters)) == (other, [other])

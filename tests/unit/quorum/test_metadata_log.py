@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,25 @@ def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
     assert not disk.fatal
 
 
+def test_voters_that_find_no_room_are_refused() -> None:
+    """Their own write fails: the disk has what it had, and the node can go on."""
+    disk = Disk()
+    log = disk.open()
+    one = log.voters.now
+
+    async def story() -> None:
+        disk.storage.capacity = disk.storage.used_bytes()
+        with pytest.raises(errors.ControllerUnavailable):
+            async with asyncio.timeout(1):
+                await log.change_voters((*one, Voter(2, "e")), {2: "e:1"})
+        disk.storage.capacity = None
+        await log.lead()
+        assert log.voters.now == one
+
+    disk.world.run(story())
+    assert not disk.fatal
+
+
 def test_an_epoch_that_is_over_begins_no_more() -> None:
     """Writes wait in a row: by the time of this one another may lead."""
     disk = Disk()
@@ -373,6 +393,27 @@ def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
     disk.world.run(story())
     assert files.kept == (later,)
     assert disk.storage.read_file(file_name(later)) == b"loaded"
+
+
+def test_none_is_made_below_one_that_was_loaded() -> None:
+    """K3: it was loaded while the maker looked whether one is due, and the machine has not heard of
+    it.
+    """
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    behind: Any = SimpleNamespace(committed=log.end - 1, epoch_at=log.epoch_at)
+    makers = [
+        SnapshotMaker(
+            source, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+        )
+        for source in (log, behind)
+    ]
+    made = disk.world.run(makers[0].make())
+    with pytest.raises(errors.SnapshotNotFound):
+        disk.world.run(makers[1].make())
+    assert log._files.kept == (made,)
 
 
 def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:

@@ -389,6 +389,36 @@ def test_other_voters_are_confirmed_when_their_own_record_is_committed() -> None
     assert None in answers(quorum.step(fetch_of(B, 1, 6, 1, 3), 0))
 
 
+def test_who_is_out_by_a_record_that_nobody_else_has_leads_until_it_is_committed() -> None:
+    """Raft §4.2.2: B's log is shorter, so that it can never win, and it is the only voter."""
+    voters = (VotersAt(NONE, (ME, B)), VotersAt(3, (B,)))
+    log = LogState(4, (EpochStart(1, 0),), voters)
+    quorum, _ = started(log)
+    (ask,) = sent(quorum.step(TimerFired(ELECTION), 0), AskVote)
+    assert (ask.to, ask.pre_vote) == (B, True)
+    granted(quorum, B, pre_vote=True)
+    quorum.step(SelfVoted(quorum.epoch), 0)
+    assert quorum.role is Role.CANDIDATE, "its own vote does not count"
+    granted(quorum, B, pre_vote=False)
+    assert quorum.role is Role.LEADER
+    begun = (*log.epochs, EpochStart(2, 4))
+    quorum.step(Synced(LogState(6, begun, (*voters, VotersAt(5, (B,))))), 0)
+    effects = quorum.step(fetch_of(B, 2, 6, 2), 0)
+    assert (quorum.high_watermark, quorum.role) == (6, Role.UNATTACHED)
+    assert sent(effects, say.LeaderEnds)
+    assert not sent(quorum.step(TimerFired(ELECTION), 0), AskVote)
+
+
+@pytest.mark.parametrize(("committed", "stands"), [(3, True), (4, False)])
+def test_who_is_out_by_a_record_that_is_committed_never_stands(
+    committed: int, stands: bool
+) -> None:
+    voters = (VotersAt(NONE, (ME, B, C)), VotersAt(3, (B, C)))
+    snapshot = SnapshotId(committed, 1)
+    quorum, _ = started(LogState(4, (EpochStart(1, 0),), voters, snapshot=snapshot))
+    assert bool(sent(quorum.step(TimerFired(ELECTION), 0), AskVote)) == stands
+
+
 def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
     """Also where the log begins below it: it begins at the older of two."""
     older, newest = SnapshotId(5, 1), SnapshotId(8, 2)

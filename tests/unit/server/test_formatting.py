@@ -11,6 +11,7 @@ import pytest
 
 from pk import errors
 from pk.server.formatting import Formatted, controller_identity, format_node, prepare
+from pk.server.quorum.opening import first_state
 from pk.server.run_config import RunConfig
 from pk.server.settings import Resolved, resolve, voter_directory_id
 
@@ -83,6 +84,25 @@ def test_metadata_that_is_gone_is_a_loss(tmp_path: Path, lost: str) -> None:
     (tmp_path / "metadata" / lost).unlink()
     with pytest.raises(errors.CorruptLog, match="gone"):
         start(tmp_path, node())
+
+
+def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> None:
+    """F3: they would be strays, all of them, and be removed."""
+    alone, (a, b) = resolve({}, {}, {}), (tmp_path / "a", tmp_path / "b")
+    dirs = [str(a), str(b)]
+    for _ in range(2):  # a start that came to nothing may be repeated, in any order
+        prepare(dirs, alone)[1].unlock()
+        prepare(dirs[::-1], alone)[1].unlock()
+    (a / "metadata/quorum-state").write_bytes(first_state())
+    with pytest.raises(errors.InvalidConfig, match=f"{a}/metadata: give that directory first"):
+        prepare(dirs[::-1], alone)
+    (b / "topics/t-0").mkdir(parents=True)
+    prepare(dirs, alone)[1].unlock()
+    shutil.rmtree(a)
+    for given in (dirs, dirs[::-1], dirs[1:]):
+        with pytest.raises(errors.CorruptLog, match=f"{b} holds partitions"):
+            prepare(given, alone)
+    assert not a.exists(), "nothing is made"
 
 
 def test_metadata_of_another_node_or_damaged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,17 @@ class FakeProcess:
 
     returncode = 0
 
-    def __init__(self, said: bytes) -> None:
+    def __init__(self, said: bytes = b"") -> None:
+        self.signals: list[int] = []
         self.stdout = asyncio.StreamReader()
         self.stdout.feed_data(said)
         self.stdout.feed_eof()
 
     async def wait(self) -> int:
         return 1
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
 
 
 def test_a_child_that_cannot_be_started_now_is_tried_again(
@@ -58,3 +63,27 @@ def test_a_child_that_cannot_be_started_now_is_tried_again(
 
     asyncio.run(main())
     assert "did not start" in lines.getvalue()
+
+
+def test_a_child_that_is_being_started_is_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else it lives until the drain is over, or for ever if the start itself has failed."""
+    config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
+
+    async def main() -> list[int]:
+        supervisor = Supervisor(
+            config, log=tracing.Log("supervisor", lambda: 0, StringIO()), on_ready=lambda _: None
+        )
+        process = FakeProcess()
+
+        async def start(*_command: str, **_options: Any) -> Any:
+            supervisor._stopping.set()
+            supervisor._signal("broker", signal.SIGTERM)
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        await supervisor._keep(supervisor.children["broker"])
+        return process.signals
+
+    assert asyncio.run(main()) == [signal.SIGTERM]
