@@ -262,7 +262,6 @@ def _isr_change(
             draft.restate_isr()  # nobody is to join: the leader withdraws what it asked for before
         if item.recovered:
             draft.recovered()
-        draft.complete(sweep.cluster)
 
     return sweep.visit(topic, key.partition, state, change)
 

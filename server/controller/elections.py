@@ -9,7 +9,7 @@ order:
   |------------------------------------------------|------------------------------|---------|
   | an eligible member of the ISR                  | the first in replica order   | no      |
   | an eligible member of the ELR                  | the same; it joins the ISR   | no      |
-  | ISR and ELR empty, every last-known reported   | greatest (last epoch, end)   | yes     |
+  | ISR and ELR empty, every last-known reported   | the greatest                 | yes     |
   | some missing, waited for, and loss is allowed  | greatest among those present | yes     |
   | otherwise                                      | nobody: leader NONE          | –       |
 
@@ -17,6 +17,13 @@ order:
 the recovery election of rule R3: it needs no permission, for nothing acknowledged can be
 anywhere else.  With one last-known member its log is the greatest without being asked.  In the
 fourth row those present are last-known members, or any replica if none of them is there.
+
+*Greatest* is by (last epoch, log end).  But a log that retention emptied, or that was begun anew
+where its leader's segments do (rule R5), holds no record and so names no epoch; what it lacks was
+deleted, or is in the tier.  If the end of a last-known member's such log is above that of the
+greatest, it is elected: the offsets in between were given, and must not be given again.  A replica
+that is not among the last known may have been begun anew in a history that was given up since:
+there the epochs alone decide.
 
 What becomes of a member that leaves the ISR depends on *required* = min(min_insync_replicas,
 replicas); while a reassignment runs, replicas are the old and the new ones together (as in
@@ -211,15 +218,25 @@ class Draft:
         ]
 
     def _greatest(self, members: list[NodeId], cluster: Cluster) -> NodeId | None:
-        """By (last epoch, log end), then by replica order; None until all have said theirs."""
-        positions = {member: cluster.position(member, self.key) for member in members}
-        best, best_at = NONE, None
-        for member, at in positions.items():
-            if at is None and len(members) > 1:
+        """As in the module, of equals the first in replica order; None until all have said how
+        far they are.
+        """
+        if len(members) == 1:
+            return members[0]
+        positions: dict[NodeId, Position] = {}
+        for member in members:
+            at = cluster.position(member, self.key)
+            if at is None:
                 return None
-            if best == NONE or (at is not None and best_at is not None and at > best_at):
-                best, best_at = member, at
-        return None if best == NONE else best
+            positions[member] = at
+        if not positions:
+            return None
+        best = max(positions, key=positions.__getitem__)
+        for member, (epoch, end) in positions.items():
+            known = member in self.now.last_known
+            if known and epoch == NONE and end > positions[best][1]:
+                best = member
+        return best
 
     def _lead(self, leader: NodeId) -> None:
         now = self.now

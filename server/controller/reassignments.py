@@ -4,7 +4,9 @@ A reassignment lives in the partition's record: `replicas` are the target in its
 replicas that will go; `adding` and `removing` name the difference.  New replicas copy the log and
 join the ISR by their leader's AlterPartition; when all of them are in, the same record ends the
 reassignment (`Draft.complete`): replicas = target, ISR and ELR without the others, another leader
-if the old one goes.  Nothing else is remembered, so a failover of the controller goes on with it.
+if the old one goes.  An election may bring the last of what it waits for, too, and ends it likewise
+(`Sweep.visit`): the leader that comes may never have another ISR to ask for.  Nothing else is
+remembered, so a failover of the controller goes on with it.
 
   - The original replicas are those without the ones being added.  A new target is compared with
     them, not with a target given up: what was being added for that one leaves at once.

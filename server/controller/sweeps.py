@@ -82,12 +82,15 @@ class Sweep:
         *,
         may_lose: bool = False,
     ) -> Draft:
-        """Take `step`, elect if nobody leads, keep the change."""
+        """Take `step`, elect if nobody leads, end a reassignment that has all it waits for, keep
+        the change.
+        """
         draft = self.draft(topic, number, state)
         if step is not None:
             step(draft)
         if draft.now.leader == NONE:
             draft.elect(self.cluster, may_lose=may_lose)
+        draft.complete(self.cluster)
         self.keep(draft, topic)
         return draft
 

@@ -119,6 +119,9 @@ def asked(reply: wire.BrokerHeartbeatReply) -> list[PartitionKey]:
     [
         ((4, 100), (4, 99), 2), ((4, 99), (4, 100), 3), ((3, 200), (4, 1), 3),
         ((4, 1), (3, 200), 2), ((4, 5), (4, 5), 2), ((-1, 0), (0, 1), 3),
+        # Empty at an end above all: what was there was deleted, and its offsets were given.
+        ((5, 500), (-1, 1000), 3), ((-1, 1000), (5, 500), 2), ((-1, 1000), (5, 1000), 3),
+        ((4, 1001), (-1, 1000), 2), ((-1, 900), (-1, 1000), 3), ((-1, 1000), (-1, 1000), 2),
     ],
 )  # fmt: skip
 def test_the_greatest_of_all_last_known_members_is_elected(
@@ -137,6 +140,32 @@ def test_the_greatest_of_all_last_known_members_is_elected(
     (loss,) = published
     assert loss.value["positions"] == {"2": two, "3": three}
     assert (loss.value["leader"], loss.value["topic"]) == (elected, "t")
+
+
+def test_one_of_three_that_was_begun_anew_above_the_greatest_is_elected() -> None:
+    """Not above each that is there: what an older epoch has beyond is not of the newest history."""
+    bench = three(3)
+    for broker in (1, 2, 3):
+        unclean(bench, broker)
+        bench.beat(broker)
+    assert set(bench.state("t").last_known) == {1, 2, 3}
+    for broker, position in ((1, (4, 1200)), (2, (5, 500)), (3, (-1, 1000))):
+        bench.beat(broker, positions={KEY: position})
+    assert bench.state("t").leader == 3
+
+
+def test_who_is_not_last_known_may_have_been_begun_anew_in_a_history_given_up() -> None:
+    bench = three(1, unclean_leader_election_enable="true")
+    for broker in (1, 2, 3):
+        bench.fence(broker)
+    unclean(bench, 3)
+    assert bench.state("t").last_known == (3,)
+    for broker, position in ((1, (-1, 1000)), (2, (6, 900))):
+        unclean(bench, broker)
+        bench.beat(broker, unclean=frozenset([KEY]))
+        bench.beat(broker, positions={KEY: position})
+    assert bench.recover(KEY, waited=True) == 1
+    assert bench.state("t").leader == 2
 
 
 def test_a_position_ends_with_the_registration_that_gave_it() -> None:

@@ -250,6 +250,22 @@ def test_a_move_waits_while_nobody_leads_and_ends_after() -> None:
     assert (bench.state("t").replicas, bench.state("t").leader) == ((2,), 2)
 
 
+def test_an_election_that_brings_what_a_move_waits_for_ends_it() -> None:
+    """Who goes is gone for good: the new leader never has another ISR to ask for, and would refuse
+    acks=all for want of replicas that nobody asks for any more.
+    """
+    bench = cluster(3, min_insync_replicas="2")
+    bench.fence(3)
+    bench.fence(1)
+    assert (bench.state("t").leader, bench.state("t").elr) == (2, (1,))
+    assert reassign(bench, 1) == 0
+    assert (bench.state("t").leader, bench.state("t").removing) == (2, (2, 3))
+    bench.fence(2)
+    bench.beat(1)
+    state = bench.state("t")
+    assert (state.leader, state.replicas, state.removing, state.leader_epoch) == (1, (1,), (), 3)
+
+
 def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
     """Nobody leads: 1 lost power and is only known to have been a member, 2 has everything."""
     bench = cluster(1, min_insync_replicas="2")
