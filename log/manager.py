@@ -33,7 +33,7 @@ from pk.log.directory import Directory, Format, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
-from pk.log.segment import IndexCache, base_offset_of
+from pk.log.segment import IndexCache
 from pk.log.storage import Disk
 from pk.log.strays import Strays
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
@@ -213,7 +213,7 @@ class LogManager:
         try:
             identity = await directory.disk.read(partial(files.read_partition, storage, path))
             if identity is None:
-                await self._unfinished(directory, path)
+                await directory.disk.write(partial(creation.sweep, storage, path))
                 return None
             topic_id, tp = identity
             key = PartitionKey(topic_id, tp.partition)
@@ -244,20 +244,6 @@ class LogManager:
         """M3: whoever calls this knows every partition that was placed here before it began."""
         for directory, path in await self._strays.unknown():
             await self._discard(directory, path, STRAY_DELAY_MS)
-
-    async def _unfinished(self, directory: Directory, path: str) -> None:
-        """A directory without its identity: the process died while it was created, or somebody
-        else's files.
-        """
-        storage = directory.disk.storage
-        if await directory.disk.read(partial(creation.unfinished, storage, path)):
-            await directory.disk.write(partial(storage.remove_tree, path))
-            return
-        names = await directory.disk.read(partial(storage.list, path))
-        if any(base_offset_of(name) is not None for name in names):
-            raise errors.CorruptLog(
-                f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
-            )
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
@@ -446,6 +432,19 @@ class LogManager:
         finally:
             del self._reshaping[key]
         await self._write_log_starts(directory)
+
+    async def reopen(self, key: PartitionKey) -> None:
+        """Open a log that a full disk left half-way (`torn`), as a start of the process would.
+
+        Raises `StorageFull`: it is as it was; `CorruptLog`, `StorageFailed`.
+        """
+        log, directory = self._logs[key]
+        self._reshaping[key] = None
+        try:
+            point = directory.recovery_points.get(key, 0)
+            await directory.disk.write(partial(log.reopen, point))
+        finally:
+            del self._reshaping[key]
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
         """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""

@@ -275,6 +275,30 @@ class Writable(Readable):
             log_start=0 if kept else offset,
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
+        self._go_on_with(loaded)
+
+    def reopen(self, recovery_point: Offset) -> None:
+        """A log that was left half-way (`torn`) is opened as a start of the process would."""
+        for segment in self._segments:
+            self._cache.forget(segment)
+            file, segment.file = segment.file, None
+            if file is not None:
+                file.close()
+        loaded = loading.load(
+            self._storage,
+            self.path,
+            self.config,
+            clean=False,
+            same_boot=True,
+            recovery_point=recovery_point,
+            log_start=self.log_start,
+            now_ms=self.producers.newest_ms,
+        )
+        self.epochs = loaded.epochs
+        self._go_on_with(loaded)
+
+    def _go_on_with(self, loaded: loading.Loaded) -> None:
+        """The log is what was found in its files, all of it SYNCED."""
         self.producers = loaded.producers
         self._blank = loaded.blank
         self._segments = tuple(loaded.segments)
