@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pk import errors
 from tests.sim.replication_kit import Kit, Ledger
+from tests.sim.test_metadata_snapshots import Cluster, Node, away, caught_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class _FullBehindLoad:
+    """The disk has no room from the `step`th operation behind a `.load` on, but for pieces."""
+
+    def __init__(self, node: Node, step: int) -> None:
+        self.hits = 0
+        self._left, self._node, self._begun = step, node, False
+        node.storage.fault = self
+
+    @property
+    def loads(self) -> bool:
+        return any(name.endswith(".load") for name in self._node.storage._tree.entries)
+
+    def __call__(self, operation: str, path: str) -> Exception | None:
+        self._begun = self._begun or self.loads
+        if not self._begun or operation in ("read", "sync", "sync_dir") or path.endswith(".part"):
+            return None
+        self._left -= 1
+        if self._left >= 0:
+            return None
+        self.hits += 1
+        return errors.StorageFull("full")
+
+
+@pytest.fixture
+def make_quorum() -> Iterator[Any]:
+    """Quorums of test_metadata_snapshots.py, closed at the end."""
+    made: list[Cluster] = []
+
+    def one(seed: int) -> Cluster:
+        made.append(Cluster(seed))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.sim.close()
 
 
 def _parted(kit: Kit) -> tuple[Ledger, int]:
@@ -76,3 +116,37 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
     assert not kit.bugs
     found = ledger.rows().values()
     assert len(set(found)) == len(found)
+
+
+def test_a_voter_whose_disk_is_full_while_it_loads_a_snapshot_goes_on(make_quorum: Any) -> None:
+    """F4 of snapshot_files.py: what was begun is finished once there is room, and not before."""
+    cluster = make_quorum(3)
+    cluster.run(3_000)
+    late = next(node for node in cluster.nodes if node is not cluster.leader())
+    away(cluster, late)
+    saved = copy.deepcopy(late.storage._tree)
+    torn = finished = 0
+    for step in range(0, 60, 2):
+        late.storage._tree = copy.deepcopy(saved)
+        late.said.clear()
+        full = _FullBehindLoad(late, step)
+        cluster.boot(late)
+        cluster.until(lambda full=full: full.hits or caught_up(cluster, late))  # type: ignore[misc]
+        if not full.hits:
+            break
+        assert late.log is not None
+        fetches = late.log.quorum._fetches
+        cluster.run(2_500)
+        assert late.log.quorum._fetches == fetches
+        assert not late.heard("metadata_snapshot_loaded")
+        torn += late.log._open_log.torn
+        finished += not full.loads
+        late.storage.fault = None
+        cluster.until(lambda: bool(late.fatal) or caught_up(cluster, late))
+        assert not late.fatal, (step, late.fatal)
+        assert late.heard("metadata_snapshot_loaded")
+        if step % 8 == 0:
+            cluster.same()
+        cluster.down(late, power=True)
+    assert torn > 3
+    assert finished > 0
