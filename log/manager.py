@@ -21,6 +21,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -178,26 +179,35 @@ class LogManager:
             await home.disk.write(partial(log.close, False))
         for directory in self.directories:
             if directory.failed is None:
-                await self._mark_running(directory)
+                problems += await self._mark_running(directory)
         self._loaded = True
         return problems
 
-    async def _mark_running(self, directory: Directory) -> None:
+    async def _mark_running(self, directory: Directory) -> list[tuple[PartitionKey, Exception]]:
         """Only once everything is open: a process that dies before its repairs are done must not
         leave word that it ran in this boot, else the next one takes a power loss for damage.
 
         M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
-        a history that was given up (rules R3, R4); what comes to stand there was not.
+        a history that was given up (rules R3, R4); what comes to stand there was not.  Partitions
+        for which a full disk has no room for that are closed, and returned: to be tried again.
         """
-        run = directory.run(self._boot_id, directory.previous_broker_epoch)
+        waiting: list[tuple[PartitionKey, Exception]] = []
         logs = self._logs.items()
         ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
-            await self._claim_less(directory, ends)
+            try:
+                await self._claim_less(directory, ends)
+            except errors.StorageFull as full:
+                waiting = [(key, full) for key, end in ends.items() if directory.claims(key, end)]
+                for key, _ in waiting:
+                    directory.not_opened(key, full)
+                    await directory.disk.write(partial(self._logs.pop(key)[0].close, False))
+            run = directory.run(self._boot_id, directory.previous_broker_epoch)
             await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
         except errors.StorageFailed:
             if all(each.failed is not None for each in self.directories):
                 raise  # M4
+        return waiting
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
@@ -390,10 +400,8 @@ class LogManager:
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)
-        try:
+        with contextlib.suppress(errors.PkError):  # it is offline; the next start removes it
             await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
-        except errors.PkError:
-            return  # the directory is offline; the next start removes it
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -548,11 +556,9 @@ class LogManager:
                 self._start(self._write_epoch(directory, broker_epoch))
 
     async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
-        try:
+        with contextlib.suppress(errors.PkError):  # the next start counts as unclean: safe
             run = directory.run(self._boot_id, broker_epoch)
             await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
-        except errors.PkError:
-            return  # without it the next start counts as unclean, which is safe
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -565,10 +571,8 @@ class LogManager:
         await asyncio.gather(*list(self._tasks), return_exceptions=True)
         for directory in self.directories:
             if directory.failed is None:
-                try:
+                with contextlib.suppress(errors.PkError):  # not closed properly: it is verified
                     await self._close(directory, clean)
-                except errors.PkError:
-                    pass  # the clean-shutdown file is missing: the next start verifies
             directory.disk.storage.unlock()
         self._logs.clear()
 
@@ -588,11 +592,8 @@ class LogManager:
         await self._write_checkpoints(directory)
         # L3: the controller knows of an unclean start once it was registered; a life that ended
         # before that passes it on.
-        if all_clean and (self._broker_epoch != NONE or directory.closed_properly):
-            epoch = (
-                self._broker_epoch
-                if self._broker_epoch != NONE
-                else directory.previous_broker_epoch
-            )
+        known = self._broker_epoch != NONE
+        if all_clean and (known or directory.closed_properly):
+            epoch = self._broker_epoch if known else directory.previous_broker_epoch
             run = Run(self._boot_id, epoch)
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))

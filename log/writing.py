@@ -100,10 +100,10 @@ class Writable(Readable):
 
     def _perform_roll(self, op: RollOp) -> None:
         old, new = op.old, op.new
+        old.write_indexes(old.decided)  # first: who finds the snapshot does not read what is below
         write_file(
             self._storage, f"{self.path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
         )
-        old.write_indexes(old.decided)
         new.create()
         file, old.file = old.file, None
         if file is not None:
@@ -123,6 +123,7 @@ class Writable(Readable):
         ]
         for other in reversed(later):
             loading.remove_segment(self._storage, self.path, other)
+        loading.remove_snapshots(self._storage, self.path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
             file.truncate(op.size)
