@@ -373,13 +373,21 @@ def remove_snapshots(storage: Storage, path: str, end: Offset) -> None:
 
 def _replay(opening: Opening, loaded: Loaded) -> None:
     """Producer state, epochs and aborted indexes: the newest usable snapshot, then every header
-    after it.
+    after it; before that, what an aborted index that is missing takes (O1: the next opening has
+    it, and comes to the same).
     """
     end = loaded.segments[-1].written.next_offset
     missing = [s.base_offset for s in loaded.segments if not _load_aborted(s) and s.written.size]
-    limit = min([end, *missing])
-    start = loaded.segments[0].base_offset
     remove_snapshots(opening.storage, opening.path, end)
+    if missing and any(at > missing[0] for at in snapshots(opening.storage, opening.path)):
+        _replay_from(opening, loaded, missing[0])
+        loaded.producers = Producers()
+    _replay_from(opening, loaded, end)
+
+
+def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
+    """By a snapshot at `limit` or below."""
+    start = loaded.segments[0].base_offset
     for at in reversed(snapshots(opening.storage, opening.path)):
         if at > limit:
             continue

@@ -106,8 +106,10 @@ def test_aborted_transactions_are_known_after_a_scan() -> None:
     expected = _aborted(bench)
     bench.log.roll()
     bench.fill(2)
-    for _ in range(3):
+    for life in range(4):
         bench.storage.crash()
+        if life == 2:
+            bench.storage.remove(f"{PATH}/{0:020}.txnindex")
         bench.open()
         assert bench.log.segment_count == 2
         assert bench.log.aborted_in(0, 3) == expected
