@@ -6,12 +6,14 @@ itself begins with `_lane_`.
 Rules
   W1  a plan is performed whole or its generation fails: no later plan of it touches the disk (rule
       L2).
-  W2  whatever is removed goes newest first, so that dying in between leaves no hole.
+  W2  whatever is removed goes newest first, what retention drops oldest first, so that neither
+      dying in between nor a full disk leaves a hole.
   W3  `_sync` makes everything performed SYNCED, oldest first, names included (rule L1).
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 
 from pk import errors
@@ -20,7 +22,15 @@ from pk.log import loading
 from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
 from pk.log.producers import Producers
 from pk.log.reading import Readable
-from pk.log.segment import SNAPSHOT, Segment, Walk, base_offset_of, file_name, write_file
+from pk.log.segment import (
+    DELETED,
+    SNAPSHOT,
+    Segment,
+    Walk,
+    base_offset_of,
+    file_name,
+    write_file,
+)
 from pk.log.storage import Storage
 from pk.types import NONE, Offset
 
@@ -48,6 +58,7 @@ class Writable(Readable):
         self._lane_end = loaded.segments[-1].written.next_offset
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
+        self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
 
     @property
     def cuts(self) -> int:
@@ -230,8 +241,28 @@ class Writable(Readable):
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
         self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
+    def _rename_doomed(self) -> list[Segment]:
+        """SYNCED: dropped segments have another name, the oldest first; what a full disk kept of
+        them goes before any later one, else it would leave a hole (W2).
+        """
+        renamed: list[Segment] = []
+        while self._lane_doomed:
+            segment = self._lane_doomed[0]
+            with contextlib.suppress(FileNotFoundError):  # what came behind its renaming failed
+                self._storage.rename(segment.path(), segment.path() + DELETED)
+            for suffix in loading.DERIVED:
+                self._storage.remove(segment.path(suffix))
+            renamed.append(self._lane_doomed.pop(0))
+        if renamed:
+            self._storage.sync_dir(self.path)
+        return renamed
+
     def _mend(self) -> None:
-        """What a failed plan left behind goes before the files are looked at again (rule L2)."""
+        """What a failed plan, or drop, left behind goes before the files are looked at again (rule
+        L2).
+        """
+        for segment in self._rename_doomed():
+            self._storage.remove(segment.path() + DELETED)
         if self._repair:
             self._perform_repair(self._repair_op())
             self._repair = False

@@ -16,6 +16,7 @@ from pk.log import batch as batches
 from pk.log import loading, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
+from pk.log.plan import RetentionPlan
 from pk.log.storage import Storage
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import Bench, make_batch
@@ -430,3 +431,38 @@ def test_a_log_begun_anew_has_its_start_at_once() -> None:
         await again.close()
 
     run(main)
+
+
+@pytest.mark.parametrize("then", ["drop", "cut", "anew"])
+@pytest.mark.parametrize("at", ["rename", "remove"])
+def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then: str) -> None:
+    """A name in a full directory takes a block, too: older segments go before later ones."""
+    bench = Bench()
+    bench.fill(40, records=3)
+    log = bench.log
+    bases = [each.base_offset for each in log.segments]
+    assert len(bases) > 5
+
+    def drop(count: int) -> None:
+        log.advance_log_start(bases[count])
+        for job in log.drop_segments(RetentionPlan(bases[count], tuple(bases[:count]), False)):
+            job()
+
+    bench.storage.fault = lambda operation, path: (
+        errors.StorageFull("full") if operation == at and f"{bases[1]:020}" in path else None
+    )
+    with pytest.raises(errors.StorageFull):
+        drop(3)
+    bench.storage.fault = None
+    if then == "drop":
+        drop(4)
+    elif then == "cut":
+        log.truncate_to(bases[4])
+    else:
+        log.reset_to(500)
+    end, first = log.written_end, log.segments[0].base_offset
+    expected = {"drop": (bases[4], 120), "cut": (bases[3], bases[4]), "anew": (500, 500)}
+    assert (first, end) == expected[then]
+    bench.storage.crash()
+    bench.open(log_start=log.log_start, recovery_point=log.synced_end)
+    assert (bench.log.segments[0].base_offset, bench.log.written_end) == (first, end)
