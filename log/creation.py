@@ -38,7 +38,7 @@ from pk.log.directory import Directory
 from pk.log.loading import Loaded
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
-from pk.log.segment import IndexCache, Segment, file_name
+from pk.log.segment import IndexCache, Segment, base_offset_of, file_name
 from pk.log.storage import File, Storage
 from pk.types import PartitionKey, TopicPartition
 
@@ -233,6 +233,19 @@ def unfinished(storage: Storage, path: str) -> bool:
         or (name == _FIRST and not _size(storage, f"{path}/{name}"))
         for name in storage.list(path)
     )
+
+
+def sweep(storage: Storage, path: str) -> None:
+    """In the write lane: a directory without identity goes if its creation died (C2).
+
+    Raises `CorruptLog` for somebody's records.
+    """
+    if unfinished(storage, path):
+        storage.remove_tree(path)
+    elif any(base_offset_of(name) is not None for name in storage.list(path)):
+        raise errors.CorruptLog(
+            f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
+        )
 
 
 def _size(storage: Storage, path: str) -> int:

@@ -11,6 +11,7 @@ the segments"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,6 +68,10 @@ class Directory:
         """Whether a checkpoint, here or on the disk, says anything of it."""
         now = (self.recovery_points, self.log_starts, self.high_watermarks)
         return any(key in offsets for offsets in (*now, *self.written.values()))
+
+    def claims(self, key: PartitionKey, end: Offset) -> bool:
+        """Whether a checkpoint on the disk says that the log goes beyond `end`."""
+        return any(offsets.get(key, 0) > end for offsets in self.written.values())
 
     def forget(self, key: PartitionKey) -> None:
         """The next checkpoint will not know it."""
@@ -208,8 +213,12 @@ def write_run(storage: Storage, run: Run) -> None:
 
 
 def mark_running(storage: Storage, run: Run) -> None:
-    """From here on an end is unclean until `mark_clean`; SYNCED before any log is written."""
-    write_run(storage, run)
+    """From here on an end is unclean until `mark_clean`; SYNCED before any log is written.
+
+    On a full disk without word of this process: then the next one takes its end for a power loss.
+    """
+    with contextlib.suppress(errors.StorageFull):
+        write_run(storage, run)
     storage.remove(CLEAN_FILE)
     storage.sync_dir("")
 

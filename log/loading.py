@@ -15,10 +15,15 @@ Rules
       that flush promises must have a name (rule L1).
   O6  an epoch's name is SYNCED before its first batch is written: a batch of a newer one is damaged
       (no checksum covers its epoch), and would fence every leader to come.
+  O7  rebuilt indexes are written after the replay: before it a segment's aborted transactions are
+      not known, and an aborted index that is there is taken for whole.
+  O8  a producer snapshot above the end goes for good before anything is appended: it knows what was
+      lost, or refused, and other records come to stand below it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +51,7 @@ from pk.log.segment import (
     file_name,
 )
 from pk.log.storage import Storage
-from pk.types import NONE
+from pk.types import NONE, Offset
 
 DERIVED = (INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
@@ -76,6 +81,7 @@ class Opening:
     now_ms: int
     notes: list[str] = field(default_factory=list)
     changed: bool = False
+    rebuilt: list[tuple[Segment, SparseIndex]] = field(default_factory=list)
     epochs_known: bool = False  #: their file is whole: no batch is of a newer one (O6)
 
     def name(self, base_offset: int, suffix: str = LOG) -> str:
@@ -132,6 +138,9 @@ def load(
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
     )
     _replay(opening, loaded)
+    with contextlib.suppress(errors.StorageFull):  # they save time, and the log is what makes room
+        for segment, sparse in opening.rebuilt:
+            segment.write_indexes(segment.written, sparse)
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
         storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
     first = segments[0].base_offset
@@ -264,7 +273,7 @@ def _examine(
         _cut(opening, segment, walk.position, later)
     _accept(opening, segment, sparse, extent, bool(later) and action is not Action.CUT)
     if action is not Action.CUT and later:
-        segment.write_indexes(extent, sparse)
+        opening.rebuilt.append((segment, sparse))  # O7
     return action is Action.CUT
 
 
@@ -353,18 +362,33 @@ def snapshots(storage: Storage, path: str) -> list[int]:
     return [at for name in storage.list(path) if (at := base_offset_of(name, SNAPSHOT)) is not None]
 
 
+def remove_snapshots(storage: Storage, path: str, end: Offset) -> None:
+    """SYNCED: none is above `end` (O8)."""
+    above = [at for at in snapshots(storage, path) if at > end]
+    for at in above:
+        storage.remove(f"{path}/{file_name(at, SNAPSHOT)}")
+    if above:
+        storage.sync_dir(path)
+
+
 def _replay(opening: Opening, loaded: Loaded) -> None:
     """Producer state, epochs and aborted indexes: the newest usable snapshot, then every header
-    after it.
+    after it; before that, what an aborted index that is missing takes (O1: the next opening has
+    it, and comes to the same).
     """
     end = loaded.segments[-1].written.next_offset
     missing = [s.base_offset for s in loaded.segments if not _load_aborted(s) and s.written.size]
-    limit = min([end, *missing])
+    remove_snapshots(opening.storage, opening.path, end)
+    if missing and any(at > missing[0] for at in snapshots(opening.storage, opening.path)):
+        _replay_from(opening, loaded, missing[0])
+        loaded.producers = Producers()
+    _replay_from(opening, loaded, end)
+
+
+def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
+    """By a snapshot at `limit` or below."""
     start = loaded.segments[0].base_offset
     for at in reversed(snapshots(opening.storage, opening.path)):
-        if at > end:
-            opening.storage.remove(opening.name(at, SNAPSHOT))
-            continue
         if at > limit:
             continue
         try:

@@ -21,6 +21,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from pk.log.directory import Directory, Format, Run
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
-from pk.log.segment import IndexCache, base_offset_of
+from pk.log.segment import IndexCache
 from pk.log.storage import Disk
 from pk.log.strays import Strays
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
@@ -178,26 +179,35 @@ class LogManager:
             await home.disk.write(partial(log.close, False))
         for directory in self.directories:
             if directory.failed is None:
-                await self._mark_running(directory)
+                problems += await self._mark_running(directory)
         self._loaded = True
         return problems
 
-    async def _mark_running(self, directory: Directory) -> None:
+    async def _mark_running(self, directory: Directory) -> list[tuple[PartitionKey, Exception]]:
         """Only once everything is open: a process that dies before its repairs are done must not
         leave word that it ran in this boot, else the next one takes a power loss for damage.
 
         M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
-        a history that was given up (rules R3, R4); what comes to stand there was not.
+        a history that was given up (rules R3, R4); what comes to stand there was not.  Partitions
+        for which a full disk has no room for that are closed, and returned: to be tried again.
         """
-        run = directory.run(self._boot_id, directory.previous_broker_epoch)
+        waiting: list[tuple[PartitionKey, Exception]] = []
         logs = self._logs.items()
         ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
-            await self._claim_less(directory, ends)
+            try:
+                await self._claim_less(directory, ends)
+            except errors.StorageFull as full:
+                waiting = [(key, full) for key, end in ends.items() if directory.claims(key, end)]
+                for key, _ in waiting:
+                    directory.not_opened(key, full)
+                    await directory.disk.write(partial(self._logs.pop(key)[0].close, False))
+            run = directory.run(self._boot_id, directory.previous_broker_epoch)
             await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
         except errors.StorageFailed:
             if all(each.failed is not None for each in self.directories):
                 raise  # M4
+        return waiting
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
@@ -213,7 +223,7 @@ class LogManager:
         try:
             identity = await directory.disk.read(partial(files.read_partition, storage, path))
             if identity is None:
-                await self._unfinished(directory, path)
+                await directory.disk.write(partial(creation.sweep, storage, path))
                 return None
             topic_id, tp = identity
             key = PartitionKey(topic_id, tp.partition)
@@ -244,20 +254,6 @@ class LogManager:
         """M3: whoever calls this knows every partition that was placed here before it began."""
         for directory, path in await self._strays.unknown():
             await self._discard(directory, path, STRAY_DELAY_MS)
-
-    async def _unfinished(self, directory: Directory, path: str) -> None:
-        """A directory without its identity: the process died while it was created, or somebody
-        else's files.
-        """
-        storage = directory.disk.storage
-        if await directory.disk.read(partial(creation.unfinished, storage, path)):
-            await directory.disk.write(partial(storage.remove_tree, path))
-            return
-        names = await directory.disk.read(partial(storage.list, path))
-        if any(base_offset_of(name) is not None for name in names):
-            raise errors.CorruptLog(
-                f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
-            )
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
@@ -404,10 +400,8 @@ class LogManager:
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)
-        try:
+        with contextlib.suppress(errors.PkError):  # it is offline; the next start removes it
             await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
-        except errors.PkError:
-            return  # the directory is offline; the next start removes it
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -446,6 +440,19 @@ class LogManager:
         finally:
             del self._reshaping[key]
         await self._write_log_starts(directory)
+
+    async def reopen(self, key: PartitionKey) -> None:
+        """Open a log that a full disk left half-way (`torn`), as a start of the process would.
+
+        Raises `StorageFull`: it is as it was; `CorruptLog`, `StorageFailed`.
+        """
+        log, directory = self._logs[key]
+        self._reshaping[key] = None
+        try:
+            point = directory.recovery_points.get(key, 0)
+            await directory.disk.write(partial(log.reopen, point))
+        finally:
+            del self._reshaping[key]
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
         """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""
@@ -549,11 +556,9 @@ class LogManager:
                 self._start(self._write_epoch(directory, broker_epoch))
 
     async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
-        try:
+        with contextlib.suppress(errors.PkError):  # the next start counts as unclean: safe
             run = directory.run(self._boot_id, broker_epoch)
             await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
-        except errors.PkError:
-            return  # without it the next start counts as unclean, which is safe
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -566,10 +571,8 @@ class LogManager:
         await asyncio.gather(*list(self._tasks), return_exceptions=True)
         for directory in self.directories:
             if directory.failed is None:
-                try:
+                with contextlib.suppress(errors.PkError):  # not closed properly: it is verified
                     await self._close(directory, clean)
-                except errors.PkError:
-                    pass  # the clean-shutdown file is missing: the next start verifies
             directory.disk.storage.unlock()
         self._logs.clear()
 
@@ -589,11 +592,8 @@ class LogManager:
         await self._write_checkpoints(directory)
         # L3: the controller knows of an unclean start once it was registered; a life that ended
         # before that passes it on.
-        if all_clean and (self._broker_epoch != NONE or directory.closed_properly):
-            epoch = (
-                self._broker_epoch
-                if self._broker_epoch != NONE
-                else directory.previous_broker_epoch
-            )
+        known = self._broker_epoch != NONE
+        if all_clean and (known or directory.closed_properly):
+            epoch = self._broker_epoch if known else directory.previous_broker_epoch
             run = Run(self._boot_id, epoch)
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))

@@ -513,17 +513,16 @@ class PartitionLog(Writable):
             self.log_start = plan.log_start
         self.epochs.truncate_start(min(self.log_start, self._segments[0].base_offset))
 
+        renamed: list[Segment] = []
+
         def rename() -> None:
             """SYNCED: recovery points go past these segments, which must not come back then."""
-            for segment in gone:
-                self._storage.rename(segment.path(), segment.path() + DELETED)
-                for suffix in loading.DERIVED:
-                    self._storage.remove(segment.path(suffix))
             self._lane_unsynced = [s for s in self._lane_unsynced if s not in gone]
-            self._storage.sync_dir(self.path)
+            self._lane_doomed += gone
+            renamed.extend(self._rename_doomed())
 
         def remove() -> None:
-            for segment in gone:
+            for segment in renamed:
                 self._storage.remove(segment.path() + DELETED)
 
         return rename, remove

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -215,17 +216,19 @@ class Segment:
             file.close()
 
     def write_indexes(self, extent: Extent, sparse: SparseIndex | None = None) -> None:
-        """The derived files as of `extent`; not synced, a torn one is rebuilt."""
+        """The derived files as of `extent`; not synced, a torn one is rebuilt.
+
+        But for aborted transactions: an older file is as whole as the newest, so it is SYNCED, and
+        the first to be written.
+        """
         sparse = sparse if sparse is not None else self.index
         if sparse is None:
             return
         offsets, times = index.encode(sparse, extent)
         entries = [entry for entry in self.aborted if entry.last_offset < extent.next_offset]
-        for suffix, raw in (
-            (INDEX, offsets),
-            (TIMEINDEX, times),
-            (TXNINDEX, aborted.encode(entries)),
-        ):
+        write = self._storage.replace_file if entries else partial(write_file, self._storage)
+        write(self.path(TXNINDEX), aborted.encode(entries))
+        for suffix, raw in ((INDEX, offsets), (TIMEINDEX, times)):
             write_file(self._storage, self.path(suffix), raw)
 
     def load_index(self) -> tuple[SparseIndex, Extent]:

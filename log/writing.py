@@ -6,12 +6,14 @@ itself begins with `_lane_`.
 Rules
   W1  a plan is performed whole or its generation fails: no later plan of it touches the disk (rule
       L2).
-  W2  whatever is removed goes newest first, so that dying in between leaves no hole.
+  W2  whatever is removed goes newest first, what retention drops oldest first, so that neither
+      dying in between nor a full disk leaves a hole.
   W3  `_sync` makes everything performed SYNCED, oldest first, names included (rule L1).
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 
 from pk import errors
@@ -20,7 +22,15 @@ from pk.log import loading
 from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
 from pk.log.producers import Producers
 from pk.log.reading import Readable
-from pk.log.segment import SNAPSHOT, Segment, Walk, base_offset_of, file_name, write_file
+from pk.log.segment import (
+    DELETED,
+    SNAPSHOT,
+    Segment,
+    Walk,
+    base_offset_of,
+    file_name,
+    write_file,
+)
 from pk.log.storage import Storage
 from pk.types import NONE, Offset
 
@@ -48,6 +58,7 @@ class Writable(Readable):
         self._lane_end = loaded.segments[-1].written.next_offset
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
+        self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
 
     @property
     def cuts(self) -> int:
@@ -100,10 +111,10 @@ class Writable(Readable):
 
     def _perform_roll(self, op: RollOp) -> None:
         old, new = op.old, op.new
+        old.write_indexes(old.decided)  # first: who finds the snapshot does not read what is below
         write_file(
             self._storage, f"{self.path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
         )
-        old.write_indexes(old.decided)
         new.create()
         file, old.file = old.file, None
         if file is not None:
@@ -123,6 +134,7 @@ class Writable(Readable):
         ]
         for other in reversed(later):
             loading.remove_segment(self._storage, self.path, other)
+        loading.remove_snapshots(self._storage, self.path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
             file.truncate(op.size)
@@ -229,8 +241,28 @@ class Writable(Readable):
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
         self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
+    def _rename_doomed(self) -> list[Segment]:
+        """SYNCED: dropped segments have another name, the oldest first; what a full disk kept of
+        them goes before any later one, else it would leave a hole (W2).
+        """
+        renamed: list[Segment] = []
+        while self._lane_doomed:
+            segment = self._lane_doomed[0]
+            with contextlib.suppress(FileNotFoundError):  # what came behind its renaming failed
+                self._storage.rename(segment.path(), segment.path() + DELETED)
+            for suffix in loading.DERIVED:
+                self._storage.remove(segment.path(suffix))
+            renamed.append(self._lane_doomed.pop(0))
+        if renamed:
+            self._storage.sync_dir(self.path)
+        return renamed
+
     def _mend(self) -> None:
-        """What a failed plan left behind goes before the files are looked at again (rule L2)."""
+        """What a failed plan, or drop, left behind goes before the files are looked at again (rule
+        L2).
+        """
+        for segment in self._rename_doomed():
+            self._storage.remove(segment.path() + DELETED)
         if self._repair:
             self._perform_repair(self._repair_op())
             self._repair = False
@@ -275,6 +307,30 @@ class Writable(Readable):
             log_start=0 if kept else offset,
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
+        self._go_on_with(loaded)
+
+    def reopen(self, recovery_point: Offset) -> None:
+        """A log that was left half-way (`torn`) is opened as a start of the process would."""
+        for segment in self._segments:
+            self._cache.forget(segment)
+            file, segment.file = segment.file, None
+            if file is not None:
+                file.close()
+        loaded = loading.load(
+            self._storage,
+            self.path,
+            self.config,
+            clean=False,
+            same_boot=True,
+            recovery_point=recovery_point,
+            log_start=self.log_start,
+            now_ms=self.producers.newest_ms,
+        )
+        self.epochs = loaded.epochs
+        self._go_on_with(loaded)
+
+    def _go_on_with(self, loaded: loading.Loaded) -> None:
+        """The log is what was found in its files, all of it SYNCED."""
         self.producers = loaded.producers
         self._blank = loaded.blank
         self._segments = tuple(loaded.segments)

@@ -11,6 +11,8 @@ Invariants
       creation is tried again while the cause may pass (M4)
   C3  a partition that is in no working directory is not created anew while a directory has failed:
       it is offline, its records are there (M6)
+  C4  a log that a full disk left half-way is offline until there is room; then it is opened as a
+      start of the process would, and goes on from what is there
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ class Creations:
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
 
     async def retry_unopened(self) -> None:
-        """M4: what could not be created for want of space is tried again."""
+        """M4, C4: what could not be done for want of space is tried again."""
         while True:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)
             for key in [
@@ -187,6 +189,8 @@ class Creations:
                 if self._follower.image.partition(key) is None
             ]:
                 del self._follower.unopened[key]
+            for torn in [each for each in self._core.partitions.values() if _half_way(each)]:
+                await self._guarded(self._reopen(torn))
             waiting = [key for key, error in self._follower.unopened.items() if error.retriable]
             for some in together(waiting):
                 await self._guarded(self.create_missing(some, again=True))
@@ -198,12 +202,41 @@ class Creations:
                     if partition is not None and state is not None:
                         await self._guarded(self._follower.lead_or_follow(partition, state))
 
+    async def _reopen(self, partition: Partition) -> None:
+        """C4."""
+        core, key = self._core, partition.key
+        await core.replicas.stand_still(partition)
+        if core.partitions.get(key) is not partition or not _half_way(partition):
+            return
+        damage: errors.CorruptLog | None = None
+        try:
+            await core.manager.reopen(key)
+        except errors.CorruptLog as found:
+            damage = found
+        except errors.PkError as error:
+            core.metrics.refused(error)
+            return
+        if core.partitions.get(key) is not partition:
+            return
+        partition.problem = None
+        state = self._follower.image.partition(key)
+        if damage is not None:
+            core.storage_failed(partition, damage)
+        elif state is not None:
+            core.warn("partition_online", partition=str(partition), log_end=partition.log.log_end)
+            await self._follower.lead_or_follow(partition, state)
+
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """What goes wrong with some is no matter of the others."""
         try:
             await work
         except Exception as bug:
             self._core.bug("creating a partition", bug)
+
+
+def _half_way(partition: Partition) -> bool:
+    """C4: for want of space; what is damaged is nobody's to open."""
+    return partition.log.torn and isinstance(partition.problem, errors.StorageFailed)
 
 
 def together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:

@@ -382,8 +382,7 @@ class MetadataLog:
         await self._files.begin_load(loaded)
         self._loader.done()
         async with self._writing:
-            await self._disk.write(partial(log.reset_to, loaded.end))
-            await self._files.finish_load(loaded)
+            await self._files.finish_load(loaded, log)
             self._told.rebase()
         self.voters.begin_with(loaded, raw)
         self._say("metadata_snapshot_loaded", end=loaded.end, epoch=loaded.epoch, bytes=len(raw))

@@ -12,6 +12,8 @@ Invariants
   F2  while a `.load` is there the log may be in any state: opening finishes what was begun
   F3  nothing here takes the write lane for longer than `PIECE_BYTES` take: votes pass through it
       too (rule P1)
+  F4  once a `.load` is there nothing is fetched before it is finished: the next start would drop
+      what was confirmed in between
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from functools import partial
 
 from pk import errors, limits
 from pk.clock import Clock
+from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk, File, Storage
 from pk.server.quorum import snapshot
 from pk.server.quorum.messages import SnapshotId
 
 PART, LOAD = ".part", ".load"
+#: Room on a full disk is looked for again after this.
+FULL_WAIT_MS = 1_000
 #: How many are kept: where the newest is damaged, the one before it and the log do as well.
 KEEP = 2
 #: Bytes that are written, sent or asked for at once.
@@ -73,7 +78,8 @@ class Found:
 def finish_load(storage: Storage, loaded: SnapshotId) -> None:
     """The log begins behind `loaded`, SYNCED: it is the only snapshot from now on."""
     name = snapshot.file_name(loaded)
-    storage.rename(name + LOAD, name)
+    if storage.exists(name + LOAD):  # else a full disk came behind it
+        storage.rename(name + LOAD, name)
     storage.sync_dir("")
     remove_others(storage, (loaded,))
 
@@ -170,9 +176,15 @@ class SnapshotFiles:
         name = snapshot.file_name(fetched)
         await self._disk.write(partial(_rename, self._disk.storage, name + PART, name + LOAD))
 
-    async def finish_load(self, loaded: SnapshotId) -> None:
-        """The log has followed."""
-        await self._disk.write(partial(finish_load, self._disk.storage, loaded))
+    async def finish_load(self, loaded: SnapshotId, log: PartitionLog) -> None:
+        """The log follows, once there is room: there is no way back (F4)."""
+        while True:
+            try:
+                await self._disk.write(partial(log.reset_to, loaded.end))
+                await self._disk.write(partial(finish_load, self._disk.storage, loaded))
+                break
+            except errors.StorageFull:
+                await self._clock.sleep_ms(FULL_WAIT_MS)
         self.kept = (loaded,)
 
 

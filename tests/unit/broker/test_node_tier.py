@@ -440,9 +440,13 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
         again.log.torn = True
         raise errors.StorageFull("full")
 
-    core.manager.start_anew = full
+    start_anew, core.manager.start_anew = core.manager.start_anew, full
     cluster.start_tier()
     cluster.world.run_until(lambda: core.offline_replicas())
     assert core.follower.claims.epoch(again.key) is None
     assert again.leader is None
     assert isinstance(again.problem, errors.StorageFailed)
+    core.manager.start_anew = start_anew
+    cluster.world.run_until(lambda: again.leader is not None)  # C4 of creations.py
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
+    assert not core.offline_replicas()

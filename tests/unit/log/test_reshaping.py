@@ -4,6 +4,8 @@ dies in the middle of it.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 from typing import Any
 
@@ -14,6 +16,7 @@ from pk.log import batch as batches
 from pk.log import loading, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
+from pk.log.plan import RetentionPlan
 from pk.log.storage import Storage
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import Bench, make_batch
@@ -264,18 +267,19 @@ def _written_by_one(count: int, bench: Bench | None = None) -> PartitionLog:
     return bench.log
 
 
+async def _reshape(manager: LogManager, end: int) -> None:
+    if end > 50:
+        await manager.start_anew(KEY, end, log_start=end)
+    else:
+        await manager.cut(KEY, end)
+
+
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("end", [12, 45, 60])  # 60: it begins anew
 def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> None:
     """What was not touched is tried again; what was is left alone until it is opened anew, and no
     checkpoint speaks of it, else that would be told to be damage.
     """
-
-    async def reshape(manager: LogManager) -> None:
-        if end > 50:
-            await manager.start_anew(KEY, end, log_start=end)
-        else:
-            await manager.cut(KEY, end)
 
     async def attempt(step: int) -> bool | None:
         """The disk is full from that operation on.  Whether the log was torn; None = no failure."""
@@ -293,14 +297,14 @@ def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> Non
 
         storage.fault = full
         try:
-            await reshape(manager)
+            await _reshape(manager, end)
             return None
         except errors.StorageFull:
             torn = log.torn
         finally:
             storage.fault = None
         if not torn:
-            await reshape(manager)
+            await _reshape(manager, end)
         await manager.checkpoint()
         await manager.checkpoint_log_starts()
         if power:
@@ -321,6 +325,81 @@ def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> Non
             found.append(torn)
         assert found.count(False) >= 2 or end == 45  # no checkpoint is to be lowered
         assert found.count(True) >= 2
+
+    run(main)
+
+
+def _facts(log: PartitionLog) -> tuple[Any, ...]:
+    end = log.written_end
+    bases = [each.base_offset for each in log.segments]
+    return bases, log.log_start, end, log.epochs.entries, log.producers.snapshot(end), log.blank
+
+
+@pytest.mark.parametrize("end", [12, 45, 60])  # 60: it begins anew
+def test_a_log_that_was_left_half_way_is_opened_once_there_is_room(end: int) -> None:
+    """As a start of the process would, and no sooner; then it is as good as any other."""
+
+    async def attempt(step: int, later: int) -> bool | None:
+        """The disk is full from an operation on, in the second try from a later one.  Whether that
+        was not late enough; None = the log was never torn.
+        """
+        house = House(seed=step)
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 50)
+        await manager.checkpoint()
+        storage, left = house.storages[0], step
+
+        def full(operation: str, path: str) -> Exception | None:
+            nonlocal left
+            left -= 1
+            return errors.StorageFull("full") if left < 0 else None
+
+        storage.fault = full
+        with contextlib.suppress(errors.StorageFull):
+            await _reshape(manager, end)
+        if not log.torn:
+            return None
+        left, again = later, False
+        try:
+            await manager.reopen(KEY)
+        except errors.StorageFull:
+            again = True
+        assert log.torn == again
+        storage.fault = None
+        if again:
+            await manager.checkpoint()
+            twin = House()
+            twin.storages = [copy.deepcopy(storage)]
+            twin.storages[0].crash()
+            other = (await twin.opened()).get(KEY)
+            await manager.reopen(KEY)
+            assert other is not None
+            assert _facts(log) == _facts(other)
+        assert log.synced_end == log.written_end
+        assert log.written_end >= end or end > 50
+        assert all(each < end for _, each in log.epochs.entries)
+        await _reshape(manager, end)
+        assert (log.written_end, log.log_start) == (end, end if end > 50 else 0)
+        await append(manager, KEY, 3)
+        assert len(log.read(log.log_start, bound=end + 3, max_bytes=1 << 20).data) > 0
+        log.flush()
+        await manager.checkpoint()
+        storage.power_loss(random.Random(step))
+        opened = (await house.opened(boot_id="boot-2")).get(KEY)
+        assert opened is not None
+        assert opened.written_end == end + 3
+        return again
+
+    async def main() -> None:
+        torn = 0
+        for step in range(2, 52, 3):
+            for later in range(0, 40, 3):
+                found = await attempt(step, later)
+                torn += found is not None
+                if not found:
+                    break
+        assert torn > 3
 
     run(main)
 
@@ -352,3 +431,38 @@ def test_a_log_begun_anew_has_its_start_at_once() -> None:
         await again.close()
 
     run(main)
+
+
+@pytest.mark.parametrize("then", ["drop", "cut", "anew"])
+@pytest.mark.parametrize("at", ["rename", "remove"])
+def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then: str) -> None:
+    """A name in a full directory takes a block, too: older segments go before later ones."""
+    bench = Bench()
+    bench.fill(40, records=3)
+    log = bench.log
+    bases = [each.base_offset for each in log.segments]
+    assert len(bases) > 5
+
+    def drop(count: int) -> None:
+        log.advance_log_start(bases[count])
+        for job in log.drop_segments(RetentionPlan(bases[count], tuple(bases[:count]), False)):
+            job()
+
+    bench.storage.fault = lambda operation, path: (
+        errors.StorageFull("full") if operation == at and f"{bases[1]:020}" in path else None
+    )
+    with pytest.raises(errors.StorageFull):
+        drop(3)
+    bench.storage.fault = None
+    if then == "drop":
+        drop(4)
+    elif then == "cut":
+        log.truncate_to(bases[4])
+    else:
+        log.reset_to(500)
+    end, first = log.written_end, log.segments[0].base_offset
+    expected = {"drop": (bases[4], 120), "cut": (bases[3], bases[4]), "anew": (500, 500)}
+    assert (first, end) == expected[then]
+    bench.storage.crash()
+    bench.open(log_start=log.log_start, recovery_point=log.synced_end)
+    assert (bench.log.segments[0].base_offset, bench.log.written_end) == (first, end)

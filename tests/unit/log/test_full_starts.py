@@ -1,0 +1,87 @@
+"""A broker that starts while its disk is full."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pk import errors
+from pk.log import directory
+from pk.log.creation import NewPartition
+from pk.types import PartitionKey, TopicPartition
+from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
+
+
+@pytest.mark.parametrize("before", ["died", "closed", "lost power"])
+def test_a_full_disk_does_not_end_a_start(before: str) -> None:
+    """Retention is what makes room.  L3: without word of this process the next takes its end for a
+    power loss.
+    """
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        log.flush()
+        await manager.checkpoint()
+        if before == "closed":
+            manager.remember_broker_epoch(7)
+            await manager.close()
+        elif before == "died":
+            storage.crash()
+        else:
+            storage.power_loss(random.Random(1))
+        boot = "boot-1" if before == "died" else "boot-2"
+        storage.capacity = storage.used_bytes()
+        again = await house.opened(boot_id=boot)
+        found = again.get(KEY)
+        assert found is not None
+        assert found.written_end == 30
+        assert not storage.exists(directory.CLEAN_FILE)
+        storage.crash()
+        (third,) = (await house.opened(boot_id=boot)).directories
+        assert third.closed_properly is False
+        assert third.same_boot == (before == "died")
+
+    run(main)
+
+
+def test_a_full_disk_keeps_closed_of_what_a_checkpoint_says_too_much() -> None:
+    """M2: what comes to stand below a watermark that the power loss undid was not committed."""
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        other = TopicPartition("t", 1)
+        await manager.create(other, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        manager.set_high_watermark(KEY, 30)
+        await manager.checkpoint()
+        storage.power_loss(random.Random(3))
+        storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if path.startswith(directory.HIGH_WATERMARKS + ".") else None
+        )
+        again = house.manager(boot_id="boot-2")
+        await again.open()
+        ((key, failure),) = await again.load(lambda topic_id, tp: CONFIG)
+        assert key == KEY
+        assert isinstance(failure, errors.StorageFull)
+        assert list(again.logs()) == [PartitionKey("tid", 1)]
+        assert KEY in again.directories[0].unrepaired  # it is not closed properly until then
+        wanted = NewPartition(TP, "tid", CONFIG, again=True)
+        (outcome,) = await again.create_all([wanted])
+        assert isinstance(outcome, errors.StorageFull)
+        storage.fault = None
+        (outcome,) = await again.create_all([wanted])
+        assert not isinstance(outcome, errors.PkError)
+        assert 0 < outcome.written_end < 30
+        known = directory.read_offsets(storage, directory.HIGH_WATERMARKS)
+        assert known[KEY] == outcome.written_end
+        await again.close()
+
+    run(main)
