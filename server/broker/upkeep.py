@@ -19,6 +19,8 @@ Retention of a partition, in this order (rules T6, T9, L10)
 Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
   U2  one partition's failure neither stops the wheel nor the others' retention
+  U3  what a leader decides, only a leader carries out: when the tier has answered another one may
+      lead, and the log be cut in its lane, where a segment that is begun meanwhile stays as a hole
 """
 
 from __future__ import annotations
@@ -189,11 +191,14 @@ class Upkeep:
             partition.bounds_moved(urgent=partition.leader is not None)
             if partition.replica is not None:
                 partition.replica.log_start_moved()
-        if partition.leader is None:
+        leader = partition.leader
+        if leader is None:
             await self._retain_replica(partition)
             return
         if partition.tiered:
             await self._expire_in_tier(partition)
+        if partition.leader is not leader:
+            return  # U3
         log = partition.log
         plan = log.retention_plan(self._time_ms(), partition.high_watermark)
         if plan.roll and log.roll():
@@ -223,6 +228,7 @@ class Upkeep:
         log_start moves, the owner removes the rows (T9).
         """
         log, tier, wanted = partition.log, partition.tier, partition.settings
+        leader = partition.leader
         if (
             tier.tiered_end == NONE
             or log.log_start >= log.local_log_start
@@ -241,7 +247,7 @@ class Upkeep:
             )
         if wanted["retention_bytes"] >= 0:
             target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
-        if target > log.log_start:
+        if target > log.log_start and partition.leader is leader:
             await self._core.manager.move_log_starts({partition.key: target})
             partition.bounds_moved(urgent=True)
 

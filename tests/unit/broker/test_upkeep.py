@@ -147,6 +147,31 @@ def test_topic_retention_counts_tier_and_local_log_together(
     rig.run(story)
 
 
+def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """R4, T9: the log may be cut in its lane by now."""
+    partition = small(rig, tiered=True, local_retention_ms=HOUR, retention_ms=10 * HOUR)
+
+    def deposed(timestamp_ms: int) -> wire.TierOffsetForTimeReply:
+        partition.step_down(2)
+        return wire.TierOffsetForTimeReply(offset=2, timestamp_ms=timestamp_ms)
+
+    async def story() -> None:
+        await segments(rig, kit, 5, age_ms=2 * HOUR)
+        covered(partition, 4)
+        await visit(upkeep, partition)
+        log = partition.log
+        assert (log.log_start, log.local_log_start) == (0, 4)
+        covered(partition, 5)
+        rig.tier.times = deposed
+        await visit(upkeep, partition)
+        assert log._idle(), "a segment was begun"
+        assert log.log_start == 0
+
+    rig.run(story)
+
+
 def test_retention_bytes_counts_what_both_hold_once(rig: Any, kit: Any, upkeep: Upkeep) -> None:
     partition = small(
         rig, tiered=True, local_retention_bytes=12_000, retention_bytes=40_000, retention_ms=-1
