@@ -97,7 +97,7 @@ class Upkeep:
                 await self._guarded("checkpoint", core.manager.checkpoint())
             if now_ms >= gauges_at:
                 gauges_at = now_ms + GAUGES_MS
-                self._gauges()
+                await self._guarded("gauges", self._gauges())
 
     async def _guarded(self, what: str, work: Awaitable[None]) -> None:
         """U2: storage errors are the partition's, anything else is ours to hear of."""
@@ -311,7 +311,7 @@ class Upkeep:
 
     # -- gauges ----------------------------------------------------------------------------------
 
-    def _gauges(self) -> None:
+    async def _gauges(self) -> None:
         core, metrics = self._core, self._core.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
         under = under_min = replica_lag = 0
@@ -353,7 +353,8 @@ class Upkeep:
         for lane in core.lanes():
             root = lane.disk.storage.root
             metrics.write_queue.labels(root).set(lane.queued_bytes)
-            metrics.free.labels(root).set(lane.disk.storage.free_bytes())
+            storage = lane.disk.storage
+            metrics.free.labels(root).set(0 if storage.failed else storage.free_bytes())
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:
