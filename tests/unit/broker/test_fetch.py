@@ -347,6 +347,33 @@ def test_a_reader_above_the_end_is_told_of_the_loss_not_reset(rig: Any, kit: Any
     rig.run(story)
 
 
+def test_a_reader_of_an_epoch_that_was_lost_hears_of_it_before_the_next_one_writes(
+    rig: Any, kit: Any
+) -> None:
+    """Rule R4: an unclean leader begins with a longer log of an older epoch; what the reader had
+    read of the lost one is not what stands there.
+    """
+    partition = rig.partition(epoch=1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 2)
+        rig.lead(partition, 4)
+        stream = await rig.stream(StreamKind.FETCH)
+        for offset in (3, 6):
+            await stream.send(kit.fetch(kit.position(offset=offset, last_fetched_epoch=2)))
+            reply, _ = await kit.fetched(stream)
+            (entry,) = reply.partitions
+            assert (entry.diverging.epoch, entry.diverging.end_offset) == (1, offset)
+        anew = rig.partition(1, epoch=4)
+        anew.log.reset_to(5)  # it knows no epoch: this one may be of what lies below
+        rig.lead(anew, 5)
+        await stream.send(kit.fetch(kit.position(1, offset=5, last_fetched_epoch=2)))
+        reply, _ = await kit.fetched(stream)
+        assert not reply.partitions[0].HasField("diverging")
+
+    rig.run(story)
+
+
 def test_the_epoch_ends_under_a_reader(rig: Any, kit: Any) -> None:
     partition = rig.partition(epoch=1)
 
