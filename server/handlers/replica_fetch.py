@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.server.broker.fetch_session import Position
 from pk.server.broker.partition import Partition
+from pk.server.replication.leader import Leader
 from pk.server.replication.parting import StartAt
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -169,7 +170,9 @@ class ReplicaEnd:
         else:
             parting = partition.parting(position.last_fetched_epoch, position.next_offset)
             if isinstance(parting, StartAt):
-                self._start_at(position, partition, parting.offset)
+                position.cold = True
+                work = self._read_start(position, partition, leader, parting.offset)
+                self._stream.later(work)
                 return None
             if parting is not None:
                 entry = self._stream.entry(reply, position, partition)
@@ -196,18 +199,14 @@ class ReplicaEnd:
         entry.droppable_end = log.droppable_end
         self._told[partition.key] = _marks(partition)
 
-    def _start_at(self, position: Position, partition: Partition, offset: Offset) -> None:
-        position.cold = True
-        first = partition.log.segments[0].base_offset
-        self._stream.later(self._read_start(position, partition, offset, first))
-
     async def _read_start(
-        self, position: Position, partition: Partition, offset: Offset, first: Offset
+        self, position: Position, partition: Partition, leader: Leader, offset: Offset
     ) -> None:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
         disk = partition.lane.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
-        if partition.log.segments[0].base_offset != first:  # it went, maybe before it was read
+        begins = partition.log.segments[0].base_offset
+        if partition.leader is not leader or begins != offset:  # it went, maybe before it was read
             position.cold = False
             self._stream.moved(position.key, urgent=True)
             return

@@ -9,6 +9,7 @@ import pytest
 
 from pk.log import batch as batches
 from pk.log import columns
+from pk.server.broker.follower import POLL_WAIT_MS
 from pk.server.broker.partition import Partition, Ticket
 from pk.types import NodeId
 from tests.sim.replication_kit import Kit
@@ -64,7 +65,7 @@ def test_what_a_leader_reads_after_its_office_is_no_answer_of_it(make: Any) -> N
     append(kit, old, "t", b"a")
     kit.until(lambda: follower.log.written_end == 4)
     release = kit.hold_metadata(n)
-    kit.wait(100)
+    kit.wait(POLL_WAIT_MS)  # what it asks for already
     held = hold_reads(leading, kit.brokers[old].core.clock)
     append(kit, old, "t", b"b")
     kit.until(lambda: bool(held))
