@@ -596,5 +596,4 @@ class Partition:
         log.
         """
         log = self.log
-        first = log.segments[0].base_offset
-        return parting(log.epochs, first, log.written_end, last_epoch, offset)
+        return parting(log.epochs, log.first_offset, log.written_end, last_epoch, offset)
