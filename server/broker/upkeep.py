@@ -13,8 +13,9 @@ Retention of a partition, in this order (rules T6, T9, L10)
      covers them
   3. log_start moves first and is SYNCED; then segments are renamed, and removed after
      `file_delete_delay_ms`
-  4. while the wall clock has jumped nothing expires by age; deletions that were asked for, and
-     sizes, need no clock: a follower that kept a deletion waiting would hold up whoever asked
+  4. while the wall clock has jumped nothing expires by age, producers neither: one that asks again
+     for what is stored would not be known; deletions that were asked for, and sizes, need no clock:
+     a follower that kept a deletion waiting would hold up whoever asked
 
 Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
@@ -94,7 +95,7 @@ class Upkeep:
             self._turn_wheel()
             if now_ms >= checkpoint_at:
                 checkpoint_at = now_ms + core.server["log_flush_offset_checkpoint_interval_ms"]
-                await self._guarded("checkpoint", core.manager.checkpoint())
+                await self._guarded("checkpoint", core.manager.checkpoint(expire=trusted))
             if now_ms >= gauges_at:
                 gauges_at = now_ms + GAUGES_MS
                 await self._guarded("gauges", self._gauges())
