@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log.plan import RetentionPlan
-from pk.server.handlers.offsets import delete_records
+from pk.server.handlers.offsets import DELETE_WAIT_MS, delete_records
 from pk.types import NONE, AbortedTransaction
 from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind
@@ -298,6 +298,27 @@ def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: An
         codes = [result.error.code for result in reply.results]
         assert codes == [errors.OffsetNotAvailable.code] * 2
         assert partition.log.log_start == 0
+
+    rig.run(story)
+
+
+def test_deletions_that_a_silent_replica_holds_up_wait_side_by_side(rig: Any, kit: Any) -> None:
+    """Else the answer to many comes when nobody waits for it any more."""
+    partitions = [rig.partition(number, replicas=(1, 2)) for number in range(8)]
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        request = wire.DeleteRecordsRequest()
+        for number, partition in enumerate(partitions):
+            await producer.send(kit.produce((number, kit.batch()), acks=1))
+            await kit.results(producer, 1)
+            partition.leader.on_follower_end(2, 3)
+            request.items.add(topic_id=partition.key.topic_id, partition=number, before_offset=NONE)
+        before_ms = rig.mine.clock.monotonic_ms()
+        reply = await delete_records(rig.core, request)
+        codes = [result.error.code for result in reply.results]
+        assert codes == [errors.RequestTimedOut.code] * len(partitions)
+        assert rig.mine.clock.monotonic_ms() - before_ms < 2 * DELETE_WAIT_MS
 
     rig.run(story)
 
