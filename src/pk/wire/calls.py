@@ -273,23 +273,23 @@ async def _answer(
     head = frame.head
     name = head.WhichOneof("body")
     try:
-        handler = handlers.get(name or "")
-        if handler is None:
-            raise errors.UnsupportedFeature(f"this server does not answer {name!r}")
-        reply = await handler(getattr(head, name or ""), frame)
-        message, payload = reply if isinstance(reply, tuple) else (reply, ())
-        raw = frames.encode(head_of(message, correlation_id=head.correlation_id), payload)
-    except errors.PkError as error:
-        raw = frames.encode(error_head(head.correlation_id, error))
-    except Exception as bug:
-        if on_error is not None:
-            on_error(f"handling {name}", bug)
-        raw = frames.encode(
-            error_head(head.correlation_id, errors.InternalError(f"{name}: {bug!r}"))
-        )
-    finally:
-        gate.release()
-    try:
+        try:
+            handler = handlers.get(name or "")
+            if handler is None:
+                raise errors.UnsupportedFeature(f"this server does not answer {name!r}")
+            reply = await handler(getattr(head, name or ""), frame)
+            message, payload = reply if isinstance(reply, tuple) else (reply, ())
+            raw = frames.encode(head_of(message, correlation_id=head.correlation_id), payload)
+        except errors.PkError as error:
+            raw = frames.encode(error_head(head.correlation_id, error))
+        except Exception as bug:
+            if on_error is not None:
+                on_error(f"handling {name}", bug)
+            raw = frames.encode(
+                error_head(head.correlation_id, errors.InternalError(f"{name}: {bug!r}"))
+            )
         await stream.send(raw)
     except Disconnected:
         pass
+    finally:
+        gate.release()  # not before it is sent: to who does not read, replies would pile up
