@@ -148,8 +148,7 @@ class Caller:
 
     async def connect(self) -> wire.HelloReply:
         """Open the stream now if it is not open; returns what the peer said of itself."""
-        if self._closed:
-            raise errors.ClosedError("the connection was closed")
+        self._check_open()
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
@@ -157,10 +156,17 @@ class Caller:
                 stream, self.peer = await open_stream(
                     self._network, self._address(), StreamKind.CONTROL, self._hello
                 )
+                if self._closed:  # meanwhile: nobody would close it any more
+                    stream.close()
+                    raise errors.BrokerUnavailable(f"{self._address()}: closed")
                 self._stream = stream
                 self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         assert self.peer is not None
         return self.peer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.ClosedError("the connection was closed")
 
     async def call(
         self, request: Message, *, timeout_ms: int, payload: Iterable[frames.Buffer] = ()

@@ -275,3 +275,24 @@ def test_replies_to_who_does_not_read_do_not_pile_up() -> None:
         stream.close()
 
     play(story)
+
+
+def test_what_is_closed_while_it_connects_leaves_no_stream() -> None:
+    async def story(scene: Scene) -> None:
+        asked: list[Any] = []
+
+        async def answer(request: Any, _frame: Any) -> Any:
+            asked.append(request)
+            return wire.InitProducerIdReply()
+
+        scene.handlers["init_producer_id"] = answer
+        caller = scene.caller()
+        calls = [asyncio.ensure_future(caller.call(ASK, timeout_ms=5_000)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await caller.close()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in found] == [errors.BrokerUnavailable] * 2
+        assert not caller.connected
+        assert asked == []
+
+    play(story)
