@@ -228,7 +228,10 @@ class FetchStream:
         bound = partition.bound(self._session.isolation)
         if position.next_offset >= bound:
             return 0
-        start, end = partition.log.bytes_at([position.next_offset, bound])
+        try:
+            start, end = partition.log.bytes_at([position.next_offset, bound])
+        except errors.PkError:  # an index was made anew, of what is damaged: its turn will tell
+            return self._session.min_bytes
         return max(1, end - start)
 
     async def _send_frame(self) -> None:

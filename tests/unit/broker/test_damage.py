@@ -186,6 +186,30 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
     assert isinstance(damaged.problem, errors.CorruptLog)
 
 
+def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    """What is there is weighed by an index, and that may have to be made of what is damaged."""
+    damaged = rig.partition(0, segment_bytes=14 * 1024)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        damaged.lane.recent.forget(damaged.log)
+        second = LOG.replace("0.log", "1.log")
+        rig.storage.open(second).write_at(HEADER_MAGIC, b"rot")
+        rig.storage.remove(second.replace(".log", ".index"))
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0), max_bytes=12_500, min_bytes=12_500))
+        reply, payload = await kit.fetched(stream)
+        assert len(payload) > 12_000
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.CorruptLog.code
+        stream.close()
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)
+
+
 def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
