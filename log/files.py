@@ -319,7 +319,10 @@ class RealStorage:
         )
 
     def free_bytes(self) -> int:
-        found = os.statvfs(self.root)
+        try:
+            found = os.statvfs(self.root)
+        except OSError as cause:
+            self.fail(cause, "asking for its free space")
         return found.f_bavail * found.f_frsize
 
     def lock(self) -> None:

@@ -476,12 +476,12 @@ class LogManager:
         if found is not None:
             found[1].high_watermarks[key] = offset
 
-    async def checkpoint(self) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED); forgets silent producers.
+    async def checkpoint(self, *, expire: bool = True) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED); `expire`: silent producers go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
         the rolls. Raises the first storage error, after every directory had its turn (M4)."""
-        now_ms = self._world.clock.wall_ms()
+        now_ms = self._world.clock.wall_ms() if expire else 0  # when nobody was silent yet
         problems: list[Exception] = []
         async with self._checkpointing:
             for directory in self.directories:

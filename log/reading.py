@@ -41,6 +41,11 @@ class Readable:
     _retired: bool
 
     @property
+    def first_offset(self) -> int:
+        """Where the oldest segment begins: replicas copy from there, below log_start too (R5)."""
+        return self._segments[0].base_offset
+
+    @property
     def local_log_start(self) -> int:
         """Below it, records are in the tier or nowhere."""
         return max(self._segments[0].base_offset, self.log_start)

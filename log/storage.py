@@ -97,7 +97,9 @@ class Storage(Protocol):
         """Atomically and SYNCED: temporary file, sync, rename, sync_dir."""
         ...
 
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Raises `StorageFailed`."""
+        ...
 
     def lock(self) -> None:
         """Take the lock file `.lock`, held until `unlock` or process death.

@@ -259,13 +259,15 @@ class BrokerCore:
             task.add_done_callback(self._task_done)
 
     async def _look(self, partition: Partition, offset: Offset) -> None:
+        leader = partition.leader
         look = partial(
             partition.log.read, offset, bound=partition.high_watermark, max_bytes=1, verify=True
         )
         try:
             await partition.lane.disk.read(look)
         except errors.CorruptLog as damage:
-            self.storage_failed(partition, damage)
+            if partition.leader is leader:  # else it may have been cut under the look
+                self.storage_failed(partition, damage)
         except errors.PkError as error:  # dropped meanwhile, say
             self.metrics.refused(error)
         finally:

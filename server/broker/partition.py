@@ -181,7 +181,6 @@ class Partition:
         self._deleting: list[tuple[Offset, asyncio.Future[None]]] = []
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
-        self._told: tuple[Offset, Offset] = (NONE, NONE)
         log.recent = lane.recent
         if tiered:  # T1: what is not local any more is in the tier
             log.tiered_end = max(log.tiered_end, log.local_log_start)
@@ -581,13 +580,14 @@ class Partition:
         """Where the reader's log and this one part (KIP-320, rule R4); None = they agree."""
         if last_fetched_epoch == NONE or offset == 0:
             return None
-        log_end = self.log.written_end
-        epoch, end = self.log.epochs.end_offset_for(last_fetched_epoch, log_end)
+        epochs, log_end = self.log.epochs, self.log.written_end
+        epoch, end = epochs.end_offset_for(last_fetched_epoch, log_end)
         if epoch == NONE and offset > log_end:
-            # Readers see what is committed: one that stands above the end has read what was lost,
-            # the epoch it was read in included.
+            # It was committed when it was read: it was lost, the epoch it was read in included.
             return wire.EpochEnd(epoch=last_fetched_epoch, end_offset=log_end)
-        if epoch == NONE or (epoch == last_fetched_epoch and end >= offset):
+        if epoch == NONE:  # nothing of it is here; in a log that knows no epoch it may be
+            epoch, end = epochs.latest, log_end
+        if epoch in (NONE, last_fetched_epoch) and end >= offset:
             return None
         return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))
 
@@ -596,5 +596,4 @@ class Partition:
         log.
         """
         log = self.log
-        first = log.segments[0].base_offset
-        return parting(log.epochs, first, log.written_end, last_epoch, offset)
+        return parting(log.epochs, log.first_offset, log.written_end, last_epoch, offset)

@@ -13,12 +13,15 @@ Retention of a partition, in this order (rules T6, T9, L10)
      covers them
   3. log_start moves first and is SYNCED; then segments are renamed, and removed after
      `file_delete_delay_ms`
-  4. while the wall clock has jumped nothing expires by age; deletions that were asked for, and
-     sizes, need no clock: a follower that kept a deletion waiting would hold up whoever asked
+  4. while the wall clock has jumped nothing expires by age, producers neither: one that asks again
+     for what is stored would not be known; deletions that were asked for, and sizes, need no clock:
+     a follower that kept a deletion waiting would hold up whoever asked
 
 Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
   U2  one partition's failure neither stops the wheel nor the others' retention
+  U3  what a leader decides, only a leader carries out: when the tier has answered another one may
+      lead, and the log be cut in its lane, where a segment that is begun meanwhile stays as a hole
 """
 
 from __future__ import annotations
@@ -92,10 +95,10 @@ class Upkeep:
             self._turn_wheel()
             if now_ms >= checkpoint_at:
                 checkpoint_at = now_ms + core.server["log_flush_offset_checkpoint_interval_ms"]
-                await self._guarded("checkpoint", core.manager.checkpoint())
+                await self._guarded("checkpoint", core.manager.checkpoint(expire=trusted))
             if now_ms >= gauges_at:
                 gauges_at = now_ms + GAUGES_MS
-                self._gauges()
+                await self._guarded("gauges", self._gauges())
 
     async def _guarded(self, what: str, work: Awaitable[None]) -> None:
         """U2: storage errors are the partition's, anything else is ours to hear of."""
@@ -189,11 +192,14 @@ class Upkeep:
             partition.bounds_moved(urgent=partition.leader is not None)
             if partition.replica is not None:
                 partition.replica.log_start_moved()
-        if partition.leader is None:
+        leader = partition.leader
+        if leader is None:
             await self._retain_replica(partition)
             return
         if partition.tiered:
             await self._expire_in_tier(partition)
+        if partition.leader is not leader:
+            return  # U3
         log = partition.log
         plan = log.retention_plan(self._time_ms(), partition.high_watermark)
         if plan.roll and log.roll():
@@ -223,6 +229,7 @@ class Upkeep:
         log_start moves, the owner removes the rows (T9).
         """
         log, tier, wanted = partition.log, partition.tier, partition.settings
+        leader = partition.leader
         if (
             tier.tiered_end == NONE
             or log.log_start >= log.local_log_start
@@ -241,7 +248,7 @@ class Upkeep:
             )
         if wanted["retention_bytes"] >= 0:
             target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
-        if target > log.log_start:
+        if target > log.log_start and partition.leader is leader:
             await self._core.manager.move_log_starts({partition.key: target})
             partition.bounds_moved(urgent=True)
 
@@ -305,7 +312,7 @@ class Upkeep:
 
     # -- gauges ----------------------------------------------------------------------------------
 
-    def _gauges(self) -> None:
+    async def _gauges(self) -> None:
         core, metrics = self._core, self._core.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
         under = under_min = replica_lag = 0
@@ -347,7 +354,8 @@ class Upkeep:
         for lane in core.lanes():
             root = lane.disk.storage.root
             metrics.write_queue.labels(root).set(lane.queued_bytes)
-            metrics.free.labels(root).set(lane.disk.storage.free_bytes())
+            storage = lane.disk.storage
+            metrics.free.labels(root).set(0 if storage.failed else storage.free_bytes())
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:

@@ -31,6 +31,8 @@ Invariants
   E4  one batch larger than every bound still travels, alone
   E5  whoever stands at a bound is woken when that moves: each turn watches the partition it looks
       at before it looks, for that may be there only since the position was set, or be another one
+  E6  what was read goes out only while the leader that was asked leads: when it does not, its log
+      may have been cut, and filled by the next one, before the disk came to it
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from pk.log.plan import Read
 from pk.server.broker.fetch_session import READ_COMMITTED, FetchSession, Position
 from pk.server.broker.partition import Partition
 from pk.server.handlers.replica_fetch import ReplicaEnd
+from pk.server.replication.leader import Leader
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -67,6 +70,7 @@ class _Plan(NamedTuple):
     position: Position
     partition: Partition
     bound: Offset
+    leader: Leader | None  #: of whose log this is (E6)
     stored: bool = False  #: a replica reads what lies in the segments, below log_start too
 
 
@@ -224,7 +228,10 @@ class FetchStream:
         bound = partition.bound(self._session.isolation)
         if position.next_offset >= bound:
             return 0
-        start, end = partition.log.bytes_at([position.next_offset, bound])
+        try:
+            start, end = partition.log.bytes_at([position.next_offset, bound])
+        except errors.PkError:  # an index was made anew, of what is damaged: its turn will tell
+            return self._session.min_bytes
         return max(1, end - start)
 
     async def _send_frame(self) -> None:
@@ -303,7 +310,7 @@ class FetchStream:
                 self.entry(reply, position, partition).next_offset = position.next_offset
                 self._session.served(position, position.next_offset)
             return None
-        return _Plan(position, partition, bound)
+        return _Plan(position, partition, bound, partition.leader)
 
     def _add(
         self,
@@ -318,6 +325,9 @@ class FetchStream:
         session = self._session
         if not session.current(position):
             return 0  # set again or forgotten while the disk worked
+        if partition.leader is not plan.leader:
+            session.again(position)  # E6
+            return 0
         if error is not None:
             if isinstance(error, errors.OffsetOutOfRange):
                 session.again(
@@ -408,7 +418,10 @@ class FetchStream:
         except errors.PkError as error:
             self._fail(reply, position, error)
             return None
-        return None if found is None else _Plan(position, *found, stored=True)
+        if found is None:
+            return None
+        partition, bound = found
+        return _Plan(position, partition, bound, partition.leader, stored=True)
 
     def position(self, key: PartitionKey) -> Position | None:
         """Where the reader stands now."""
@@ -510,7 +523,7 @@ def _read_at_once(plan: _Plan, room: int, force: bool) -> Read | None:
     Of the plans the first is asked for only, so that no position is overtaken for ever by others
     that stand at the ends of their logs.
     """
-    position, partition, bound, _ = plan
+    position, partition, bound, *_ = plan
     if position.arriving:
         return None  # L9: its first batch is verified where it lies
     return partition.log.read_recent(
@@ -530,7 +543,7 @@ def _read_all(
     Shorter than `plans` when the room ran out.
     """
     done: list[tuple[Read | None, errors.PkError | None]] = []
-    for position, partition, bound, stored in plans:
+    for position, partition, bound, _, stored in plans:
         if room <= 0:
             break
         try:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pk import errors
 from pk.log.plan import TimeOffset
 from pk.log.storage import Disk
 from pk.server.broker.partition import Partition
-from pk.server.replication.leader import ACKS_ALL
+from pk.server.replication.leader import ACKS_ALL, Leader
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -40,9 +40,15 @@ SAMPLES_MAX = 10_000
 #: Look-ups in the tier that one request may have under way.
 TIER_LOOKUPS = 8
 
-_Lookup = tuple[
-    wire.OffsetAnswer, Partition, int, int
-]  #: answer, partition, timestamp or MAX_TIMESTAMP, bound
+
+class _Lookup(NamedTuple):
+    """An answer that needs an index."""
+
+    answer: wire.OffsetAnswer
+    partition: Partition
+    leader: Leader  #: of whose log it is asked
+    timestamp_ms: int  #: or MAX_TIMESTAMP
+    bound: Offset
 
 
 async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
@@ -92,7 +98,7 @@ def _answer_at_once(
                 f"{partition}: the new leader's high watermark is still catching up"
             )
         if asked != LATEST:
-            return answer, partition, asked, partition.bound(isolation)
+            return _Lookup(answer, partition, leader, asked, partition.bound(isolation))
         answer.offset, answer.leader_epoch = partition.bound(isolation), leader.leader_epoch
         return None
     answer.offset = {
@@ -110,7 +116,7 @@ async def _ask_tier(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
     rest: list[_Lookup] = []
 
     async def ask(lookup: _Lookup) -> None:
-        answer, partition, timestamp_ms, _ = lookup
+        answer, partition, _, timestamp_ms, _ = lookup
         async with gate:
             try:
                 found = await core.tier.offset_for_time(partition, timestamp_ms)
@@ -130,11 +136,17 @@ async def _ask_tier(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
 async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
     by_disk: dict[int, tuple[Disk, list[_Lookup]]] = {}
     for lookup in lookups:
-        disk = lookup[1].lane.disk
+        disk = lookup.partition.lane.disk
         by_disk.setdefault(id(disk), (disk, []))[1].append(lookup)
     for disk, mine in by_disk.values():
         found = await disk.read(partial(_look_up_all, mine))
-        for (answer, partition, *_), outcome in zip(mine, found, strict=True):
+        for (answer, partition, leader, *_), outcome in zip(mine, found, strict=True):
+            if partition.leader is not leader:  # the log may have been cut under the look-up
+                gone = errors.NotLeaderOrFollower(
+                    f"{partition}: its leader epoch ended while it looked"
+                )
+                answer.error.CopyFrom(frames.error_of(gone))
+                continue
             if isinstance(outcome, errors.CorruptLog):
                 core.storage_failed(partition, outcome)  # L9
             if isinstance(outcome, errors.PkError):
@@ -150,7 +162,7 @@ def _look_up_all(lookups: list[_Lookup]) -> list[TimeOffset | errors.PkError | N
 
 
 def _look_up(lookup: _Lookup) -> TimeOffset | errors.PkError | None:
-    _, partition, timestamp_ms, bound = lookup
+    _, partition, _, timestamp_ms, bound = lookup
     try:
         if timestamp_ms == MAX_TIMESTAMP:
             return partition.log.offset_of_max_timestamp(bound)
@@ -249,9 +261,9 @@ async def delete_records(
         for partition in moved:
             partition.bounds_moved(urgent=True)
             core.retain_soon(partition.key)
-    for item, result in zip(request.items, reply.results, strict=True):
-        if not result.HasField("error"):
-            await _until_known(core, item, result)
+    asked = zip(request.items, reply.results, strict=True)
+    waits = (_until_known(core, *each) for each in asked if not each[1].HasField("error"))
+    await asyncio.gather(*waits)  # side by side: a silent replica costs all of them one wait
     return reply
 
 

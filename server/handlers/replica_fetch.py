@@ -12,6 +12,7 @@ Invariants
       comes back with less than what an ISR was asked for is not compared before that is decided
       (R2)
   P2  a replica is told of a watermark that moved within TELL_MS, with data or without
+  P3  a replica that retention passes, while it is filled perhaps, is told where to begin (R5)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.server.broker.fetch_session import Position
 from pk.server.broker.partition import Partition
+from pk.server.replication.leader import Leader
 from pk.server.replication.parting import StartAt
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -37,6 +39,10 @@ TELL_MS = 20
 
 #: Watermark, log start, and what of the local log may go.
 _Marks = tuple[Offset, Offset, Offset]
+
+
+#: Whose log, and where it began then.
+_Asked = tuple[Leader, Offset]
 
 
 def _marks(partition: Partition) -> _Marks:
@@ -163,13 +169,16 @@ class ReplicaEnd:
             raise errors.StaleBrokerEpoch(f"broker {self.replica} has registered anew")
         if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
             raise errors.NotLeaderOrFollower(f"{partition}: an older position of its replica")
-        if self._compared.get(position.key) is position:
-            if heard != self.broker_epoch:
-                raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
-        else:
+        compared = self._compared.get(position.key) is position
+        if compared and heard != self.broker_epoch:
+            raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
+        if not compared or position.next_offset < partition.log.first_offset:  # P3
             parting = partition.parting(position.last_fetched_epoch, position.next_offset)
             if isinstance(parting, StartAt):
-                self._start_at(position, partition, parting.offset)
+                position.cold = True
+                asked = leader, partition.log.first_offset
+                work = self._read_start(position, partition, parting.offset, asked)
+                self._stream.later(work)
                 return None
             if parting is not None:
                 entry = self._stream.entry(reply, position, partition)
@@ -196,18 +205,15 @@ class ReplicaEnd:
         entry.droppable_end = log.droppable_end
         self._told[partition.key] = _marks(partition)
 
-    def _start_at(self, position: Position, partition: Partition, offset: Offset) -> None:
-        position.cold = True
-        first = partition.log.segments[0].base_offset
-        self._stream.later(self._read_start(position, partition, offset, first))
-
     async def _read_start(
-        self, position: Position, partition: Partition, offset: Offset, first: Offset
+        self, position: Position, partition: Partition, offset: Offset, asked: _Asked
     ) -> None:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
         disk = partition.lane.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
-        if partition.log.segments[0].base_offset != first:  # it went, maybe before it was read
+        leader, first = asked
+        if partition.leader is not leader or partition.log.first_offset != first:
+            # It went, maybe before it was read.
             position.cold = False
             self._stream.moved(position.key, urgent=True)
             return

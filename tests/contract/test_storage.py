@@ -513,5 +513,10 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
         storage.failed = None
         with pytest.raises(errors.StorageFailed, match="unmounted"):
             storage.open("topics/t-0/0.log", create=True)
+        home.rmdir()
+        storage.failed = None
+        with pytest.raises(errors.StorageFailed, match="free space"):
+            storage.free_bytes()
+        assert storage.failed is not None
     finally:
         storage.unlock()

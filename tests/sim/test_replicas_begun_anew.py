@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from pk import errors
+from pk.server.broker.follower import POLL_WAIT_MS
+from pk.server.handlers.fetch import _read_all
+from pk.types import NodeId, Offset
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger, written
 
@@ -24,6 +28,17 @@ def _same_producers(kit: Kit, topic: str) -> None:
     assert known.count(known[0]) == len(known)
 
 
+async def drop(kit: Kit, n: NodeId, before: Offset) -> None:
+    """Retention at broker `n`."""
+    partition = kit.replica(n, "t")
+    log = partition.log
+    log.advance_log_start(before)
+    plan = log.retention_plan(None)
+    gone = tuple(each.base_offset for each in log.segments if each.base_offset < before)
+    rename, _ = log.drop_segments(plan._replace(drop=gone, log_start=before))
+    await partition.lane.disk.write(rename)
+
+
 def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(make: Any) -> None:
     """The snapshot goes with its segment; an empty answer would say that nobody wrote."""
     kit = make(3, auto_leader_rebalance_enable=False)
@@ -35,28 +50,85 @@ def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(ma
     assert len(bases) == 3
     read, asked = lane.disk.read, []
 
-    async def drop(before: int) -> None:
-        log.advance_log_start(before)
-        plan = log.retention_plan(None)
-        gone = tuple(each.base_offset for each in log.segments if each.base_offset < before)
-        rename, _ = log.drop_segments(plan._replace(drop=gone, log_start=before))
-        await lane.disk.write(rename)
-
     async def reading(work: Any) -> Any:
         if getattr(work, "func", None) == log.snapshot_at:
             asked.extend(work.args)
             if len(asked) == 1:
-                await drop(bases[2])
+                await drop(kit, leader, bases[2])
         return await read(work)
 
     kit.empty_disk(n)
-    task = kit.sim.spawn(f"b{leader}", drop(bases[1]))
+    task = kit.sim.spawn(f"b{leader}", drop(kit, leader, bases[1]))
     kit.until(task.done)
     lane.disk.read = reading
     kit.boot(n)
     kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
     assert asked == [bases[1], bases[2]]
     assert kit.events("log_begun_anew") == 1
+    _same_producers(kit, "t")
+
+
+def test_retention_passes_a_replica_that_is_being_filled(make: Any) -> None:
+    """Rule R5: the segment goes that it is to read next; it is compared by then."""
+    kit = make(3, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    written(kit, "t", 3_500)
+    leader, _, n = kit.state("t").replicas
+    log, disk = kit.replica(leader, "t").log, kit.replica(leader, "t").lane.disk
+    bases = [each.base_offset for each in log.segments]
+    read, reads = disk.read, []
+
+    async def reading(work: Any) -> Any:
+        if getattr(work, "func", None) is _read_all:
+            reads.append(work)
+            if len(reads) == 1:
+                await drop(kit, leader, bases[2])
+        return await read(work)
+
+    kit.empty_disk(n)
+    disk.read = reading
+    kit.boot(n)
+    kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
+    assert len(reads) > 1
+    assert kit.replica(n, "t").log.segments[0].base_offset == bases[2]
+    _same_producers(kit, "t")
+
+
+def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> None:
+    """The log goes while it is read, with its snapshots; the replica has heard of nothing yet."""
+    kit = make(3, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
+    written(kit, "t", 100)
+    written(kit, "t", 3_500)
+    leader, second, n = kit.state("t").replicas
+    partition = kit.replica(leader, "t")
+    log, lane = partition.log, partition.lane
+    read, asked = lane.disk.read, []
+
+    async def reading(work: Any) -> Any:
+        if getattr(work, "func", None) == log.snapshot_at:
+            asked.append(work)
+            while asked:
+                await kit.brokers[leader].core.clock.sleep_ms(1)
+        return await read(work)
+
+    kit.empty_disk(n)
+    task = kit.sim.spawn(f"b{leader}", drop(kit, leader, log.segments[1].base_offset))
+    kit.until(task.done)
+    lane.disk.read = reading
+    kit.boot(n)
+    kit.until(lambda: bool(asked))
+    release = kit.hold_metadata(n)
+    kit.wait(POLL_WAIT_MS)  # what it asks for already
+    kit.sim.network.cut(f"b{leader}", f"b{second}")  # it comes back with nothing
+    kit.brokers[leader].core.storage_failed(partition, errors.CorruptLog("damaged"))
+    kit.until(lambda: kit.events("replica_made_anew") == 1)
+    kit.wait(1_000)
+    asked.clear()
+    kit.wait(100)
+    release()
+    kit.sim.network.heal(f"b{leader}", f"b{second}")
+    kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
     _same_producers(kit, "t")
 
 

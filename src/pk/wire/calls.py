@@ -148,8 +148,7 @@ class Caller:
 
     async def connect(self) -> wire.HelloReply:
         """Open the stream now if it is not open; returns what the peer said of itself."""
-        if self._closed:
-            raise errors.ClosedError("the connection was closed")
+        self._check_open()
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
@@ -157,10 +156,17 @@ class Caller:
                 stream, self.peer = await open_stream(
                     self._network, self._address(), StreamKind.CONTROL, self._hello
                 )
+                if self._closed:  # meanwhile: nobody would close it any more
+                    stream.close()
+                    raise errors.BrokerUnavailable(f"{self._address()}: closed")
                 self._stream = stream
                 self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         assert self.peer is not None
         return self.peer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.ClosedError("the connection was closed")
 
     async def call(
         self, request: Message, *, timeout_ms: int, payload: Iterable[frames.Buffer] = ()
@@ -273,23 +279,23 @@ async def _answer(
     head = frame.head
     name = head.WhichOneof("body")
     try:
-        handler = handlers.get(name or "")
-        if handler is None:
-            raise errors.UnsupportedFeature(f"this server does not answer {name!r}")
-        reply = await handler(getattr(head, name or ""), frame)
-        message, payload = reply if isinstance(reply, tuple) else (reply, ())
-        raw = frames.encode(head_of(message, correlation_id=head.correlation_id), payload)
-    except errors.PkError as error:
-        raw = frames.encode(error_head(head.correlation_id, error))
-    except Exception as bug:
-        if on_error is not None:
-            on_error(f"handling {name}", bug)
-        raw = frames.encode(
-            error_head(head.correlation_id, errors.InternalError(f"{name}: {bug!r}"))
-        )
-    finally:
-        gate.release()
-    try:
+        try:
+            handler = handlers.get(name or "")
+            if handler is None:
+                raise errors.UnsupportedFeature(f"this server does not answer {name!r}")
+            reply = await handler(getattr(head, name or ""), frame)
+            message, payload = reply if isinstance(reply, tuple) else (reply, ())
+            raw = frames.encode(head_of(message, correlation_id=head.correlation_id), payload)
+        except errors.PkError as error:
+            raw = frames.encode(error_head(head.correlation_id, error))
+        except Exception as bug:
+            if on_error is not None:
+                on_error(f"handling {name}", bug)
+            raw = frames.encode(
+                error_head(head.correlation_id, errors.InternalError(f"{name}: {bug!r}"))
+            )
         await stream.send(raw)
     except Disconnected:
         pass
+    finally:
+        gate.release()  # not before it is sent: to who does not read, replies would pile up

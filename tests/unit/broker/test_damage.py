@@ -117,6 +117,42 @@ def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) 
     assert warnings == []
 
 
+@pytest.mark.parametrize("who", ["reader", "by time", "copier"])
+def test_a_log_that_is_cut_under_a_read_is_not_damaged(
+    rig: Any, kit: Any, warnings: Any, who: str
+) -> None:
+    """Another broker leads by the time the disk comes to it, and the files get shorter (R4)."""
+    partition = rig.partition(0, tiered=who == "copier")
+
+    async def reading(work: Any) -> Any:
+        partition.step_down(2)
+        rig.storage.open(LOG).truncate(13_000)
+        return work()
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0)
+        rig.disk.read = reading
+        code = errors.NotLeaderOrFollower.code
+        caller = rig.caller()
+        if who == "reader":
+            assert await ask(rig, kit, 0) == code
+        elif who == "copier":
+            await tell(caller, kit, 1)
+            await rig.mine.clock.sleep_ms(100)
+            assert partition.leader is None
+        else:
+            request = wire.ListOffsetsRequest(isolation=1)
+            request.queries.add(topic_id=kit.topic_id, current_leader_epoch=-1, timestamp_ms=1)
+            frame = await caller.call(request, timeout_ms=1_000)
+            (answer,) = frame.head.list_offsets_reply.answers
+            assert answer.error.code == code
+        await caller.close()
+
+    rig.run(story)
+    assert partition.problem is None
+    assert warnings == []
+
+
 @pytest.mark.parametrize("by_time", [False, True])
 def test_what_a_reader_trips_over_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any, by_time: bool
@@ -145,6 +181,30 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
         watching.close()
         assert await ask(rig, kit, 1) == 0
         offline_once(rig, warnings, "offset 0")
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)
+
+
+def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    """What is there is weighed by an index, and that may have to be made of what is damaged."""
+    damaged = rig.partition(0, segment_bytes=14 * 1024)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        damaged.lane.recent.forget(damaged.log)
+        second = LOG.replace("0.log", "1.log")
+        rig.storage.open(second).write_at(HEADER_MAGIC, b"rot")
+        rig.storage.remove(second.replace(".log", ".index"))
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0), max_bytes=12_500, min_bytes=12_500))
+        reply, payload = await kit.fetched(stream)
+        assert len(payload) > 12_000
+        reply, _ = await kit.fetched(stream)
+        assert reply.partitions[0].error.code == errors.CorruptLog.code
+        stream.close()
 
     rig.run(story)
     assert isinstance(damaged.problem, errors.CorruptLog)

@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log.plan import RetentionPlan
-from pk.server.handlers.offsets import delete_records
+from pk.server.handlers.offsets import DELETE_WAIT_MS, delete_records
 from pk.types import NONE, AbortedTransaction
 from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind
@@ -302,6 +302,27 @@ def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: An
     rig.run(story)
 
 
+def test_deletions_that_a_silent_replica_holds_up_wait_side_by_side(rig: Any, kit: Any) -> None:
+    """Else the answer to many comes when nobody waits for it any more."""
+    partitions = [rig.partition(number, replicas=(1, 2)) for number in range(8)]
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        request = wire.DeleteRecordsRequest()
+        for number, partition in enumerate(partitions):
+            await producer.send(kit.produce((number, kit.batch()), acks=1))
+            await kit.results(producer, 1)
+            partition.leader.on_follower_end(2, 3)
+            request.items.add(topic_id=partition.key.topic_id, partition=number, before_offset=NONE)
+        before_ms = rig.mine.clock.monotonic_ms()
+        reply = await delete_records(rig.core, request)
+        codes = [result.error.code for result in reply.results]
+        assert codes == [errors.RequestTimedOut.code] * len(partitions)
+        assert rig.mine.clock.monotonic_ms() - before_ms < 2 * DELETE_WAIT_MS
+
+    rig.run(story)
+
+
 def test_a_reader_of_a_truncated_log_is_told_where_it_diverged(rig: Any, kit: Any) -> None:
     """KIP-320."""
     partition = rig.partition(epoch=1)
@@ -343,6 +364,33 @@ def test_a_reader_above_the_end_is_told_of_the_loss_not_reset(rig: Any, kit: Any
         await stream.send(kit.fetch(kit.position(1, current_leader_epoch=0)))
         reply, _ = await kit.fetched(stream)
         assert reply.partitions[0].error.code == errors.FencedLeaderEpoch.code
+
+    rig.run(story)
+
+
+def test_a_reader_of_an_epoch_that_was_lost_hears_of_it_before_the_next_one_writes(
+    rig: Any, kit: Any
+) -> None:
+    """Rule R4: an unclean leader begins with a longer log of an older epoch; what the reader had
+    read of the lost one is not what stands there.
+    """
+    partition = rig.partition(epoch=1)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 2)
+        rig.lead(partition, 4)
+        stream = await rig.stream(StreamKind.FETCH)
+        for offset in (3, 6):
+            await stream.send(kit.fetch(kit.position(offset=offset, last_fetched_epoch=2)))
+            reply, _ = await kit.fetched(stream)
+            (entry,) = reply.partitions
+            assert (entry.diverging.epoch, entry.diverging.end_offset) == (1, offset)
+        anew = rig.partition(1, epoch=4)
+        anew.log.reset_to(5)  # it knows no epoch: this one may be of what lies below
+        rig.lead(anew, 5)
+        await stream.send(kit.fetch(kit.position(1, offset=5, last_fetched_epoch=2)))
+        reply, _ = await kit.fetched(stream)
+        assert not reply.partitions[0].HasField("diverging")
 
     rig.run(story)
 

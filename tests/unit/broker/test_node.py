@@ -420,3 +420,27 @@ def test_streams_are_refused_by_name(cluster: Cluster) -> None:
             await open_stream(network, LISTEN, StreamKind.FETCH, wire.Hello(protocol=99))
 
     cluster.do(story())
+
+
+def test_a_clock_that_jumped_makes_no_producer_unknown(cluster: Any, kit: Any) -> None:
+    """Rules L6, L10: whoever did not hear that a batch is stored asks again."""
+    cluster.start()
+    again = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
+
+    async def sends(topic_id: str) -> int:
+        stream = await cluster.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, again), topic_id=topic_id))
+        (answer,) = await kit.results(stream, 1)
+        stream.close()
+        assert not answer.HasField("error"), answer
+        return int(answer.base_offset)
+
+    async def story() -> None:
+        topic_id = await cluster.create("t")
+        assert await sends(topic_id) == 0
+        await cluster.client.clock.sleep_ms(1_000)
+        cluster.world.clocks["broker"].step(48 * 3_600_000)
+        await cluster.client.clock.sleep_ms(130_000)  # checkpoints were written
+        assert await sends(topic_id) == 0, "it was stored twice"
+
+    cluster.do(story())

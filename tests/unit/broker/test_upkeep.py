@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.upkeep import TICK_MS, Upkeep
+from pk.server.broker.upkeep import GAUGES_MS, TICK_MS, Upkeep
+from pk.sim.disk import SimDisk, SimStorage
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
@@ -143,6 +144,31 @@ def test_topic_retention_counts_tier_and_local_log_together(
         assert asked == [rig.mine.clock.wall_ms() - HOUR]
         assert (partition.log.log_start, partition.log.local_log_start) == (2, 4)
         assert rig.manager.log_start_checkpoints >= 1
+
+    rig.run(story)
+
+
+def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """R4, T9: the log may be cut in its lane by now."""
+    partition = small(rig, tiered=True, local_retention_ms=HOUR, retention_ms=10 * HOUR)
+
+    def deposed(timestamp_ms: int) -> wire.TierOffsetForTimeReply:
+        partition.step_down(2)
+        return wire.TierOffsetForTimeReply(offset=2, timestamp_ms=timestamp_ms)
+
+    async def story() -> None:
+        await segments(rig, kit, 5, age_ms=2 * HOUR)
+        covered(partition, 4)
+        await visit(upkeep, partition)
+        log = partition.log
+        assert (log.log_start, log.local_log_start) == (0, 4)
+        covered(partition, 5)
+        rig.tier.times = deposed
+        await visit(upkeep, partition)
+        assert log._idle(), "a segment was begun"
+        assert log.log_start == 0
 
     rig.run(story)
 
@@ -350,6 +376,27 @@ def test_a_dead_store_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep
         await rig.mine.clock.sleep_ms(4 * TICK_MS)
         assert plain.log.log_start == 3
         assert tiered.log.local_log_start == 0
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_directory_that_went_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """Rule L2: its free space cannot be told any more; the others are flushed as before."""
+    partition = rig.partition(flush_ms=500)
+
+    def gone() -> int:
+        raise errors.StorageFailed("d2: asking for its free space")
+
+    async def story() -> None:
+        storage = SimStorage("d2", rig.world.random("d2"))
+        storage.free_bytes = gone  # type: ignore[method-assign]
+        rig.core.lane_of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(GAUGES_MS)
+        await segments(rig, kit, 1)
+        await rig.mine.clock.sleep_ms(1_500)
+        assert partition.log.synced_end == 1
         await upkeep.close()
 
     rig.run(story)

@@ -12,7 +12,14 @@ from pk import errors
 from pk.sim.world import SimWorld
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, Caller, accept_stream, head_of, serve_control
+from pk.wire.calls import (
+    PROTOCOL,
+    Caller,
+    accept_stream,
+    head_of,
+    open_stream,
+    serve_control,
+)
 from pk.world import Stream, StreamKind, World
 
 ADDRESS = "server:1"
@@ -230,5 +237,62 @@ def test_requests_in_flight_are_bounded() -> None:
         await asyncio.gather(*(caller.call(ASK, timeout_ms=5_000) for _ in range(20)))
         assert most == 3
         await caller.close()
+
+    play(story)
+
+
+def test_replies_to_who_does_not_read_do_not_pile_up() -> None:
+    """C2: a reply that waits for its stream is a request in flight."""
+
+    async def story(scene: Scene) -> None:
+        handled = 0
+        big = bytes(1 << 20)
+
+        async def count(_request: Any, _frame: Any) -> Any:
+            nonlocal handled
+            handled += 1
+            return wire.InitProducerIdReply(), (big,)
+
+        scene.handlers["init_producer_id"] = count
+        scene.calls_max = 3
+        stream, _ = await open_stream(
+            scene.client.network, ADDRESS, StreamKind.CONTROL, wire.Hello(protocol=PROTOCOL)
+        )
+
+        async def ask() -> None:
+            for number in range(1, 201):
+                await stream.send(frames.encode(head_of(ASK, correlation_id=number)))
+
+        asking = asyncio.ensure_future(ask())
+        await scene.client.clock.sleep_ms(10_000)
+        assert scene.calls_max < handled < 40
+        answered = 0
+        while answered < 200:
+            assert await stream.recv() is not None
+            answered += 1
+        await asking
+        assert handled == 200
+        stream.close()
+
+    play(story)
+
+
+def test_what_is_closed_while_it_connects_leaves_no_stream() -> None:
+    async def story(scene: Scene) -> None:
+        asked: list[Any] = []
+
+        async def answer(request: Any, _frame: Any) -> Any:
+            asked.append(request)
+            return wire.InitProducerIdReply()
+
+        scene.handlers["init_producer_id"] = answer
+        caller = scene.caller()
+        calls = [asyncio.ensure_future(caller.call(ASK, timeout_ms=5_000)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await caller.close()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in found] == [errors.BrokerUnavailable] * 2
+        assert not caller.connected
+        assert asked == []
 
     play(story)
