@@ -332,7 +332,9 @@ class TierWorker:
         return [file for file, is_lost in zip(files, lost, strict=True) if is_lost]
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
-        """Rule T7: remove the table of a deleted topic; its URI and how many objects went."""
+        """Rule T7: remove a deleted topic's table; its URI and how many objects went.  Raises
+        `TierUnavailable` if any are left.
+        """
         table = self.tables.table(name, topic_id)
         self._drop_topic(topic_id)
         removed = 0
@@ -342,8 +344,8 @@ class TierWorker:
                 await self.store.delete(each.path)
             removed += len(found)
             if not found:
-                break
-        return table.uri, removed
+                return table.uri, removed
+        raise errors.TierUnavailable(f"{table.uri}: objects still come into a table being purged")
 
     # -- machines ----------------------------------------------------------------------------------
 
