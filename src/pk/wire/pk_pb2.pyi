@@ -3733,11 +3733,13 @@ class TierOffsetForTimeRequest(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
     FROM_OFFSET_FIELD_NUMBER: _builtins.int
+    END_OFFSET_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     partition: _builtins.int
     timestamp_ms: _builtins.int
     from_offset: _builtins.int
+    end_offset: _builtins.int
     def __init__(
         self,
         *,
@@ -3746,10 +3748,11 @@ class TierOffsetForTimeRequest(_message.Message):
         partition: _builtins.int = ...,
         timestamp_ms: _builtins.int = ...,
         from_offset: _builtins.int = ...,
+        end_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_offset", b"from_offset", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "from_offset", b"from_offset", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
