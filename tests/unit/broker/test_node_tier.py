@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -377,6 +378,43 @@ def configure(cluster: Cluster, **values: str) -> None:
         await caller.close()
 
     cluster.do(story())
+
+
+def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
+    tiered: Cluster, kit: Any
+) -> None:
+    """T11: the tier had left it to the local log."""
+    topic_id = tiered.do(tiered.create("flights", **{**QUICK, "local_retention_bytes": "60000"}))
+    tiered.do(produce(tiered, kit, topic_id, 9))
+    tiered.world.loop.run_for_ms(1_000)
+    between_ms = tiered.client.clock.wall_ms()
+    tiered.do(produce(tiered, kit, topic_id, 3))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
+    assert 0 < partition.log.local_log_start <= 9
+    disk, looks = partition.lane.disk, []
+    read_disk = disk.read
+
+    async def later(work: Any) -> Any:
+        looks.append(work)
+        if len(looks) == 1:
+            low = dataclasses.replace(partition.log.config, local_retention_bytes=20_000)
+            partition.log.config = low
+            await tiered.broker._upkeep.retain(partition.key)
+            assert partition.log.local_log_start == 10
+        return await read_disk(work)
+
+    disk.read = later
+
+    async def story() -> wire.OffsetAnswer:
+        caller = tiered.caller()
+        request = wire.ListOffsetsRequest()
+        request.queries.add(topic_id=topic_id, current_leader_epoch=-1, timestamp_ms=between_ms)
+        reply = (await caller.call(request, timeout_ms=5_000)).head.list_offsets_reply
+        await caller.close()
+        return reply.answers[0]
+
+    assert tiered.do(story()).offset == 9
 
 
 def test_a_topic_whose_tier_is_turned_off_expires_by_its_own_retention(
