@@ -48,6 +48,7 @@ _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
+    "tier_purged",
 )  # fmt: skip
 
 #: What a broker takes for a sign that it is not fenced: not from a leader that another may have

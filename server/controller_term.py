@@ -201,6 +201,7 @@ class Term:
             "broker_heartbeat": heartbeat,
             "create_topics": asks(self._create_topics),
             "delete_topics": asks(commands.DeleteTopics),
+            "tier_purged": asks(commands.TierPurged),
             "create_partitions": asks(commands.CreatePartitions),
             "alter_configs": alter_configs,
             "describe_configs": asks(commands.DescribeConfigs),

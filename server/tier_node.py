@@ -297,6 +297,7 @@ class TierNode:
                 request.partition,
                 request.timestamp_ms,
                 request.from_offset,
+                request.end_offset,
             )
         if found is None:
             return wire.TierOffsetForTimeReply(offset=NONE, timestamp_ms=NONE, leader_epoch=NONE)

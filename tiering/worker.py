@@ -26,13 +26,14 @@ from pk.log.storage import Storage
 from pk.tiering import copier as copying
 from pk.tiering import layout, uploads
 from pk.tiering import owner as owning
-from pk.tiering.copier import Copier, CopySettings, View
+from pk.tiering.copier import Copier
 from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
 from pk.tiering.table import Commit, DataFile, Table, TableFactory
+from pk.tiering.told import log_start_of, view_of
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -160,28 +161,12 @@ class TierWorker:
                 led = _Led(Copier(topic.topic, topic.topic_id, told.partition), told)
                 topic.led[told.partition] = led
                 self._show_table(topic, led)
-            led.told = told
-            starts[told.partition] = _log_start(told)
+            led.told, view = told, view_of(told, self._owner_settings.retry_backoff_ms)
+            starts[told.partition] = log_start_of(told)
             if session_lost:
                 self._step_copier(topic, led, copying.SessionLost())
-            self._step_copier(topic, led, copying.Viewed(self._view(told)))
+            self._step_copier(topic, led, copying.Viewed(view))
         self._step_owner(topic, owning.PartitionsSeen(starts))
-
-    def _view(self, told: wire.TierPartition) -> View:
-        configs = told.configs
-        return View(
-            leader_epoch=told.leader_epoch,
-            ready=told.ready,
-            log_start=told.log_start,
-            local_log_start=told.local_log_start,
-            last_stable_offset=told.last_stable_offset,
-            settings=CopySettings(
-                max_lag_ms=int(configs["tier_max_lag_ms"]),
-                file_bytes=int(configs["tier_file_bytes"]),
-                drop_delay_ms=int(configs["local_drop_delay_ms"]),
-                retry_backoff_ms=self._owner_settings.retry_backoff_ms,
-            ),
-        )
 
     def _forget(self, key: PartitionKey) -> None:
         topic = self.topics.get(key.topic_id)
@@ -240,16 +225,29 @@ class TierWorker:
         reply: wire.TierClaimReply = await future
         return reply
 
-    async def _place(self, topic: TopicTier, partition: int, *, fresh: bool = False) -> Place:
-        """The newest version known, or the newest there is; raises why it cannot be read (T8)."""
+    async def _place(
+        self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
+    ) -> Place:
+        """The newest version known, if it reaches `upto`, or the newest there is; raises why it
+        cannot be read (T8).  What a node knows of a table it does not write to may be old.
+        """
         if isinstance(topic.owner.problem, errors.OperatorError):
             raise topic.owner.problem.with_traceback(None)
         snapshot = topic.owner.snapshot
-        if fresh or snapshot is None or partition not in snapshot.counters:
+        if (
+            fresh
+            or snapshot is None
+            or partition not in snapshot.counters
+            or snapshot.partition(partition).end < upto
+        ):
             await self.claim(topic.topic_id, topic.topic, partition, NONE, commit=False)
             snapshot = topic.owner.snapshot
         if snapshot is None:
             raise errors.UnknownTierRange(f"{topic.table.uri}: nothing is tiered yet")
+        if (end := snapshot.partition(partition).end) < upto:
+            raise errors.UnknownTierRange(
+                f"{topic.table.uri}: partition {partition} ends at {end}, not at {upto}"
+            )
         return Place(topic.home, partition, snapshot)
 
     async def fetch(
@@ -264,9 +262,7 @@ class TierWorker:
     ) -> Fetched:
         """A cold read; once it is `late` it answers with what there is."""
         topic = self.topic(topic_id, name)
-        place = await self._place(topic, partition)
-        if offset >= place.snapshot.partition(partition).end:
-            place = await self._place(topic, partition, fresh=True)
+        place = await self._place(topic, partition, offset + 1)
         fetched: Fetched = await self._read(
             topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late)
         )
@@ -275,11 +271,17 @@ class TierWorker:
         return fetched
 
     async def offset_for_time(
-        self, topic_id: str, name: str, partition: int, timestamp_ms: int, from_offset: Offset
+        self,
+        topic_id: str,
+        name: str,
+        partition: int,
+        timestamp_ms: int,
+        from_offset: Offset,
+        end: Offset = 0,
     ) -> TimeFound | None:
-        """Rule T11."""
+        """Rule T11; None only if the table reaches `end`, where the local log begins."""
         topic = self.topic(topic_id, name)
-        place = await self._place(topic, partition)
+        place = await self._place(topic, partition, end)
         found: TimeFound | None = await self._read(
             topic, place, lambda each: self.reader.offset_for_time(each, timestamp_ms, from_offset)
         )
@@ -315,24 +317,27 @@ class TierWorker:
     async def _missing(
         self, topic: TopicTier, partition: int, start: Offset, end: Offset
     ) -> list[DataFile]:
-        place = await self._place(topic, partition)
-        counters = place.snapshot.partition(partition)
-        if end > counters.end:
-            raise errors.UnknownTierRange(
-                f"{topic.table.uri}: partition {partition} ends at {counters.end}, not at {end}"
-            )
-        files = place.snapshot.covering(partition, start, end)
+        """Of the newest version, before one is called lost."""
 
-        async def missing(file: DataFile) -> bool:
+        async def is_lost(file: DataFile) -> bool:
             async with self._heading:
                 found = await self.store.head(f"{topic.home}/{file.path}")
             return found is None or found.size != file.size
 
-        lost = await asyncio.gather(*(missing(file) for file in files))
-        return [file for file, is_lost in zip(files, lost, strict=True) if is_lost]
+        lost: list[DataFile] = []
+        for fresh in (False, True):
+            place = await self._place(topic, partition, end, fresh=fresh)
+            files = place.snapshot.covering(partition, start, end)
+            missing = await asyncio.gather(*map(is_lost, files))
+            lost = [file for file, gone in zip(files, missing, strict=True) if gone]
+            if not lost:
+                break
+        return lost
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
-        """Rule T7: remove the table of a deleted topic; its URI and how many objects went."""
+        """Rule T7: remove a deleted topic's table; its URI and how many objects went.  Raises
+        `TierUnavailable` if any are left.
+        """
         table = self.tables.table(name, topic_id)
         self._drop_topic(topic_id)
         removed = 0
@@ -342,8 +347,8 @@ class TierWorker:
                 await self.store.delete(each.path)
             removed += len(found)
             if not found:
-                break
-        return table.uri, removed
+                return table.uri, removed
+        raise errors.TierUnavailable(f"{table.uri}: objects still come into a table being purged")
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -587,12 +592,3 @@ def _answer(request: Any, reply: Any) -> None:
         future.set_exception(reply)
     else:
         future.set_result(reply)
-
-
-def _log_start(told: wire.TierPartition) -> LogStart:
-    """Its epoch is NONE if the leader's cache does not reach down to it."""
-    found = NONE
-    for each in told.epochs:
-        if each.start_offset < told.log_start:
-            found = each.epoch
-    return LogStart(told.log_start, found, told.tiered_end, told.leader_epoch)

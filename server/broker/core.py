@@ -29,6 +29,7 @@ from pk.server.broker.isr_changes import IsrChanges
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.metrics import BrokerMetrics
 from pk.server.broker.partition import Partition, Ticket
+from pk.server.broker.purges import Purges
 from pk.server.broker.replicas import Replicas
 from pk.server.broker.tier_client import TierClient
 from pk.server.broker.tier_view import TierFeed
@@ -74,6 +75,7 @@ class BrokerCore:
         self.purgatory: ProducePurgatory[Ticket] = ProducePurgatory()
         self.replicas = Replicas(self)
         self.isr_changes = IsrChanges(self)
+        self.purges = Purges(self)
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
@@ -350,31 +352,11 @@ class BrokerCore:
 
     # -- background ------------------------------------------------------------------------------
 
-    def purge_tier(self, topic_id: str, topic: str) -> None:
-        """Rule T7: the table of a deleted topic goes after `file_delete_delay_ms`;
-
-        tried until it is gone.
-        """
-        task = asyncio.get_running_loop().create_task(self._purge_tier(topic_id, topic))
-        self._tasks[task] = None
-        task.add_done_callback(self._task_done)
-
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
-    async def _purge_tier(self, topic_id: str, topic: str) -> None:
-        delay_ms = self.follower.settings_of(topic)["file_delete_delay_ms"]
-        while True:
-            await self.clock.sleep_ms(delay_ms)
-            try:
-                reply = await self.tier.purge(topic_id, topic)
-                self.warn("tier_purged", topic=topic, uri=reply.uri, objects=reply.objects)
-                return
-            except errors.PkError as error:
-                self.warn("tier_not_purged", topic=topic, error=error.message)
-                delay_ms = max(1_000, min(2 * delay_ms, 60_000))
-
     async def close_tasks(self) -> None:
+        await self.purges.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

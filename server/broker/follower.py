@@ -60,6 +60,7 @@ class _Changes:
     def __init__(self) -> None:
         self.partitions: dict[PartitionKey, None] = {}
         self.removed: dict[str, wire.RemoveTopicRecord] = {}
+        self.purges: dict[str, str] = {}  #: deleted topics whose tables are to go, and their names
         self.topics: dict[str, None] = {}  #: names whose metadata reply changed
         self.configured: dict[str, None] = {}  #: names whose settings changed
         self.all_configured = False
@@ -75,6 +76,10 @@ class _Changes:
             self.topics[record.topic.name] = None
         elif kind == "remove_topic":
             self.removed[record.remove_topic.topic_id] = record.remove_topic
+            if record.remove_topic.purge_tier:
+                self.purges[record.remove_topic.topic_id] = record.remove_topic.name
+        elif kind == "tier_purge" and not record.tier_purge.done:
+            self.purges[record.tier_purge.topic_id] = record.tier_purge.name
         elif kind == "config":
             if record.config.resource_type == TOPIC_RESOURCE:
                 self.configured[record.config.resource_name] = None
@@ -180,6 +185,7 @@ class MetadataFollower:
         self._loaded = True
         changes = _Changes()
         changes.me = True
+        changes.purges = dict(self.image.purges)  # what is left undone of an earlier life
         await self._react(changes)
 
     def start(self) -> None:
@@ -272,6 +278,8 @@ class MetadataFollower:
         upto = self.next_offset - 1
         for topic_id, record in changes.removed.items():
             await self._remove(topic_id, record)
+        for topic_id, name in changes.purges.items():
+            self._core.purges.begin(topic_id, name)
         keys = changes.partitions
         joined = self._creations.joined()
         if changes.me or joined:
@@ -451,8 +459,6 @@ class MetadataFollower:
             await self._drop(partition, gone)
         for key in [key for key in self.unopened if key.topic_id == topic_id]:
             del self.unopened[key]
-        if record.purge_tier and core.tier.enabled:
-            core.purge_tier(topic_id, record.name)
 
     async def _drop(self, partition: Partition, why: errors.PkError) -> None:
         """This broker has no replica of it any more."""

@@ -478,10 +478,10 @@ class Partition:
         """The topic's settings as of leader epoch `epoch`: who led before must not go by them (R1).
         The log's own part was replaced by the caller."""
         self.settings = settings
-        if tiered and not self.tiered:
-            self.log.tiered_end = max(self.log.tiered_end, self.log.local_log_start)
-            self.log.droppable_end = max(self.log.droppable_end, self.log.local_log_start)
-        self.tiered = tiered
+        if tiered != self.tiered:  # without a tier topic retention alone counts, as after a restart
+            self.tiered, low = tiered, self.log.local_log_start
+            known = (max(low, self.tier.tiered_end), max(low, self.tier.droppable_end))
+            self.log.tiered_end, self.log.droppable_end = known if tiered else (NONE, 0)
         leader, rules = self.leader, (settings["min_insync_replicas"], settings["flush_on_ack"])
         if leader and leader.leader_epoch == epoch and leader.on_config(*rules):
             self.watermark_moved()

@@ -67,7 +67,7 @@ class TierClient:
         self, partition: Partition, timestamp_ms: int
     ) -> wire.TierOffsetForTimeReply:
         """The first tiered offset at or above log_start whose timestamp is at least `timestamp_ms`
-        (rule T11).
+        (rule T11); NONE only if the tier has looked at everything below the local log.
         """
         request = wire.TierOffsetForTimeRequest(
             topic_id=partition.key.topic_id,
@@ -75,6 +75,7 @@ class TierClient:
             partition=partition.key.partition,
             timestamp_ms=timestamp_ms,
             from_offset=partition.log.log_start,
+            end_offset=partition.log.local_log_start,
         )
         frame = await self._call(request, self._fetch_wait_ms)
         return frame.head.tier_offset_for_time_reply

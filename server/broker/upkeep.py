@@ -237,15 +237,12 @@ class Upkeep:
         ):
             return
         target: Offset = log.log_start
+        local = log.local_log_start  # up to where the tier is asked
         now_ms = self._time_ms()
         if wanted["retention_ms"] >= 0 and now_ms is not None:
             cutoff = now_ms - wanted["retention_ms"]
             found = await self._core.tier.offset_for_time(partition, cutoff)
-            target = (
-                log.local_log_start
-                if found.offset == NONE
-                else min(found.offset, log.local_log_start)
-            )
+            target = local if found.offset == NONE else min(found.offset, local)
         if wanted["retention_bytes"] >= 0:
             target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
         if target > log.log_start and partition.leader is leader:

@@ -119,6 +119,11 @@ class DeleteTopics:
 
 
 @dataclass(slots=True, frozen=True)
+class TierPurged:
+    request: wire.TierPurgedRequest
+
+
+@dataclass(slots=True, frozen=True)
 class CreatePartitions:
     request: wire.CreatePartitionsRequest
 

@@ -13,6 +13,7 @@ Invariants (checked by `check`, which tests and the simulator call after every r
   I4  equal records in equal order give equal images (replay == image)
   I5  `assigned` and `leaderless` say nothing that the partitions do not say: they are kept so that
       what concerns one broker costs as much as it has partitions, not as the cluster has
+  I6  `purges` are topics that are no more, at most PURGES_MAX of them
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from pk.wire import pk_pb2 as wire
 
 TOPIC_RESOURCE = "topic"
 BROKER_RESOURCE = "broker"
+#: Deleted topics whose tables are still to go.  Of more (the store is away for long, or there is
+#: none) the oldest are forgotten: their tables stay unless a broker is at it already.
+PURGES_MAX = 10_000
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,6 +132,9 @@ class MetadataImage:
     leader_id: NodeId = NONE  #: of the metadata quorum
     leader_epoch: int = NONE
     voters: tuple[VoterState, ...] = ()
+    #: The names of deleted topics whose tables are to go from the tier, by topic id, oldest first:
+    #: until a broker has reported that nothing is left (rule T7).
+    purges: dict[TopicId, str] = field(default_factory=dict)
     #: The partitions with a replica on a broker, and those nobody leads with the offset of the
     #: record that left them so (I5).
     assigned: dict[NodeId, dict[TopicId, dict[int, None]]] = field(
@@ -230,6 +237,19 @@ class MetadataImage:
             numbers.pop(topic.topic_id, None)
         for number in topic.partitions:
             self.leaderless.pop(PartitionKey(topic.topic_id, number), None)
+        if record.purge_tier:
+            self._mark_purge(topic.topic_id, topic.name)
+
+    def _tier_purge(self, _offset: int, record: wire.TierPurgeRecord) -> None:
+        if record.done:
+            self.purges.pop(record.topic_id, None)
+        else:
+            self._mark_purge(record.topic_id, record.name)
+
+    def _mark_purge(self, topic_id: TopicId, name: str) -> None:
+        self.purges[topic_id] = name
+        if len(self.purges) > PURGES_MAX:
+            del self.purges[next(iter(self.purges))]
 
     def _partition(self, offset: int, record: wire.PartitionRecord) -> None:
         state = PartitionState(
@@ -302,9 +322,11 @@ class MetadataImage:
     # -- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert I1, I2, I3 and I5."""
+        """Assert I1, I2, I3, I5 and I6."""
         for broker in self.brokers.values():
             assert broker.broker_epoch <= self.offset, broker  # I3
+        assert not self.purges.keys() & self.topics.keys(), self.purges  # I6
+        assert len(self.purges) <= PURGES_MAX
         for topic, number, state in self.partitions():
             story = (topic.name, number, state)
             replicas, isr, elr = set(state.replicas), set(state.isr), set(state.elr)
@@ -356,6 +378,7 @@ _STEPS: dict[str, _Step] = {
     "unregister_broker": MetadataImage._unregister_broker,
     "topic": MetadataImage._topic,
     "remove_topic": MetadataImage._remove_topic,
+    "tier_purge": MetadataImage._tier_purge,
     "partition": MetadataImage._partition,
     "partition_change": MetadataImage._partition_change,
     "config": MetadataImage._config,

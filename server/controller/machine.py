@@ -45,6 +45,7 @@ Command = (
     | commands.Recover
     | commands.CreateTopics
     | commands.DeleteTopics
+    | commands.TierPurged
     | commands.CreatePartitions
     | commands.AlterConfigs
     | commands.DescribeConfigs
@@ -102,6 +103,7 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.Recover: brokers.recover,
     commands.CreateTopics: topics.create_topics,
     commands.DeleteTopics: topics.delete_topics,
+    commands.TierPurged: topics.tier_purged,
     commands.CreatePartitions: topics.create_partitions,
     commands.AlterConfigs: config_changes.alter_configs,
     commands.DescribeConfigs: config_changes.describe_configs,

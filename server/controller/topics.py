@@ -20,6 +20,7 @@ from pk.server.controller.commands import (
     DeleteTopics,
     Out,
     Rules,
+    TierPurged,
     decision,
     registered,
 )
@@ -237,6 +238,18 @@ def delete_topics(image: MetadataImage, _rules: Rules, command: DeleteTopics) ->
         )
     reply.metadata_offset = image.offset + len(bodies)
     return decision(reply, bodies)
+
+
+def tier_purged(image: MetadataImage, _rules: Rules, command: TierPurged) -> Out:
+    """Nothing is left of a deleted topic's table: its mark ends (rule T7).  Every broker that has a
+    tier purges, so it may have ended before.
+    """
+    request = command.request
+    registered(image, request.broker_id, request.broker_epoch)
+    bodies = []
+    if request.topic_id in image.purges:
+        bodies.append(wire.TierPurgeRecord(topic_id=request.topic_id, done=True))
+    return decision(wire.TierPurgedReply(), bodies)
 
 
 # -- producer ids ----------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wi
     if len(request.queries) > QUERIES_MAX:
         raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
     reply = wire.ListOffsetsReply()
-    local: list[_Lookup] = []
-    cold: list[_Lookup] = []
+    lookups: list[_Lookup] = []
     for query in request.queries:
         answer = reply.answers.add(
             topic_id=query.topic_id,
@@ -73,14 +72,35 @@ async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wi
             answer.error.CopyFrom(frames.error_of(error))
             continue
         if lookup is not None:
-            in_tier = (
-                query.timestamp_ms >= 0 and partition.log.log_start < partition.log.local_log_start
-            )
-            (cold if in_tier else local).append(lookup)
-    if cold:
-        local += await _ask_tier(core, cold)
-    await _ask_disks(core, local)
+            lookups.append(lookup)
+    while lookups:
+        lookups = await _look_in_both(core, lookups)
     return reply
+
+
+async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
+    """First in the tier, then in the local log; what left that meanwhile has to be looked up again,
+    or its offsets would be passed over (rule T11).
+    """
+    starts = [partition.log.local_log_start for _, partition, _, _ in lookups]
+    local = [lookup for lookup in lookups if not _in_tier(lookup)]
+    local += await _ask_tier(core, [lookup for lookup in lookups if _in_tier(lookup)])
+    await _ask_disks(core, local)
+    looked, again = {id(lookup) for lookup in local}, []
+    for lookup, start in zip(lookups, starts, strict=True):
+        answer, partition, _, _ = lookup
+        moved = partition.log.local_log_start != start
+        if moved and id(lookup) in looked and _in_tier(lookup):
+            answer.ClearField("error")
+            answer.offset = answer.timestamp_ms = answer.leader_epoch = NONE
+            again.append(lookup)
+    return again
+
+
+def _in_tier(lookup: _Lookup) -> bool:
+    """Whether what is asked for may be in the tier alone."""
+    _, partition, asked, _ = lookup
+    return asked >= 0 and partition.log.log_start < partition.log.local_log_start
 
 
 def _answer_at_once(

@@ -40,6 +40,7 @@ def difference(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:
     for topic_id in later.topics:
         yield from _topic_rows(earlier, later, topic_id)
     yield from _config_rows(earlier, later)
+    yield from _purge_rows(earlier, later)
     yield last, record_of(wire.NoOpRecord())
 
 
@@ -50,6 +51,16 @@ def _topic_rows(earlier: MetadataImage, later: MetadataImage, topic_id: TopicId)
     for number, state in topic.partitions.items():
         if known is None or known.partitions.get(number) != state:
             yield later.offset, record_of(partition_record(topic_id, number, state))
+
+
+def _purge_rows(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:
+    for topic_id in earlier.purges:
+        if topic_id not in later.purges:
+            done = wire.TierPurgeRecord(topic_id=topic_id, done=True)
+            yield later.offset, record_of(done)
+    for topic_id, name in later.purges.items():
+        if topic_id not in earlier.purges:
+            yield later.offset, record_of(wire.TierPurgeRecord(topic_id=topic_id, name=name))
 
 
 def _config_rows(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:

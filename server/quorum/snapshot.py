@@ -98,6 +98,8 @@ def rows_of(image: MetadataImage) -> Iterator[Row]:
                 resource_type=kind, resource_name=name, name=option, value=value
             )
             yield last, record_of(config)
+    for topic_id, name in image.purges.items():
+        yield last, record_of(wire.TierPurgeRecord(topic_id=topic_id, name=name))
     yield last, record_of(wire.NoOpRecord())  # whatever came before: the image stands at `last`
 
 

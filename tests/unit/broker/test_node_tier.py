@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -364,6 +365,89 @@ def test_a_deleted_topic_keeps_its_table_unless_asked(
     tiered.world.loop.run_for_ms(70_000)
     left = [path for path in tiered.store.objects if topic_id in path]
     assert bool(left) is not purge
+
+
+def configure(cluster: Cluster, **values: str) -> None:
+    async def story() -> None:
+        caller = cluster.caller()
+        request = wire.AlterConfigsRequest()
+        resource = wire.ConfigResource(type="topic", name="flights")
+        request.changes.add(resource=resource, set=values)
+        reply = (await caller.call(request, timeout_ms=5_000)).head.alter_configs_reply
+        assert not reply.results[0].HasField("error"), reply
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
+    tiered: Cluster, kit: Any
+) -> None:
+    """T11: the tier had left it to the local log."""
+    topic_id = tiered.do(tiered.create("flights", **{**QUICK, "local_retention_bytes": "60000"}))
+    tiered.do(produce(tiered, kit, topic_id, 9))
+    tiered.world.loop.run_for_ms(1_000)
+    between_ms = tiered.client.clock.wall_ms()
+    tiered.do(produce(tiered, kit, topic_id, 3))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
+    assert 0 < partition.log.local_log_start <= 9
+    disk, looks = partition.lane.disk, []
+    read_disk = disk.read
+
+    async def later(work: Any) -> Any:
+        looks.append(work)
+        if len(looks) == 1:
+            low = dataclasses.replace(partition.log.config, local_retention_bytes=20_000)
+            partition.log.config = low
+            await tiered.broker._upkeep.retain(partition.key)
+            assert partition.log.local_log_start == 10
+        return await read_disk(work)
+
+    disk.read = later
+
+    async def story() -> wire.OffsetAnswer:
+        caller = tiered.caller()
+        request = wire.ListOffsetsRequest()
+        request.queries.add(topic_id=topic_id, current_leader_epoch=-1, timestamp_ms=between_ms)
+        reply = (await caller.call(request, timeout_ms=5_000)).head.list_offsets_reply
+        await caller.close()
+        return reply.answers[0]
+
+    assert tiered.do(story()).offset == 9
+
+
+def test_a_topic_whose_tier_is_turned_off_expires_by_its_own_retention(
+    tiered: Cluster, kit: Any
+) -> None:
+    """Rules T1, T6: nothing waits any more for a copy that nobody makes; turned on again, the tier
+    takes what is still there.
+    """
+    topic_id = tiered.do(tiered.create("flights", **QUICK, retention_ms="20000"))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
+    configure(tiered, tier_enable="false")
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    tiered.world.loop.run_for_ms(10_000)
+    assert partition.log.log_start == 0
+    tiered.world.run_until(lambda: partition.log.log_start == 24)
+    tiered.do(produce(tiered, kit, topic_id, 2))
+    configure(tiered, tier_enable="true")
+    tiered.world.run_until(lambda: partition.tiered_end == 26)
+    assert list(tiered.do(read(tiered, kit, topic_id, 24, 26))) == [24, 25]
+
+
+def test_a_tier_that_is_turned_on_again_knows_what_it_had(tiered: Cluster, kit: Any) -> None:
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
+    configure(tiered, tier_enable="false")
+    configure(tiered, tier_enable="true")
+    assert not partition.violations()
+    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 12))) == list(range(12))
 
 
 def test_a_directory_fails_while_its_partition_claims_the_table(

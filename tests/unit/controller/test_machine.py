@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pk import errors, limits
 from pk.server.controller import commands as c
+from pk.server.controller import image as image_module
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.machine import Controller
 from pk.server.controller.records import (
@@ -337,6 +338,45 @@ def test_a_leaderless_partition_of_a_deleted_topic_is_forgotten() -> None:
     assert bench.machine.leaderless
     bench.do(c.DeleteTopics(wire.DeleteTopicsRequest(names=["t"])))
     assert not bench.machine.leaderless
+
+
+def test_a_table_to_purge_is_marked_until_a_broker_reports_it_gone() -> None:
+    """T7: what is asked for outlives whoever was to do it."""
+    bench = Bench()
+    bench.up(1)
+    for name in ("kept", "gone"):
+        bench.topic(name)
+        request = wire.DeleteTopicsRequest(names=[name], purge_tier=name == "gone")
+        bench.do(c.DeleteTopics(request))
+    (topic_id,) = bench.image.purges
+    assert bench.image.purges[topic_id] == "gone"
+    bench.topic("gone")
+    assert bench.image.topic_ids["gone"] != topic_id
+    epoch = bench.image.brokers[1].broker_epoch
+    report = wire.TierPurgedRequest(broker_id=1, broker_epoch=epoch, topic_id=topic_id)
+    stale = wire.TierPurgedRequest(broker_id=1, broker_epoch=epoch - 1, topic_id=topic_id)
+    with pytest.raises(errors.StaleBrokerEpoch):
+        bench.do(c.TierPurged(stale))
+    assert bench.image.purges
+    bench.do(c.TierPurged(report))
+    assert not bench.image.purges
+    end = len(bench.log)
+    bench.do(c.TierPurged(report))
+    assert len(bench.log) == end
+
+
+def test_of_too_many_tables_to_purge_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I6."""
+    monkeypatch.setattr(image_module, "PURGES_MAX", 2)
+    bench = Bench()
+    bench.up(1)
+    for name in ("a", "b", "c"):
+        bench.topic(name)
+        bench.do(c.DeleteTopics(wire.DeleteTopicsRequest(names=[name], purge_tier=True)))
+        bench.image.check()
+    assert list(bench.image.purges.values()) == ["b", "c"]
 
 
 def test_producer_ids_are_handed_out_once() -> None:

@@ -59,6 +59,8 @@ class Historian:
             known |= {"change": self._broker_change, "unregister": self._unregister}
         if self.image.topics:
             known |= {"remove": self._remove, "partition": self._partition}
+        if self.image.purges:
+            known["purged"] = self._purged
         if any(True for _ in self.image.partitions()):
             known["partition change"] = self._partition_change
         known[self.some(known)]()
@@ -103,6 +105,9 @@ class Historian:
                 topic_id=topic.topic_id, name=topic.name, purge_tier=bool(self._draw(2))
             )
         )
+
+    def _purged(self) -> None:
+        self.say(wire.TierPurgeRecord(topic_id=self.some(self.image.purges), done=True))
 
     def _partition(self) -> None:
         topic = self.image.topics[self.some(self.image.topics)]
@@ -174,6 +179,7 @@ def order(image: MetadataImage) -> list[Any]:
     return [
         image.leaderless, held,
         list(image.brokers), list(image.topics), list(image.topic_ids), list(image.features),
+        list(image.purges),
         [(key, list(values)) for key, values in image.configs.items()],
         [list(topic.partitions) for topic in image.topics.values()],
     ]  # fmt: skip

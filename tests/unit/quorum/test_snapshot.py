@@ -68,7 +68,7 @@ def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
     """The rows are written by hand: `rows_of` must know every field, and the histories draw it."""
     assert [each.name for each in fields(MetadataImage)] == [
         "offset", "cluster_id", "brokers", "topics", "topic_ids", "configs", "next_producer_id",
-        "features", "leader_id", "leader_epoch", "voters", "assigned", "leaderless",
+        "features", "leader_id", "leader_epoch", "voters", "purges", "assigned", "leaderless",
     ]  # fmt: skip
     assert [each.name for each in fields(TopicState)] == ["name", "topic_id", "partitions"]
     for made, row in (

@@ -1,0 +1,221 @@
+"""Several brokers, each with a tier process of its own, and one store: what a tier knows of a table
+that others have written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.server.broker.tier_client import TierClient
+from pk.server.run_config import RunConfig
+from pk.server.tier_node import TierNode
+from pk.tiering.objects import MemoryStore
+from pk.tiering.table import MemoryTables, moved
+from pk.tiering.worker import Lanes
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+from tests.sim.replication_kit import Kit, Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+RETENTION_MS = 60_000
+TIERED = {
+    "min_insync_replicas": 1,
+    "segment_bytes": 14_336,
+    "local_retention_bytes": 20_000,
+    "tier_max_lag_ms": 200,
+    "local_drop_delay_ms": 300,
+    "file_delete_delay_ms": 500,
+    "retention_ms": -1,
+}
+
+
+class Tiers:
+    """A tier process beside each broker; the store and the tables outlive them."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.store = MemoryStore()
+        self.tables = MemoryTables()
+        self.nodes: dict[int, TierNode] = {}
+        for n in kit.boots:
+            kit.sim.start(f"t{n}", lambda world, n=n: self._main(world, n))
+
+    async def _main(self, world: World, n: int) -> None:
+        async def lane(work: Callable[[], Any]) -> Any:
+            return work()
+
+        kit = self.kit
+        self.nodes[n] = TierNode(
+            world,
+            self.store,
+            self.tables,
+            lambda path: (kit.storages[n], path.partition("/")[2]),
+            Lanes(lane, lane),
+            self.met(n),
+            broker_address=f"b{n}:{kit.port}",
+        )
+        await self.nodes[n].start()
+
+    def met(self, n: int) -> RunConfig:
+        """The broker of node `n` finds its tier: the kit's nodes have one directory for sockets."""
+        broker = self.kit.brokers[n]
+        run = replace(broker.run, run_dir=f"/sim/run{n}")
+        world, hello = broker.core.world, broker.core.hello
+        broker.core.tier = TierClient(
+            world, run.tier_address, hello, enabled=True, fetch_wait_ms=500
+        )
+        return run
+
+    def away(self) -> None:
+        """Nothing of the store answers."""
+
+        def refuse(*_: Any) -> None:
+            raise errors.TierUnavailable("the store is away")
+
+        self.store.fault = self.tables.before_load = self.tables.before_commit = refuse
+
+    def back(self) -> None:
+        self.store.fault = self.tables.before_load = self.tables.before_commit = lambda *_: None
+
+
+def lead(kit: Kit, n: int) -> None:
+    """Broker `n` leads t-0, elected cleanly."""
+    others = [each for each in kit.state("t").replicas if each != n]
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic="t", partition=0, replicas=[n, *others])
+    kit.ask(request)
+    elect = wire.ElectLeadersRequest()
+    elect.partitions.add(topic_id=kit.replica(n, "t").key.topic_id, partition=0)
+    kit.ask(elect)
+    assert kit.state("t").leader == n
+    kit.until(lambda: kit.replica(n, "t").leader is not None and kit.in_sync("t", 2))
+
+
+def tiered(kit: Kit, count: int) -> None:
+    """`count` more records, all of them in the tier, the first of them nowhere else."""
+    ledger = Ledger(kit, "t")
+    ledger.more(count)
+    ledger.stop()
+    replicas = [kit.replica(n, "t") for n in kit.state("t").isr]
+    end = replicas[0].log.written_end
+    kit.until(lambda: kit.replica(kit.state("t").leader, "t").tiered_end == end)
+    kit.until(lambda: all(each.log.local_log_start > end - count for each in replicas))
+
+
+def by_time(kit: Kit, timestamp_ms: int) -> wire.OffsetAnswer:
+    leader = kit.state("t").leader
+    request = wire.ListOffsetsRequest()
+    topic_id = kit.replica(leader, "t").key.topic_id
+    request.queries.add(
+        topic_id=topic_id, partition=0, current_leader_epoch=-1, timestamp_ms=timestamp_ms
+    )
+    asked = kit.spawn_ask(request, leader)
+    kit.until(asked.done)
+    answer: wire.OffsetAnswer = asked.result().answers[0]
+    return answer
+
+
+def configure(kit: Kit, option: str, value: int) -> None:
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set[option] = str(value)
+    assert not kit.ask(request).results[0].HasField("error")
+
+
+@pytest.fixture
+def two(make: Any) -> tuple[Kit, Tiers]:
+    """Two replicas of t-0, each with a tier."""
+    kit = make(
+        3,
+        brokers=2,
+        auto_leader_rebalance_enable=False,
+        tier_url="memory://tier",
+        log_retention_check_interval_ms=1_000,
+    )
+    tiers = Tiers(kit)
+    kit.create("t", factor=2, **TIERED)
+    return kit, tiers
+
+
+def test_a_follower_drops_what_its_leader_has_tiered_since_it_looked(
+    two: tuple[Kit, Tiers],
+) -> None:
+    """T6: its own tier writes nothing to the table; what that knows of it does not grow by itself,
+    and the disk would be full of what the table has.
+    """
+    kit, tiers = two
+    for _ in range(3):
+        tiered(kit, 3_000)
+    assert kit.state("t").leader_epoch == 0
+    follower = kit.state("t").replicas[1]
+    (topic,) = tiers.nodes[follower].worker.topics.values()
+    assert not topic.led
+
+
+def test_a_follower_looks_for_the_files_that_the_table_names_now(two: tuple[Kit, Tiers]) -> None:
+    """T6: others were rewritten and removed since it looked; none of them is lost."""
+    kit, tiers = two
+    tiered(kit, 3_000)
+    leader, follower = kit.state("t").replicas
+    (topic,) = tiers.nodes[follower].worker.topics.values()
+    state = tiers.tables.states[topic.table.uri]
+    log = kit.replica(follower, "t").log
+    assert topic.owner.snapshot is not None
+    assert topic.owner.snapshot.partition(0).end == log.written_end
+    for file in list(state.versions[-1].files.values()):  # OPTIMIZE, then VACUUM
+        path = file.path.replace("partition=0/", "partition=0/part-")
+        tiers.store.objects[f"{topic.home}/{path}"] = tiers.store.objects.pop(
+            f"{topic.home}/{file.path}"
+        )
+        tiers.tables.rewrite(topic.table.uri, [file.path], [moved(file, path)])
+    start = log.local_log_start
+    configure(kit, "local_retention_bytes", 10_000)
+    kit.until(lambda: log.local_log_start > start)
+    assert kit.replica(leader, "t").tier.problem is None
+
+
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_who_leads_again_knows_no_more_of_the_table_than_when_it_led(
+    two: tuple[Kit, Tiers], begun_anew: bool
+) -> None:
+    """Rules T9, T11: until it has read the table again it must not take what is missing in its old
+    version of it for expired, or for local.
+    """
+    kit, tiers = two
+    configure(kit, "retention_ms", RETENTION_MS)
+    tiered(kit, 3_000)
+    first, second = kit.state("t").replicas
+    assert kit.state("t").leader == first
+    lead(kit, second)
+    if begun_anew:  # it is told where the local log of its leader begins, and looks at no file
+        kit.kill(first)
+    kit.wait(RETENTION_MS)
+    begun_ms = kit.sim.world_of("producer").clock.wall_ms()
+    tiered(kit, 3_000)
+    kit.until(lambda: kit.replica(second, "t").log.log_start >= 3_000)
+    if begun_anew:
+        kit.boot(first)
+        kit.until(lambda: kit.serves(first))
+        tiers.met(first)
+        kit.until(lambda: kit.in_sync("t", 2))
+        assert kit.events("log_begun_anew") == 1
+    tiers.away()
+    lead(kit, first)
+    log = kit.replica(first, "t").log
+    start = log.log_start
+    assert start < log.local_log_start
+    kit.wait(RETENTION_MS // 4)
+    assert log.log_start == start
+    answer = by_time(kit, begun_ms)
+    assert answer.error.code == errors.TierUnavailable.code
+    tiers.back()
+    kit.wait(5_000)
+    assert by_time(kit, begun_ms).offset == start
+    assert log.log_start == start
+    kit.until(lambda: log.log_start > start)
