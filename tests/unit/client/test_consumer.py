@@ -411,3 +411,74 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
     with pytest.raises(errors.CorruptLog):
         consumer.poll(1.0)
     assert sorted(seen([*first, *consumer.poll(1.0)])) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("error", [errors.RegistryError, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["poll", "next"])
+def test_whatever_a_deserialiser_raises_costs_no_record(world: Any, error: Any, way: str) -> None:
+    """A registry that is away, a function with a fault, Ctrl-C: the rows come again."""
+    broken = [True]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if data == b"2" and broken[0]:
+            raise error("not now")
+        return data
+
+    world.put(T1, b"1")
+    world.put(T0, b"0", b"1", b"2", b"3")
+    world.put(T1, *[b"x"] * 30)  # so that nobody waits for what was skipped
+    consumer = world.consumer(
+        auto_offset_reset="earliest", value_deserializer=deserialise, max_poll_records=6
+    )
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    found: list[Any] = []
+    raised = 0
+    while len(found) < 12:
+        try:
+            found += consumer.poll(1.0) if way == "poll" else [next(consumer)]
+        except error:
+            raised += 1
+            broken[0] = raised < 3
+    assert raised == 3, "each time until it is mended"
+    for place in (T0, T1):
+        offsets = [record.offset for record in found if record.partition == place.partition]
+        assert offsets == list(range(len(offsets)))
+
+
+def test_a_deserialiser_that_can_again_is_not_asked_for_an_empty_rest(world: Any) -> None:
+    """It failed for the whole and not for its rows: a registry that came back meanwhile."""
+    failures = [errors.SerializationError("not now")]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return data
+
+    world.put(T0, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="earliest", value_deserializer=deserialise)
+    consumer.assign([T0])
+    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+    assert consumer.position(T0) == 2
+
+
+def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
+    world.put(T0, b"0")
+    world.put(T1, b"1")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    backlog = consumer._backlog
+    take, taken = backlog.take, []
+
+    def take_one(*arguments: Any) -> Any:
+        if taken:
+            backlog.take = take
+            raise KeyboardInterrupt
+        taken.append(take(*arguments))
+        return taken[0]
+
+    backlog.take = take_one
+    with pytest.raises(KeyboardInterrupt):
+        consumer.poll(1.0)
+    assert sorted(seen([*consumer.poll(1.0), *consumer.poll(0.1)])) == [(0, 0), (1, 0)]
