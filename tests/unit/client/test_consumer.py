@@ -482,3 +482,44 @@ def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         consumer.poll(1.0)
     assert sorted(seen([*consumer.poll(1.0), *consumer.poll(0.1)])) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("later_ms", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("then", [{"topics": ["b"]}, {"pattern": "b"}])
+def test_another_subscription_is_asked_for_while_the_first_one_is_not_answered(
+    world: Any, later_ms: int, then: Any
+) -> None:
+    """The answer about a says nothing of b: it must not pass for the news that b waits for."""
+    place = TopicPartition("b", 0)
+    world.cluster.create("a")
+    world.cluster.create("b")
+    world.put(place, b"0")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.subscribe(["a"])
+    world.pass_ms(later_ms)
+    consumer.subscribe(**then)
+    assert [record.topic for record in consumer.poll(10.0)] == ["b"]
+
+
+def test_a_push_that_overtakes_the_first_answer_is_not_lost(world: Any) -> None:
+    """Both lie in the socket: the push is looked at before whoever asked goes on."""
+    from pk.wire import frames
+    from pk.wire import pk_pb2 as wire
+    from pk.wire.calls import head_of
+
+    consumer = world.consumer(auto_offset_reset="earliest")
+    cluster = consumer._cluster
+    call_at = cluster.call_at
+
+    async def call_and_push(address: str, request: Any, *, timeout_ms: int) -> Any:
+        reply = await call_at(address, request, timeout_ms=timeout_ms)
+        cluster.call_at = call_at
+        world.cluster.create("b")
+        world.put(TopicPartition("b", 0), b"0")
+        news = head_of(world.cluster.metadata(wire.MetadataRequest()))
+        cluster._on_push(address, frames.decode(frames.encode(news)))
+        return reply
+
+    cluster.call_at = call_and_push
+    consumer.subscribe(pattern="b")
+    assert [record.topic for record in consumer.poll(10.0)] == ["b"]
