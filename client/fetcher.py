@@ -204,10 +204,11 @@ class Fetcher:
         self._todo[slot.place] = None
 
     def _on_pause(self, event: Pause, now_ms: int) -> None:
-        for place in event.places:
-            slot = self._slots.get(place)
-            if slot is None:
+        for place in event.places:  # all of them or none
+            if place not in self._slots:
                 raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
+        for place in event.places:
+            slot = self._slots[place]
             if event.paused and not slot.paused:
                 slot.paused = True
                 self._unset(slot)
@@ -374,7 +375,8 @@ class Fetcher:
         wake: int | None = None
         for place in list(self._todo):
             slot = self._slots[place]
-            if slot.paused or slot.halted or slot.asking or slot.node is not None:
+            paused = slot.paused and slot.next is not None  # a position is looked up all the same
+            if paused or slot.halted or slot.asking or slot.node is not None:
                 del self._todo[place]
                 continue
             when = self._advance(slot, now_ms)
@@ -502,8 +504,7 @@ class Fetcher:
             elif session.live:
                 session.ask.forgotten.append(key)
             slot.node = None
-        if not slot.paused:
-            self._todo[slot.place] = None
+        self._todo[slot.place] = None
 
     def _complain(self, slot: _Slot, error: errors.PkError) -> None:
         """Of the slot's present position (F4)."""

@@ -523,3 +523,35 @@ def test_a_push_that_overtakes_the_first_answer_is_not_lost(world: Any) -> None:
     cluster.call_at = call_and_push
     consumer.subscribe(pattern="b")
     assert [record.topic for record in consumer.poll(10.0)] == ["b"]
+
+
+def test_a_pause_that_is_refused_pauses_nothing(world: Any) -> None:
+    world.put(T0, b"0")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    with pytest.raises(errors.InvalidRequest, match="t-1 is not assigned"):
+        consumer.pause(T0, T1)
+    assert seen(consumer.poll(1.0)) == [(0, 0)]
+    consumer.pause(T0)
+    with pytest.raises(errors.InvalidRequest, match="t-1 is not assigned"):
+        consumer.resume(T0, T1)
+    assert consumer.paused() == [T0]
+
+
+@pytest.mark.parametrize("order", ["pause, seek", "seek, pause", "assign, pause"])
+def test_the_position_of_a_paused_partition_is_looked_up(world: Any, order: str) -> None:
+    world.put(T0, b"0", b"1", b"2")
+    consumer = world.consumer(auto_offset_reset="latest")
+    consumer.assign([T0])
+    if order == "seek, pause":
+        world.pass_ms(500)
+        consumer.seek_to_end(T0)
+    consumer.pause(T0)
+    if order == "pause, seek":
+        world.pass_ms(500)
+        consumer.seek_to_end(T0)
+    assert consumer.position(T0, 5.0) == 3
+    world.put(T0, b"3")
+    assert consumer.poll(1.0) == []
+    consumer.resume(T0)
+    assert seen(consumer.poll(1.0)) == [(0, 3)]
