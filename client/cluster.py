@@ -355,7 +355,7 @@ class Cluster:
         deadline = clock.monotonic_ms() + timeout_ms
         unknown_deadline = clock.monotonic_ms() + min(timeout_ms, UNKNOWN_TOPIC_MS)
         while name not in self.metadata.topics:
-            problem = self.metadata.problems.get(name)
+            problem = self.metadata.problem(name)
             now = clock.monotonic_ms()
             until = unknown_deadline if problem is not None else deadline
             if problem is not None and not isinstance(problem, errors.UnknownTopicOrPartition):

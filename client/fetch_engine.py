@@ -136,9 +136,10 @@ class FetchEngine:
         for name in names or ():
             topic = metadata.topics.get(name)
             if topic is None:
-                if name in metadata.problems:
+                problem = metadata.problem(name)
+                if problem is not None:
                     known[name] = 0
-                    self._missing(name)
+                    self._missing(name, problem)
                 continue
             self._unknown_ms.pop(name, None)
             at_first = topic.partitions if first or self._pattern is None else 0
@@ -153,13 +154,13 @@ class FetchEngine:
         if set(places) != set(self.fetcher.assignment):
             self.step(Assign(places))
 
-    def _missing(self, name: str) -> None:
+    def _missing(self, name: str, problem: errors.PkError) -> None:
         """A subscribed topic that does not exist: said once, after metadata had time to travel."""
         now_ms = self.world.clock.monotonic_ms()
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
-            self._raise(Complaint(None, NONE, given_up(self.cluster.metadata.problems[name])))
+            self._raise(Complaint(None, NONE, given_up(problem)))
         self._spawn(self._look_again())
 
     async def _look_again(self) -> None:
@@ -268,6 +269,7 @@ class FetchEngine:
             self.ready.append(value)
             self.on_ready()
         elif name == "error":
+            value.error = given_up(value.error)
             self._raise(value)
         elif name == "metadata":
             self.cluster.want_metadata()

@@ -555,3 +555,31 @@ def test_the_position_of_a_paused_partition_is_looked_up(world: Any, order: str)
     assert consumer.poll(1.0) == []
     consumer.resume(T0)
     assert seen(consumer.poll(1.0)) == [(0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("way", "ask"),
+    [
+        ("partitions_for", lambda consumer, place: consumer.partitions_for(place.topic, 10.0)),
+        ("position", lambda consumer, place: consumer.position(place, 10.0)),
+        ("subscribe", lambda consumer, place: consumer.poll(10.0)),
+        ("poll", lambda consumer, place: consumer.poll(10.0)),
+        ("partition", lambda consumer, place: consumer.poll(10.0)),
+    ],
+)
+def test_what_does_not_exist_is_told_however_it_is_asked_for(
+    world: Any, way: str, ask: Any
+) -> None:
+    """Also by a consumer that asked about all topics before, and of one partition of a topic."""
+    consumer = world.consumer(request_timeout_ms=3000)
+    if way != "partition":
+        consumer.subscribe(pattern="none of them")
+        assert consumer.poll(1.0) == []
+    place = TopicPartition("t", 7) if way == "partition" else TopicPartition("nosuch", 0)
+    if way == "subscribe":
+        consumer.subscribe(["nosuch"])
+    elif way != "partitions_for":
+        consumer.assign([place])
+    with pytest.raises(errors.UnknownTopicOrPartition, match="create it first") as told:
+        ask(consumer, place)
+    assert told.value.acts == "user"
