@@ -81,6 +81,7 @@ class FetchEngine:
         self._pattern: re.Pattern[str] | None = None
         self._known: dict[str, int] | None = None  #: topic → partitions taken; None = not begun
         self._unknown_ms: dict[str, int] = {}
+        self._looking = False  #: metadata will be asked again for topics that are missing
         self._sessions: dict[int, _FetchLink] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -161,10 +162,13 @@ class FetchEngine:
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
             self._raise(Complaint(None, NONE, given_up(problem)))
-        self._spawn(self._look_again())
+        if not self._looking:  # each answer of each broker comes by here
+            self._looking = True
+            self._spawn(self._look_again())
 
     async def _look_again(self) -> None:
         await self.world.clock.sleep_ms(500)
+        self._looking = False
         self.cluster.want_metadata()
 
     async def offsets(
