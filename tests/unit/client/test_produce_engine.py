@@ -173,6 +173,44 @@ def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
     assert stored == sorted(stored)
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_what_was_sent_together_fits_a_topic_of_small_batches(bench: Any, keys: bool) -> None:
+    """A chunk may hold more than max_message_bytes allows; no record of it does."""
+    b = bench(linger_ms=20)
+    b.cluster.create("t", 2)
+    b.cluster.configs["max_message_bytes"] = "4096"
+    lengths: list[int] = []
+
+    def judge(log: Any, header: Any) -> Any:
+        lengths.append(header.length)
+        return APPEND if header.length <= 4096 else errors.RecordTooLarge("for the topic")
+
+    b.broker.on_produce = judge
+    called: list[int] = []
+
+    async def work() -> None:
+        futures = []
+        for number in range(300):
+            key = b"%d" % number if keys else None
+            value = b"%03d" % number * (700 if number == 150 else 30)
+            told = lambda *_, number=number: called.append(number)  # noqa: E731
+            futures.append(await b.send("t", value, key, on_delivery=told))
+        await b.engine.flush(10_000)
+        stored = {
+            (place, offset): value
+            for place in (0, 1)
+            for offset, _, value in b.cluster.log("t", place).rows()
+        }
+        for number, future in enumerate(futures):
+            at = future.result(0)
+            assert stored[at.partition, at.offset][:3] == b"%03d" % number
+        assert len(stored) == 300
+
+    b.run(work)
+    assert sorted(called) == list(range(300))
+    assert len(lengths) > 10
+
+
 def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
     """Rule L4: the retry is recognised; the record is there once."""
     b = bench()
