@@ -228,6 +228,44 @@ def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
     assert [v for _, _, v in b.cluster.log("t").rows()] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_a_refusal_says_nothing_of_an_attempt_whose_answer_was_lost(bench: Any) -> None:
+    """The first attempt is stored; before the second one the topic's limit is lowered."""
+    b = bench()
+    b.cluster.create("t")
+    verdicts = iter([LOSE_REPLY, errors.RecordTooLarge("10 bytes are allowed")])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        lost = await b.send("t", b"0")
+        await b.world.clock.sleep_ms(500)
+        refused = await b.send("t", b"1")
+        await b.engine.flush(10_000)
+        error = lost.exception(0)
+        assert isinstance(error, errors.OutcomeUnknown)
+        assert "10 bytes are allowed; an earlier attempt" in error.message
+        assert refused.result(0).offset == 1
+
+    b.run(work)
+    assert [value for _, _, value in b.cluster.rows("t")] == [b"0", b"1"]
+
+
+def test_what_was_under_way_when_the_producer_closed_may_be_stored(bench: Any) -> None:
+    b = bench(linger_ms=50)
+    b.cluster.create("t", 2)
+    b.broker.on_produce = lambda log, header: SILENT
+
+    async def work() -> None:
+        asked = await b.send("t", b"0", partition=0)
+        await b.world.clock.sleep_ms(500)
+        waiting = await b.send("t", b"1", partition=1)
+        await b.engine.close()
+        told = [each.exception(0) for each in (asked, waiting)]
+        assert all(isinstance(each, errors.ClosedError) for each in told)
+        assert ["it may have been stored" in str(each) for each in told] == [True, False]
+
+    b.run(work)
+
+
 def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None:
     """Rule L7: never retried silently."""
     b = bench(enable_idempotence=False)
