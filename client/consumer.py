@@ -95,7 +95,7 @@ class Consumer:
         self._backlog = Backlog(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
-        connection.close_at_exit(self, self.close)
+        connection.close_at_exit(self, self.close, self._lines.clear)
 
     # -- what to read ------------------------------------------------------------------------------
 
@@ -510,6 +510,7 @@ class Consumer:
     def _check_open(self) -> None:
         if self._closed:
             raise errors.ClosedError("the consumer was closed")
+        self._thread.check_process()
 
     def _call(self, function: Any) -> Any:
         """Run a function of the engine on its loop."""

@@ -27,6 +27,9 @@ class SimThread:
         self.thread = threading.Thread()  # never started: nobody is on it
         self.compute = None
 
+    def check_process(self) -> None:
+        pass
+
     def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
         async def call() -> None:
             function(*arguments)
