@@ -86,6 +86,7 @@ OUT_OF_SIGHT = (
 NOT_STORED = (
     errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,
     errors.UnknownLeaderEpoch, errors.ThrottledError, errors.StorageFull, errors.UnknownTopicId,
+    errors.BrokerUnavailable, errors.ControllerUnavailable,  # shutting down; rule R6
 )  # fmt: skip
 #: The answer says that leadership moved or the topic did: ask for metadata.
 STALE = (

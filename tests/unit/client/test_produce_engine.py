@@ -284,6 +284,31 @@ def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None
     b.run(work)
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        errors.BrokerUnavailable("this broker is shutting down"),
+        errors.ControllerUnavailable("only acks=all is accepted (rule R6)"),
+    ],
+)
+def test_without_idempotence_what_was_merely_refused_is_sent_again(
+    bench: Any, refusal: errors.PkError
+) -> None:
+    """A broker that shuts down, or has lost the controller, refuses before it appends (L5, L7)."""
+    b = bench(acks="1")
+    b.cluster.create("t")
+    verdicts = iter([refusal, refusal])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        sent = await b.send("t", b"0")
+        await b.engine.flush(10_000)
+        assert sent.result(0).offset == 0
+
+    b.run(work)
+    assert [value for _, _, value in b.cluster.rows("t")] == [b"0"]
+
+
 def test_the_identity_is_what_the_broker_granted(bench: Any) -> None:
     b = bench()
     b.cluster.create("t")
