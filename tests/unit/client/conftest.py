@@ -13,7 +13,7 @@ import pytest
 from pk.client import connection, consumer
 from pk.sim.world import SimWorld
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
+sys.path[:0] = [str(Path(__file__).parents[2] / "fixtures"), str(Path(__file__).parent)]
 
 
 class SimThread:

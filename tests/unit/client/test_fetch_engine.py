@@ -304,18 +304,6 @@ def test_a_subscribed_topic_that_does_not_exist_is_said_once_and_taken_when_it_c
     assert b.values() == [b"x"]
 
 
-def test_missing_topics_are_asked_for_at_a_steady_pace(bench: Any) -> None:
-    """Two brokers answer each time, of all of them; that must not double the next question."""
-    b = bench(nodes=3)
-    asked = []
-    metadata = b.cluster.metadata
-    b.cluster.metadata = lambda request: asked.append(request) or metadata(request)
-    b.on_client(b.engine.subscribe, [f"t{number}" for number in range(5)], None)
-    b.sim.loop.run_for_ms(10_000)
-    assert len(asked) < 70, "two brokers, twice a second"
-    assert len(b.engine.problems) == 5
-
-
 def test_a_recreated_topic_is_told_and_read_from_its_beginning(bench: Any) -> None:
     """Rule L8."""
     b = bench(auto_offset_reset="latest")
