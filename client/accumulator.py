@@ -8,8 +8,8 @@ grow by themselves.
 
 Invariants
   A1  pieces leave a partition in the order they came.
-  A2  a batch holds at most `batch_size` bytes, or a single piece; `split_by_size` keeps pieces
-      within it.
+  A2  a batch holds at most `batch_size` bytes, or a single piece; `cuts_by_size` keeps pieces
+      within it, unless they are a single row.
   A3  nothing is done per record: columns are built, hashed, sorted and cut by numpy and Arrow.
 """
 
@@ -312,6 +312,18 @@ def cuts_by_size(row_sizes: I64, batch_size: int) -> list[int]:
         cuts.append(end)
         start = end
     return cuts
+
+
+def cut(
+    run: tuple[int, int, pa.RecordBatch], batch_size: int
+) -> list[tuple[int, int, pa.RecordBatch]]:
+    """A run of `split` as consecutive ones of at most `batch_size` bytes."""
+    partition, first, rows = run
+    ends = cuts_by_size(sizes(rows), batch_size)
+    return [
+        (partition, first + start, rows.slice(start, end - start))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
 
 
 # -- batches ---------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ addresses, is tried last for a while after it refused or did not answer.
 
 Invariants
   K1  one round of metadata requests at a time; everybody who waits for news waits for the same one.
+      What is to be known besides is asked in the next one: no answer to an older question settles
+      it.
   K2  every call has a deadline; retries back off with jitter and stop at the deadline.
   K3  a broker that is silent delays nobody for longer than HEDGE_MS while another one answers; one
       that left the metadata (fenced, or moved to another address) keeps no call waiting.
@@ -122,6 +124,9 @@ class Cluster:
         self.hello = wire.Hello(client_id=client_id, build=pk.__version__, protocol=PROTOCOL)
         self._callers: dict[str, Caller] = {}
         self._names: dict[str, None] | None = {}  #: topics of interest; None = all
+        self._interest = 0  #: counts what else is to be known
+        self._answered = 0  #: … up to here it was asked for, and an answer came
+        self._asking: dict[str, None] = {}  #: addresses whose answer is on its way
         self._task: asyncio.Task[None] | None = None
         self._poked: asyncio.Event | None = None
         self._news: asyncio.Future[None] | None = None
@@ -310,12 +315,17 @@ class Cluster:
         """Keep these topics' metadata fresh too; None = all topics."""
         if names is None:
             self._names = None
-            self.want_metadata()
+            self._want_more()
         elif self._names is not None:
             new = [name for name in names if name not in self._names]
             if new:
                 self._names.update(dict.fromkeys(new))
-                self.want_metadata()
+                self._want_more()
+
+    def _want_more(self) -> None:
+        """What no answer tells that was asked for before (K1)."""
+        self._interest += 1
+        self.want_metadata()
 
     def want_metadata(self) -> None:
         self.metadata.want()
@@ -345,7 +355,7 @@ class Cluster:
         deadline = clock.monotonic_ms() + timeout_ms
         unknown_deadline = clock.monotonic_ms() + min(timeout_ms, UNKNOWN_TOPIC_MS)
         while name not in self.metadata.topics:
-            problem = self.metadata.problems.get(name)
+            problem = self.metadata.problem(name)
             now = clock.monotonic_ms()
             until = unknown_deadline if problem is not None else deadline
             if problem is not None and not isinstance(problem, errors.UnknownTopicOrPartition):
@@ -425,6 +435,7 @@ class Cluster:
 
     async def _ask(self) -> bool:
         names = None if self._names is None else list(self._names)
+        interest = self._interest
         self.metadata.asked(self.world.clock.monotonic_ms())
         if names == []:  # only the brokers: a name that no topic has
             request = wire.MetadataRequest(topic_ids=[NOBODY], watch=False)
@@ -433,8 +444,13 @@ class Cluster:
         timeout_ms = min(self.request_timeout_ms, 10_000)
 
         async def attempt(address: str) -> None:
-            reply = await self.call_at(address, request, timeout_ms=timeout_ms)
+            self._asking[address] = None
+            try:
+                reply = await self.call_at(address, request, timeout_ms=timeout_ms)
+            finally:
+                self._asking.pop(address, None)
             assert isinstance(reply, wire.MetadataReply)
+            self._answered = max(self._answered, interest)
             if names == []:
                 del reply.topics[:]
             else:
@@ -479,6 +495,8 @@ class Cluster:
     def _update(self, reply: wire.MetadataReply, names: list[str] | None) -> None:
         before = set(self.metadata.brokers.values())
         self.metadata.update(reply, names, self.world.clock.monotonic_ms())
+        if self._answered < self._interest:
+            self.metadata.want()  # it was not asked for yet: this is no answer to it
         self.hello.cluster_id = reply.cluster_id  # from now on another cluster is refused
         now = set(self.metadata.brokers.values())
         for address in list(self._callers):
@@ -494,7 +512,11 @@ class Cluster:
 
     def _on_push(self, address: str, frame: frames.Frame) -> None:
         """Something changed that this broker was asked for: what it says now is the whole of it."""
-        if frame.head.WhichOneof("body") != "metadata_reply" or address not in self._watched:
+        if frame.head.WhichOneof("body") != "metadata_reply":
+            return
+        if address in self._asking:  # it overtakes the answer, which says what it is about
+            self._want_more()
+        if address not in self._watched:
             return
         reply = frame.head.metadata_reply
         everything = self._watched[address]

@@ -64,13 +64,20 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine on the loop and wait for it; Ctrl-C cancels it."""
+    def check_process(self) -> None:
+        """Raises `UnsupportedFeature` in a child of the process that it was made in."""
         if self.pid != os.getpid():
-            work.close()
             raise errors.UnsupportedFeature(
                 "this client was opened before a fork; open it in the child process"
             )
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for it; Ctrl-C cancels it."""
+        try:
+            self.check_process()
+        except errors.UnsupportedFeature:
+            work.close()
+            raise
         if threading.current_thread() is self.thread:
             work.close()
             raise errors.InvalidRequest(
@@ -117,6 +124,7 @@ class LoopThread:
 _lock = threading.Lock()
 _shared: LoopThread | None = None
 _open: dict[int, Callable[[], None]] = {}
+_at_fork: dict[int, Callable[[], None]] = {}
 
 
 def acquire() -> LoopThread:
@@ -141,13 +149,20 @@ def release(held: LoopThread) -> None:
     held.stop()
 
 
-def close_at_exit(client: object, close: Callable[[], None]) -> None:
-    """A client that nobody closed is closed when the interpreter ends."""
+def close_at_exit(
+    client: object, close: Callable[[], None], at_fork: Callable[[], None] | None = None
+) -> None:
+    """A client that nobody closed is closed when the interpreter ends; `at_fork` is called in a
+    child of this process, where nothing of the client works any more.
+    """
     _open[id(client)] = close
+    if at_fork is not None:
+        _at_fork[id(client)] = at_fork
 
 
 def closed(client: object) -> None:
     _open.pop(id(client), None)
+    _at_fork.pop(id(client), None)
 
 
 @atexit.register
@@ -157,6 +172,20 @@ def _close_all() -> None:
             close()
         except Exception:  # the process ends anyway
             continue
+
+
+def _forked() -> None:
+    """In the child: the clients are its parent's to close, and who held the lock is not here."""
+    global _lock, _shared
+    _lock, _shared = threading.Lock(), None
+    for call in _at_fork.values():
+        call()
+    _at_fork.clear()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 async def first(work: Awaitable[T], timeout_ms: float, what: str) -> T:

@@ -95,7 +95,7 @@ class Consumer:
         self._backlog = Backlog(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
-        connection.close_at_exit(self, self.close)
+        connection.close_at_exit(self, self.close, self._lines.clear)
 
     # -- what to read ------------------------------------------------------------------------------
 
@@ -201,8 +201,9 @@ class Consumer:
     def poll(self, timeout_s: float = 1.0) -> list[Record]:
         """At most max_poll_records records; [] if nothing came within `timeout_s`.
 
-        A record that cannot be deserialised raises `SerializationError` when it is the next one,
-        every time until a seek passes it; the records before it are returned first.
+        A record that cannot be deserialised raises `SerializationError`, or whatever else its
+        deserialiser raises, when it is the next one, every time until a seek passes it; the records
+        before it are returned first.
         """
         lines: Collection[Lines] = self._lines
         if not any(lines):
@@ -220,47 +221,57 @@ class Consumer:
         for index, item in enumerate(slices):
             try:
                 found.append(self._to_lines(item.place, item.rows))
-            except errors.SerializationError:
-                good = self._good_prefix(item.place, item.rows)
-                if good:
-                    found.append(self._to_lines(item.place, item.rows.slice(0, good)))
-                rest = item._replace(rows=item.rows.slice(good))
-                for later in reversed([rest, *slices[index + 1 :]]):
-                    self._backlog.put_back(later)
-                if found:
-                    return found
+            except Exception:  # of the caller's own functions: a registry may be away, too
+                good = self._good_lines(item)
+                found += good
+                if len(good) < item.rows.num_rows:
+                    rest = item._replace(rows=item.rows.slice(len(good)))
+                    self._put_back([rest, *slices[index + 1 :]])
+                    if found:
+                        return found
+                    raise
+            except BaseException:  # Ctrl-C
+                self._put_back(slices)
                 raise
         return found
 
-    def _good_prefix(self, place: TopicPartition, rows: pa.RecordBatch) -> int:
-        """How many rows can be deserialised before the first that cannot."""
-        for index in range(rows.num_rows):
-            try:
-                self._to_lines(place, rows.slice(index, 1))
-            except errors.SerializationError:
-                return index
-        return len(rows)
+    def _good_lines(self, item: Rows) -> list[Lines]:
+        """The rows before the first that cannot be deserialised, one by one."""
+        found: list[Lines] = []
+        with contextlib.suppress(Exception):
+            for index in range(item.rows.num_rows):
+                found.append(self._to_lines(item.place, item.rows.slice(index, 1)))
+        return found
+
+    def _put_back(self, slices: Sequence[Rows]) -> None:
+        """These come next again, in this order."""
+        for each in reversed(slices):
+            self._backlog.put_back(each)
 
     def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[Rows]:
         """What is there, about `limit` rows; with `cut` never more, though a batch be cut.
 
         An error ends the gathering: it is raised at once if there is nothing to return, else by
-        the next call.  Rows that were taken are returned whatever happens.
+        the next call.  Rows that were taken are returned, or come again, whatever happens.
         """
         found: list[Rows] = []
         deadline: float | None = None
-        while True:
-            while limit > 0:
-                item = self._take(limit if cut else None, quiet=bool(found))
-                if item is None:
-                    break
-                found.append(item)
-                limit -= item.rows.num_rows
-            if found:
-                return found
-            deadline = self._wait(deadline, timeout_s)
-            if deadline is None:
-                return found
+        try:
+            while True:
+                while limit > 0:
+                    item = self._take(limit if cut else None, quiet=bool(found))
+                    if item is None:
+                        break
+                    found.append(item)
+                    limit -= item.rows.num_rows
+                if found:
+                    return found
+                deadline = self._wait(deadline, timeout_s)
+                if deadline is None:
+                    return found
+        except BaseException:  # Ctrl-C
+            self._put_back(found)
+            raise
 
     def _to_lines(self, place: TopicPartition, rows: pa.RecordBatch) -> Lines:
         return Lines(place, rows, self._key_deserializer, self._value_deserializer)
@@ -499,6 +510,7 @@ class Consumer:
     def _check_open(self) -> None:
         if self._closed:
             raise errors.ClosedError("the consumer was closed")
+        self._thread.check_process()
 
     def _call(self, function: Any) -> Any:
         """Run a function of the engine on its loop."""

@@ -81,6 +81,7 @@ class FetchEngine:
         self._pattern: re.Pattern[str] | None = None
         self._known: dict[str, int] | None = None  #: topic → partitions taken; None = not begun
         self._unknown_ms: dict[str, int] = {}
+        self._looking = False  #: metadata will be asked again for topics that are missing
         self._sessions: dict[int, _FetchLink] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -136,9 +137,10 @@ class FetchEngine:
         for name in names or ():
             topic = metadata.topics.get(name)
             if topic is None:
-                if name in metadata.problems:
+                problem = metadata.problem(name)
+                if problem is not None:
                     known[name] = 0
-                    self._missing(name)
+                    self._missing(name, problem)
                 continue
             self._unknown_ms.pop(name, None)
             at_first = topic.partitions if first or self._pattern is None else 0
@@ -153,17 +155,20 @@ class FetchEngine:
         if set(places) != set(self.fetcher.assignment):
             self.step(Assign(places))
 
-    def _missing(self, name: str) -> None:
+    def _missing(self, name: str, problem: errors.PkError) -> None:
         """A subscribed topic that does not exist: said once, after metadata had time to travel."""
         now_ms = self.world.clock.monotonic_ms()
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
-            self._raise(Complaint(None, NONE, given_up(self.cluster.metadata.problems[name])))
-        self._spawn(self._look_again())
+            self._raise(Complaint(None, NONE, given_up(problem)))
+        if not self._looking:  # each answer of each broker comes by here
+            self._looking = True
+            self._spawn(self._look_again())
 
     async def _look_again(self) -> None:
         await self.world.clock.sleep_ms(500)
+        self._looking = False
         self.cluster.want_metadata()
 
     async def offsets(
@@ -268,6 +273,7 @@ class FetchEngine:
             self.ready.append(value)
             self.on_ready()
         elif name == "error":
+            value.error = given_up(value.error)
             self._raise(value)
         elif name == "metadata":
             self.cluster.want_metadata()

@@ -204,10 +204,11 @@ class Fetcher:
         self._todo[slot.place] = None
 
     def _on_pause(self, event: Pause, now_ms: int) -> None:
-        for place in event.places:
-            slot = self._slots.get(place)
-            if slot is None:
+        for place in event.places:  # all of them or none
+            if place not in self._slots:
                 raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
+        for place in event.places:
+            slot = self._slots[place]
             if event.paused and not slot.paused:
                 slot.paused = True
                 self._unset(slot)
@@ -306,10 +307,7 @@ class Fetcher:
             return  # a new leader catches up: wait, never reset (KIP-207)
         if error.retriable or isinstance(error, errors.UnknownTopicId):
             self._want_metadata()
-            if slot.failing_ms is None:
-                slot.failing_ms = now_ms
-            elif now_ms - slot.failing_ms >= self.options.complain_ms:
-                slot.failing_ms = now_ms
+            if self._lasts(slot, now_ms):
                 self._complain(slot, error)
             return
         slot.retry_ms = now_ms + self.options.retry_backoff_max_ms
@@ -374,7 +372,8 @@ class Fetcher:
         wake: int | None = None
         for place in list(self._todo):
             slot = self._slots[place]
-            if slot.paused or slot.halted or slot.asking or slot.node is not None:
+            paused = slot.paused and slot.next is not None  # a position is looked up all the same
+            if paused or slot.halted or slot.asking or slot.node is not None:
                 del self._todo[place]
                 continue
             when = self._advance(slot, now_ms)
@@ -404,6 +403,9 @@ class Fetcher:
             return slot.retry_ms
         if not self._identify(slot):
             self._want_metadata()
+            problem = self.metadata.problem(*slot.place)
+            if problem is not None and self._lasts(slot, now_ms):
+                self._complain(slot, problem)
             return now_ms + self.options.retry_backoff_max_ms
         assert slot.key is not None
         leader = self.metadata.leader(slot.key)
@@ -444,14 +446,20 @@ class Fetcher:
         if session is not None:
             session.retry_ms = session.attempts = 0
 
-    def _leaderless(self, slot: _Slot, now_ms: int) -> int:
-        """When to look again; what it waits for is said once it lasts."""
-        assert slot.key is not None
-        self._want_metadata()
+    def _lasts(self, slot: _Slot, now_ms: int) -> bool:
+        """Whether it is time to say, once more, that nothing comes of a slot."""
         if slot.failing_ms is None:
             slot.failing_ms = now_ms
         elif now_ms - slot.failing_ms >= self.options.complain_ms:
             slot.failing_ms = now_ms
+            return True
+        return False
+
+    def _leaderless(self, slot: _Slot, now_ms: int) -> int:
+        """When to look again; what it waits for is said once it lasts."""
+        assert slot.key is not None
+        self._want_metadata()
+        if self._lasts(slot, now_ms):
             self._effects.append(
                 Publish("leaderless", (slot.place, self.metadata.waits_for(slot.key)))
             )
@@ -502,8 +510,7 @@ class Fetcher:
             elif session.live:
                 session.ask.forgotten.append(key)
             slot.node = None
-        if not slot.paused:
-            self._todo[slot.place] = None
+        self._todo[slot.place] = None
 
     def _complain(self, slot: _Slot, error: errors.PkError) -> None:
         """Of the slot's present position (F4)."""

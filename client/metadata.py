@@ -95,6 +95,18 @@ class Metadata:
             )
         return topic
 
+    def problem(self, name: str, partition: int = 0) -> errors.PkError | None:
+        """Why a partition cannot be found; None: it can, or nobody was asked about it yet."""
+        topic = self.topics.get(name)
+        if topic is not None:
+            lacks = f"{name} has no partition {partition}: there are {topic.partitions}"
+            known = 0 <= partition < topic.partitions
+            return None if known else errors.UnknownTopicOrPartition(lacks)
+        found = self.problems.get(name)
+        if found is None and self.complete:
+            found = errors.UnknownTopicOrPartition(f"topic {name} does not exist")
+        return found
+
     def available(self, topic: Topic) -> list[int]:
         """Partitions with a leader; all of them if none has one."""
         found = [p for p in range(topic.partitions) if self.leader(PartitionKey(topic.topic_id, p))]

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, place, sizes, split
+from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, cut, place, sizes, split
 from pk.client.cluster import Cluster
 from pk.client.futures import Delivery, resolve
 from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake
@@ -224,7 +224,11 @@ class ProduceEngine:
                 raise self.cluster.metadata.problems.get(
                     intake.topic
                 ) or errors.UnknownTopicOrPartition(f"topic {intake.topic} does not exist any more")
-            runs = self._runs(intake, taken) if isinstance(taken, Chunk) else taken.pieces
+            batch_size = batch_limit(self.options["batch_size"], topic.configs)
+            if isinstance(taken, Chunk):
+                runs = self._runs(intake, taken, batch_size)
+            else:
+                runs = taken.pieces
         except Exception as cause:
             error = (
                 cause if isinstance(cause, errors.PkError) else errors.InternalError(repr(cause))
@@ -234,7 +238,6 @@ class ProduceEngine:
             taken.fail_unsplit(error)
             self.budget.release(size)
             return
-        batch_size = batch_limit(self.options["batch_size"], topic.configs)
         ready_ms = now_ms if taken.ready else int(taken.opened_ms + self._linger_ms)
         pieces = []
         for partition, first, rows, run_size in runs:
@@ -253,13 +256,17 @@ class ProduceEngine:
             link.follow()
         self.step(Wake())
 
-    def _runs(self, intake: Intake, chunk: Chunk) -> list[tuple[int, int, Any, int]]:
+    def _runs(
+        self, intake: Intake, chunk: Chunk, batch_size: int
+    ) -> list[tuple[int, int, Any, int]]:
         rows, explicit = chunk.rows()
         topic = self.cluster.metadata.topics[intake.topic]
         available = self.cluster.metadata.available(topic)
         with intake.sticky_lock:
             chosen = place(rows, explicit, topic.partitions, intake.sticky, available, chunk.size)
         runs = split(rows, chosen, chunk)
+        if chunk.size > batch_size:  # the topic takes less than a chunk at once
+            runs = [piece for run in runs for piece in cut(run, batch_size)]
         if len(runs) == 1:
             return [(*runs[0], chunk.size)]
         each = [int(sizes(run).sum()) for _, _, run in runs]

@@ -87,7 +87,11 @@ class Producer:
         except BaseException:
             connection.release(self._thread)
             raise
-        connection.close_at_exit(self, self.close)
+        connection.close_at_exit(self, self.close, self._forked)
+
+    def _forked(self) -> None:
+        """In a child: nobody would send what is handed over, so every call asks the loop first."""
+        self._intakes, self._fast = {}, {}
 
     # -- sending -----------------------------------------------------------------------------------
 

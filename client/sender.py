@@ -50,7 +50,7 @@ from pk.client.sender_events import (
     Wake,
     Written,
 )
-from pk.client.sender_state import NOT_STORED, OUT_OF_SIGHT, STALE, Node, Partition
+from pk.client.sender_state import NOT_STORED, OUT_OF_SIGHT, STALE, Node, Partition, ending, refusal
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
@@ -174,7 +174,7 @@ class Sender:
         for partition in list(self._active.values()):
             for batch in [*partition.unresolved, *partition.waiting.batches]:
                 if not batch.expired:
-                    self._respond(batch, Outcome(error=event.error))
+                    self._respond(batch, Outcome(error=ending(batch, event.error)))
             partition.unresolved.clear()
             partition.waiting.batches.clear()
         self._active.clear()
@@ -205,7 +205,7 @@ class Sender:
         elif error.retriable:
             self._unknown(batch, error, now_ms)
         else:
-            self._failed(partition, batch, error)
+            self._failed(partition, batch, refusal(batch, error))
 
     def _refused_leader(self, error: errors.PkError) -> bool:
         """NOT_LEADER before the append; parked replies get it after it too (rule L5)."""

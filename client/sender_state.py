@@ -86,9 +86,25 @@ OUT_OF_SIGHT = (
 NOT_STORED = (
     errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,
     errors.UnknownLeaderEpoch, errors.ThrottledError, errors.StorageFull, errors.UnknownTopicId,
+    errors.BrokerUnavailable, errors.ControllerUnavailable,  # shutting down; rule R6
 )  # fmt: skip
 #: The answer says that leadership moved or the topic did: ask for metadata.
 STALE = (
     errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.FencedLeaderEpoch,
     errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.BrokerUnavailable,
 )  # fmt: skip
+
+
+def refusal(batch: Batch, error: errors.PkError) -> errors.PkError:
+    """What a refusal for good means: it says nothing of an earlier attempt (settings change)."""
+    if not batch.unknown:
+        return error
+    earlier = "an earlier attempt, whose answer was lost, may have stored it"
+    return errors.OutcomeUnknown(f"{error.message}; {earlier}", **error.details)
+
+
+def ending(batch: Batch, error: errors.PkError) -> errors.PkError:
+    """What the end of the producer means for a batch: whoever asked may have it all the same."""
+    if batch.flight is None and not batch.unknown:
+        return error
+    return type(error)(f"{error.message}; it may have been stored", **error.details)

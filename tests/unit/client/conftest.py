@@ -13,7 +13,7 @@ import pytest
 from pk.client import connection, consumer
 from pk.sim.world import SimWorld
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
+sys.path[:0] = [str(Path(__file__).parents[2] / "fixtures"), str(Path(__file__).parent)]
 
 
 class SimThread:
@@ -26,6 +26,9 @@ class SimThread:
         self.loop = self
         self.thread = threading.Thread()  # never started: nobody is on it
         self.compute = None
+
+    def check_process(self) -> None:
+        pass
 
     def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
         async def call() -> None:

@@ -411,3 +411,175 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
     with pytest.raises(errors.CorruptLog):
         consumer.poll(1.0)
     assert sorted(seen([*first, *consumer.poll(1.0)])) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("error", [errors.RegistryError, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["poll", "next"])
+def test_whatever_a_deserialiser_raises_costs_no_record(world: Any, error: Any, way: str) -> None:
+    """A registry that is away, a function with a fault, Ctrl-C: the rows come again."""
+    broken = [True]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if data == b"2" and broken[0]:
+            raise error("not now")
+        return data
+
+    world.put(T1, b"1")
+    world.put(T0, b"0", b"1", b"2", b"3")
+    world.put(T1, *[b"x"] * 30)  # so that nobody waits for what was skipped
+    consumer = world.consumer(
+        auto_offset_reset="earliest", value_deserializer=deserialise, max_poll_records=6
+    )
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    found: list[Any] = []
+    raised = 0
+    while len(found) < 12:
+        try:
+            found += consumer.poll(1.0) if way == "poll" else [next(consumer)]
+        except error:
+            raised += 1
+            broken[0] = raised < 3
+    assert raised == 3, "each time until it is mended"
+    for place in (T0, T1):
+        offsets = [record.offset for record in found if record.partition == place.partition]
+        assert offsets == list(range(len(offsets)))
+
+
+def test_a_deserialiser_that_can_again_is_not_asked_for_an_empty_rest(world: Any) -> None:
+    """It failed for the whole and not for its rows: a registry that came back meanwhile."""
+    failures = [errors.SerializationError("not now")]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return data
+
+    world.put(T0, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="earliest", value_deserializer=deserialise)
+    consumer.assign([T0])
+    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+    assert consumer.position(T0) == 2
+
+
+def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
+    world.put(T0, b"0")
+    world.put(T1, b"1")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    backlog = consumer._backlog
+    take, taken = backlog.take, []
+
+    def take_one(*arguments: Any) -> Any:
+        if taken:
+            backlog.take = take
+            raise KeyboardInterrupt
+        taken.append(take(*arguments))
+        return taken[0]
+
+    backlog.take = take_one
+    with pytest.raises(KeyboardInterrupt):
+        consumer.poll(1.0)
+    assert sorted(seen([*consumer.poll(1.0), *consumer.poll(0.1)])) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("later_ms", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("then", [{"topics": ["b"]}, {"pattern": "b"}])
+def test_another_subscription_is_asked_for_while_the_first_one_is_not_answered(
+    world: Any, later_ms: int, then: Any
+) -> None:
+    """The answer about a says nothing of b: it must not pass for the news that b waits for."""
+    place = TopicPartition("b", 0)
+    world.cluster.create("a")
+    world.cluster.create("b")
+    world.put(place, b"0")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.subscribe(["a"])
+    world.pass_ms(later_ms)
+    consumer.subscribe(**then)
+    assert [record.topic for record in consumer.poll(10.0)] == ["b"]
+
+
+def test_a_push_that_overtakes_the_first_answer_is_not_lost(world: Any) -> None:
+    """Both lie in the socket: the push is looked at before whoever asked goes on."""
+    from pk.wire import frames
+    from pk.wire import pk_pb2 as wire
+    from pk.wire.calls import head_of
+
+    consumer = world.consumer(auto_offset_reset="earliest")
+    cluster = consumer._cluster
+    call_at = cluster.call_at
+
+    async def call_and_push(address: str, request: Any, *, timeout_ms: int) -> Any:
+        reply = await call_at(address, request, timeout_ms=timeout_ms)
+        cluster.call_at = call_at
+        world.cluster.create("b")
+        world.put(TopicPartition("b", 0), b"0")
+        news = head_of(world.cluster.metadata(wire.MetadataRequest()))
+        cluster._on_push(address, frames.decode(frames.encode(news)))
+        return reply
+
+    cluster.call_at = call_and_push
+    consumer.subscribe(pattern="b")
+    assert [record.topic for record in consumer.poll(10.0)] == ["b"]
+
+
+def test_a_pause_that_is_refused_pauses_nothing(world: Any) -> None:
+    world.put(T0, b"0")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    with pytest.raises(errors.InvalidRequest, match="t-1 is not assigned"):
+        consumer.pause(T0, T1)
+    assert seen(consumer.poll(1.0)) == [(0, 0)]
+    consumer.pause(T0)
+    with pytest.raises(errors.InvalidRequest, match="t-1 is not assigned"):
+        consumer.resume(T0, T1)
+    assert consumer.paused() == [T0]
+
+
+@pytest.mark.parametrize("order", ["pause, seek", "seek, pause", "assign, pause"])
+def test_the_position_of_a_paused_partition_is_looked_up(world: Any, order: str) -> None:
+    world.put(T0, b"0", b"1", b"2")
+    consumer = world.consumer(auto_offset_reset="latest")
+    consumer.assign([T0])
+    if order == "seek, pause":
+        world.pass_ms(500)
+        consumer.seek_to_end(T0)
+    consumer.pause(T0)
+    if order == "pause, seek":
+        world.pass_ms(500)
+        consumer.seek_to_end(T0)
+    assert consumer.position(T0, 5.0) == 3
+    world.put(T0, b"3")
+    assert consumer.poll(1.0) == []
+    consumer.resume(T0)
+    assert seen(consumer.poll(1.0)) == [(0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("way", "ask"),
+    [
+        ("partitions_for", lambda consumer, place: consumer.partitions_for(place.topic, 10.0)),
+        ("position", lambda consumer, place: consumer.position(place, 10.0)),
+        ("subscribe", lambda consumer, place: consumer.poll(10.0)),
+        ("poll", lambda consumer, place: consumer.poll(10.0)),
+        ("partition", lambda consumer, place: consumer.poll(10.0)),
+    ],
+)
+def test_what_does_not_exist_is_told_however_it_is_asked_for(
+    world: Any, way: str, ask: Any
+) -> None:
+    """Also by a consumer that asked about all topics before, and of one partition of a topic."""
+    consumer = world.consumer(request_timeout_ms=3000)
+    if way != "partition":
+        consumer.subscribe(pattern="none of them")
+        assert consumer.poll(1.0) == []
+    place = TopicPartition("t", 7) if way == "partition" else TopicPartition("nosuch", 0)
+    if way == "subscribe":
+        consumer.subscribe(["nosuch"])
+    elif way != "partitions_for":
+        consumer.assign([place])
+    with pytest.raises(errors.UnknownTopicOrPartition, match="create it first") as told:
+        ask(consumer, place)
+    assert told.value.acts == "user"

@@ -1,0 +1,151 @@
+"""What a producer tells of batches that were refused or never answered; missing topics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_broker import APPEND, LOSE_REPLY, SILENT
+from test_fetch_engine import Bench as FetchBench
+from test_produce_engine import Bench
+
+from pk import errors
+
+
+@pytest.fixture
+def bench():
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def fetching():
+    made: list[FetchBench] = []
+
+    def make(**options: Any) -> FetchBench:
+        made.append(FetchBench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_what_was_sent_together_fits_a_topic_of_small_batches(bench: Any, keys: bool) -> None:
+    """A chunk may hold more than max_message_bytes allows; no record of it does."""
+    b = bench(linger_ms=20)
+    b.cluster.create("t", 2)
+    b.cluster.configs["max_message_bytes"] = "4096"
+    lengths: list[int] = []
+
+    def judge(log: Any, header: Any) -> Any:
+        lengths.append(header.length)
+        return APPEND if header.length <= 4096 else errors.RecordTooLarge("for the topic")
+
+    b.broker.on_produce = judge
+    called: list[int] = []
+
+    async def work() -> None:
+        futures = []
+        for number in range(300):
+            key = b"%d" % number if keys else None
+            value = b"%03d" % number * (700 if number == 150 else 30)
+            told = lambda *_, number=number: called.append(number)  # noqa: E731
+            futures.append(await b.send("t", value, key, on_delivery=told))
+        await b.engine.flush(10_000)
+        stored = {
+            (place, offset): value
+            for place in (0, 1)
+            for offset, _, value in b.cluster.log("t", place).rows()
+        }
+        for number, future in enumerate(futures):
+            at = future.result(0)
+            assert stored[at.partition, at.offset][:3] == b"%03d" % number
+        assert len(stored) == 300
+
+    b.run(work)
+    assert sorted(called) == list(range(300))
+    assert len(lengths) > 10
+
+
+def test_a_refusal_says_nothing_of_an_attempt_whose_answer_was_lost(bench: Any) -> None:
+    """The first attempt is stored; before the second one the topic's limit is lowered."""
+    b = bench()
+    b.cluster.create("t")
+    verdicts = iter([LOSE_REPLY, errors.RecordTooLarge("10 bytes are allowed")])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        lost = await b.send("t", b"0")
+        await b.world.clock.sleep_ms(500)
+        refused = await b.send("t", b"1")
+        await b.engine.flush(10_000)
+        error = lost.exception(0)
+        assert isinstance(error, errors.OutcomeUnknown)
+        assert "10 bytes are allowed; an earlier attempt" in error.message
+        assert refused.result(0).offset == 1
+
+    b.run(work)
+    assert [value for _, _, value in b.cluster.rows("t")] == [b"0", b"1"]
+
+
+def test_what_was_under_way_when_the_producer_closed_may_be_stored(bench: Any) -> None:
+    b = bench(linger_ms=50)
+    b.cluster.create("t", 2)
+    b.broker.on_produce = lambda log, header: SILENT
+
+    async def work() -> None:
+        asked = await b.send("t", b"0", partition=0)
+        await b.world.clock.sleep_ms(500)
+        waiting = await b.send("t", b"1", partition=1)
+        await b.engine.close()
+        told = [each.exception(0) for each in (asked, waiting)]
+        assert all(isinstance(each, errors.ClosedError) for each in told)
+        assert ["it may have been stored" in str(each) for each in told] == [True, False]
+
+    b.run(work)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        errors.BrokerUnavailable("this broker is shutting down"),
+        errors.ControllerUnavailable("only acks=all is accepted (rule R6)"),
+    ],
+)
+def test_without_idempotence_what_was_merely_refused_is_sent_again(
+    bench: Any, refusal: errors.PkError
+) -> None:
+    """A broker that shuts down, or has lost the controller, refuses before it appends (L5, L7)."""
+    b = bench(acks="1")
+    b.cluster.create("t")
+    verdicts = iter([refusal, refusal])
+    b.broker.on_produce = lambda log, header: next(verdicts, APPEND)
+
+    async def work() -> None:
+        sent = await b.send("t", b"0")
+        await b.engine.flush(10_000)
+        assert sent.result(0).offset == 0
+
+    b.run(work)
+    assert [value for _, _, value in b.cluster.rows("t")] == [b"0"]
+
+
+def test_missing_topics_are_asked_for_at_a_steady_pace(fetching: Any) -> None:
+    """Two brokers answer each time, of all of them; that must not double the next question."""
+    b = fetching(nodes=3)
+    asked = []
+    metadata = b.cluster.metadata
+    b.cluster.metadata = lambda request: asked.append(request) or metadata(request)
+    b.on_client(b.engine.subscribe, [f"t{number}" for number in range(5)], None)
+    b.sim.loop.run_for_ms(10_000)
+    assert len(asked) < 70, "two brokers, twice a second"
+    assert len(b.engine.problems) == 5
