@@ -82,14 +82,14 @@ async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Looku
     """First in the tier, then in the local log; what left that meanwhile has to be looked up again,
     or its offsets would be passed over (rule T11).
     """
-    starts = [partition.log.local_log_start for _, partition, _, _ in lookups]
+    starts = [lookup.partition.log.local_log_start for lookup in lookups]
     local = [lookup for lookup in lookups if not _in_tier(lookup)]
     local += await _ask_tier(core, [lookup for lookup in lookups if _in_tier(lookup)])
     await _ask_disks(core, local)
     looked, again = {id(lookup) for lookup in local}, []
     for lookup, start in zip(lookups, starts, strict=True):
-        answer, partition, _, _ = lookup
-        moved = partition.log.local_log_start != start
+        answer = lookup.answer
+        moved = lookup.partition.log.local_log_start != start
         if moved and id(lookup) in looked and _in_tier(lookup):
             answer.ClearField("error")
             answer.offset = answer.timestamp_ms = answer.leader_epoch = NONE
@@ -99,8 +99,8 @@ async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Looku
 
 def _in_tier(lookup: _Lookup) -> bool:
     """Whether what is asked for may be in the tier alone."""
-    _, partition, asked, _ = lookup
-    return asked >= 0 and partition.log.log_start < partition.log.local_log_start
+    log = lookup.partition.log
+    return lookup.timestamp_ms >= 0 and log.log_start < log.local_log_start
 
 
 def _answer_at_once(
