@@ -18,7 +18,7 @@ Checked
       unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7)
   V7  an idempotent producer's records stand in send order (rule L6)
   V8  where acknowledged records may be lost (the end of an era) a suffix is, and only that: what
-      survives is a prefix
+      survives of an era is a prefix of it
   V9  the table holds each offset of [start, end) exactly once, with the log's record in it
 """
 
@@ -284,23 +284,22 @@ def _may_be_lost(oracle: Oracle, topic: Topic, sent: Sent) -> bool:
 def _check_prefix(
     topic: Topic, mine: Iterable[Sent], lost: Sequence[Sent], found: Mapping[RecordId, object]
 ) -> None:
-    """V8: a survivor above a lost record was acknowledged after the loss."""
+    """V8: no survivor above a lost record is of its era.  What was acknowledged after the loss may
+    stand there; so may what an earlier era had cost, if the next leader is one that kept it.
+    """
     survivors = [
         sent for sent in mine if sent.acked_life == topic.life and sent.id in found and lost
     ]
     gone_first = sorted(lost, key=lambda gone: (gone.partition, gone.offset), reverse=True)
-    latest: dict[int, Sent] = {}  # partition → of the lost below, one of the latest era
+    below: dict[int, dict[int, Sent]] = {}  # partition → of the lost below, one of each era
     for kept in sorted(survivors, key=lambda kept: (kept.partition, kept.offset)):
         while gone_first and (
             (gone_first[-1].partition, gone_first[-1].offset) < (kept.partition, kept.offset)
         ):
             gone = gone_first.pop()
-            known = latest.get(gone.partition)
-            if known is None or gone.acked_era > known.acked_era:
-                latest[gone.partition] = gone
-        worst = latest.get(kept.partition)
-        holds = worst is None or kept.acked_era_max > worst.acked_era
-        require(holds, "V8", "{} outlived {}", kept, worst)
+            below.setdefault(gone.partition, {})[gone.acked_era] = gone
+        worst = below.get(kept.partition, {}).get(kept.acked_era_max)
+        require(worst is None, "V8", "{} outlived {}", kept, worst)
 
 
 def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offset]]) -> None:

@@ -19,11 +19,11 @@ def sent(number: int, partition: int, offset: int, era: int, era_max: int) -> Se
 
 
 def outlives(lost: list[Sent], survivors: list[Sent]) -> bool:
-    """V8 as it is written: some survivor stands above a lost record that it is not newer than."""
+    """V8 as it is written: some survivor stands above a lost record of its own era."""
     return any(
         kept.partition == gone.partition
         and kept.offset > gone.offset
-        and kept.acked_era_max <= gone.acked_era
+        and kept.acked_era_max == gone.acked_era
         for gone in lost
         for kept in survivors
     )
