@@ -343,8 +343,9 @@ class RealStorage:
                 directory=self.root,
                 pid=holder,
             ) from cause
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # who holds it is for people: a full disk has no room
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
 
     def unlock(self) -> None:

@@ -15,6 +15,9 @@ Rules
   F3  metadata that was formatted and is not there any more is a loss, not a beginning; nor is what
       a node that is alone finds beside partitions: it would take all of them for strays, and remove
       them (log/strays.py)
+  F4  a directory that the last start had is there, or a person has said that it is gone: what it
+      holds would begin anew elsewhere, empty.  DIR/run/config.json remembers
+  F5  a controller that was formatted for a cluster never begins one of its own
 """
 
 from __future__ import annotations
@@ -67,14 +70,16 @@ def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealSto
     save the configuration.
 
     Raises `DirectoryLocked`, `DirectoryNotFormatted`, `DirectoryOfAnotherCluster`,
-    `DirectoryOfAnotherBuild`, `NewerFormat`, `CorruptLog`, `StorageFailed`, `InvalidConfig`.
+    `DirectoryOfAnotherBuild`, `NewerFormat`, `CorruptLog`, `StorageFailed`, `StorageFull`,
+    `InvalidConfig`.
     """
     paths, server = _absolute(dirs), resolved.server
     node_id, clustered = int(server["node_id"]), is_clustered(server)
+    if "controller" in roles_of(server):
+        _require_metadata(paths, clustered)
+    _require_known(paths)
     if clustered:
         _require_formatted(paths)
-    elif "controller" in roles_of(server):
-        _require_metadata(paths)
     for path in (*paths, os.path.join(paths[0], "run")):
         _make(path)
     if "controller" in roles_of(server):
@@ -104,7 +109,7 @@ def _absolute(dirs: Sequence[str]) -> list[str]:
     if not dirs:
         raise errors.InvalidConfig("no data directory: give --dir DIR", option="dir")
     paths = [os.path.abspath(each) for each in dirs]
-    if len(set(paths)) < len(paths):
+    if len({os.path.realpath(each) for each in paths}) < len(paths):
         raise errors.InvalidConfig("a data directory is given twice", option="dir")
     return paths
 
@@ -127,10 +132,52 @@ def _require_formatted(paths: Sequence[str]) -> None:
             )
 
 
-def _require_metadata(paths: Sequence[str]) -> None:
-    """F3 for a node that is alone: the first of its directories has the metadata of all.
+def _require_known(paths: Sequence[str]) -> None:
+    """F4, and that no directory is a copy of another.
 
-    Raises `InvalidConfig` if another one has them, `CorruptLog` if none has.
+    Raises `StorageFailed` for one that is missing, `InvalidConfig` for a copy.
+    """
+    there: dict[str, str] = {}
+    formatted: dict[str, directories.Format] = {}
+    for path in paths:
+        found = directories.read_format(RealStorage(path)) if os.path.isdir(path) else None
+        if found is None:
+            continue
+        if found.directory_id in there:
+            raise errors.InvalidConfig(
+                f"{path} and {there[found.directory_id]} are one directory, or one is a copy of "
+                "the other: give only one",
+                option="dir",
+            )
+        formatted[path], there[found.directory_id] = found, path
+    for path, found in formatted.items():
+        file = os.path.join(path, "run", "config.json")
+        for directory_id, where in _last_start(file, found).items():
+            if directory_id not in there and where not in formatted:
+                raise errors.StorageFailed(
+                    f"{where} was one of this node's directories (id {directory_id}) and is not "
+                    "there, or not given: what only it holds would begin anew, empty. Mount it, or "
+                    f"give it too; if it is lost, or is to go, delete {file} and start without it",
+                    directory=where,
+                )
+
+
+def _last_start(file: str, owner: directories.Format) -> dict[str, str]:
+    """The directories that `file` names: uuid → path; {} if it says nothing of this node's."""
+    try:
+        with open(file, encoding="utf-8") as known:
+            last = json.load(known)
+        if (last["cluster_id"], last["node_id"]) != (owner.cluster_id, owner.node_id):
+            return {}
+        return dict(zip(last["directory_ids"], last["dirs"], strict=True))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
+    """F3: the first of a node's directories has the metadata of all.
+
+    Raises `InvalidConfig` if another one has them, `CorruptLog` if none of a node that is alone.
     """
     found = [RealStorage(path) for path in paths if os.path.isdir(path)]  # it makes the others
     held = {
@@ -145,12 +192,20 @@ def _require_metadata(paths: Sequence[str]) -> None:
                 f"{paths[0]}",
                 option="dir",
             )
-    for each in found:
-        if directories.read_format(each) is not None and each.list(PARTITIONS):
+    if clustered:
+        return  # what is missing is told with what is there (`_metadata_id`)
+    formatted = {each.root: each for each in found if directories.read_format(each) is not None}
+    for root, each in formatted.items():
+        if each.list(PARTITIONS):
             raise errors.CorruptLog(
-                f"{each.root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
+                f"{root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
                 "lost, or in a directory that was not given. Give all directories, that one first"
             )
+    if formatted and paths[0] not in formatted:  # it is the first that is formatted
+        raise errors.CorruptLog(
+            f"{next(iter(formatted))} belongs to a node whose metadata are not in {paths[0]}, which"
+            " is empty: mount it, or give the directory with the metadata first"
+        )
 
 
 def _format_all(paths: Sequence[str], node_id: int, cluster_id: str) -> list[directories.Format]:
@@ -227,6 +282,13 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
             f"{server['node_id']} of cluster {cluster_id}",
             directory=storage.root,
         )
+    for_cluster = known.get("clustered") or directory_id == voter_directory_id(*owner)
+    if for_cluster and not is_clustered(server):  # F5
+        raise errors.InvalidConfig(
+            f"{storage.root} was formatted for a cluster, and controller_quorum_voters is not set: "
+            "start it with the --config that it was formatted with",
+            option="controller_quorum_voters",
+        )
     if QUORUM_STATE not in storage.list(""):
         raise errors.CorruptLog(
             f"{storage.root}/{QUORUM_STATE} is gone: without it this controller could vote twice. "
@@ -284,10 +346,22 @@ def format_node(
             f"{next(p for p in paths if p not in fresh)} is formatted already; "
             "--ignore-formatted formats only what is not"
         )
+    if initial_controllers and controls and paths[0] in fresh and len(fresh) < len(paths):
+        raise errors.InvalidConfig(
+            f"{next(p for p in paths if p not in fresh)} is formatted already and {paths[0]}, which"
+            " is to hold the metadata, is not: its controller was there before and may have voted. "
+            "Mount it, or replace it: format it without --initial-controllers",
+            option="initial_controllers",
+        )
     directory_id = ""
     if controls:
         directory_id = _format_metadata(
-            paths[0], cluster_id, node_id, initial_controllers, fresh=paths[0] in fresh
+            paths[0],
+            cluster_id,
+            node_id,
+            initial_controllers,
+            fresh=paths[0] in fresh,
+            clustered=is_clustered(server),
         )
     _format_all(paths, node_id, cluster_id)
     voter = directory_id == voter_directory_id(cluster_id, node_id)
@@ -310,13 +384,14 @@ def _cluster_id(given: str, server: Any) -> str:
 
 
 def _format_metadata(
-    path: str, cluster_id: str, node_id: int, initial: bool, *, fresh: bool
+    path: str, cluster_id: str, node_id: int, initial: bool, *, fresh: bool, clustered: bool
 ) -> str:
     """Before the directory itself: what is formatted is formatted wholly."""
     root = os.path.join(path, "metadata")
     _make(root)
     storage = RealStorage(root)
-    held = [name for name in storage.list("") if name not in (METADATA_FILE, QUORUM_STATE, ".lock")]
+    ours = (METADATA_FILE, QUORUM_STATE, ".lock")
+    held = [name for name in storage.list("") if name.removesuffix(".tmp") not in ours]
     if fresh and held:
         raise errors.DirectoryOfAnotherCluster(
             f"{root} is not empty (it holds {held[0]!r})", directory=root
@@ -333,6 +408,7 @@ def _format_metadata(
         "cluster_id": cluster_id,
         "node_id": node_id,
         "directory_id": directory_id,
+        "clustered": clustered,
     }
     storage.replace_file(METADATA_FILE, json.dumps(known).encode())
     return directory_id

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -132,14 +133,25 @@ class RunConfig:
         return str(self.server["tier_url"])
 
     def save(self) -> Path:
-        """Write `config.json` into the run directory, readable by the owner only."""
+        """Write `config.json` into the run directory, readable by the owner only.
+
+        One that says the same stays: a full disk is no reason not to start.  Raises `StorageFull`,
+        `StorageFailed`.
+        """
         path = Path(self.run_dir) / "config.json"
-        fresh = path.with_suffix(".tmp")
-        fresh.unlink(missing_ok=True)
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as out:
-            json.dump(asdict(self), out, indent=1)
-        fresh.rename(path)
+        fresh, text = path.with_suffix(".tmp"), json.dumps(asdict(self), indent=1)
+        try:
+            if path.exists() and path.read_text() == text:
+                return path
+            fresh.unlink(missing_ok=True)
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as out:
+                out.write(text)
+            fresh.rename(path)
+        except OSError as cause:
+            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind = errors.StorageFull if full else errors.StorageFailed
+            raise kind(f"writing {path}: {cause.strerror}", directory=self.run_dir) from cause
         return path
 
     @staticmethod
@@ -177,12 +189,18 @@ def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
                 path.parent.rmdir()
 
 
+def write_pid(run_dir: str, role: str) -> None:
+    """For people; a full disk is no reason to go without the process."""
+    with contextlib.suppress(OSError):
+        (Path(run_dir) / f"{role}.pid").write_text(f"{os.getpid()}\n")
+
+
 def boot_id() -> str:
     """The kernel's boot id (rule L3); without one, a fresh id: then no stop counts as clean."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return str(uuid.uuid4())  # noqa: TID251 - a shell
+    with contextlib.suppress(OSError):
+        if found := _BOOT_ID.read_text().strip():
+            return found
+    return str(uuid.uuid4())  # noqa: TID251 - a shell
 
 
 def real_world(on_error: Callable[[str, BaseException], None] | None = None) -> World:
@@ -214,7 +232,7 @@ class Process:
 
     def ready(self, address: str, **facts: object) -> None:
         """Say once that the role serves: pid file, ready line, /readyz; freeze the heap."""
-        (Path(self.run.run_dir) / f"{self.role}.pid").write_text(f"{os.getpid()}\n")
+        write_pid(self.run.run_dir, self.role)
         gc.collect()
         gc.freeze()  # P7: what is loaded now is never scanned again
         self.health.not_ready = None

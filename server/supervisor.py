@@ -31,7 +31,7 @@ from pk import errors, tracing
 from pk.clock import SystemClock
 from pk.server.formatting import prepare
 from pk.server.metrics_endpoint import socket_names
-from pk.server.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets
+from pk.server.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets, write_pid
 from pk.server.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
 
 BACKOFF_MS = (50, 5_000)
@@ -101,7 +101,7 @@ class Supervisor:
         start.
         """
         pid_file = Path(self.config.run_dir) / "supervisor.pid"
-        pid_file.write_text(f"{os.getpid()}\n")
+        write_pid(self.config.run_dir, "supervisor")
         loop = asyncio.get_running_loop()
         for child in self.children.values():
             self._keepers[child.role] = loop.create_task(self._keep(child))

@@ -1,8 +1,11 @@
-"""Who the directories of a node belong to (rules F1–F3)."""
+"""Who the directories of a node belong to (rules F1–F5)."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,79 @@ def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> No
     assert not a.exists(), "nothing is made"
 
 
+def test_a_directory_of_the_last_start_is_there_or_given_up(tmp_path: Path) -> None:
+    """F4: an empty mount point, or one that was forgotten; a path may change."""
+    alone, (a, b, c) = resolve({}, {}, {}), (str(tmp_path / name) for name in "abc")
+    prepare([a, b], alone)[1].unlock()
+    (tmp_path / "b").rename(tmp_path / "c")
+    prepare([a, c], alone)[1].unlock()
+    (tmp_path / "c").rename(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    for given in ([a, c], [a]):
+        with pytest.raises(errors.StorageFailed, match=f"{c} was one of .* delete {a}/run") as lost:
+            prepare(given, alone)
+        assert lost.value.details["directory"] == c
+    assert not list((tmp_path / "c").iterdir()), "nothing is made"
+    prepare([a, b], alone)[1].unlock()
+    (tmp_path / "a/run/config.json").unlink()  # as the error says
+    prepare([a], alone)[1].unlock()
+
+
+def test_a_disk_that_was_replaced_by_format_is_no_lost_one(tmp_path: Path) -> None:
+    """F4: whoever formats it knows that it is gone."""
+    broker, dirs = node(node_id=9, process_roles="broker"), [str(tmp_path / name) for name in "ab"]
+    given = {"cluster_id": "", "initial_controllers": False}
+    format_node(dirs, broker, ignore_formatted=False, **given)
+    prepare(dirs, broker)[1].unlock()
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(errors.StorageFailed, match="Mount it"):
+        prepare(dirs, broker)
+    format_node(dirs, broker, ignore_formatted=True, **given)
+    prepare(dirs, broker)[1].unlock()
+
+
+def test_an_empty_first_directory_before_a_formatted_one_is_a_loss(tmp_path: Path) -> None:
+    """F3: the first is formatted first."""
+    alone, (a, b) = resolve({}, {}, {}), (str(tmp_path / "a"), str(tmp_path / "b"))
+    prepare([a, b], alone)[1].unlock()
+    shutil.rmtree(a)
+    with pytest.raises(errors.CorruptLog, match=f"not in {a}"):
+        prepare([a, b], alone)
+
+
+def test_one_directory_is_given_once(tmp_path: Path) -> None:
+    alone, a = resolve({}, {}, {}), tmp_path / "a"
+    prepare([str(a)], alone)[1].unlock()
+    (tmp_path / "link").symlink_to(a)
+    with pytest.raises(errors.InvalidConfig, match="given twice"):
+        prepare([str(a), str(tmp_path / "link")], alone)
+    shutil.copytree(a, tmp_path / "copy")
+    with pytest.raises(errors.InvalidConfig, match="copy"):
+        prepare([str(a), str(tmp_path / "copy")], alone)
+
+
+def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> None:
+    """F3: nobody is told that its metadata are gone."""
+    dirs = [str(tmp_path / name) for name in "ab"]
+    format_node(dirs, node(), cluster_id="", initial_controllers=True, ignore_formatted=False)
+    with pytest.raises(errors.InvalidConfig, match=f"{dirs[0]}/metadata: give that directory"):
+        prepare(dirs[::-1], node())
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_what_was_formatted_for_a_cluster_begins_none_of_its_own(
+    tmp_path: Path, initial: bool
+) -> None:
+    """F5: started without the settings that name the others."""
+    make(tmp_path / "a", node(), initial_controllers=initial)
+    with pytest.raises(errors.InvalidConfig, match="--config") as refused:
+        start(tmp_path / "a", resolve({}, {}, {}))
+    assert refused.value.details["option"] == "controller_quorum_voters"
+    alone = resolve({}, {}, {})
+    make(tmp_path / "b", alone, initial_controllers=False)
+    start(tmp_path / "b", alone)
+
+
 def test_metadata_of_another_node_or_damaged(tmp_path: Path) -> None:
     for name, number in (("a", 1), ("b", 2)):
         make(tmp_path / name, node(node_id=number))
@@ -122,6 +198,39 @@ def test_a_format_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
     (tmp_path / "pk.json").unlink()  # written last
     assert make(tmp_path, node()).voter
     assert start(tmp_path, node()).node_id == 1
+
+
+@pytest.mark.parametrize("name", ["quorum-state", "directory.json"])
+def test_a_format_that_died_as_it_wrote_can_be_repeated(tmp_path: Path, name: str) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / f"metadata/{name}.tmp").write_text("{")
+    assert make(tmp_path, node()).voter
+
+
+def test_a_controller_that_may_have_voted_is_no_first_voter(tmp_path: Path) -> None:
+    """F1: the disk of the metadata was replaced, another one of the node is there."""
+    dirs = [str(tmp_path / name) for name in "ab"]
+    given = {"cluster_id": "", "ignore_formatted": True}
+    format_node(dirs, node(), initial_controllers=True, **given)
+    shutil.rmtree(dirs[0])
+    with pytest.raises(errors.InvalidConfig, match="without --initial-controllers"):
+        format_node(dirs, node(), initial_controllers=True, **given)
+    assert not format_node(dirs, node(), initial_controllers=False, **given).voter
+
+
+def test_a_full_disk_is_told_and_what_stands_there_already_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = start(tmp_path, resolve({}, {}, {}))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", full)
+    config.save()
+    other = dataclasses.replace(config, server={**config.server, "rack": "other"})
+    with pytest.raises(errors.StorageFull, match="No space left"):
+        other.save()
 
 
 def test_a_directory_with_somebodys_metadata_is_refused(tmp_path: Path) -> None:
