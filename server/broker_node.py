@@ -156,6 +156,7 @@ class BrokerNode:
 
     def _identity(self) -> Identity:
         run, directories = self.run, self._manager.directories
+        epochs = {each.previous_broker_epoch for each in directories}
         return Identity(
             node_id=run.node_id,
             cluster_id=run.cluster_id,
@@ -165,8 +166,9 @@ class BrokerNode:
             boot_id=self._boot_id,
             directory_ids=tuple(each.directory_id for each in directories if each.directory_id),
             # The boot id speaks for itself: the controller compares it with its own record.
-            clean_shutdown=all(each.closed_properly for each in directories),
-            previous_broker_epoch=max(each.previous_broker_epoch for each in directories),
+            # All closed by one process: one that was restored from an older copy has another epoch.
+            clean_shutdown=all(each.closed_properly for each in directories) and len(epochs) == 1,
+            previous_broker_epoch=max(epochs),
         )
 
     async def _until_unfenced(self) -> None:

@@ -181,9 +181,9 @@ class ControllerLink:
                 await self._register()
                 backoff_ms, refused_since_ms = _BACKOFF_MS[0], None
                 await self._beat()
-            except errors.DuplicateBroker as error:
-                # The controller still holds the session of this node's previous process; it ends by
-                # itself.
+            except (errors.DuplicateBroker, errors.MetadataBehind) as error:
+                # The controller still holds the session of this node's previous process, which ends
+                # by itself; or it was deposed just now, and another knows more.
                 now_ms = self._world.clock.monotonic_ms()
                 refused_since_ms = now_ms if refused_since_ms is None else refused_since_ms
                 if now_ms - refused_since_ms > 3 * self._session_timeout_ms:

@@ -39,12 +39,21 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
     """L3: what this start of the broker may be trusted to hold.
 
     The same incarnation that lost its stream resumes its registration: its process never ended.
+    Whoever was registered by a later controller than this one knows of more than it (Q2).
     """
     request = command.request
     if image.cluster_id and request.cluster_id and request.cluster_id != image.cluster_id:
         raise errors.ClusterIdMismatch(
             f"broker {request.broker_id} belongs to cluster {request.cluster_id}, "
             f"this is {image.cluster_id}"
+        )
+    if request.previous_broker_epoch > image.offset:
+        raise errors.MetadataBehind(
+            f"broker {request.broker_id} was registered at offset {request.previous_broker_epoch} "
+            f"of the metadata log, and this one ends at {image.offset + 1}: it was restored from an"
+            " older copy, or begun anew. What was created since would be removed as strays. "
+            "Bring the newer metadata back; to give up what these do not know, delete run.json and "
+            "clean-shutdown in the broker's directories"
         )
     old = image.brokers.get(request.broker_id)
     if old is not None and old.incarnation_id == request.incarnation_id:

@@ -22,7 +22,7 @@
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
-    │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch
+    │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch · MetadataBehind
     │   ├── DirectoryNotFormatted · DirectoryFormatted
     │   └── JavaMissing · JarsMissing
     └── InternalError             ours: a bug; report it
@@ -486,6 +486,12 @@ class DuplicateBroker(OperatorError):
     """A live broker has registered under this id."""
 
     code = 101
+
+
+class MetadataBehind(OperatorError):
+    """The metadata log ends before this broker's last registration: it is an older copy."""
+
+    code = 1042
 
 
 class StaleBrokerEpoch(OperatorError):

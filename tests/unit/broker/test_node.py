@@ -403,6 +403,53 @@ def test_a_directory_of_another_cluster_is_refused(cluster: Cluster) -> None:
         cluster.start_broker()
 
 
+def test_metadata_begun_anew_remove_nothing_of_what_is_there(cluster: Cluster, kit: Any) -> None:
+    """Q2: every partition would be a stray; the broker ends and says why, whatever it waits."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [0]
+    cluster.kill("broker", "d1")
+    cluster.start_broker()  # registered above whatever metadata begin with
+    cluster.kill("broker", "d1")
+    known = cluster.storages["meta"]
+    cluster.kill("controller", "meta")
+    cluster.replace_storage("meta")
+    cluster.start_controller()
+    with pytest.raises(errors.MetadataBehind) as refused:
+        cluster.start_broker()
+    assert refused.value.acts == "operator"
+    cluster.world.loop.run_for_ms(120_000)
+    cluster.kill("broker", "d1")
+    cluster.kill("controller", "meta")
+    cluster.storages["meta"] = known
+    cluster.start()
+    assert cluster.do(cluster.read(kit, topic_id)) == 3
+
+
+def test_a_directory_that_was_restored_from_an_older_copy_is_not_clean(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """L3: closed in order, but not by the process that closed the other one last."""
+    cluster = make_cluster(6, disks=2)
+    cluster.start()
+
+    def restart() -> Any:
+        task = cluster.world.spawn("broker", cluster.broker.close())
+        cluster.world.run_until(task.done)
+        before = cluster.storages["d2"].read_file("clean-shutdown")
+        cluster.kill("broker", "d1", power=True)
+        cluster.boot += "+"
+        return before
+
+    older = restart()
+    cluster.start_broker()
+    assert cluster.broker._identity().clean_shutdown
+    assert restart() != older
+    cluster.storages["d2"].replace_file("clean-shutdown", older)
+    cluster.start_broker()
+    assert not cluster.broker._identity().clean_shutdown
+
+
 def test_streams_are_refused_by_name(cluster: Cluster) -> None:
     """A frame that is no hello, another cluster's client, a request nobody answers."""
     cluster.start()

@@ -93,6 +93,17 @@ def test_a_reconnection_of_the_same_process_resumes() -> None:
     assert (reply.broker_epoch, reply.clean, len(bench.log)) == (epoch, True, end)
 
 
+def test_metadata_that_end_before_a_brokers_registration_are_refused() -> None:
+    """Q2: restored from an older copy, they do not know what was created since."""
+    bench = Bench()
+    bench.up(1)
+    end = len(bench.log)
+    bench.register(2, previous_broker_epoch=bench.image.offset)
+    with pytest.raises(errors.MetadataBehind, match="older copy"):
+        bench.register(1, "again", previous_broker_epoch=bench.image.offset + 1)
+    assert len(bench.log) == end + 1, "the refusal left nothing behind"
+
+
 def test_another_process_under_a_live_id_is_refused() -> None:
     bench = Bench()
     bench.up(1)
