@@ -75,6 +75,7 @@ def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealSto
     """
     paths, server = _absolute(dirs), resolved.server
     node_id, clustered = int(server["node_id"]), is_clustered(server)
+    _require_free(paths)
     if "controller" in roles_of(server):
         _require_metadata(paths, clustered)
     _require_known(paths)
@@ -119,6 +120,15 @@ def _make(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as cause:
         raise errors.StorageFailed(f"cannot make {path}: {cause.strerror}") from cause
+
+
+def _require_free(paths: Sequence[str]) -> None:
+    """Raises `DirectoryLocked`: what is in use is told as that, whatever else is wrong with it."""
+    for path in paths:
+        if os.path.isdir(path) and directories.read_format(RealStorage(path)) is not None:
+            storage = RealStorage(path)
+            lock(storage)
+            storage.unlock()
 
 
 def _require_formatted(paths: Sequence[str]) -> None:

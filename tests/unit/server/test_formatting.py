@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log.files import RealStorage
 from pk.server.formatting import Formatted, controller_identity, format_node, prepare
 from pk.server.quorum.opening import first_state
 from pk.server.run_config import RunConfig
@@ -157,6 +158,20 @@ def test_one_directory_is_given_once(tmp_path: Path) -> None:
     shutil.copytree(a, tmp_path / "copy")
     with pytest.raises(errors.InvalidConfig, match="copy"):
         prepare([str(a), str(tmp_path / "copy")], alone)
+
+
+def test_a_directory_in_use_is_told_as_that(tmp_path: Path) -> None:
+    """Its metadata are in use, too: nobody is to give it first."""
+    alone, a = resolve({}, {}, {}), tmp_path / "a"
+    prepare([str(a)], alone)[1].unlock()
+    (a / "metadata/quorum-state").write_bytes(first_state())
+    held = RealStorage(str(a))
+    held.lock()
+    try:
+        with pytest.raises(errors.DirectoryLocked):
+            prepare([str(tmp_path / "b"), str(a)], alone)
+    finally:
+        held.unlock()
 
 
 def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> None:
