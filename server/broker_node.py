@@ -340,10 +340,12 @@ async def _serve_process(process: Process) -> None:
     stopping = asyncio.create_task(process.stopping.wait())
     starting = asyncio.create_task(node.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # asked to stop while the controller could not be reached
+    if not starting.done():  # asked to stop, or refused, while no controller had registered it
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await node.close()
+        if node.failed is not None:
+            raise node.failed
         return
     await starting
     http = await serve_metrics(process)

@@ -236,6 +236,29 @@ def test_two_servers_on_one_directory(start: Callable[..., Server], tmp_path: Pa
     assert first.stop()[0] == 0
 
 
+def test_a_broker_that_is_refused_as_it_starts_ends_the_start(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """O3; Q2: its metadata are older than what it was registered with, from a backup, say."""
+    quick = ("--set", "broker_session_timeout_ms=500", "--set", "broker_heartbeat_interval_ms=100")
+    given = ("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *quick)
+    first = start(*given)
+    create(first.line()["address"], "t")
+    assert first.stop()[0] == 0
+    run = tmp_path / "data" / "run.json"
+    later = json.dumps({**json.loads(run.read_text()), "broker_epoch": 1_000_000})
+    for path in (run, run.with_name("clean-shutdown")):
+        path.write_text(later)
+    error = refusal(start(*given))
+    assert (error["name"], error["acts"]) == ("MetadataBehind", "operator")
+    assert sorted(os.listdir(tmp_path / "data/topics")) == ["t-0", "t-1"]
+    for path in (run, run.with_name("clean-shutdown")):  # as the error says
+        path.unlink()
+    again = start(*given)
+    assert set(topics(again.line()["address"])) == {"t"}
+    assert again.stop()[0] == 0
+
+
 @pytest.mark.parametrize(
     ("content", "name"),
     [
