@@ -22,6 +22,7 @@ from typing import Any
 
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
+from pk.log.encoding import DECODED_BYTES_MAX
 from pk.log.storage import Storage
 from pk.tiering import copier as copying
 from pk.tiering import layout, uploads
@@ -464,8 +465,9 @@ class TierWorker:
         self._step_copier(topic, led, event)
 
     def _source(self, told: wire.TierPartition) -> uploads.Source:
+        """L13: what is stored was within the topic's bound when it came, whatever that is now."""
         storage, path = self._views(told.path)
-        return uploads.Source(storage, path, int(told.configs["decoded_bytes_max"]))
+        return uploads.Source(storage, path, DECODED_BYTES_MAX)
 
     async def _measure(self, topic: TopicTier, led: _Led, asked: copying.Measure) -> None:
         async def work() -> copying.Measured:

@@ -30,7 +30,6 @@ WAIT_MAX_MS = 30_000
 #: Settings of a topic that the copier and the owner act on.
 _FOR_TIER = (
     "cleanup_policy",
-    "decoded_bytes_max",
     "file_delete_delay_ms",
     "local_drop_delay_ms",
     "local_retention_bytes",

@@ -59,6 +59,30 @@ async def delete(cluster: Cluster, topic_id: str, before: int) -> int:
     return int(frame.head.delete_records_reply.results[0].log_start)
 
 
+def test_a_bound_that_is_lowered_stops_no_copying(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """L13: it is for what comes; what is stored was within the one of its time."""
+    cluster = make_cluster(12, tier_url="memory://tier")
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 4))
+    change = wire.AlterConfigsRequest()
+    lower = change.changes.add(resource=wire.ConfigResource(type="topic", name="flights")).set
+    lower["max_message_bytes"] = lower["decoded_bytes_max"] = "2048"
+
+    async def alter() -> None:
+        caller = cluster.caller()
+        await caller.call(change, timeout_ms=10_000)
+        await caller.close()
+
+    cluster.do(alter())
+    cluster.start_tier()
+    partition = partition_of(cluster, topic_id)
+    cluster.world.loop.run_for_ms(10_000)
+    assert (partition.tiered_end, partition.tier.problem) == (4, None)
+
+
 async def read(cluster: Cluster, kit: Any, topic_id: str, start: int, end: int) -> dict[int, bool]:
     """Offsets of every record in `[start, end)`, each with whether it came from the tier."""
     stream = await cluster.stream(StreamKind.FETCH)
