@@ -58,6 +58,15 @@ class Creations:
         for key in opened:
             self._adopt(key, topics[key.topic_id][1])
         self._miss_failed_directories()
+        self._miss_the_tier()
+
+    def _miss_the_tier(self) -> None:
+        """A flag that was left out, say: readers are refused, so whoever started it is told."""
+        logs = self._core.manager.logs().values()
+        cold = sum(log.local_log_start > log.log_start for log in logs)
+        if cold and not self._core.tier.enabled:
+            why = "their older records are in the tier, and this server has no tier_url"
+            self._core.warn("tier_url_missing", partitions=cold, why=why)
 
     def joined(self) -> bool:
         """C1: True once, when the image first holds this process's registration."""

@@ -10,6 +10,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.server.broker_node import BrokerNode
 from pk.tiering.table import MemoryTable, Snapshot
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -57,6 +58,24 @@ async def delete(cluster: Cluster, topic_id: str, before: int) -> int:
     frame = await caller.call(request, timeout_ms=5_000)
     await caller.close()
     return int(frame.head.delete_records_reply.results[0].log_start)
+
+
+def test_a_server_without_its_tier_says_what_it_cannot_read(
+    tiered: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(BrokerNode, "_warn", lambda _, event, **facts: said.append(event))
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    tiered.world.run_until(lambda: partition_of(tiered, topic_id).log.local_log_start >= 9)
+    tiered.world.loop.run_for_ms(1_000)  # the segments are gone, too
+    for tier_url in (tiered.run.tier_url, ""):
+        tiered.kill("broker", "d1")
+        assert "tier_url_missing" not in said
+        server = {**tiered.run.server, "tier_url": tier_url}
+        tiered.run = dataclasses.replace(tiered.run, server=server)
+        tiered.start_broker()
+    assert said.count("tier_url_missing") == 1
 
 
 def test_a_bound_that_is_lowered_stops_no_copying(
