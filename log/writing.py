@@ -137,6 +137,8 @@ class Writable(Readable):
         loading.remove_snapshots(self._storage, self.path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
+            for suffix in loading.DERIVED[:3]:  # a roll that failed may have written them
+                self._storage.remove(op.segment.path(suffix))
             file.truncate(op.size)
         self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
         self._touched(op.segment)
@@ -307,6 +309,7 @@ class Writable(Readable):
             log_start=0 if kept else offset,
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
+        self.epochs.truncate_end(loaded.segments[-1].written.next_offset)  # O4: below `offset`, too
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:
