@@ -139,11 +139,18 @@ class Writable(Readable):
         if file.size() != op.size:
             for suffix in loading.DERIVED[:3]:  # a roll that failed may have written them
                 self._storage.remove(op.segment.path(suffix))
+            self._begin_cut()
             file.truncate(op.size)
+            file.sync()
+            self._storage.remove(f"{self.path}/{loading.CUTTING}")
         self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
         self._touched(op.segment)
         self._lane_dir_changed = True
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.epochs)
+
+    def _begin_cut(self) -> None:
+        """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on (O9)."""
+        self._storage.open(f"{self.path}/{loading.CUTTING}", create=True).close()
 
     def _sync(self) -> int:
         """SYNCED: everything performed so far, oldest first (rule L1)."""
@@ -203,8 +210,8 @@ class Writable(Readable):
             if header.last_offset >= offset:
                 size = position
                 break
-        file = active.open_for_append()
-        file.truncate(size)
+        self._begin_cut()
+        active.open_for_append().truncate(size)
         self._reload(list(kept), offset)
 
     def reset_to(
