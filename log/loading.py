@@ -20,8 +20,8 @@ Rules
   O8  a producer snapshot above the end, or an aborted index that goes beyond it, goes for good
       before anything is appended: it knows what was lost, or refused, and other records come to
       stand there.
-  O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later would
-      bring back what was cut, at offsets where others have other records.
+  O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later
+      would bring back what was cut, at offsets where others have other records.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ class Writable(Readable):
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
         self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
+        self._lane_foreign = False  #: another replica's snapshot may lie above the end (O8)
 
     @property
     def cuts(self) -> int:
@@ -84,6 +85,9 @@ class Writable(Readable):
             assert self._lane_error is not None
             raise self._lane_error
         try:
+            if self._lane_foreign:  # what it was kept for failed: the log goes on as it was
+                loading.remove_snapshots(self._storage, self.path, self._lane_end)
+                self._lane_foreign = False
             for op in plan.ops:
                 if isinstance(op, AppendOp):
                     file = op.segment.open_for_append()
@@ -248,6 +252,7 @@ class Writable(Readable):
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
+        self._lane_foreign = True
         self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
     def _rename_doomed(self) -> list[Segment]:
@@ -349,6 +354,7 @@ class Writable(Readable):
         self._written_end = self._lane_end = self._tail.written.next_offset
         self._lane_unsynced = list(loaded.segments)
         self._lane_dir_changed = True
+        self._lane_foreign = False
         self._synced_end = self._sync()
         self.log_start = min(self.log_start, self._written_end)
         self.torn = False

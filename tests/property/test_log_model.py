@@ -22,7 +22,7 @@ from pk.log import columns
 from pk.log.batch import Header
 from pk.log.columns import Marker
 from pk.log.partition_log import PartitionLog
-from pk.log.plan import Duplicate, LogConfig
+from pk.log.plan import Duplicate, LogConfig, WritePlan
 from pk.log.producers import Producers
 from pk.log.recent import Recent
 from pk.sim.disk import Crashed, SimStorage
@@ -111,6 +111,8 @@ class Life:
         self.clock = NOW
         self.epoch = 0
         self.deaths = 0
+        self.low: int | None = None  #: it is being cut to there
+        self.fresh: int | None = None  #: it is being begun anew there
         self.log = self.open(clean=True)
 
     def open(self, *, clean: bool, same_boot: bool = True) -> PartitionLog:
@@ -191,7 +193,7 @@ class Life:
 
     def append(self) -> None:
         log, rng = self.log, self.rng
-        plans = []
+        plans: list[tuple[WritePlan | None, int]] = []
         for _ in range(rng.randint(1, 3)):
             for _ in range(rng.randint(1, 4)):
                 if rng.random() < 0.1:
@@ -278,25 +280,22 @@ class Life:
         self.fresh = None
 
     def begin_anew(self) -> None:
-        """As the manager does; without room to begin with it is left to another time."""
+        """As the manager does."""
         offset = self.rng.randint(max(0, self.end - 15), self.end + 15)
         snapshot = Producers().snapshot(offset)
         self.point = min(self.point, offset, self.log.local_log_start)
         self.synced = self.point
-        self.start = max(self.start, 0)
         if self.log.written_end < offset:
             self.log.keep_snapshot(offset, snapshot)
         self.start = offset
         low, self.fresh = min(offset, self.end), offset
         self._reshape(lambda: self.log.reset_to(offset, snapshot), low)
         self.fresh = None
-        self.log.log_start = self.start = min(self.log.written_end, max(self.start, 0))
-
-    fresh: int | None = None  #: it is being begun anew there
+        self.log.log_start = self.start = min(self.log.written_end, self.start)
 
     def _reshape(self, work: Callable[[], None], low: int) -> None:
         """A cut, or a new beginning, that a full disk may leave half-way."""
-        self.low = low  # if it dies here
+        self.low = low
         with self._maybe_full():
             work()
         self.storage.capacity = None
@@ -304,8 +303,6 @@ class Life:
             self.log.reopen(self.point)
         self.adopt(low, exact=False)
         self.low = None
-
-    low: int | None = None
 
     def close(self) -> None:
         self.log.close(clean=True)
@@ -333,7 +330,6 @@ class Life:
         self.low = self.fresh = None
         self.point = min(self.point, self.end)
         self.synced = self.log.synced_end if power else min(self.synced, self.end)
-        self.log.log_start = max(self.log.log_start, 0)
 
     def adopt(self, floor: int, *, exact: bool) -> None:
         """The log may end anywhere from `floor` on: the list is cut there, or goes on with what was
@@ -351,7 +347,7 @@ class Life:
             return
         if end == self.fresh:  # the snapshot that came with the new beginning knows nobody
             self.known_exactly = False
-        assert end >= min(floor, end if anew else floor), (end, floor, self.log.notes)
+        assert anew or end >= floor, (end, floor, self.log.notes)
         self.list = [b for b in everything if b.next <= end]
         assert self.end == end, (self.end, end, self.log.notes)
         self.synced = min(self.synced, end)
