@@ -15,7 +15,6 @@ needs nobody's consent."""
 from __future__ import annotations
 
 import struct
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -462,41 +461,38 @@ class IndexCache:
 
     def __init__(self, bytes_max: int = 64 * 1024 * 1024) -> None:
         self._bytes_max = bytes_max
-        self._bytes = 0
-        self._guard = threading.Lock()
         self._entries: OrderedDict[Segment, SparseIndex] = OrderedDict()
 
     def get(self, segment: Segment, interval: int) -> SparseIndex:
-        """Loaded, or rebuilt if the files are missing or torn.  Called from any thread; two may
-        load the same one.
+        """Loaded, or rebuilt if the files are missing or torn.  Called from any thread: each step
+        is one atomic one, and two may load the same index.
         """
         own = segment.index
         if own is not None:
             return own
-        with self._guard:
-            found = self._entries.get(segment)
-            if found is not None:
-                self._entries.move_to_end(segment)
-                return found
+        found = self._entries.pop(segment, None)
+        if found is not None:
+            self._entries[segment] = found
+            return found
         try:
             found, extent = segment.load_index()
             if extent.size != segment.written.size:
                 found = segment.reindexed(interval)
         except (index.Damaged, FileNotFoundError):
             found = segment.reindexed(interval)
-        with self._guard:
-            self._take_out(segment)
-            self._entries[segment] = found
-            self._bytes += found.nbytes()
-            while self._bytes > self._bytes_max and len(self._entries) > 1:
-                self._take_out(next(iter(self._entries)))
+        self._entries[segment] = found
+        self._trim()
         return found
 
-    def _take_out(self, segment: Segment) -> None:
-        old = self._entries.pop(segment, None)
-        if old is not None:
-            self._bytes -= old.nbytes()
+    def _trim(self) -> None:
+        """The oldest go.  Counted anew each time: a sum that threads keep together drifts."""
+        held = list(self._entries.items())
+        size = sum(sparse.nbytes() for _, sparse in held)
+        for segment, sparse in held[:-1]:
+            if size <= self._bytes_max:
+                return
+            self._entries.pop(segment, None)
+            size -= sparse.nbytes()
 
     def forget(self, segment: Segment) -> None:
-        with self._guard:
-            self._take_out(segment)
+        self._entries.pop(segment, None)
