@@ -92,7 +92,7 @@ class RealFile:
         try:
             os.ftruncate(self._fd, size)
         except OSError as worse:
-            self._storage.fail(worse, f"cutting {self.path} back")
+            self._storage.fail(worse, f"cutting {self.path} back", torn=True)
         self._storage.fail(cause, f"appending to {self.path}")
 
     def read(self, position: int, size: int) -> bytes:
@@ -130,7 +130,7 @@ class RealFile:
         try:
             os.fdatasync(self._fd)
         except OSError as cause:
-            self._storage.fail(cause, f"syncing {self.path}", sync=True)
+            self._storage.fail(cause, f"syncing {self.path}", torn=True)
 
     def close(self) -> None:
         with self._guard:
@@ -178,11 +178,11 @@ class RealStorage:
         if self.failed is not None:
             raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
 
-    def fail(self, cause: OSError, doing: str, sync: bool = False) -> NoReturn:
-        """Rule D2: raise the typed error; all but a full disk takes the storage offline, a failed
-        sync always does.
+    def fail(self, cause: OSError, doing: str, torn: bool = False) -> NoReturn:
+        """Rule D2: raise the typed error; all but a full disk takes the storage offline, `torn`
+        always does: nobody knows what a failed sync kept, or what a failed cut left (D1).
         """
-        if cause.errno in _FULL and not sync:
+        if cause.errno in _FULL and not torn:
             raise errors.StorageFull(
                 f"{self.root}: {doing}: {cause.strerror}", directory=self.root
             ) from cause
@@ -240,7 +240,7 @@ class RealStorage:
         except FileNotFoundError:
             raise
         except OSError as cause:
-            self.fail(cause, f"syncing directory {path or '.'}", sync=True)
+            self.fail(cause, f"syncing directory {path or '.'}", torn=True)
 
     def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
         jobs: deque[Callable[[], None]] = deque(file.sync for file in files)
@@ -343,10 +343,11 @@ class RealStorage:
                 directory=self.root,
                 pid=holder,
             ) from cause
-        with contextlib.suppress(OSError):  # who holds it is for people: a full disk has no room
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
+        name = f"{os.getpid()}\n".encode()
+        with contextlib.suppress(OSError):  # for people; a full disk has no room for it
+            os.pwrite(fd, name, 0)
+            os.ftruncate(fd, len(name))
 
     def unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1

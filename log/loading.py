@@ -17,8 +17,11 @@ Rules
       (no checksum covers its epoch), and would fence every leader to come.
   O7  rebuilt indexes are written after the replay: before it a segment's aborted transactions are
       not known, and an aborted index that is there is taken for whole.
-  O8  a producer snapshot above the end goes for good before anything is appended: it knows what was
-      lost, or refused, and other records come to stand below it.
+  O8  a producer snapshot above the end, or an aborted index that goes beyond it, goes for good
+      before anything is appended: it knows what was lost, or refused, and other records come to
+      stand there.
+  O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later
+      would bring back what was cut, at offsets where others have other records.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ from pk.log.segment import (
 from pk.log.storage import Storage
 from pk.types import NONE, Offset
 
+#: It stands in a directory while a cut that was made there may be WRITTEN only (O9).
+CUTTING = "cut"
 DERIVED = (INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
 
@@ -108,7 +113,7 @@ def load(
     _sweep(opening)
     segments = _segments(opening)
     end = segments[-1].written.next_offset if segments else 0
-    if end < recovery_point:
+    if max(end, log_start) < recovery_point:
         raise errors.CorruptLog(
             f"{path} ends at offset {end}, but everything below {recovery_point} was flushed",
             offset=str(end),
@@ -134,6 +139,11 @@ def load(
         opening.changed = False
     elif not clean:  # O5
         opening.changed = True
+    if storage.exists(f"{path}/{CUTTING}"):  # O9
+        assert active.file is not None
+        active.file.sync()
+        storage.sync_dir(path)
+        storage.remove(f"{path}/{CUTTING}")
     loaded = Loaded(
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
     )
@@ -238,6 +248,8 @@ def _examine(
         _accept(opening, segment, sparse, extent, bool(later))
         return False
     usable = state in (IndexState.SHORT, IndexState.COMPLETE)
+    if not usable:
+        _remove_index(opening, segment)
     if not usable or (action is Action.SCAN and extent.next_offset > opening.recovery_point):
         sparse, extent = SparseIndex(segment.base_offset), Extent(0, segment.base_offset)
     opening.note(row, f"segment {segment.base_offset} {action.value} from {extent.size}")
@@ -300,6 +312,15 @@ def _accept(
     segment.written = segment.decided = extent
     segment.index = None if sealed else sparse
     segment.synced = opening.clean or (sealed and extent.next_offset <= opening.recovery_point)
+
+
+def _remove_index(opening: Opening, segment: Segment) -> None:
+    """One that does not fit goes for good: where the power takes the one that replaces it, it would
+    come back beside data that is trusted by then (recovery.py: D).
+    """
+    for suffix in (INDEX, TIMEINDEX):
+        opening.storage.remove(segment.path(suffix))
+    opening.changed = True
 
 
 def _has_data(opening: Opening, base: int) -> bool:
@@ -377,7 +398,9 @@ def _replay(opening: Opening, loaded: Loaded) -> None:
     it, and comes to the same).
     """
     end = loaded.segments[-1].written.next_offset
-    missing = [s.base_offset for s in loaded.segments if not _load_aborted(s) and s.written.size]
+    missing = [
+        s.base_offset for s in loaded.segments if not _load_aborted(opening, s) and s.written.size
+    ]
     remove_snapshots(opening.storage, opening.path, end)
     if missing and any(at > missing[0] for at in snapshots(opening.storage, opening.path)):
         _replay_from(opening, loaded, missing[0])
@@ -386,10 +409,12 @@ def _replay(opening: Opening, loaded: Loaded) -> None:
 
 
 def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
-    """By a snapshot at `limit` or below."""
-    start = loaded.segments[0].base_offset
+    """By a snapshot at `limit` or below; not from below the first segment: it does not know what
+    retention took since, and would have the next batch for a gap, or a late retry for the next.
+    """
+    first = start = loaded.segments[0].base_offset
     for at in reversed(snapshots(opening.storage, opening.path)):
-        if at > limit:
+        if not first <= at <= limit:
             continue
         try:
             found, state = Producers.from_snapshot(
@@ -407,11 +432,17 @@ def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
             _replay_segment(opening, loaded, segment, start)
 
 
-def _load_aborted(segment: Segment) -> bool:
+def _load_aborted(opening: Opening, segment: Segment) -> bool:
+    path = segment.path(TXNINDEX)
     try:
-        segment.aborted = aborted.decode(segment._storage.read_file(segment.path(TXNINDEX)))
+        entries = aborted.decode(opening.storage.read_file(path))
     except (aborted.Damaged, FileNotFoundError):
         return False
+    if entries and entries[-1].last_offset >= segment.written.next_offset:  # O8
+        opening.storage.remove(path)
+        opening.storage.sync_dir(opening.path)
+        return False
+    segment.aborted = entries
     return True
 
 

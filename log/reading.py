@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
+from pk.log.batch import Header
 from pk.log.encoding import numbers
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import NO_TIMESTAMP, SparseIndex
@@ -26,6 +29,8 @@ from pk.log.plan import LogConfig, Read, TimeOffset
 from pk.log.recovery import Stop
 from pk.log.segment import IndexCache, Segment, Walk, corrupt
 from pk.types import NONE, TopicPartition
+
+Numbers = npt.NDArray[Any]
 
 
 class Readable:
@@ -151,10 +156,7 @@ class Readable:
                 or not header.record_count
             ):
                 continue
-            raw = segment.read_at(at, header.length)
-            rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
-            offsets = numbers(rows.column("offset"))
-            stamps = numbers(rows.column("timestamp").view("int64"))
+            offsets, stamps = _times_of(segment, at, header)
             hits = ((stamps >= timestamp_ms) & (offsets >= start)).nonzero()[0]
             if len(hits):
                 row = int(hits[0])
@@ -164,15 +166,46 @@ class Readable:
         return None
 
     def offset_of_max_timestamp(self, bound: int) -> TimeOffset | None:
-        """The first record with the largest timestamp (KIP-734)."""
-        start = self.local_log_start
-        extents = [
-            s.written
-            for s in self._segments
-            if s.written.next_offset > start and s.base_offset < bound
-        ]
-        top = max((e.max_timestamp for e in extents), default=NO_TIMESTAMP)
+        """The first record with the largest timestamp in `[local_log_start, bound)` (KIP-734);
+        `bound` is where a batch begins, or the end.
+        """
+        segments = self._segments
+        start = self._first_of(segments)
+        top = NO_TIMESTAMP
+        for segment in segments:
+            extent = segment.written
+            if extent.next_offset <= start or extent.max_timestamp <= top:
+                continue
+            if segment.base_offset >= bound:
+                break
+            if start <= extent.max_timestamp_offset < bound:
+                top = extent.max_timestamp
+                continue
+            with self._guarding(segment):
+                top = max(top, self._latest_in(segment, start, bound))
         return None if top == NO_TIMESTAMP else self.offset_for_time(top, bound)
+
+    def _latest_in(self, segment: Segment, start: int, bound: int) -> int:
+        """The largest timestamp of its records in `[start, bound)`: what it knows of itself may be
+        of a record outside.
+        """
+        sparse = self._index(segment)
+        position, base = sparse.floor_position(sparse.floor(start))
+        top = NO_TIMESTAMP
+        walk = Walk(segment.read_at, position, segment.written.size, base)
+        for at, header in walk:
+            if header.base_offset >= bound:
+                return top
+            if header.last_offset < start or header.max_timestamp <= top or not header.record_count:
+                continue
+            if start <= header.base_offset:
+                top = header.max_timestamp
+                continue
+            offsets, stamps = _times_of(segment, at, header)
+            top = max(top, int(stamps[offsets >= start].max(initial=NO_TIMESTAMP)))
+        if walk.stop is not Stop.END:
+            raise corrupt(segment.path(), walk)
+        return top
 
     def bytes_at(self, offsets: Sequence[int]) -> list[int]:
         """Local bytes below each offset, at index granularity, from the first segment on; grows
@@ -213,6 +246,14 @@ class Readable:
         marks = [start, *found.tolist(), *([end] if end > start else [])]
         sizes = self.bytes_at(marks)
         return [(offset, size - sizes[0]) for offset, size in zip(marks, sizes, strict=True)]
+
+
+def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers, Numbers]:
+    """Offset and timestamp of each record of one batch.  Raises `CorruptLog` (rule L9)."""
+    raw = segment.read_at(position, header.length)
+    verify_batches(segment.path(), raw)
+    rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
+    return numbers(rows.column("offset")), numbers(rows.column("timestamp").view("int64"))
 
 
 def verify_batches(path: str, data: bytes, *, first_only: bool = False) -> None:

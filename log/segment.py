@@ -461,35 +461,38 @@ class IndexCache:
 
     def __init__(self, bytes_max: int = 64 * 1024 * 1024) -> None:
         self._bytes_max = bytes_max
-        self._bytes = 0
         self._entries: OrderedDict[Segment, SparseIndex] = OrderedDict()
 
     def get(self, segment: Segment, interval: int) -> SparseIndex:
         """Loaded, or rebuilt if the files are missing or torn.  Called from any thread: each step
-        is one atomic one.
+        is one atomic one, and two may load the same index.
         """
         own = segment.index
         if own is not None:
             return own
         found = self._entries.pop(segment, None)
-        if found is None:
-            try:
-                found, extent = segment.load_index()
-                if extent.size != segment.written.size:
-                    found = segment.reindexed(interval)
-            except (index.Damaged, FileNotFoundError):
+        if found is not None:
+            self._entries[segment] = found
+            return found
+        try:
+            found, extent = segment.load_index()
+            if extent.size != segment.written.size:
                 found = segment.reindexed(interval)
-            self._bytes += found.nbytes()
+        except (index.Damaged, FileNotFoundError):
+            found = segment.reindexed(interval)
         self._entries[segment] = found
-        while self._bytes > self._bytes_max and len(self._entries) > 1:
-            try:
-                _, old = self._entries.popitem(last=False)
-            except KeyError:
-                break
-            self._bytes -= old.nbytes()
+        self._trim()
         return found
 
+    def _trim(self) -> None:
+        """The oldest go.  Counted anew each time: a sum that threads keep together drifts."""
+        held = list(self._entries.items())
+        size = sum(sparse.nbytes() for _, sparse in held)
+        for segment, sparse in held[:-1]:
+            if size <= self._bytes_max:
+                return
+            self._entries.pop(segment, None)
+            size -= sparse.nbytes()
+
     def forget(self, segment: Segment) -> None:
-        old = self._entries.pop(segment, None)
-        if old is not None:
-            self._bytes -= old.nbytes()
+        self._entries.pop(segment, None)

@@ -59,6 +59,7 @@ class Writable(Readable):
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
         self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
+        self._lane_foreign = False  #: another replica's snapshot may lie above the end (O8)
 
     @property
     def cuts(self) -> int:
@@ -84,6 +85,9 @@ class Writable(Readable):
             assert self._lane_error is not None
             raise self._lane_error
         try:
+            if self._lane_foreign:  # what it was kept for failed: the log goes on as it was
+                loading.remove_snapshots(self._storage, self.path, self._lane_end)
+                self._lane_foreign = False
             for op in plan.ops:
                 if isinstance(op, AppendOp):
                     file = op.segment.open_for_append()
@@ -137,11 +141,20 @@ class Writable(Readable):
         loading.remove_snapshots(self._storage, self.path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
+            for suffix in loading.DERIVED[:3]:  # a roll that failed may have written them
+                self._storage.remove(op.segment.path(suffix))
+            self._begin_cut()
             file.truncate(op.size)
+            file.sync()
+            self._storage.remove(f"{self.path}/{loading.CUTTING}")
         self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
         self._touched(op.segment)
         self._lane_dir_changed = True
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.epochs)
+
+    def _begin_cut(self) -> None:
+        """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on (O9)."""
+        self._storage.open(f"{self.path}/{loading.CUTTING}", create=True).close()
 
     def _sync(self) -> int:
         """SYNCED: everything performed so far, oldest first (rule L1)."""
@@ -201,8 +214,8 @@ class Writable(Readable):
             if header.last_offset >= offset:
                 size = position
                 break
-        file = active.open_for_append()
-        file.truncate(size)
+        self._begin_cut()
+        active.open_for_append().truncate(size)
         self._reload(list(kept), offset)
 
     def reset_to(
@@ -239,6 +252,7 @@ class Writable(Readable):
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
+        self._lane_foreign = True
         self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
     def _rename_doomed(self) -> list[Segment]:
@@ -307,6 +321,7 @@ class Writable(Readable):
             log_start=0 if kept else offset,
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
+        self.epochs.truncate_end(loaded.segments[-1].written.next_offset)  # O4: below `offset`, too
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:
@@ -339,6 +354,7 @@ class Writable(Readable):
         self._written_end = self._lane_end = self._tail.written.next_offset
         self._lane_unsynced = list(loaded.segments)
         self._lane_dir_changed = True
+        self._lane_foreign = False
         self._synced_end = self._sync()
         self.log_start = min(self.log_start, self._written_end)
         self.torn = False

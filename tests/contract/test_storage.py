@@ -520,3 +520,48 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
         assert storage.failed is not None
     finally:
         storage.unlock()
+
+
+def test_an_append_that_cannot_be_cut_back_takes_the_storage_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule D1, also where the cut is refused for want of space, as copy-on-write file systems do:
+    a torn batch in the middle would be damage to who opens it.
+    """
+    storage = RealStorage(str(tmp_path))
+    file = storage.open("a", create=True)
+    file.append([b"0123456789"])
+    write = os.pwritev
+
+    def short(fd: int, buffers: list[bytes], position: int) -> int:
+        if position > 10:
+            raise OSError(errno.ENOSPC, "injected")
+        return write(fd, [b"".join(buffers)[:5]], position)
+
+    def refused(fd: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "injected")
+
+    monkeypatch.setattr("os.pwritev", short)
+    monkeypatch.setattr("os.ftruncate", refused)
+    with pytest.raises(errors.StorageFailed):
+        file.append([b"abcdefghi"])
+    assert storage.failed is not None
+
+
+def test_a_full_disk_is_locked_like_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name in the lock file is for people; a start on a full disk is what makes room."""
+
+    def full(fd: int, data: bytes, position: int) -> int:
+        raise OSError(errno.ENOSPC, "injected")
+
+    storage = RealStorage(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        storage.lock()
+    with pytest.raises(errors.DirectoryLocked):
+        RealStorage(str(tmp_path)).lock()
+    storage.unlock()
+    (tmp_path / ".lock").write_text("12345678901\n")
+    storage.lock()
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    storage.unlock()

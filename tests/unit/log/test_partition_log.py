@@ -453,7 +453,7 @@ def test_index_cache_is_bounded(bench: Make) -> None:
     b.fill(60)
     for start in (0, 30, 10, 50, 0):
         assert b.values(start) == list(range(start, 60))
-    assert cache._bytes <= 200
+    assert sum(each.nbytes() for each in cache._entries.values()) <= 200
 
 
 # -- look-ups --------------------------------------------------------------------------------------
