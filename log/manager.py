@@ -81,7 +81,6 @@ class LogManager:
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._checkpointing = asyncio.Lock()
         #: Logs being cut or begun anew: a recovery point found before that is void (M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
@@ -476,21 +475,21 @@ class LogManager:
         if found is not None:
             found[1].high_watermarks[key] = offset
 
-    async def checkpoint(self, *, expire: bool = True) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED); `expire`: silent producers go.
+    async def checkpoint(self, directory: Directory | None = None, *, expire: bool = True) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED) of `directory`, or of all, one
+        after another; `expire`: silent producers go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
         the rolls. Raises the first storage error, after every directory had its turn (M4)."""
         now_ms = self._world.clock.wall_ms() if expire else 0  # when nobody was silent yet
         problems: list[Exception] = []
-        async with self._checkpointing:
-            for directory in self.directories:
-                if directory.failed is not None:
-                    continue
-                try:
-                    await self._checkpoint(directory, now_ms)
-                except errors.PkError as error:
-                    problems.append(error)
+        for each in self.directories if directory is None else [directory]:
+            try:
+                async with each.checkpointing:
+                    if each.failed is None:
+                        await self._checkpoint(each, now_ms)
+            except errors.PkError as error:
+                problems.append(error)
         if problems:
             raise problems[0]
 
