@@ -1,0 +1,74 @@
+"""Replicas that nothing would move again: each was out of its ISR, or a leader unserved, until the
+next fault.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk.wire import pk_pb2 as wire
+from tests.sim.replication_kit import Kit, written
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def assign(kit: Kit, topic: str, *replicas: int) -> None:
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
+    reply = kit.ask(request)
+    assert not reply.results[0].HasField("error"), reply
+
+
+def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -> None:
+    """KIP-903: what is confirmed on it counts for nobody who may join."""
+    kit = make(5, brokers=4, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 50)
+    leader, other, n = kit.state("t").replicas
+    fourth = ({1, 2, 3, 4} - {leader, other, n}).pop()
+    kit.sim.network.cut(f"b{n}", "controller")
+    kit.until(lambda: n not in kit.state("t").isr)
+    assign(kit, "t", leader, other, fourth)
+    kit.until(lambda: kit.state("t").replicas == (leader, other, fourth))
+    kit.ask(wire.UnregisterBrokerRequest(broker_id=n))
+    fetcher = kit.replica(n, "t").replica.fetcher
+    known = fetcher._session
+    for ends in ((n, leader), (leader, n)):  # who connects is four seconds at it
+        kit.sim.network.link(f"b{ends[0]}", f"b{ends[1]}").delay_us = (1_000_000, 1_000_000)
+    fetcher._stream.close()
+    kit.until(lambda: fetcher._stream is None)
+    kit.wait(300)
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.until(lambda: kit.brokers[n].core.link.broker_epoch > known[1])
+    assign(kit, "t", leader, other, n)
+    kit.until(lambda: fetcher._stream is not None and bool(fetcher._replicas))
+    assert fetcher._session == fetcher._wanted_session() != known
+    kit.until(lambda: n in kit.state("t").isr)
+
+
+def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
+    """What comes in while the logs are closed would be written beside that."""
+    kit = make(6, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=1)
+    written(kit, "t", 50)
+    leader, _, n = kit.state("t").replicas
+    core = kit.brokers[n].core
+    release = kit.hold_metadata(n)
+    kit.wait(2_500)  # the poll under way ends
+    kit.kill(leader)
+    kit.until(lambda: kit.state("t").leader not in (-1, leader))
+    close = core.replicas.close
+
+    async def close_and_hear() -> None:
+        await close()
+        release()  # of the next leader, of whom nothing was fetched yet
+        await core.clock.sleep_ms(100)
+
+    core.replicas.close = close_and_hear
+    task = kit.sim.spawn(f"b{n}", kit.brokers[n].close())
+    kit.until(task.done)
+    task.result()
+    assert list(core.replicas._fetchers) == [leader]
+    assert all(each._run_task.done() for each in core.replicas._fetchers.values())
