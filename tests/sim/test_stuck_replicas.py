@@ -72,3 +72,36 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
     task.result()
     assert list(core.replicas._fetchers) == [leader]
     assert all(each._run_task.done() for each in core.replicas._fetchers.values())
+
+
+def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -> None:
+    """P1 of replica_fetch.py: it comes late, and a log at rest says nothing a second time."""
+    kit = make(7, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 50)
+    at, _, n = kit.state("t").replicas
+    leader, partition = kit.replica(at, "t").leader, kit.replica(n, "t")
+    replica: Any = partition.replica
+    fetcher, replicas = replica.fetcher, kit.brokers[n].core.replicas
+    state = kit.brokers[n].core.follower.image.partition(partition.key)
+    kit.sim.network.cut(f"b{n}", "controller")
+    kit.until(lambda: n not in leader.isr)
+    link = kit.sim.network.link(f"b{n}", f"b{at}")
+    delay_us, link.delay_us = link.delay_us, (2_000_000, 2_000_000)
+    older = fetcher._stream
+
+    async def again() -> None:
+        replicas.follow(partition, state)
+
+    replicas.leave(partition)  # nobody led, say
+    kit.wait(100)
+    link.delay_us = delay_us
+    older.close()
+    kit.until(kit.sim.spawn(f"b{n}", again()).done)
+    kit.until(lambda: leader.end_of(n) == leader.log_end)
+    assert fetcher._stream is not older
+    kit.wait(3_000)
+    assert n not in leader.isr
+    kit.sim.network.heal(f"b{n}", "controller")
+    kit.wait(10_000)
+    assert n in leader.isr
