@@ -302,6 +302,7 @@ class LogManager:
         error, for each.
         """
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
+        wanted = [new._replace(again=new.again or new.key in self._strays) for new in wanted]
         for new in wanted:
             self._strays.known(new.key)
         taken = [directory for _, directory in self._logs.values()]
