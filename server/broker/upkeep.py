@@ -174,6 +174,8 @@ class Upkeep:
                 continue
             if partition.log.synced_end < partition.log.written_end:
                 await flush(core, partition)
+            else:  # a checkpoint was first, which tells nobody
+                partition.synced(partition.log.synced_end)
             if (
                 partition.settings["flush_on_ack"]
                 and partition.log.synced_end < partition.log.log_end
@@ -217,9 +219,7 @@ class Upkeep:
             core.retain_soon(key)
             return
         core.retain_now.pop(key, None)
-        task = asyncio.get_running_loop().create_task(
-            self._guarded("retention", self.retain(key))
-        )
+        task = asyncio.get_running_loop().create_task(self._guarded("retention", self.retain(key)))
         visits[key] = task
         task.add_done_callback(lambda _: visits.pop(key))
 

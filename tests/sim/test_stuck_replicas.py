@@ -6,8 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from pk.log import batch as batches
+from pk.log import columns
+from pk.server.broker.partition import Ticket
+from pk.server.replication.leader import ACKS_ALL
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, written
 
@@ -105,3 +111,45 @@ def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -
     kit.sim.network.heal(f"b{n}", "controller")
     kit.wait(10_000)
     assert n in leader.isr
+
+
+def test_what_a_checkpoint_flushed_counts_when_flush_on_ack_is_switched_on(make: Any) -> None:
+    """L2: a checkpoint tells nobody how far it came, and the next append may never be."""
+    kit = make(8, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 20)
+    at, *others = kit.state("t").replicas
+    partition = kit.replica(at, "t")
+    log, leader = partition.log, partition.leader
+    assert leader is not None
+    for n in others:
+        kit.sim.network.cut(f"b{at}", f"b{n}")
+    rows = pa.RecordBatch.from_pydict({"value": pa.array([b"last"], pa.binary())})
+    ((header, raw),) = batches.iter_batches(b"".join(columns.encode(rows, default_timestamp=0)))
+
+    async def appended() -> None:
+        partition.append(header, raw, NONE, 0, Ticket(None, 1, 0, ACKS_ALL, 0))
+        await partition.lane.idle()
+
+    kit.until(kit.sim.spawn(f"b{at}", appended()).done)
+    kit.until(lambda: kit.state("t").isr == (at,))
+    end = log.written_end
+    assert leader.high_watermark == end - 1
+
+    async def flushed_by_a_checkpoint() -> None:
+        if log.roll():  # as a leader whose checkpointed watermark is old finds its log
+            partition.lane.submit(partition, 0)
+        await partition.lane.idle()
+        await kit.brokers[at].core.manager.checkpoint()
+
+    kit.until(kit.sim.spawn(f"b{at}", flushed_by_a_checkpoint()).done)
+    assert leader._synced_end < log.synced_end == log.written_end
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["flush_on_ack"] = "true"
+    reply = kit.ask(request)
+    assert not reply.results[0].HasField("error"), reply
+    for n in others:
+        kit.sim.network.heal(f"b{at}", f"b{n}")
+    kit.wait(5_000)
+    assert leader.high_watermark == log.written_end == end, "without another append"
