@@ -118,8 +118,8 @@ async def homes(
     for path, new in wanted.items():
         home = standing.get(path)
         if home is None and new.again and lost:
-            where, (root, failure) = f"{new.tp} is in no directory that works", lost[0]
-            told = f"{where}, so it is taken to be in {root}, which failed: {failure}"
+            where, (root, why) = f"{new.tp} is in no directory that works", lost[0]
+            told = f"{where}, so it is taken to be in {root}, which failed: {why}"
             chosen.append(errors.StorageFailed(told, directory=root))
             continue
         if home is None:

@@ -11,7 +11,6 @@ the segments"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -60,8 +59,6 @@ class Directory:
     failure: Exception | None = None  #: why it could not be opened
     #: Partitions that could not be opened, and may yet be: nobody has looked at their tails.
     unrepaired: dict[PartitionKey, None] = field(default_factory=dict)
-    #: Held by a checkpoint that is under way: sealed segments are flushed by one at a time.
-    checkpointing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def failed(self) -> Exception | None:

@@ -81,6 +81,7 @@ class LogManager:
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
         #: Logs being cut or begun anew: a recovery point found before that is void (M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
@@ -486,7 +487,7 @@ class LogManager:
         problems: list[Exception] = []
         for each in self.directories if directory is None else [directory]:
             try:
-                async with each.checkpointing:
+                async with self._checkpointing[id(each.disk)]:
                     if each.failed is None:
                         await self._checkpoint(each, now_ms)
             except errors.PkError as error:
