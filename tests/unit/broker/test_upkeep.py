@@ -337,6 +337,21 @@ def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) 
     rig.run(story)
 
 
+def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    partition = rig.partition(flush_ms=500)
+
+    async def story() -> None:
+        follows(partition)
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)  # what it led with is flushed
+        partition.append_fetched(kit.batch(3, leader_epoch=0), 0)
+        await rig.mine.clock.sleep_ms(1_500)
+        assert partition.log.synced_end == 3
+        await upkeep.close()
+
+    rig.run(story)
+
+
 def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep: Upkeep) -> None:
     """They are due together, and none of them is asked for again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
