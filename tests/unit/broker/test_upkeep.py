@@ -352,6 +352,27 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, upkeep: Upkeep) -> None
     rig.run(story)
 
 
+def test_a_disk_that_hangs_holds_up_no_other(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """U4: what is due there first."""
+    known = rig.storage, rig.disk
+    rig.storage = SimStorage("d2", rig.world.random("d2"))
+    rig.disk = SimDisk(rig.storage, rig.mine.clock, rig.world.random("d2/lanes"))
+    hangs, bad = rig.partition(1, flush_ms=400), rig.storage
+    rig.storage, rig.disk = known
+    works = rig.partition(flush_ms=500)
+
+    async def story() -> None:
+        await segments(rig, kit, 1, partition=1)
+        await segments(rig, kit, 1)
+        bad.lag_ms = 3_600_000
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)
+        assert (hangs.log.synced_end, works.log.synced_end) == (0, 1)
+        await upkeep.close()
+
+    rig.run(story)
+
+
 def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep: Upkeep) -> None:
     """They are due together, and none of them is asked for again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
