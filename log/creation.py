@@ -53,7 +53,7 @@ class NewPartition(NamedTuple):
     tp: TopicPartition
     topic_id: str
     config: LogConfig
-    again: bool = False  #: it could not be created, or opened, before
+    again: bool = False  #: it could not be created, or opened, before; or nobody knew it
 
     @property
     def key(self) -> PartitionKey:
@@ -93,26 +93,33 @@ async def homes(
 ) -> list[Directory | errors.PkError]:
     """A directory for each of `wanted`, by path: where it stands (C5), else the one with the fewest
     partitions, then the most free space; or why there is none.  `taken`: the directory of each
-    partition.  Raises the storage's errors.
+    partition.  A directory that fails meanwhile is one that has failed (M4).  Raises
+    `StorageFailed` when no other is left.
     """
-    usable = [each for each in directories if each.failed is None]
-    lost = [each for each in directories if each.failed is not None]
+    lost = [(each.disk.storage.root, each.failed) for each in directories if each.failed]
+    if not lost and len(directories) == 1:
+        return [*directories] * len(wanted)
+    counts = Counter(map(id, taken))
+    usable: list[Directory] = []
+    free: list[int] = []
+    standing: dict[str, Directory] = {}
+    for each in [each for each in directories if each.failed is None]:
+        disk = each.disk
+        try:
+            there = await disk.read(partial(_standing, disk.storage, wanted))
+            standing |= {path: each for path, sure in there.items() if sure or path not in standing}
+            free.append(await disk.read(disk.storage.free_bytes))
+            usable.append(each)
+        except errors.StorageFailed as failure:
+            lost.append((disk.storage.root, failure))
     if not usable:
         raise errors.StorageFailed("every data directory of this broker has failed")
-    if not lost and len(usable) == 1:
-        return [*usable] * len(wanted)
-    counts = Counter(map(id, taken))
-    standing: dict[str, Directory] = {}
-    for each in usable:
-        there = await each.disk.read(partial(_standing, each.disk.storage, wanted))
-        standing |= {path: each for path, sure in there.items() if sure or path not in standing}
-    free = [await each.disk.read(each.disk.storage.free_bytes) for each in usable]
     chosen: list[Directory | errors.PkError] = []
     for path, new in wanted.items():
         home = standing.get(path)
         if home is None and new.again and lost:
-            where, root = f"{new.tp} is in no directory that works", lost[0].disk.storage.root
-            told = f"{where}, so it is taken to be in {root}, which failed: {lost[0].failed}"
+            where, (root, why) = f"{new.tp} is in no directory that works", lost[0]
+            told = f"{where}, so it is taken to be in {root}, which failed: {why}"
             chosen.append(errors.StorageFailed(told, directory=root))
             continue
         if home is None:
@@ -130,8 +137,8 @@ def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str,
         if storage.exists(path):
             try:
                 known = files.read_partition(storage, path)
-            except errors.CorruptLog:
-                known = None
+            except (errors.CorruptLog, errors.StorageFailed):
+                known = None  # its creation will say so
             if known is None or known[0] == new.topic_id:
                 found[path] = known is not None
     return found
@@ -219,7 +226,7 @@ def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
     for new in wanted:
         try:
             known = files.read_partition(site.storage, site.path(new))
-        except errors.CorruptLog:
+        except (errors.CorruptLog, errors.StorageFailed):
             continue  # its creation will say so
         if known is None or known[0] != new.topic_id:
             missing.append(new.key)

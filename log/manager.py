@@ -81,7 +81,7 @@ class LogManager:
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._checkpointing = asyncio.Lock()
+        self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
         #: Logs being cut or begun anew: a recovery point found before that is void (M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
@@ -303,6 +303,7 @@ class LogManager:
         error, for each.
         """
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
+        wanted = [new._replace(again=new.again or new.key in self._strays) for new in wanted]
         for new in wanted:
             self._strays.known(new.key)
         taken = [directory for _, directory in self._logs.values()]
@@ -476,21 +477,21 @@ class LogManager:
         if found is not None:
             found[1].high_watermarks[key] = offset
 
-    async def checkpoint(self, *, expire: bool = True) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED); `expire`: silent producers go.
+    async def checkpoint(self, directory: Directory | None = None, *, expire: bool = True) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED) of `directory`, or of all, one
+        after another; `expire`: silent producers go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
         the rolls. Raises the first storage error, after every directory had its turn (M4)."""
         now_ms = self._world.clock.wall_ms() if expire else 0  # when nobody was silent yet
         problems: list[Exception] = []
-        async with self._checkpointing:
-            for directory in self.directories:
-                if directory.failed is not None:
-                    continue
-                try:
-                    await self._checkpoint(directory, now_ms)
-                except errors.PkError as error:
-                    problems.append(error)
+        for each in self.directories if directory is None else [directory]:
+            try:
+                async with self._checkpointing[id(each.disk)]:
+                    if each.failed is None:
+                        await self._checkpoint(each, now_ms)
+            except errors.PkError as error:
+                problems.append(error)
         if problems:
             raise problems[0]
 

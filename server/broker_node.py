@@ -262,9 +262,11 @@ class BrokerNode:
         core.close_timers()
         if self._upkeep is not None:
             await self._upkeep.close()
+        if hasattr(core, "follower"):  # first: what it hears of would begin to fetch again
+            await core.follower.close()
         await core.isr_changes.close()
         await core.replicas.close()
-        for part in ("follower", "link", "tier"):
+        for part in ("link", "tier"):
             if hasattr(core, part):
                 await getattr(core, part).close()
         await core.close_tasks()

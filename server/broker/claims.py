@@ -18,12 +18,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.server.broker.partition import Partition
 from pk.server.controller.image import PartitionState
-from pk.types import Offset, PartitionKey
+from pk.types import Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def agrees(
 
 
 class Claims:
-    """Claims under way, one task each."""
+    """Claims under way, and what is to be told of them, one task each."""
 
     def __init__(self, core: BrokerCore) -> None:
         self._core = core
@@ -79,6 +80,13 @@ class Claims:
         task = asyncio.get_running_loop().create_task(self._claim(partition, state))
         self._tasks[partition.key] = task
         self._epochs[partition.key] = state.leader_epoch
+        task.add_done_callback(partial(self._ended, partition.key))
+
+    def _ended(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._core.bug("claiming a table", bug)
 
     def give_up(self, partition: Partition) -> None:
         """Another broker leads."""
@@ -88,9 +96,10 @@ class Claims:
 
     def cancel(self, key: PartitionKey) -> bool:
         """The topic or its disk is gone, or a newer epoch claims.  False if there was no claim."""
-        self._epochs.pop(key, None)
         task = self._tasks.pop(key, None)
-        return task is not None and task.cancel()
+        if task is not None:
+            task.cancel()
+        return self._epochs.pop(key, None) is not None
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -117,14 +126,13 @@ class Claims:
                 core.bug("claiming a table", bug)
             await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
             backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
-        self._tasks.pop(partition.key, None)
         self._epochs.pop(partition.key, None)
         partition.problem = None
         now = core.follower.image.partition(partition.key)
         if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
             return  # K1: the follower reacts to the newer epoch
         core.follower.take_office(partition, now)
-        await self._tell_recovered(partition, now)
+        await self._tell_recovered(partition, state.leader_epoch)
 
     async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
         log = partition.log
@@ -135,9 +143,8 @@ class Claims:
         local_start = log.segments[0].base_offset
         epoch = log.epochs.epoch_of(table.end - 1)
         if agrees(log.written_end, epoch, table, local_start=local_start, log_start=before):
-            log.log_start = start
+            await self._core.manager.move_log_starts({partition.key: start})
             log.tiered_end = log.droppable_end = table.end
-            await self._core.manager.checkpoint_log_starts()
             return
         self._core.warn(
             "tier_wins",
@@ -160,23 +167,31 @@ class Claims:
         await manager.start_anew(partition.key, max(end, start), log_start=start)
         log.tiered_end = log.droppable_end = end
 
-    async def _tell_recovered(self, partition: Partition, state: PartitionState) -> None:
-        """K3; lost on the way it is told again by the next unclean election only, which is
-        harmless.
+    async def _tell_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
+        """K3; again until the metadata log has it, or another epoch: until then the leader counts
+        as one that waits for its table, and is not moved.
         """
-        request = wire.AlterPartitionRequest(
-            broker_id=self._core.node_id, broker_epoch=self._core.link.broker_epoch
-        )
-        request.items.add(
-            topic_id=partition.key.topic_id,
-            partition=partition.key.partition,
-            leader_epoch=state.leader_epoch,
-            partition_epoch=state.partition_epoch,
-            new_isr=state.isr,
-            isr_broker_epochs=[self._core.link.broker_epoch] * len(state.isr),
-            recovered=True,
-        )
-        try:
-            await self._core.link.call(request, ALTER_TIMEOUT_MS)
-        except errors.PkError as error:
-            self._core.warn("recovered_not_told", partition=str(partition), error=error.message)
+        core, key = self._core, partition.key
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            now = core.follower.image.partition(key)
+            if now is None or not now.unclean or partition.leader_epoch != leader_epoch:
+                return
+            request = wire.AlterPartitionRequest(
+                broker_id=core.node_id, broker_epoch=core.link.broker_epoch
+            )
+            request.items.add(
+                topic_id=key.topic_id,
+                partition=key.partition,
+                leader_epoch=leader_epoch,
+                partition_epoch=now.partition_epoch,
+                new_isr=now.isr,
+                isr_broker_epochs=[core.link.broker_epoch] * len(now.isr),
+                recovered=True,
+            )
+            try:
+                await core.link.call(request, ALTER_TIMEOUT_MS)
+            except errors.PkError as error:
+                core.warn("recovered_not_told", partition=str(partition), error=error.message)
+            await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
+            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])

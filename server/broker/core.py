@@ -184,13 +184,12 @@ class BrokerCore:
     def partition_moved(self, partition: Partition) -> None:
         """Its bounds, epoch or settings changed: the tier hears of it, the checkpoint will know."""
         self.manager.set_high_watermark(partition.key, partition.high_watermark)
-        if partition.leader is not None:
-            if partition.tiered:
-                self.feed.touch(partition.key)
-                self.feed_moved.set()
-            flush_ms = partition.settings["flush_ms"]
-            if flush_ms < settings.DAY_MS and partition.key not in self.flushes:
-                self.flushes.set(partition.key, self.clock.monotonic_ms() + flush_ms)
+        if partition.leader is not None and partition.tiered:
+            self.feed.touch(partition.key)
+            self.feed_moved.set()
+        flush_ms = partition.settings["flush_ms"]  # a replica's power may be lost, too
+        if flush_ms < settings.DAY_MS and partition.key not in self.flushes:
+            self.flushes.set(partition.key, self.clock.monotonic_ms() + flush_ms)
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
         """B3: every partition of that directory goes offline; of a full one, this one alone."""

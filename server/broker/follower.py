@@ -445,9 +445,8 @@ class MetadataFollower:
 
     def _flush_if_asked(self, partition: Partition) -> None:
         """Under `flush_on_ack` nothing counts that is not SYNCED (L2), on leader and followers."""
-        log = partition.log
-        if partition.settings["flush_on_ack"] and log.synced_end < log.log_end:
-            self._core.flushes.set(partition.key, 0)
+        if partition.settings["flush_on_ack"]:
+            self._core.flushes.set(partition.key, 0)  # or a checkpoint did it, and told nobody
 
     # -- partitions ------------------------------------------------------------------------------
 

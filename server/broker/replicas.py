@@ -299,6 +299,9 @@ class LeaderFetcher:
             stream, _ = await open_stream(
                 self.core.world.network, session[0], StreamKind.FETCH, self.core.hello
             )
+        if session != self._wanted_session():  # there was no stream yet when that was heard
+            stream.close()
+            return
         self._stream, self._session = stream, session
         self._positions.clear()
         self._confirm.clear()

@@ -3,7 +3,8 @@ P6).
 
 World-generic.  A tick looks at the partitions whose turn it is: each is visited once per
 `log_retention_check_interval_ms`, spread over the ticks of that interval, so that no tick costs
-more because there are more partitions than it must.
+more because there are more partitions than it must.  What needs a disk is done beside the tick, one
+job of a kind at a time for each directory; what comes due meanwhile waits for the next.
 
 Retention of a partition, in this order (rules T6, T9, L10)
   1. what may go: segments older or larger than the topic allows; for a tiered topic also the
@@ -22,6 +23,8 @@ Invariants
   U2  one partition's failure neither stops the wheel nor the others' retention
   U3  what a leader decides, only a leader carries out: when the tier has answered another one may
       lead, and the log be cut in its lane, where a segment that is begun meanwhile stays as a hole
+  U4  no tick waits for a disk or a store: one that hangs must not keep a dead follower in the ISR,
+      on whose word the partitions of every other directory wait; nor do other directories' jobs
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.log.plan import RetentionPlan
+from pk.log.storage import Disk
 from pk.server.broker.clock_guard import ClockGuard
 from pk.server.broker.partition import Partition
 from pk.types import NONE, Offset, PartitionKey
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 TICK_MS = 250
 GAUGES_MS = 5_000
-#: Partitions whose retention is under way at once.
+#: Partitions of one directory whose retention is under way at once.
 VISITS_MAX = 16
 
 
@@ -58,9 +62,15 @@ class Upkeep:
         )
         self._queue: deque[PartitionKey] = deque()
         self._credit = 0.0  #: visits the wheel owes
-        #: (due, partition, job): renamed segments that wait for their delay
-        self._doomed: deque[tuple[int, Partition, Callable[[], None]]] = deque()
-        self._visits: dict[PartitionKey, asyncio.Task[None]] = {}
+        #: (due, job): renamed segments that wait for their delay
+        self._doomed: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
+        self._unflushed: dict[Disk, dict[PartitionKey, None]] = {}  #: whose flush is due
+        self._visits: dict[Disk, dict[PartitionKey, asyncio.Task[None]]] = {}
+        self._jobs: dict[tuple[str, Disk], asyncio.Task[None]] = {}  #: U4
+        self._checkpoint_at = (
+            clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
+        )
+        self._gauges_at = 0
         self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
         self._led_all = 0  #: how many they were when the round began
         self._turns = 0.0
@@ -70,35 +80,49 @@ class Upkeep:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._task, *self._visits.values()) if task is not None]
+        visits = [task for each in self._visits.values() for task in each.values()]
+        tasks = [*visits, *self._jobs.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        core = self._core
-        clock = core.clock
-        checkpoint_at = (
-            clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
-        )
-        gauges_at = 0
+        clock = self._core.clock
         while True:
             await clock.sleep_ms(TICK_MS)
-            now_ms = clock.monotonic_ms()
-            trusted = self.guard.observe(clock.wall_ms(), now_ms)
-            core.metrics.clock_alert.set(0 if trusted else 1)
-            core.metrics.clock_step.set(self.guard.stepped_ms)
-            await self._guarded("flush", self._flush_due(now_ms))
-            await self._guarded("removing segments", self._remove_doomed(now_ms))
-            self._consider_followers()
-            core.notice_failed_directories()
-            self._turn_wheel()
-            if now_ms >= checkpoint_at:
-                checkpoint_at = now_ms + core.server["log_flush_offset_checkpoint_interval_ms"]
-                await self._guarded("checkpoint", core.manager.checkpoint(expire=trusted))
-            if now_ms >= gauges_at:
-                gauges_at = now_ms + GAUGES_MS
-                await self._guarded("gauges", self._gauges())
+            try:
+                self._tick(clock.monotonic_ms())
+            except Exception as bug:  # U2
+                self._core.bug("upkeep", bug)
+
+    def _tick(self, now_ms: int) -> None:
+        """U4: nothing here waits."""
+        core = self._core
+        trusted = self.guard.observe(core.clock.wall_ms(), now_ms)
+        core.metrics.clock_alert.set(0 if trusted else 1)
+        core.metrics.clock_step.set(self.guard.stepped_ms)
+        self._flush_due(now_ms)
+        self._remove_doomed(now_ms)
+        self._consider_followers()
+        core.notice_failed_directories()
+        self._turn_wheel()
+        if now_ms >= self._checkpoint_at:
+            interval_ms = core.server["log_flush_offset_checkpoint_interval_ms"]
+            self._checkpoint_at = now_ms + interval_ms
+            for each in core.manager.directories:
+                work = partial(core.manager.checkpoint, each, expire=trusted)
+                self._beside("checkpoint", each.disk, work)
+        if now_ms >= self._gauges_at:
+            self._gauges_at = now_ms + GAUGES_MS
+            self._gauges()
+
+    def _beside(self, what: str, disk: Disk, work: Callable[[], Awaitable[None]]) -> None:
+        """U4: do it beside the tick, unless the last one of its kind is still at it."""
+        job = (what, disk)
+        if job not in self._jobs:
+            task = asyncio.get_running_loop().create_task(self._guarded(what, work()))
+            self._jobs[job] = task
+            task.add_done_callback(lambda _: self._jobs.pop(job))
 
     async def _guarded(self, what: str, work: Awaitable[None]) -> None:
         """U2: storage errors are the partition's, anything else is ours to hear of."""
@@ -131,19 +155,32 @@ class Upkeep:
 
     # -- flush -----------------------------------------------------------------------------------
 
-    async def _flush_due(self, now_ms: int) -> None:
+    def _flush_due(self, now_ms: int) -> None:
         core = self._core
         for key in core.flushes.pop_due(now_ms):
+            partition = core.partitions.get(key)
+            if partition is not None:
+                self._unflushed.setdefault(partition.lane.disk, {})[key] = None
+        for disk, due in self._unflushed.items():
+            if due:
+                self._beside("flush", disk, partial(self._flush, disk))
+
+    async def _flush(self, disk: Disk) -> None:
+        core = self._core
+        due, self._unflushed[disk] = self._unflushed[disk], {}
+        for key in due:
             partition = core.partitions.get(key)
             if partition is None or partition.problem is not None:
                 continue
             if partition.log.synced_end < partition.log.written_end:
                 await flush(core, partition)
+            else:  # a checkpoint was first, which tells nobody
+                partition.synced(partition.log.synced_end)
             if (
                 partition.settings["flush_on_ack"]
                 and partition.log.synced_end < partition.log.log_end
             ):
-                core.flushes.set(key, now_ms)  # what was decided before that was asked for
+                core.flushes.set(key, core.now_ms)  # what was decided before that was asked for
 
     # -- retention -------------------------------------------------------------------------------
 
@@ -152,34 +189,39 @@ class Upkeep:
         return None if self.guard.alert else self._core.clock.wall_ms()
 
     def _turn_wheel(self) -> None:
-        """Start the visits that are due; a dead store holds VISITS_MAX of them, nothing else."""
+        """Start the visits that are due."""
         core = self._core
         for key in list(core.retain_now):
-            if len(self._visits) >= VISITS_MAX:
-                return
-            if key not in self._visits:
-                del core.retain_now[key]
-                self._visit(key)
+            self._visit(key)
         if not self._queue:
             self._queue.extend(core.partitions)
             self._credit = 0.0
         interval_ms = core.server["log_retention_check_interval_ms"]
         owed = self._credit + len(core.partitions) * TICK_MS / interval_ms
         self._credit = min(owed, float(len(core.partitions)))
-        while self._credit >= 1 and self._queue and len(self._visits) < VISITS_MAX:
+        while self._credit >= 1 and self._queue:
             self._credit -= 1
-            key = self._queue.popleft()
-            if key not in self._visits:
-                self._visit(key)
+            self._visit(self._queue.popleft())
 
     def _visit(self, key: PartitionKey) -> None:
-        visit = self._guarded("retention", self.retain(key))
-        task = asyncio.get_running_loop().create_task(visit)
-        self._visits[key] = task
-        task.add_done_callback(lambda _: self._visited(key))
-
-    def _visited(self, key: PartitionKey) -> None:
-        self._visits.pop(key, None)
+        """Or later, when its directory has room: a disk that hangs, and a dead store, hold
+        VISITS_MAX of each directory, nothing else (U4).
+        """
+        core = self._core
+        partition = core.partitions.get(key)
+        if partition is None:
+            core.retain_now.pop(key, None)
+            return
+        visits = self._visits.setdefault(partition.lane.disk, {})
+        if key in visits:
+            return
+        if len(visits) >= VISITS_MAX:
+            core.retain_soon(key)
+            return
+        core.retain_now.pop(key, None)
+        task = asyncio.get_running_loop().create_task(self._guarded("retention", self.retain(key)))
+        visits[key] = task
+        task.add_done_callback(lambda _: visits.pop(key))
 
     async def retain(self, key: PartitionKey) -> None:
         """One visit to one partition."""
@@ -297,19 +339,25 @@ class Upkeep:
         partition.bounds_moved()
         await partition.lane.disk.write(rename)
         due = core.clock.monotonic_ms() + log.config.file_delete_delay_ms
-        self._doomed.append((due, partition, remove))
+        self._doomed.setdefault(partition.lane.disk, deque()).append((due, remove))
 
-    async def _remove_doomed(self, now_ms: int) -> None:
-        for _ in range(len(self._doomed)):
-            due, partition, remove = self._doomed.popleft()
+    def _remove_doomed(self, now_ms: int) -> None:
+        for disk, doomed in self._doomed.items():
+            if any(due <= now_ms for due, _ in doomed):
+                self._beside("removing segments", disk, partial(self._remove, disk, now_ms))
+
+    async def _remove(self, disk: Disk, now_ms: int) -> None:
+        doomed = self._doomed[disk]
+        for _ in range(len(doomed)):
+            due, remove = doomed.popleft()
             if due > now_ms:
-                self._doomed.append((due, partition, remove))
+                doomed.append((due, remove))
                 continue
-            await partition.lane.disk.write(remove)
+            await disk.write(remove)
 
     # -- gauges ----------------------------------------------------------------------------------
 
-    async def _gauges(self) -> None:
+    def _gauges(self) -> None:
         core, metrics = self._core, self._core.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
         under = under_min = replica_lag = 0
@@ -349,10 +397,15 @@ class Upkeep:
         metrics.parked.set(len(core.purgatory))
         metrics.in_contact.set(core.link.in_contact())
         for lane in core.lanes():
-            root = lane.disk.storage.root
-            metrics.write_queue.labels(root).set(lane.queued_bytes)
-            storage = lane.disk.storage
-            metrics.free.labels(root).set(0 if storage.failed else storage.free_bytes())
+            disk = lane.disk
+            metrics.write_queue.labels(disk.storage.root).set(lane.queued_bytes)
+            self._beside("free space", disk, partial(self._measure, disk))
+
+    async def _measure(self, disk: Disk) -> None:
+        """A file system that is away may hang here, too: not on the loop (U4)."""
+        storage = disk.storage
+        free = 0 if storage.failed else await disk.read(storage.free_bytes)
+        self._core.metrics.free.labels(storage.root).set(free)
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:

@@ -94,12 +94,19 @@ class ReplicaEnd:
                 self._confirm(key, position, item.log_end, item.log_start)
 
     def forgotten(self, keys: list[PartitionKey]) -> None:
-        """It does not follow these any more."""
+        """It does not follow these any more: not as it did on this stream.  On a newer one it may
+        do so again, and at rest would not be heard a second time (P1).
+        """
         for key in keys:
-            self._compared.pop(key, None)
+            position = self._compared.pop(key, None)
             partition = self._core.partitions.get(key)
             leader = None if partition is None else partition.leader
-            if leader is not None and leader.broker_epoch_of(self.replica) == self.broker_epoch:
+            if (
+                position is not None
+                and leader is not None
+                and leader.broker_epoch_of(self.replica) == self.broker_epoch
+                and leader.is_newest(self.replica, self.broker_epoch, position.position_id)
+            ):
                 leader.on_follower_gone(self.replica)
 
     def _heard_of(self, key: PartitionKey) -> int:

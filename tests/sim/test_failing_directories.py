@@ -95,3 +95,28 @@ def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
     kit.until(lambda: all(kit.in_sync(name) for name in names))
     for name in names:
         assert len({kit.content(each, name) for each in (1, 2, 3)}) == 1
+
+
+def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Houses) -> None:
+    """U4 of upkeep.py: only its leader sees that a follower stands still, and what the leader's
+    other directory has to say waits for that, but for no disk.
+    """
+    names = [f"t{number}" for number in range(6)]
+    for name in names:
+        kit.create(name, min_insync_replicas=2, flush_ms=200)
+    n = kit.state("t0").leader
+    led = [name for name in names if kit.state(name).leader == n]
+    on_second = [name for name in led if kit.lies_on_second(n, name)]
+    assert 0 < len(on_second) < len(led)
+    for name in on_second:
+        Ledger(kit, name).more(10)  # there is something to flush
+    kit.second[n].lag_ms = 3_600_000
+    follower = next(each for each in (1, 2, 3) if each != n)
+    kit.sim.network.cut(f"b{n}", f"b{follower}")
+    there = [name for name in led if name not in on_second]
+    for name in there:
+        Ledger(kit, name)
+    kit.wait(10_000)
+    assert all(follower not in kit.state(name).isr for name in there)
+    for name in there:
+        Ledger(kit, name).more(20)

@@ -62,7 +62,9 @@ class Manager:
     def high_watermark(self, key: PartitionKey) -> int:
         return self.watermarks.get(key, 0)
 
-    async def checkpoint(self, *, expire: bool = True) -> None: ...
+    async def checkpoint(
+        self, directory: Directory | None = None, *, expire: bool = True
+    ) -> None: ...
 
     async def checkpoint_log_starts(self) -> None:
         self.log_start_checkpoints += 1

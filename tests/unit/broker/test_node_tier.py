@@ -250,6 +250,40 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
         assert not state.unclean  # the controller heard that it recovered
 
 
+def test_a_recovery_that_is_not_heard_is_told_again(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """K3: until then no preferred leader takes over from it."""
+    cluster = make_cluster(3, tier_url="memory://tier")
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 12))
+    partition = partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: partition.tiered_end == 12)
+    cluster.world.kill("tier")
+    cluster.kill("broker", "d1", power=True)
+    cluster.boot = "boot-after"
+    cluster.start_broker()
+    served = partition_of(cluster, topic_id)
+    core = cluster.broker.core
+    call, lost = core.link.call, []
+
+    async def lossy(request: Any, timeout_ms: int) -> Any:
+        if isinstance(request, wire.AlterPartitionRequest) and len(lost) < 2:
+            lost.append(request)
+            raise errors.ControllerUnavailable("lost")
+        return await call(request, timeout_ms)
+
+    core.link.call = lossy
+    cluster.start_tier()
+    cluster.world.run_until(lambda: served.leader is not None)
+    assert core.follower.image.partition(served.key).unclean
+    cluster.world.run_until(lambda: not core.follower.image.partition(served.key).unclean)
+    assert len(lost) == 2
+    cluster.world.run_until(lambda: not core.follower.claims._tasks)
+
+
 def test_tier_wins_for_every_partition_of_a_topic(
     make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def test_expired_segments_go_and_log_start_is_durable_first(
         names = rig.storage.list("topics/t-0")
         assert sum(name.endswith(".log.deleted") for name in names) == 3
         await rig.mine.clock.sleep_ms(1_500)
-        await upkeep._remove_doomed(rig.mine.clock.monotonic_ms())
+        upkeep._remove_doomed(rig.mine.clock.monotonic_ms())
+        await asyncio.gather(*upkeep._jobs.values())
         assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
 
     rig.run(story)
@@ -330,6 +332,42 @@ def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) 
         upkeep.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    partition = rig.partition(flush_ms=500)
+
+    async def story() -> None:
+        follows(partition)
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)  # what it led with is flushed
+        partition.append_fetched(kit.batch(3, leader_epoch=0), 0)
+        await rig.mine.clock.sleep_ms(1_500)
+        assert partition.log.synced_end == 3
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_disk_that_hangs_holds_up_no_other(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+    """U4: what is due there first."""
+    known = rig.storage, rig.disk
+    rig.storage = SimStorage("d2", rig.world.random("d2"))
+    rig.disk = SimDisk(rig.storage, rig.mine.clock, rig.world.random("d2/lanes"))
+    hangs, bad = rig.partition(1, flush_ms=400), rig.storage
+    rig.storage, rig.disk = known
+    works = rig.partition(flush_ms=500)
+
+    async def story() -> None:
+        await segments(rig, kit, 1, partition=1)
+        await segments(rig, kit, 1)
+        bad.lag_ms = 3_600_000
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)
+        assert (hangs.log.synced_end, works.log.synced_end) == (0, 1)
         await upkeep.close()
 
     rig.run(story)

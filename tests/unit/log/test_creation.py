@@ -345,6 +345,51 @@ def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
     run(main)
 
 
+def test_a_disk_that_fails_while_homes_are_sought_is_no_home() -> None:
+    """M4: the others are created elsewhere, also those that nobody would try again."""
+
+    async def main() -> None:
+        house = House(2)
+        bad = house.storages[0]
+        manager = await house.opened()
+
+        def gone() -> int:
+            bad.failed = errors.StorageFailed("gone")
+            raise bad.failed
+
+        bad.free_bytes = gone  # type: ignore[method-assign]
+        outcomes = await manager.create_all(wanted(3))
+        assert len(logs_of(outcomes)) == 3
+        assert {manager.disk_of(new.key).storage.root for new in wanted(3)} == {"/d1"}
+        (tried,) = await manager.create_all([wanted(4)[3]._replace(again=True)])
+        assert isinstance(tried, errors.StorageFailed)
+
+    run(main)
+
+
+def test_what_cannot_be_read_where_it_stands_does_not_begin_anew_elsewhere() -> None:
+    """C5: nobody knows whose identity that is."""
+
+    async def main() -> None:
+        house = House(2)
+        bad = house.storages[0]
+        manager = await house.opened()
+        await manager.create_all(wanted(1))
+        await manager.close()
+        manager = await house.begun()
+
+        def broken(operation: str, path: str) -> Exception | None:
+            hit = operation == "read" and path.startswith("topics/t-0/")
+            return errors.StorageFailed("broken") if hit else None
+
+        bad.fault = broken
+        assert len(await manager.load(lambda topic_id, tp: CONFIG)) == 1
+        outcomes = await manager.create_all(wanted(3))
+        assert [type(each) for each in outcomes] == [errors.StorageFailed, *[PartitionLog] * 2]
+
+    run(main)
+
+
 def test_a_damaged_identity_is_one_partitions_matter() -> None:
     async def main() -> None:
         house = House()

@@ -83,6 +83,28 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
     run(main)
 
 
+def test_a_stray_in_a_directory_that_failed_since_does_not_begin_anew() -> None:
+    """C5 of creation.py: its records are there."""
+
+    async def main() -> None:
+        house = House(disks=2)
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 30)
+        home = manager.disk_of(KEY).storage
+        await manager.close()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        home.failed = errors.StorageFailed("gone")
+        (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
+        assert isinstance(outcome, errors.StorageFailed)
+        home.failed = None
+        await again.close()
+
+    run(main)
+
+
 def test_a_stray_that_cannot_be_opened_yet_is_tried_again_where_it_stands() -> None:
     """Rule Q2: a full disk; anywhere else it would begin without its records, and be the one."""
 
