@@ -89,6 +89,7 @@ class Model:
         self.bench = Bench()
         self.now_ms = self.number = self.ids = 0
         self.committed: dict[PartitionKey, list[Record]] = {}
+        self.since: dict[PartitionKey, list[int]] = {}  #: the epoch that committed each of them
         self.given_up: dict[PartitionKey, int] = {}  #: the newest unclean epoch that somebody led
         self.led: dict[tuple[PartitionKey, int], int] = {}
         self.late: list[Callable[[], None]] = []  #: messages on their way
@@ -264,8 +265,10 @@ class Model:
         committed = self.committed.get(key, [])
         if state.unclean_epoch > self.given_up.get(key, NONE):
             committed = self.committed[key] = committed[: same(committed, part.log)]
+            del self.since.get(key, [])[len(committed) :]
             self.given_up[key] = state.unclean_epoch
-        earlier = [record for record in committed if record[0] < state.leader_epoch]
+        before = sum(epoch < state.leader_epoch for epoch in self.since.get(key, []))
+        earlier = committed[:before]  # what a later one committed, who comes late need not have
         assert part.log[: len(earlier)] == earlier, ("lost", n, key, state)
 
     def commit(self, key: PartitionKey, part: Part) -> None:
@@ -280,6 +283,8 @@ class Model:
             assert same(mine, known) == min(len(mine), len(known)), ("two histories", key)
             if len(mine) > len(known):
                 self.committed[key] = mine
+                since = self.since.setdefault(key, [])
+                since += [leader.leader_epoch] * (len(mine) - len(since))
 
     def beat(self, n: int) -> None:
         node, me = self.nodes[n], self.image.brokers.get(n)
