@@ -1,9 +1,9 @@
 """A whole controller and brokers that lag behind it: topics come, grow and go, and decisions that
 take many steps have other commands between their steps.
 
-The brokers lead with the production `Leader` and keep what logs may keep: a process death takes
+Brokers lead with the production `Leader` and keep what logs may keep: a process death takes
 nothing, a power loss a part, a directory that is gone all that was in it.  `Model.trace` tells a
-history; `python -c` with a seed replays it.  What must hold is asserted on the way and in `heal`.
+history, which its seed repeats.  What must hold is asserted on the way and in `heal`.
 """
 
 from __future__ import annotations
@@ -198,6 +198,10 @@ class Model:
         node, rng = self.nodes[n], self.rng
         self.say("stop", n, how)
         node.alive = node.draining = node.registering = False
+        self.todo = [  # its stream broke: nobody asks for the next step
+            each for each in self.todo
+            if not isinstance(each[0], c.Register | c.Beat) or each[0].request.broker_id != n
+        ]  # fmt: skip
         for part in node.parts.values():
             part.leader = None
             if how == "power":
