@@ -160,6 +160,7 @@ class AdminClient(QuorumCalls):
     ) -> list[TopicResult]:
         """Create topics, each by itself: look at each result's `error`."""
         request = wire.CreateTopicsRequest(validate_only=validate_only)
+        request.request_id = self._cluster.world.new_id()  # it may be asked again
         for topic in topics:
             request.topics.add(
                 name=topic.name, partitions=topic.partitions,

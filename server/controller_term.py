@@ -10,7 +10,12 @@ Invariants
   T1  a term serves only after everything in the log it began with is committed and applied
   T2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
   T3  what a former term left undone (elections, sweeps in steps) is taken up: its cause is still
-      there, and elections are tried for every leaderless partition when a term begins
+      there, and elections are tried for every leaderless partition when a term begins, and the end
+      of every reassignment
+  T4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
+      nothing is answered at once.  It says nothing that is not committed: that a registration
+      stands and is not fenced.  That no other controller can have fenced it is not the commit's to
+      show but the lease's (`in_touch`), asked in the same turn
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.effects import Effect, Publish
-from pk.server.controller import commands, leaders
+from pk.server.controller import commands, leaders, reassignments
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
@@ -76,6 +81,7 @@ class Term:
         self._on_fatal = on_fatal
         rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
         self.epoch = metadata.epoch
+        self._metadata = metadata
         self._answered_until_ms = metadata.leadership.answered_until_ms
         self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
             lambda: Controller(rules), metadata, world.clock,
@@ -88,6 +94,8 @@ class Term:
         #: (offset, time): the image had come to `offset` by then; what has waited since is over.
         self._marks: deque[tuple[int, int]] = deque()
         self._over = NONE  #: partitions leaderless since this offset or before have waited
+        self._moves_may_end = True  #: reassignments: fewer in sync may be enough now (T3)
+        self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (T4)
         self._losing: frozenset[PartitionKey] = frozenset()  #: may be elected uncleanly
         self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
         self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
@@ -109,6 +117,14 @@ class Term:
             reply = await self.host.ask(command)
             if not isinstance(reply, More):
                 return reply
+
+    async def _ask_to_end(self, who: NodeId, command: Command) -> Any:
+        """The same; `command` ends the registration of `who`, so its heartbeats wait behind it."""
+        self._ends[who] = self._ends.get(who, 0) + 1
+        try:
+            return await self._ask(command)
+        finally:
+            self._ends[who] -= 1
 
     def _effects(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -191,6 +207,7 @@ class Term:
             try:
                 return await self._ask(commands.AlterConfigs(request))
             finally:  # who asked may be gone by now, and what was decided stands
+                self._moves_may_end = True  # fewer in-sync replicas are enough, perhaps
                 self._try_elections()
 
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
@@ -224,7 +241,8 @@ class Term:
         live = self.sessions.live(request.broker_id, except_stream=stream)
         command = commands.Register(request, live, self._known())
         self._resume(stream, request)
-        reply: wire.RegisterBrokerReply = await self._ask(command)
+        who = request.broker_id
+        reply: wire.RegisterBrokerReply = await self._ask_to_end(who, command)
         now_ms = self._world.clock.monotonic_ms()
         self.sessions.open(request.broker_id, reply.broker_epoch, stream, now_ms)
         self._say("broker_registered", broker=request.broker_id, epoch=reply.broker_epoch)
@@ -250,6 +268,8 @@ class Term:
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         beat = commands.Beat(request, self._known(), retry, unclean)
+        if known and (settled := self._settled(beat)) is not None:
+            return settled
         try:
             reply: wire.BrokerHeartbeatReply = await self._ask(beat)
             return reply
@@ -257,6 +277,21 @@ class Term:
             now = self._image.brokers.get(who)
             if broker is not None and broker.fenced and now is not None and not now.fenced:
                 self._try_elections()  # those that found no room in the decision
+
+    def _settled(self, beat: commands.Beat) -> wire.BrokerHeartbeatReply | None:
+        """T4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
+
+        A metadata disk that stands still stops no broker from serving (R6).
+        """
+        request, image, committed = beat.request, self._image, self._metadata.committed
+        broker = image.brokers[request.broker_id]
+        if image.offset + 1 < committed or broker.changed_offset >= committed or broker.fenced:
+            return None  # replayed again, or not committed yet
+        if self._ends.get(broker.broker_id) or request.offline_replicas:
+            return None  # what comes of it must be committed before it is told
+        decision = self.machine.decide(beat, self._world.clock.wall_ms())
+        reply: wire.BrokerHeartbeatReply = decision.reply
+        return None if decision.records else reply
 
     def _known(self) -> Reports:
         """What brokers have said, as it is now (P3)."""
@@ -309,7 +344,7 @@ class Term:
         if broker is not None and broker.in_controlled_shutdown:
             event, why = "broker_left", "it was shut down in order"
         try:
-            if await self._ask(fence):
+            if await self._ask_to_end(session.broker_id, fence):
                 self._say(event, broker=session.broker_id, why=why)
         except errors.RetriableError as failure:  # the disk is full, say: the next tick tries again
             self.sessions.retry(session)
@@ -341,7 +376,9 @@ class Term:
         self._elections_due_ms = 0
 
     async def _recover(self, now_ms: int) -> None:
-        """R3: elections of leaderless partitions, when something is new or a wait is over."""
+        """R3: elections of leaderless partitions, when something is new or a wait is over; and
+        reassignments that may end.
+        """
         if self._wait_over(now_ms):
             self._try_elections()
         if self._elections_due_ms is None or now_ms < self._elections_due_ms:
@@ -355,13 +392,18 @@ class Term:
         rules, image = self.machine.rules, self._image
         allowed = {name: rules.unclean_enabled(image, name) for name in self._topics_of(waited)}
         self._losing = frozenset(k for k in waited if allowed[image.topics[k.topic_id].name])
-        keys, over = tuple(self.machine.leaderless), frozenset(waited)
+        found, over = dict.fromkeys(self.machine.leaderless), frozenset(waited)
+        if self._moves_may_end:
+            found.update(dict.fromkeys(reassignments.under_way(image)))
+            self._moves_may_end = False
+        keys = tuple(found)
         try:
             for start in range(0, len(keys), CHANGES_MAX):
                 chunk = keys[start : start + CHANGES_MAX]
                 await self._ask(commands.Recover(chunk, over, self._known()))
         except errors.RetriableError as failure:
             self._elections_due_ms = now_ms + RETRY_MS
+            self._moves_may_end = True
             self._say("recovery_failed", why=failure.message)
 
     def _wait_over(self, now_ms: int) -> bool:

@@ -284,20 +284,21 @@ class BrokerCore:
 
     def offline_replicas(self) -> list[wire.FetchPartition]:
         """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9), or
-        made anew while their leader may still count on what they had (M8 of follower.py).
+        not open for whatever cause, want of space say; or made anew while their leader may still
+        count on what they had (M8 of follower.py).
 
         A partition that waits for its tier's table is none of them: it will be served.
         """
-        failed = {k: p.problem for k, p in self.partitions.items() if p.problem is not None}
-        problems = {**failed, **self.follower.unopened}
         lost = errors.StorageFailed | errors.CorruptLog
+        broken = {k: None for k, p in self.partitions.items() if isinstance(p.problem, lost)}
         image, anew = self.follower.image, self.follower.anew
+        closed = {**broken, **dict.fromkeys(self.follower.unopened)}
         found = []
-        for key in {**anew, **{k: None for k, why in problems.items() if isinstance(why, lost)}}:
+        for key in {**anew, **closed}:
             state = image.partition(key)
             if state is None or self.node_id not in state.replicas:
                 continue
-            if isinstance(problems.get(key), lost) or state.leader_epoch == anew.get(key):
+            if key in closed or state.leader_epoch == anew.get(key):
                 found.append(wire.FetchPartition(topic_id=key.topic_id, partition=key.partition))
         return found
 

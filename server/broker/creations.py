@@ -187,6 +187,7 @@ class Creations:
     def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
         self._follower.unopened[key] = error
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
+        self._core.link.beat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
         """M4, C4: what could not be done for want of space is tried again."""

@@ -184,11 +184,13 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
 
 
 def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
-    """R3: leaderless partitions for which something may have changed."""
+    """R3: leaderless partitions for which something may have changed; reassignments, too."""
     sweep = Sweep(image, rules, Cluster(image, command.reports))
     for key in command.partitions:
         topic, state = image.topics.get(key.topic_id), image.partition(key)
-        if topic is None or state is None or state.leader != NONE or sweep.full:
+        if topic is None or state is None or sweep.full:
+            continue
+        if state.leader != NONE and not state.adding and not state.removing:
             continue
         may_lose = key in command.waited and rules.unclean_enabled(image, topic.name)
         sweep.visit(topic, key.partition, state, may_lose=may_lose)

@@ -61,7 +61,7 @@ class Fence:
 
 @dataclass(slots=True, frozen=True)
 class Recover:
-    """Try elections for these leaderless partitions.
+    """Try elections for these leaderless partitions, and to end these reassignments.
 
     `waited`: those that have waited unclean_recovery_wait_ms for missing members.
     """

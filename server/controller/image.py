@@ -111,6 +111,7 @@ class TopicState:
     name: str
     topic_id: TopicId
     partitions: dict[int, PartitionState] = field(default_factory=dict)
+    request_id: str = ""  #: of the request that made it, which may be asked again
 
     @property
     def internal(self) -> bool:
@@ -226,7 +227,9 @@ class MetadataImage:
         del self.brokers[record.broker_id]
 
     def _topic(self, _offset: int, record: wire.TopicRecord) -> None:
-        self.topics[record.topic_id] = TopicState(record.name, record.topic_id)
+        self.topics[record.topic_id] = TopicState(
+            record.name, record.topic_id, request_id=record.request_id
+        )
         self.topic_ids[record.name] = record.topic_id
 
     def _remove_topic(self, _offset: int, record: wire.RemoveTopicRecord) -> None:

@@ -5,8 +5,9 @@ replicas that will go; `adding` and `removing` name the difference.  New replica
 join the ISR by their leader's AlterPartition; when all of them are in, the same record ends the
 reassignment (`Draft.complete`): replicas = target, ISR and ELR without the others, another leader
 if the old one goes.  An election may bring the last of what it waits for, too, and ends it likewise
-(`Sweep.visit`): the leader that comes may never have another ISR to ask for.  Nothing else is
-remembered, so a failover of the controller goes on with it.
+(`Sweep.visit`): the leader that comes may never have another ISR to ask for; so may a smaller
+min_insync_replicas (`brokers.recover`).  Nothing else is remembered, so a failover of the
+controller goes on with it.
 
   - The original replicas are those without the ones being added.  A new target is compared with
     them, not with a target given up: what was being added for that one leaves at once.
@@ -21,6 +22,8 @@ remembered, so a failover of the controller goes on with it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pk import errors, limits
 from pk.server.controller.commands import (
     AlterReassignments,
@@ -32,7 +35,7 @@ from pk.server.controller.commands import (
 from pk.server.controller.elections import Cluster, Draft
 from pk.server.controller.image import MetadataImage, TopicState
 from pk.server.controller.sweeps import Sweep
-from pk.types import NodeId
+from pk.types import NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -107,6 +110,13 @@ def _assign(draft: Draft, target: tuple[NodeId, ...], cluster: Cluster, name: st
         )
     if (replicas, adding, removing) != (draft.now.replicas, draft.now.adding, draft.now.removing):
         draft.assign(replicas, adding, removing, cluster)
+
+
+def under_way(image: MetadataImage) -> Iterator[PartitionKey]:
+    """The partitions that are being reassigned."""
+    for topic, number, state in image.partitions():
+        if state.adding or state.removing:
+            yield PartitionKey(topic.topic_id, number)
 
 
 def list_reassignments(image: MetadataImage, _rules: Rules, command: ListReassignments) -> Out:

@@ -70,7 +70,13 @@ def cluster_base(image: MetadataImage, rules: Rules) -> dict[str, Any]:
 
 
 def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> Out:
-    """One TopicRecord, its ConfigRecords and PartitionRecords for each topic that can be made."""
+    """One TopicRecord, its ConfigRecords and PartitionRecords for each topic that can be made.
+
+    A request that is asked again, by its id, is told of the topics it made like the first time.
+    """
+    request_id = command.request.request_id
+    if len(request_id) > limits.TOPIC_NAME_MAX:
+        raise errors.InvalidRequest(f"a request id has {limits.TOPIC_NAME_MAX} characters at most")
     bodies: list[Message] = []
     reply = wire.CreateTopicsReply()
     seen: dict[str, None] = {}
@@ -81,15 +87,19 @@ def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> 
             if new.name in seen:
                 raise errors.InvalidRequest(f"topic {new.name} is named twice in one request")
             seen[new.name] = None
-            made = _new_topic(
-                image, rules, new, topic_id, budget, start=len(image.topics) + len(seen) - 1
-            )
+            known = image.topic(new.name)
+            if known is not None and request_id and known.request_id == request_id:
+                result.topic_id = known.topic_id  # asked again: the reply was lost
+                continue
+            start = len(image.topics) + len(seen) - 1
+            made = _new_topic(image, rules, new, topic_id, budget, start=start)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue
         result.topic_id = topic_id
         budget -= sum(isinstance(body, wire.PartitionRecord) for body in made)
-        bodies += made
+        record = wire.TopicRecord(name=new.name, topic_id=topic_id, request_id=request_id)
+        bodies += [record, *made]
     if command.request.validate_only:
         bodies = []
     reply.metadata_offset = image.offset + len(bodies)
@@ -105,6 +115,7 @@ def _new_topic(
     *,
     start: int,
 ) -> list[Message]:
+    """Settings and partitions of a topic."""
     check_name(new.name)
     if new.name in image.topic_ids:
         raise errors.TopicAlreadyExists(f"topic {new.name} exists", topic=new.name)
@@ -117,8 +128,7 @@ def _new_topic(
         raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
     values = check_settings(new.configs, cluster_base(image, rules))
     replicas = place(_candidates(image), count, factor, start)
-    bodies: list[Message] = [wire.TopicRecord(name=new.name, topic_id=topic_id)]
-    bodies += [
+    bodies: list[Message] = [
         wire.ConfigRecord(
             resource_type=TOPIC_RESOURCE, resource_name=new.name, name=name, value=values[name]
         )

@@ -16,7 +16,13 @@ from collections.abc import Iterator
 
 from pk.server.controller.image import TOPIC_RESOURCE, MetadataImage
 from pk.server.controller.records import record_of
-from pk.server.quorum.snapshot import Row, broker_rows, cluster_rows, partition_record
+from pk.server.quorum.snapshot import (
+    Row,
+    broker_rows,
+    cluster_rows,
+    partition_record,
+    topic_record,
+)
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
 
@@ -47,7 +53,7 @@ def difference(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:
 def _topic_rows(earlier: MetadataImage, later: MetadataImage, topic_id: TopicId) -> Iterator[Row]:
     topic, known = later.topics[topic_id], earlier.topics.get(topic_id)
     if known is None:
-        yield later.offset, record_of(wire.TopicRecord(name=topic.name, topic_id=topic_id))
+        yield later.offset, record_of(topic_record(topic))
     for number, state in topic.partitions.items():
         if known is None or known.partitions.get(number) != state:
             yield later.offset, record_of(partition_record(topic_id, number, state))

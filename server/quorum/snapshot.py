@@ -35,7 +35,7 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.storage import Buffer
-from pk.server.controller.image import BrokerState, MetadataImage, PartitionState
+from pk.server.controller.image import BrokerState, MetadataImage, PartitionState, TopicState
 from pk.server.controller.records import (
     DECODED_BYTES_MAX,
     MetadataRecord,
@@ -88,7 +88,7 @@ def rows_of(image: MetadataImage) -> Iterator[Row]:
     for broker in image.brokers.values():
         yield from broker_rows(broker)
     for topic in image.topics.values():
-        yield last, record_of(wire.TopicRecord(name=topic.name, topic_id=topic.topic_id))
+        yield last, record_of(topic_record(topic))
         for number, state in topic.partitions.items():
             since = image.leaderless.get(PartitionKey(topic.topic_id, number), last)
             yield since, record_of(partition_record(topic.topic_id, number, state))
@@ -155,6 +155,10 @@ def register_record(broker: BrokerState) -> wire.RegisterBrokerRecord:
         in_controlled_shutdown=broker.in_controlled_shutdown,
         clean=broker.clean,
     )
+
+
+def topic_record(topic: TopicState) -> wire.TopicRecord:
+    return wire.TopicRecord(name=topic.name, topic_id=topic.topic_id, request_id=topic.request_id)
 
 
 def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> wire.PartitionRecord:

@@ -300,12 +300,8 @@ def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -
     assert link.address != f"c{first}:1"
 
 
-@pytest.mark.parametrize("stall_ms", [4_000, 8_000, 16_000])
-def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make: Any) -> None:
-    """R7: the broker finds its controller silent, comes back and is known to live by that, though
-    its registration waits for the disk, too.
-    """
-    cluster = make(1)
+def _stall(cluster: Any, stall_ms: int) -> list[str]:
+    """The metadata disk stands still once, with a topic on the way; what the controller said."""
     first = cluster.start()
     said: list[str] = []
     cluster.controllers[first].term._say = lambda event, **facts: said.append(event)
@@ -325,10 +321,34 @@ def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make:
     cluster.sim.spawn("client", write(cluster.sim.world_of("client")))
     cluster.sim.loop.run_for_ms(100)
     cluster.storages[f"c{first}"].lag_ms = 0.0  # what began takes its time, once
+    return said
+
+
+@pytest.mark.parametrize("stall_ms", [4_000, 8_000, 16_000])
+def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make: Any) -> None:
+    """R7: a broker whose heartbeats have to wait (a replica of it is offline) finds its controller
+    silent, comes back and is known to live by that, though its registration waits, too.
+    """
+    cluster = make(1)
+    broken = [wire.FetchPartition(topic_id="broken")]
+    said = _stall(cluster, stall_ms)
+    cluster.broker.core.link._offline_replicas = lambda: broken
     cluster.sim.loop.run_for_ms(stall_ms + 6_000)
     assert "broker_registered" in said, "it looked for another controller meanwhile"
     assert "broker_fenced" not in said
     assert cluster.broker.core.link.in_contact()
+
+
+@pytest.mark.parametrize("stall_ms", [4_000, 16_000])
+def test_a_disk_that_stalls_at_the_controller_takes_no_contact(stall_ms: int, make: Any) -> None:
+    """R6: who has nothing to say that must be written is answered, and goes on serving."""
+    cluster = make(1)
+    said = _stall(cluster, stall_ms)
+    link = cluster.broker.core.link
+    for _ in range(stall_ms // 100 + 20):
+        cluster.sim.loop.run_for_ms(100)
+        assert link.in_contact()
+    assert said == []
 
 
 def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:

@@ -18,7 +18,7 @@ from pk.log.directory import begin_partition, name_partition
 from pk.log.manager import LogManager
 from pk.server.broker.follower import MetadataFollower
 from pk.server.controller.image import MetadataImage
-from pk.types import PartitionKey, TopicPartition
+from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
 
 Cluster = Any  # conftest.py's
@@ -432,6 +432,32 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is not None
+
+
+def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
+    cluster: Cluster, kit: Any
+) -> None:
+    """R3: its broker is there and could never say how far the replica is; others may lead it."""
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights"))
+    cluster.do(cluster.produce(kit, topic_id, 1))
+    key = PartitionKey(topic_id, 0)
+    cluster.kill("broker", "d1")
+    cluster.storages["d1"].fault = lambda operation, path: (
+        errors.StorageFull("no space") if operation != "read" and "flights-0/" in path else None
+    )
+    cluster.start_broker()
+    cluster.world.loop.run_for_ms(1_000)
+    core = cluster.broker.core
+    assert isinstance(core.follower.unopened[key], errors.StorageFull)
+    assert core.offline_replicas() == [wire.FetchPartition(topic_id=topic_id, partition=0)]
+    state = core.follower.image.partition(key)
+    assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
+    cluster.storages["d1"].fault = None
+    cluster.world.loop.run_for_ms(10_000)
+    assert core.offline_replicas() == []
+    assert core.follower.image.partition(key).leader == 1
+    assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
 
 
 def test_what_waits_for_space_is_offline_once_its_directory_has_failed(

@@ -528,3 +528,33 @@ def test_replay_gives_the_same_image(actions: list[tuple[str, int, int]]) -> Non
             replayed.apply(offset, record)
     assert snapshot(replayed.image) == snapshot(bench.image)
     assert list(replayed.leaderless) == list(bench.machine.leaderless)
+
+
+def test_who_asks_again_to_create_a_topic_is_told_of_its_own() -> None:
+    """Its reply was lost: to whoever made it, by the request's id, the topic is not in the way."""
+    bench = Bench()
+    bench.up(1)
+
+    def create(request_id: str, *names: str) -> list[wire.TopicResult]:
+        request = wire.CreateTopicsRequest(request_id=request_id)
+        for name in names:
+            request.topics.add(name=name)
+        bench.next_id += 1
+        ids = tuple(f"{name}{bench.next_id}" for name in names)
+        reply = bench.do(c.CreateTopics(request, ids))
+        assert reply.metadata_offset == bench.image.offset
+        return list(reply.results)
+
+    taken = errors.TopicAlreadyExists.code
+    assert [each.topic_id for each in create("r1", "a", "b")] == ["a1", "b1"]
+    end = len(bench.log)
+    assert [each.topic_id for each in create("r1", "a", "b")] == ["a1", "b1"]
+    assert len(bench.log) == end
+    for other in ("r2", ""):
+        assert [each.error.code for each in create(other, "a")] == [taken]
+    assert [each.topic_id for each in create("", "c")] == ["c5"]
+    assert [each.error.code for each in create("", "c")] == [taken], "no id is no id of anybody's"
+    bench.do(c.DeleteTopics(wire.DeleteTopicsRequest(names=["a"])))
+    assert [each.topic_id for each in create("r1", "a", "b")] == ["a7", "b1"], "another one (L8)"
+    with pytest.raises(errors.InvalidRequest):
+        create("r" * 300, "d")

@@ -481,3 +481,25 @@ def test_reassignments_and_unregistering_travel_the_wire(scene: Scene) -> None:
         await third.stop()
 
     scene.run(story)
+
+
+def test_a_smaller_minimum_ends_a_reassignment_that_waited_for_more(scene: Scene) -> None:
+    """Nobody else may ever have a reason to look at the partition again."""
+
+    async def story(world: World) -> None:
+        first, second, third = await topic_on(scene, world, 3, min_insync_replicas="2")
+        await second.stop()
+        await world.clock.sleep_ms(1_000)
+        request = wire.AlterReassignmentsRequest()
+        request.reassignments.add(topic="t", partition=0, replicas=[1, 2])
+        reply = await ask(scene, world, request)
+        assert reply.results[0].error.code == 0
+        await world.clock.sleep_ms(2_000)
+        assert first.state().removing == (3,)
+        await alter(scene, world, min_insync_replicas="1")
+        await first.until(lambda state: state.replicas == (1, 2), 1_000)
+        assert not first.state().removing
+        await first.stop()
+        await third.stop()
+
+    scene.run(story)

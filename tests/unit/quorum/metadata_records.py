@@ -96,7 +96,8 @@ class Historian:
     def _topic(self) -> None:
         name = self.some(WORDS)
         if self.image.topic(name) is None:
-            self.say(wire.TopicRecord(name=name, topic_id=f"id-{len(self.records)}"))
+            topic_id = f"id-{len(self.records)}"
+            self.say(wire.TopicRecord(name=name, topic_id=topic_id, request_id=f"r-{topic_id}"))
 
     def _remove(self) -> None:
         topic = self.image.topics[self.some(self.image.topics)]

@@ -70,7 +70,8 @@ def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
         "offset", "cluster_id", "brokers", "topics", "topic_ids", "configs", "next_producer_id",
         "features", "leader_id", "leader_epoch", "voters", "purges", "assigned", "leaderless",
     ]  # fmt: skip
-    assert [each.name for each in fields(TopicState)] == ["name", "topic_id", "partitions"]
+    topic = ["name", "topic_id", "partitions", "request_id"]
+    assert [each.name for each in fields(TopicState)] == topic
     for made, row in (
         (BrokerState, snapshot.register_record(_broker())),
         (PartitionState, snapshot.partition_record("t", 0, PartitionState((), (), 1, 1, 1))),

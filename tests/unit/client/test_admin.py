@@ -1,0 +1,31 @@
+"""What the administration client asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pk.client.admin import AdminClient
+from pk.wire import pk_pb2 as wire
+
+
+def test_topics_are_created_by_a_request_that_may_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has an id of its own, by which the controller knows it when its reply was lost."""
+    asked: list[wire.CreateTopicsRequest] = []
+
+    def ask(_self: AdminClient, request: Any, _kind: Any, _timeout_s: float) -> Any:
+        asked.append(request)
+        return wire.CreateTopicsReply(results=[wire.TopicResult(name="t", topic_id="x")])
+
+    monkeypatch.setattr(AdminClient, "_ask", ask)
+    admin = AdminClient("127.0.0.1:1")
+    for _ in range(2):
+        assert admin.create_topic("t").topic_id == "x"
+    admin.close()
+    first, second = (each.request_id for each in asked)
+    assert first
+    assert second
+    assert first != second
