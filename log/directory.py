@@ -27,7 +27,7 @@ from pk.types import NONE, Offset, PartitionKey, TopicPartition
 FORMAT = 0
 #: What format 0 means in this build: a hash of a sample of every file as it is written, which
 #: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
-LAYOUT = "572d2c41748d1812"
+LAYOUT = "29809607514b60ec"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
