@@ -577,3 +577,40 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     cluster.world.run_until(lambda: again.leader is not None)  # C4 of creations.py
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
     assert not core.offline_replicas()
+
+
+def test_a_log_that_went_on_without_its_table_is_the_truth(tiered: Cluster, kit: Any) -> None:
+    """Rule T15: the topic is not tiered when its only disk is lost, so no claim is made, and
+    offsets that the table has are given again.  Turned on again, nothing of that leaves the local
+    log for the table's records, nor at an unclean election (T4); once none of the table's records
+    is the topic's any more, the copier goes on.
+    """
+    topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
+    configure(tiered, tier_enable="false", local_retention_bytes="-1")
+    tiered.kill("broker", "d1")
+    tiered.replace_storage("d1")
+    tiered.start_broker()
+    tiered.world.run_until(lambda: partition_of(tiered, topic_id).leader is not None)
+    tiered.do(produce(tiered, kit, topic_id, 5))
+    configure(tiered, tier_enable="true", local_retention_bytes="20000")
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tier.problem is not None)  # shorter than the table
+    tiered.do(produce(tiered, kit, topic_id, 13))
+    tiered.world.loop.run_for_ms(20_000)
+    assert isinstance(partition.tier.problem, errors.TierTableChanged)
+    assert (partition.log.local_log_start, partition.tiered_end) == (0, 0)
+    tiered.kill("broker", "d1", power=True)
+    tiered.boot = "boot-2"
+    tiered.start_broker()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    tiered.world.loop.run_for_ms(20_000)
+    assert (partition.log.local_log_start, partition.log.written_end) == (0, 18)
+    assert not any(tiered.do(read(tiered, kit, topic_id, 0, 18)).values())
+    tiered.do(delete(tiered, topic_id, 12))
+    tiered.world.run_until(lambda: partition.log.local_log_start > 12)
+    assert partition.tier.problem is None
+    assert list(tiered.do(read(tiered, kit, topic_id, 12, 18))) == list(range(12, 18))
