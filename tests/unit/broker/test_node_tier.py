@@ -38,11 +38,13 @@ def partition_of(cluster: Cluster, topic_id: str) -> Any:
     return cluster.broker.core.partitions[PartitionKey(topic_id, 0)]
 
 
-async def produce(cluster: Cluster, kit: Any, topic_id: str, count: int) -> None:
+async def produce(
+    cluster: Cluster, kit: Any, topic_id: str, count: int, *, age_ms: int = 0
+) -> None:
     """`count` batches of one 12 kB record."""
     stream = await cluster.stream(StreamKind.PRODUCE)
     for turn in range(count):
-        stamp = cluster.client.clock.wall_ms()
+        stamp = cluster.client.clock.wall_ms() - age_ms
         raw = kit.batch(1, size=12_000, timestamp=stamp)
         await stream.send(kit.produce((0, raw), topic_id=topic_id, correlation_id=turn + 1))
         (answer,) = await kit.results(stream, 1)
@@ -614,3 +616,23 @@ def test_a_log_that_went_on_without_its_table_is_the_truth(tiered: Cluster, kit:
     tiered.world.run_until(lambda: partition.log.local_log_start > 12)
     assert partition.tier.problem is None
     assert list(tiered.do(read(tiered, kit, topic_id, 12, 18))) == list(range(12, 18))
+
+
+def test_old_records_that_come_late_do_not_take_what_is_in_the_tier_with_them(
+    tiered: Cluster, kit: Any
+) -> None:
+    """Rule T9, R5 of log/retention.py: local segments of old timestamps have expired; what lies
+    below them in the tier alone has not.
+    """
+    hour_ms = 3_600_000
+    slow = {**QUICK, "local_drop_delay_ms": "20000", "local_retention_ms": "1000"}
+    topic_id = tiered.do(tiered.create("flights", **slow, retention_ms=str(hour_ms)))
+    tiered.do(produce(tiered, kit, topic_id, 4))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start == 4)
+    tiered.do(produce(tiered, kit, topic_id, 4, age_ms=2 * hour_ms))
+    tiered.world.run_until(lambda: partition.tiered_end == 8)
+    tiered.world.loop.run_for_ms(10_000)
+    assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 8))) == list(range(8))
+    tiered.world.run_until(lambda: partition.log.log_start == 8)
