@@ -67,6 +67,12 @@ def went_on_without(log_epoch: int, table: wire.TierClaimReply) -> bool:
     return log_epoch > table.end_epoch
 
 
+def _note_covered(partition: Partition, end: Offset) -> None:
+    """Unless the tier was turned off meanwhile: topic retention would wait for copies for ever."""
+    if partition.tiered:
+        partition.log.tiered_end = partition.log.droppable_end = end
+
+
 class Claims:
     """Claims under way, one task each."""
 
@@ -147,11 +153,11 @@ class Claims:
         epoch = log.epochs.epoch_of(table.end - 1)
         if agrees(log.written_end, epoch, table, local_start=local_start, log_start=before):
             log.log_start = start
-            log.tiered_end = log.droppable_end = table.end
+            _note_covered(partition, table.end)
             await self._core.manager.checkpoint_log_starts()
             return
         if went_on_without(log.epochs.epoch_of(log.written_end - 1), table):
-            log.tiered_end = log.droppable_end = log.local_log_start
+            _note_covered(partition, log.local_log_start)
             self._core.warn("log_passed_tier", partition=str(partition), table_end=table.end)
             return
         self._core.warn(
@@ -170,10 +176,9 @@ class Claims:
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
         # What the table has below its end is still the log's, but for records that were deleted
         # before, beyond the table's end perhaps (rule T9).
-        manager, log = self._core.manager, partition.log
         partition.cut_watermark(0)
-        await manager.start_anew(partition.key, max(end, start), log_start=start)
-        log.tiered_end = log.droppable_end = end
+        await self._core.manager.start_anew(partition.key, max(end, start), log_start=start)
+        _note_covered(partition, end)
 
     async def _tell_recovered(self, partition: Partition, state: PartitionState) -> None:
         """K3; lost on the way it is told again by the next unclean election only, which is

@@ -636,3 +636,21 @@ def test_old_records_that_come_late_do_not_take_what_is_in_the_tier_with_them(
     assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
     assert list(tiered.do(read(tiered, kit, topic_id, 0, 8))) == list(range(8))
     tiered.world.run_until(lambda: partition.log.log_start == 8)
+
+
+def test_a_tier_that_is_turned_off_during_a_claim_is_off(tiered: Cluster, kit: Any) -> None:
+    """Rules T1, T6: what the claim found would hold up topic retention for ever."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
+    tiered.do(produce(tiered, kit, topic_id, 4))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 4)
+    tiered.world.kill("tier")
+    tiered.kill("broker", "d1", power=True)
+    tiered.boot = "boot-2"
+    tiered.start_broker()
+    configure(tiered, tier_enable="false", retention_bytes="30000")
+    tiered.start_tier()
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.leader is not None)
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    tiered.world.run_until(lambda: partition.log.log_start >= 12)
