@@ -10,7 +10,8 @@ With a tier (tiered_end >= 0) R2 and R3 use the local_ settings, and
   R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
       its age;
   R5  dropping moves local_log_start only; log_start moves past what topic retention has expired
-      *and* the tier covers (rule T9: log_start first, then the rows below it).
+      *and* the tier covers (rule T9: log_start first, then the rows below it).  What only the tier
+      has is older by its offsets, not by its timestamps: while there is any, that comes first.
 Always
   R6  nothing at or above the high watermark goes, log_start never passes the hold;
   R7  the active segment does not go; if its newest record expired and everything before it goes, it
@@ -83,7 +84,7 @@ def plan(
         reason = reason or why
         if not tiered:
             start = max(start, segment.next_offset)
-    if tiered and config.deletes:
+    if tiered and config.deletes and start >= segments[0].base_offset:
         start = max(
             start,
             _expired_end(

@@ -17,6 +17,8 @@ Invariants
       (rule T6).
   K5  the machine deletes nothing; what it uploaded in vain is VACUUM's (rule T5).
   K6  a table in trouble stops copying and dropping, never the broker: the problem is reported.
+  K7  a table that the log has passed by (rule T15) is neither continued nor reported as covering
+      anything: its newest records are not the log's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from dataclasses import dataclass
 from pk import errors
 from pk.effects import Effect, Send, SetTimer
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
-from pk.tiering.table import DataFile
+from pk.tiering.parting import parted, passed_by
+from pk.tiering.table import OFFSET_MAX, DataFile
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
@@ -42,6 +45,8 @@ AHEAD_MAX = 4
 BACKOFF_MAX_MS = 30_000
 #: A range with a missing file is looked at again no sooner than this.
 CONFIRM_RETRY_MS = 5_000
+#: A range that could not be measured is measured again no sooner than this.
+MEASURE_RETRY_MS = 5_000
 #: How finely the age of stable data is remembered, as a share of tier_max_lag_ms.
 MARKS = 8
 #: Committed ranges that wait for their delay; more are merged (the later time counts).
@@ -69,6 +74,8 @@ class View:
     local_log_start: Offset
     last_stable_offset: Offset
     settings: CopySettings
+    log_end: Offset = OFFSET_MAX
+    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the log: (epoch, its first offset)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -122,6 +129,7 @@ class TableSeen:
     end: Offset
     bytes: int
     version: int
+    epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
 
 
 @dataclass(slots=True)
@@ -237,6 +245,7 @@ class Copier:
         self._repair: _Repair | None = None
         self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, up to which LSO)
         self._measuring: Measure | None = None
+        self._measure_not_before_ms = 0
         self._backlog_bytes: int | None = None
         self._attempts = 0
         self._not_before_ms = 0
@@ -244,6 +253,7 @@ class Copier:
         self._confirming: Confirm | None = None
         self._confirm_not_before_ms = 0
         self._owner_problem: errors.PkError | None = None
+        self._parted: errors.TierTableChanged | None = None  #: K7
         self._told: tuple[object, ...] | None = None
 
     @property
@@ -256,7 +266,7 @@ class Copier:
     @property
     def status(self) -> errors.PkError | None:
         """What keeps this partition from being tiered."""
-        return self._owner_problem or self.problem
+        return self._owner_problem or self._parted or self.problem
 
     def step(self, event: CopierEvent, now_ms: int) -> Sequence[Effect]:
         """The only mutator."""
@@ -373,6 +383,7 @@ class Copier:
         else:
             if asked is self._measuring:
                 self._measuring = None
+                self._measure_not_before_ms = now_ms + MEASURE_RETRY_MS
             return
         self._attempts += 1
         base = self.view.settings.retry_backoff_ms if self.view is not None else 500
@@ -423,7 +434,8 @@ class Copier:
     def _go_on(self, now_ms: int, effects: list[Effect]) -> None:
         due: list[int] = []
         view, table = self.view, self.table
-        in_trouble = isinstance(self._owner_problem, errors.OperatorError)  # K6
+        self._parted = self._parting(view, table)
+        in_trouble = isinstance(self._owner_problem or self._parted, errors.OperatorError)  # K6
         if view is not None and table is not None and view.ready and not in_trouble:  # K2
             if view.settings.enabled and table.end >= view.log_start:  # T1, after T9
                 due += self._mend(view, table, now_ms, effects)
@@ -432,6 +444,17 @@ class Copier:
             due += self._drop(view, table, now_ms, effects)
         self._tell(effects)
         effects.append(SetTimer(self.partition, min(due) if due else None))
+
+    def _parting(
+        self, view: View | None, table: TableSeen | None
+    ) -> errors.TierTableChanged | None:
+        if view is None or table is None or table.end <= max(table.start, view.log_start):
+            return None  # nothing of it is left (T9)
+        if table.epoch > view.leader_epoch:
+            return None  # another leader's, who is newer: nobody takes this one's word
+        if not passed_by(table.end, table.epoch, view.log_end, view.epochs):
+            return None
+        return parted(self.partition, table.end, table.epoch, view.log_end)
 
     def _copy(self, view: View, now_ms: int, effects: list[Effect]) -> list[int]:
         """Start an upload if one is due; else when to look again."""
@@ -447,6 +470,8 @@ class Copier:
             effects.append(Send(STORE, self._upload))
             return []
         if backlog is None and self._measuring is None:
+            if now_ms < self._measure_not_before_ms:
+                return [min(age_due, self._measure_not_before_ms)]
             self._measuring = Measure(start, limit)
             effects.append(Send(STORE, self._measuring))
         return [age_due]
@@ -544,9 +569,12 @@ class Copier:
             return
         status = self.status
         text = (type(status), status.message) if status is not None else None
+        if self._parted is not None:
+            table = None  # K7
+        droppable_end = NONE if table is None else self.droppable_end
         facts = (table.start, table.end, table.bytes) if table is not None else None
         # A leader that is not ready refuses a table that ends above its old watermark: once more.
-        news = (view.leader_epoch, view.ready, facts, self.droppable_end, text)
+        news = (view.leader_epoch, view.ready, facts, droppable_end, text)
         if news == self._told or (table is None and status is None):
             return
         self._told = news
@@ -555,7 +583,7 @@ class Copier:
             partition=self.partition,
             leader_epoch=view.leader_epoch,
             tiered_end=NONE,
-            droppable_end=self.droppable_end,
+            droppable_end=droppable_end,
         )
         if table is not None:
             progress.start, progress.tiered_end = table.start, table.end

@@ -17,6 +17,8 @@ def view_of(told: wire.TierPartition, retry_backoff_ms: int) -> View:
         log_start=told.log_start,
         local_log_start=told.local_log_start,
         last_stable_offset=told.last_stable_offset,
+        log_end=told.log_end,
+        epochs=tuple((each.epoch, each.start_offset) for each in told.epochs),
         settings=CopySettings(
             max_lag_ms=int(configs["tier_max_lag_ms"]),
             file_bytes=int(configs["tier_file_bytes"]),

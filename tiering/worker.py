@@ -392,7 +392,11 @@ class TierWorker:
             return
         counters = snapshot.partition(partition)
         seen = copying.TableSeen(
-            counters.start, counters.end, snapshot.bytes_of(partition), snapshot.version
+            counters.start,
+            counters.end,
+            snapshot.bytes_of(partition),
+            snapshot.version,
+            counters.epoch,
         )
         self._step_copier(topic, led, seen)
 

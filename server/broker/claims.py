@@ -5,7 +5,8 @@ records the table has under other contents.  It commits its epoch as the table's
 copier of an older epoch can commit any more, and compares: if its log reaches the table's end and
 its epoch cache gives the table's epoch for the last tiered offset, both tell the same story and the
 local log stays; otherwise it is dropped and begins at `tiered_end`.  While the store is down the
-partition is not served.
+partition is not served.  A log that went on without the table, while the topic was not tiered, has
+records of a later epoch than the table has and stays as well (rule T15).
 
 Invariants
   K1  a claimed partition serves only in the epoch the claim was made for
@@ -55,6 +56,22 @@ def agrees(
         return False
     nothing_left = table.end <= max(table.start, log_start)
     return nothing_left or local_start == table.end or epoch_at_end == table.end_epoch
+
+
+def went_on_without(log_epoch: int, table: wire.TierClaimReply) -> bool:
+    """Whether a log that does not agree with the table is the later one (T15).
+
+    `log_epoch` is the epoch of the log's last record, NONE without one.  Every leader of a tiered
+    topic goes on from what the table has: a record of a later epoch than the table's last one is
+    in a log that agrees, or in one that was led while the topic was not tiered.
+    """
+    return log_epoch > table.end_epoch
+
+
+def _note_covered(partition: Partition, end: Offset) -> None:
+    """Unless the tier was turned off meanwhile: topic retention would wait for copies for ever."""
+    if partition.tiered:
+        partition.log.tiered_end = partition.log.droppable_end = end
 
 
 class Claims:
@@ -144,7 +161,11 @@ class Claims:
         epoch = log.epochs.epoch_of(table.end - 1)
         if agrees(log.written_end, epoch, table, local_start=local_start, log_start=before):
             await self._core.manager.move_log_starts({partition.key: start})
-            log.tiered_end = log.droppable_end = table.end
+            _note_covered(partition, table.end)
+            return
+        if went_on_without(log.epochs.epoch_of(log.written_end - 1), table):
+            _note_covered(partition, log.local_log_start)
+            self._core.warn("log_passed_tier", partition=str(partition), table_end=table.end)
             return
         self._core.warn(
             "tier_wins",
@@ -162,10 +183,9 @@ class Claims:
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
         # What the table has below its end is still the log's, but for records that were deleted
         # before, beyond the table's end perhaps (rule T9).
-        manager, log = self._core.manager, partition.log
         partition.cut_watermark(0)
-        await manager.start_anew(partition.key, max(end, start), log_start=start)
-        log.tiered_end = log.droppable_end = end
+        await self._core.manager.start_anew(partition.key, max(end, start), log_start=start)
+        _note_covered(partition, end)
 
     async def _tell_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
         """K3; again until the metadata log has it, or another epoch: until then the leader counts

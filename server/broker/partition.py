@@ -31,7 +31,7 @@ from pk.log.plan import Completion, Duplicate
 from pk.log.storage import Buffer
 from pk.server.broker.fetch_session import READ_COMMITTED
 from pk.server.broker.lanes import WriteLane
-from pk.server.broker.tier_view import TierState
+from pk.server.broker.tier_view import TierState, known_below, tier_has_what_left
 from pk.server.controller.image import PartitionState
 from pk.server.purgatory import Parked, ProducePurgatory
 from pk.server.replication.leader import ACKS_ALL, Leader
@@ -182,9 +182,7 @@ class Partition:
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         log.recent = lane.recent
-        if tiered:  # T1: what is not local any more is in the tier
-            log.tiered_end = max(log.tiered_end, log.local_log_start)
-            log.droppable_end = max(log.droppable_end, log.local_log_start)
+        tier_has_what_left(log, tiered=tiered)
 
     # -- what others ask -------------------------------------------------------------------------
 
@@ -412,6 +410,7 @@ class Partition:
             return
         assert self.replica is None, "who leads does not follow"
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
+        tier_has_what_left(self.log, tiered=self.tiered)
         known = max(checkpointed, self.high_watermark)
         self._overtaken(state.leader_epoch)
         self.leader_hint = state.leader
@@ -480,6 +479,7 @@ class Partition:
         self.settings = settings
         if tiered != self.tiered:  # without a tier topic retention alone counts, as after a restart
             self.tiered, low = tiered, self.log.local_log_start
+            self.tier = self.tier.said_in(self.leader_epoch)
             known = (max(low, self.tier.tiered_end), max(low, self.tier.droppable_end))
             self.log.tiered_end, self.log.droppable_end = known if tiered else (NONE, 0)
         leader, rules = self.leader, (settings["min_insync_replicas"], settings["flush_on_ack"])
@@ -539,9 +539,10 @@ class Partition:
     def cut_watermark(self, offset: Offset) -> None:
         """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5).
 
-        What a former leader said of records beyond, deleted ones included (T9), is void: it is said
-        again if it holds.
+        What a former leader said of records beyond, deleted ones (T9) and tiered ones (T15)
+        included, is void: it is said again if it holds.
         """
+        self.tier = known_below(offset, self.log, self.tier)
         self._leader_watermark = min(self._leader_watermark, offset)
         self.told_log_start = min(self.told_log_start, offset)
 

@@ -11,6 +11,8 @@ Invariants
       T6)
   V3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
   V4  a session that names a generation older than the oldest forgotten tombstone gets the full list
+  V5  what is known is of this log's records: nothing is known to be tiered beyond where the log was
+      cut (rule T15)
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pk import errors
+from pk.log.partition_log import PartitionLog
 from pk.types import NONE, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -40,6 +43,12 @@ class TierState:
     version: int = NONE
     uri: str = ""
     problem: errors.PkError | None = None
+
+    def said_in(self, leader_epoch: Epoch) -> TierState:
+        """This, unless it was said in another leader epoch: while the topic was not tiered the log
+        may have gone on with other records (V5).
+        """
+        return self if self.leader_epoch == leader_epoch else TierState()
 
     def report(
         self, progress: wire.TierProgress, leader_epoch: Epoch, last_stable_offset: Offset
@@ -75,6 +84,20 @@ class TierState:
         self.version = progress.version
         self.uri = progress.uri or self.uri
         return (self.tiered_end, self.droppable_end) != before
+
+
+def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
+    """T1: what is not local any more is in the tier."""
+    if tiered:
+        log.tiered_end = max(log.tiered_end, log.local_log_start)
+        log.droppable_end = max(log.droppable_end, log.local_log_start)
+
+
+def known_below(offset: Offset, log: PartitionLog, tier: TierState) -> TierState:
+    """A log that is cut at `offset` goes on with records that the tier need not have (V5)."""
+    log.tiered_end = min(log.tiered_end, offset)
+    log.droppable_end = min(log.droppable_end, offset)
+    return tier if tier.tiered_end <= offset else TierState()
 
 
 class TierFeed:

@@ -25,6 +25,8 @@ Invariants
       lead, and the log be cut in its lane, where a segment that is begun meanwhile stays as a hole
   U4  no tick waits for a disk or a store: one that hangs must not keep a dead follower in the ISR,
       on whose word the partitions of every other directory wait; nor do other directories' jobs
+  U5  what expires in a table that all replicas share, a leader decides in contact with the
+      controller: cut off, another one may lead under other settings (rules T9, R6)
 """
 
 from __future__ import annotations
@@ -238,12 +240,12 @@ class Upkeep:
         if leader is None:
             await self._retain_replica(partition)
             return
-        if partition.tiered:
+        if partition.tiered and self._may_expire(partition):
             await self._expire_in_tier(partition)
         if partition.leader is not leader:
             return  # U3
         log = partition.log
-        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
+        plan = self._plan(partition)
         if plan.roll and log.roll():
             partition.lane.submit(partition, 0)
             self._core.retain_soon(key)  # the next tick plans again, with the new segment written
@@ -254,16 +256,27 @@ class Upkeep:
             await self._core.manager.move_log_starts({key: plan.log_start})
             partition.bounds_moved(urgent=True)
 
+    def _may_expire(self, partition: Partition) -> bool:
+        """U5; local data of a tiered topic may go nevertheless."""
+        return partition.leader is not None and (
+            not partition.tiered or self._core.link.in_contact()
+        )
+
+    def _plan(self, partition: Partition) -> RetentionPlan:
+        log = partition.log
+        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
+        return plan if self._may_expire(partition) else plan._replace(log_start=log.log_start)
+
     async def _retain_replica(self, partition: Partition) -> None:
         """Rule R5: the leader says where the log starts and what the tier has; a follower drops
         what lies below, and of tiered data what its own disk need not keep.
         """
         log = partition.log
-        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
+        plan = self._plan(partition)
         ends = {each.base_offset: each.next_offset for each in log.segments}
         drop = tuple(base for base in plan.drop if partition.tiered or ends[base] <= log.log_start)
         if drop and partition.replica is not None:
-            await self._drop(partition, plan._replace(drop=drop, log_start=log.log_start))
+            await self._drop(partition, plan._replace(drop=drop))
 
     async def _expire_in_tier(self, partition: Partition) -> None:
         """Topic retention over tier and local log together:
@@ -287,7 +300,7 @@ class Upkeep:
             target = local if found.offset == NONE else min(found.offset, local)
         if wanted["retention_bytes"] >= 0:
             target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
-        if target > log.log_start and partition.leader is leader:
+        if target > log.log_start and partition.leader is leader and self._may_expire(partition):
             await self._core.manager.move_log_starts({partition.key: target})
             partition.bounds_moved(urgent=True)
 
@@ -320,11 +333,8 @@ class Upkeep:
                 core.metrics.tier_missing.inc(len(missing))
                 return
             cuts = log.cuts
-            again = log.retention_plan(self._time_ms(), partition.high_watermark)
-            again = again._replace(drop=tuple(base for base in again.drop if base < end))
-            plan = (
-                again if partition.leader is not None else again._replace(log_start=log.log_start)
-            )
+            plan = self._plan(partition)
+            plan = plan._replace(drop=tuple(base for base in plan.drop if base < end))
             if not plan.drop:
                 return
         # U1; also for a start that does not move: once tiered data has left the disk, only the

@@ -219,3 +219,24 @@ def test_who_leads_again_knows_no_more_of_the_table_than_when_it_led(
     assert by_time(kit, begun_ms).offset == start
     assert log.log_start == start
     kit.until(lambda: log.log_start > start)
+
+
+def test_who_is_cut_off_expires_nothing_in_the_table(two: tuple[Kit, Tiers]) -> None:
+    """Rules T9, R6: a clean election makes no claim, so the table of all would lose what the next
+    leader's settings keep.
+    """
+    kit, tiers = two
+    configure(kit, "retention_ms", RETENTION_MS)
+    tiered(kit, 3_000)
+    first, second = kit.state("t").replicas
+    kit.sim.network.cut("controller", f"b{first}")
+    kit.sim.network.cut(f"b{second}", f"b{first}")
+    kit.until(lambda: kit.state("t").leader == second)
+    kit.until(lambda: kit.replica(second, "t").leader is not None)
+    configure(kit, "retention_ms", -1)
+    kit.wait(2 * RETENTION_MS)
+    assert kit.replica(first, "t").leader is not None
+    (topic,) = tiers.nodes[second].worker.topics.values()
+    newest = tiers.tables.states[topic.table.uri].versions[-1]
+    assert newest.partition(0).start == 0
+    assert kit.replica(second, "t").log.log_start == 0

@@ -38,11 +38,13 @@ def partition_of(cluster: Cluster, topic_id: str) -> Any:
     return cluster.broker.core.partitions[PartitionKey(topic_id, 0)]
 
 
-async def produce(cluster: Cluster, kit: Any, topic_id: str, count: int) -> None:
+async def produce(
+    cluster: Cluster, kit: Any, topic_id: str, count: int, *, age_ms: int = 0
+) -> None:
     """`count` batches of one 12 kB record."""
     stream = await cluster.stream(StreamKind.PRODUCE)
     for turn in range(count):
-        stamp = cluster.client.clock.wall_ms()
+        stamp = cluster.client.clock.wall_ms() - age_ms
         raw = kit.batch(1, size=12_000, timestamp=stamp)
         await stream.send(kit.produce((0, raw), topic_id=topic_id, correlation_id=turn + 1))
         (answer,) = await kit.results(stream, 1)
@@ -494,39 +496,6 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
     assert tiered.do(story()).offset == 9
 
 
-def test_a_topic_whose_tier_is_turned_off_expires_by_its_own_retention(
-    tiered: Cluster, kit: Any
-) -> None:
-    """Rules T1, T6: nothing waits any more for a copy that nobody makes; turned on again, the tier
-    takes what is still there.
-    """
-    topic_id = tiered.do(tiered.create("flights", **QUICK, retention_ms="20000"))
-    tiered.do(produce(tiered, kit, topic_id, 12))
-    partition = partition_of(tiered, topic_id)
-    tiered.world.run_until(lambda: partition.log.local_log_start >= 9)
-    configure(tiered, tier_enable="false")
-    tiered.do(produce(tiered, kit, topic_id, 12))
-    tiered.world.loop.run_for_ms(10_000)
-    assert partition.log.log_start == 0
-    tiered.world.run_until(lambda: partition.log.log_start == 24)
-    tiered.do(produce(tiered, kit, topic_id, 2))
-    configure(tiered, tier_enable="true")
-    tiered.world.run_until(lambda: partition.tiered_end == 26)
-    assert list(tiered.do(read(tiered, kit, topic_id, 24, 26))) == [24, 25]
-
-
-def test_a_tier_that_is_turned_on_again_knows_what_it_had(tiered: Cluster, kit: Any) -> None:
-    topic_id = tiered.do(tiered.create("flights", **QUICK))
-    tiered.do(produce(tiered, kit, topic_id, 12))
-    partition = partition_of(tiered, topic_id)
-    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
-    configure(tiered, tier_enable="false")
-    configure(tiered, tier_enable="true")
-    assert not partition.violations()
-    tiered.world.run_until(lambda: partition.log.droppable_end == 12)
-    assert list(tiered.do(read(tiered, kit, topic_id, 0, 12))) == list(range(12))
-
-
 def test_a_directory_fails_while_its_partition_claims_the_table(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
@@ -611,3 +580,23 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     cluster.world.run_until(lambda: again.leader is not None)  # C4 of creations.py
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
     assert not core.offline_replicas()
+
+
+def test_old_records_that_come_late_do_not_take_what_is_in_the_tier_with_them(
+    tiered: Cluster, kit: Any
+) -> None:
+    """Rule T9, R5 of log/retention.py: local segments of old timestamps have expired; what lies
+    below them in the tier alone has not.
+    """
+    hour_ms = 3_600_000
+    slow = {**QUICK, "local_drop_delay_ms": "20000", "local_retention_ms": "1000"}
+    topic_id = tiered.do(tiered.create("flights", **slow, retention_ms=str(hour_ms)))
+    tiered.do(produce(tiered, kit, topic_id, 4))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.log.local_log_start == 4)
+    tiered.do(produce(tiered, kit, topic_id, 4, age_ms=2 * hour_ms))
+    tiered.world.run_until(lambda: partition.tiered_end == 8)
+    tiered.world.loop.run_for_ms(10_000)
+    assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
+    assert list(tiered.do(read(tiered, kit, topic_id, 0, 8))) == list(range(8))
+    tiered.world.run_until(lambda: partition.log.log_start == 8)

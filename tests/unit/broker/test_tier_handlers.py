@@ -9,7 +9,7 @@ import pytest
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
-from pk.server.broker.claims import agrees
+from pk.server.broker.claims import agrees, went_on_without
 from pk.types import EpochStart
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -187,3 +187,13 @@ def test_tier_wins(log_end: int, epochs: list[tuple[int, int]], keeps: bool) -> 
     assert not agrees(3, 3, wire.TierClaimReply(exists=True, start=4, end=4)), "given away before"
     assert agrees(9, -1, wire.TierClaimReply(**begun), local_start=5, log_start=5), "deleted (T9)"
     assert not agrees(9, -1, wire.TierClaimReply(**begun), local_start=5, log_start=3)
+
+
+@pytest.mark.parametrize(
+    ("log_epoch", "went_on"),
+    [(4, True), (3, False), (2, False), (-1, False)],
+)
+def test_a_later_record_than_the_tables_last_one(log_epoch: int, went_on: bool) -> None:
+    """Rule T15."""
+    table = wire.TierClaimReply(exists=True, start=0, end=10, end_epoch=3)
+    assert went_on_without(log_epoch, table) is went_on

@@ -107,3 +107,37 @@ def test_a_problem_is_kept_typed_and_clears() -> None:
     assert isinstance(state.problem, errors.TierUnavailable)
     state.report(progress(), 3, 100)
     assert state.problem is None
+
+
+def test_what_was_tiered_of_a_log_that_is_cut_says_nothing_of_what_it_goes_on_with(
+    rig: Any,
+) -> None:
+    """T15, V5: followers learn of an unclean election by being cut, all at once with the changes of
+    the topic's settings perhaps.
+    """
+    partition = rig.partition(tiered=True)
+    partition.step_down(2)
+    partition.heard_retention(0, 10, 9)
+    partition.tier = TierState(tiered_end=10, droppable_end=10, leader_epoch=0)
+    partition.cut_watermark(10)
+    assert (partition.log.tiered_end, partition.log.droppable_end) == (10, 9)
+    assert partition.tier.tiered_end == 10
+    partition.cut_watermark(4)
+    assert (partition.log.tiered_end, partition.log.droppable_end) == (4, 4)
+    assert partition.tier == TierState()
+    partition.cut_watermark(0)
+    rig.lead(partition, 2)
+    assert partition.log.tiered_end == partition.log.local_log_start
+
+
+def test_what_was_said_in_another_leader_epoch_is_not_believed_after_the_tier_was_off(
+    rig: Any,
+) -> None:
+    """T15."""
+    partition = rig.partition(tiered=True)
+    for epoch, believed in ((0, 10), (1, 0)):
+        partition.tier = TierState(tiered_end=10, droppable_end=10, leader_epoch=0)
+        partition.reconfigure(partition.settings, 0, tiered=False)
+        rig.lead(partition, epoch)
+        partition.reconfigure(partition.settings, 0, tiered=True)
+        assert (partition.log.tiered_end, partition.log.droppable_end) == (believed, believed)

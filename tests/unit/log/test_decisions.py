@@ -233,6 +233,12 @@ def test_retention(
             (),
             100,
         ),
+        (
+            "R5, behind what only the tier has",
+            {"retention_ms": 15_000, "log_start": 50, "segments": SEGMENTS[1:], "droppable_end": 0},
+            (),
+            50,
+        ),
         ("R5, hold", {"retention_ms": 15_000, "hold": 100}, (0, 100), 100),
     ],
 )

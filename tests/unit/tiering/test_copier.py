@@ -227,3 +227,40 @@ def test_a_new_leader_epoch_and_a_new_session_are_told_everything() -> None:
     it.view(100, epoch=1)
     assert it.told is not None
     assert it.told.leader_epoch == 1
+
+
+def test_a_table_that_the_log_has_passed_by_is_left_alone() -> None:
+    """T15: neither continued nor reported, whatever was known of it before, until none of its
+    records is the log's.
+    """
+    it = Driver(max_lag_ms=0, drop_delay_ms=0).view(10).step(TableSeen(0, 10, 0, 1, epoch=0))
+    it.step(copying.Confirmed(it.take(copying.Confirm), []))
+    assert it.told is not None
+    assert (it.told.tiered_end, it.told.droppable_end) == (10, 10)
+
+    def log(end: int, epochs: tuple[tuple[int, int], ...], start: int = 0) -> Driver:
+        view = View(2, True, start, start, end, it.settings, log_end=end, epochs=epochs)
+        return it.step(Viewed(view))
+
+    for end, epochs in ((9, ((0, 0),)), (12, ((0, 0), (2, 8)))):
+        log(end, epochs)
+        assert it.sent == []
+        assert (it.told.tiered_end, it.told.droppable_end) == (-1, -1)
+        assert it.told.problem.code == errors.TierTableChanged.code
+    log(12, ((0, 0), (2, 10)))
+    assert it.take(copying.Upload).start == 10
+    assert (it.told.tiered_end, it.told.HasField("problem")) == (10, False)
+    log(12, ((2, 10),), start=10)
+    assert it.copier.status is None
+
+
+def test_a_measurement_that_fails_is_not_asked_for_again_at_once() -> None:
+    it = Driver(max_lag_ms=60_000).table(0).view(500)
+    asked = it.take(copying.Measure)
+    it.step(copying.OperationFailed(asked, errors.TierUnavailable("away")))
+    assert it.sent == []
+    it.view(600)
+    assert it.sent == []
+    it.wake()
+    assert it.take(copying.Measure).limit == 600
+    assert it.now_ms == copying.MEASURE_RETRY_MS
