@@ -1,9 +1,9 @@
 """The real Storage and Disk: files, one writer thread per directory, pools for reads and
 computation.
 
-Shell over `log/storage.py`; rules D1–D3 stand there.  A `RealFile` may be read by many threads
-while one writes: `close` waits for nobody, the descriptor goes when its last reader is done, so it
-is never read after reuse.
+Shell over `log/storage.py`; rules D1–D4 stand there.  A `RealFile` may be read and synced by many
+threads while one writes: `close` waits for nobody, the descriptor goes when its last user is done,
+so it is never used after reuse.
 
 Threads (rule P2)
   F1  the writer drains every queued job per wake-up, in order; finished jobs reach the loop through
@@ -49,14 +49,14 @@ class RealFile:
         self._fd = fd
         self._size = os.fstat(fd).st_size
         self._guard = threading.Lock()
-        self._users = 1  # the owner; each running read is one more
+        self._users = 1  # the owner; each running read, or sync, is one more
 
     def size(self) -> int:
         return self._size
 
     def append(self, buffers: Sequence[Buffer]) -> int:
         start = self._size
-        self._storage.check_writable()
+        self._check()
         try:
             self._write_all(start, [memoryview(b) for b in buffers if len(b)])
         except OSError as cause:
@@ -65,7 +65,7 @@ class RealFile:
         return start
 
     def write_at(self, position: int, data: Buffer) -> None:
-        self._storage.check_writable()
+        self._check()
         try:
             self._write_all(position, [memoryview(data)])
         except OSError as cause:
@@ -95,11 +95,21 @@ class RealFile:
             self._storage.fail(worse, f"cutting {self.path} back", torn=True)
         self._storage.fail(cause, f"appending to {self.path}")
 
-    def read(self, position: int, size: int) -> bytes:
+    def _check(self) -> None:
+        """D4, for what the owner does itself: it cannot be closed meanwhile."""
+        self._storage.check_writable()
+        if self._fd < 0 or self._users < 1:
+            raise FileNotFoundError(f"{self.path} was closed")
+
+    def _enter(self) -> None:
+        """D4, for what other threads may do: the descriptor stays until `_leave`."""
         with self._guard:
             if self._users < 1:
                 raise FileNotFoundError(f"{self.path} was closed")
             self._users += 1
+
+    def read(self, position: int, size: int) -> bytes:
+        self._enter()
         try:
             data = os.pread(self._fd, size, position)
             if len(data) == size:
@@ -118,7 +128,7 @@ class RealFile:
             self._leave()
 
     def truncate(self, size: int) -> None:
-        self._storage.check_writable()
+        self._check()
         try:
             os.ftruncate(self._fd, size)
         except OSError as cause:
@@ -127,10 +137,13 @@ class RealFile:
 
     def sync(self) -> None:
         self._storage.check_writable()
+        self._enter()
         try:
             os.fdatasync(self._fd)
         except OSError as cause:
             self._storage.fail(cause, f"syncing {self.path}", torn=True)
+        finally:
+            self._leave()
 
     def close(self) -> None:
         with self._guard:

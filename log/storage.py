@@ -12,6 +12,8 @@ Rules
       failed: every later write raises too; reads may go on (L2: a failed fsync is never retried).
   D3  a power loss keeps any subset of unsynced 4 KiB blocks; a rename or create is durable only
       after `sync_dir` of its directory.
+  D4  a closed file is not used: every operation on it raises `FileNotFoundError` and says nothing
+      of the disk.  `read` and `sync` may run in any thread, beside a `close`.
 """
 
 from __future__ import annotations

@@ -78,12 +78,24 @@ def test_two_handles_see_one_file(storage: Storage) -> None:
     assert reader.read(0, 9) == b"new"
 
 
-def test_a_closed_file_is_not_read(storage: Storage) -> None:
+def test_a_closed_file_is_not_used(storage: Storage) -> None:
+    """D4: nor does that say anything of the disk."""
     file = storage.open("a", create=True)
+    file.append([b"kept"])
     file.close()
     file.close()
-    with pytest.raises(FileNotFoundError):
-        file.read(0, 1)
+    for use in (
+        lambda: file.read(0, 1),
+        lambda: file.append([b"x"]),
+        lambda: file.write_at(0, b"x"),
+        lambda: file.truncate(0),
+        file.sync,
+        lambda: storage.sync_all([file, file]),
+    ):
+        with pytest.raises(FileNotFoundError):
+            use()
+    assert storage.failed is None
+    assert storage.read_file("a") == b"kept"
 
 
 def test_directories(storage: Storage) -> None:
@@ -422,6 +434,34 @@ def test_reads_survive_a_close_in_between(tmp_path: Path) -> None:
         for other in others:
             other.close()
     assert not wrong
+
+
+def test_a_sync_survives_a_close_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D4: it syncs what it was asked to, not a file that got its descriptor meanwhile."""
+    storage = RealStorage(str(tmp_path))
+    file = storage.open("a", create=True)
+    begun, closed = threading.Event(), threading.Event()
+    synced: list[int] = []
+
+    def slow(fd: int) -> None:
+        begun.set()
+        closed.wait()
+        synced.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr("os.fdatasync", slow)
+    thread = threading.Thread(target=file.sync)
+    thread.start()
+    begun.wait()
+    file.close()
+    other = storage.open("b", create=True)
+    closed.set()
+    thread.join()
+    other.close()
+    assert synced == [os.stat(tmp_path / "a").st_ino]
+    with pytest.raises(FileNotFoundError):
+        file.sync()
 
 
 # -- what only the simulator can show: death and power loss ----------------------------------------
