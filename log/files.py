@@ -37,7 +37,8 @@ READ_THREADS = 4
 #: Syncs under way at once in `sync_all`: file systems commit those that wait together as one.
 SYNC_THREADS = 8
 COMPUTE_THREADS = 2
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: What passes, and says nothing of the disk: no space, or no descriptors for now.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 
 class RealFile:
@@ -192,7 +193,7 @@ class RealStorage:
             raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
 
     def fail(self, cause: OSError, doing: str, torn: bool = False) -> NoReturn:
-        """Rule D2: raise the typed error; all but a full disk takes the storage offline, `torn`
+        """Rule D2: raise the typed error; all but what passes takes the storage offline, `torn`
         always does: nobody knows what a failed sync kept, or what a failed cut left (D1).
         """
         if cause.errno in _FULL and not torn:

@@ -227,9 +227,13 @@ def test_an_address_that_is_none(address: str) -> None:
     run(test)
 
 
-def test_connections_beyond_the_bound_wait(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("bound", ["ours", "the process's"])
+def test_connections_beyond_the_bound_wait(monkeypatch: Any, bound: str) -> None:
     """N7"""
-    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    if bound == "ours":
+        monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    else:  # the rest is for the logs
+        monkeypatch.setattr("resource.getrlimit", lambda _: (8, 8))
 
     async def test() -> None:
         network = PkNetwork(connect_timeout_ms=1_000)

@@ -287,6 +287,32 @@ def test_no_space_leaves_nothing_behind(storage: Storage, provoke: Callable[[str
     assert file.read(0, 99) == b"0123456789abc"
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_no_descriptor_for_now_says_nothing_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """D2: too many connections, say; the directory must not be lost for it."""
+    storage = RealStorage(str(tmp_path))
+    storage.replace_file("a", b"kept")
+    real_open = os.open
+
+    def none_left(*_args: object, **_options: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.open", none_left)
+    for use in (
+        lambda: storage.open("a", write=False),
+        lambda: storage.open("b", create=True),
+        lambda: storage.replace_file("a", b"new"),
+    ):
+        with pytest.raises(errors.StorageFull, match="oo many open files"):
+            use()
+    assert storage.failed is None
+    monkeypatch.setattr("os.open", real_open)
+    storage.replace_file("b", b"new")
+    assert (storage.read_file("a"), storage.read_file("b")) == (b"kept", b"new")
+
+
 @pytest.mark.parametrize("what", ["write", "sync"])
 def test_any_other_failure_takes_the_storage_offline(
     storage: Storage, provoke: Callable[[str], None], what: str

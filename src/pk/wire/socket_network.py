@@ -10,7 +10,8 @@ rule.  Why data does not travel over grpc: docs/design/0003-carrier.md.
 Rules
   N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed; the opening
       is answered, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
-  N7  What a listener accepted is bounded in number; beyond it connections wait in the backlog.
+  N7  What a listener accepted is bounded in number, and leaves descriptors for the logs' files, as
+      many as the limit is; beyond it connections wait in the backlog.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import errno
 import os
 import platform
+import resource
 import secrets
 import socket
 import stat
@@ -46,6 +48,16 @@ _ABSTRACT = "unix-abstract:"  # Linux: a socket without a file
 _SPLICE_BYTES = 64 * limits.KIB
 #: After the process ran out of descriptors: how long nothing is accepted.
 _ACCEPT_PAUSE_S = 0.2
+#: Of the process's descriptors per connection: a control connection takes three (`_hand_over`).
+_DESCRIPTORS_PER_CONNECTION = 4
+
+
+def _connections_max() -> int:
+    """N7"""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits.CONNECTIONS_MAX
+    return max(1, min(limits.CONNECTIONS_MAX, soft // _DESCRIPTORS_PER_CONNECTION))
 
 
 def _tune(sock: socket.socket) -> None:
@@ -177,7 +189,7 @@ class _PkListener:
         self._accepting: asyncio.Task[None] | None = None
         self._streams: dict[SocketStream, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # one per accepted connection
-        self._room = asyncio.Semaphore(limits.CONNECTIONS_MAX)  # N7
+        self._room = asyncio.Semaphore(_connections_max())  # N7
 
     @property
     def address(self) -> str:
