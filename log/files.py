@@ -219,12 +219,20 @@ class RealStorage:
             self.fail(cause, f"opening {path}")
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(self._full(path))
+        try:
+            os.stat(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            self._check_there(f"looking for {path}")
+            return False
+        except OSError as cause:  # it may be there
+            self.fail(cause, f"looking for {path}")
+        return True
 
     def list(self, path: str) -> list[str]:
         try:
             return sorted(os.listdir(self._full(path)))
         except (FileNotFoundError, NotADirectoryError):
+            self._check_there(f"listing {path}")
             return []
         except OSError as cause:
             self.fail(cause, f"listing {path}")
@@ -252,6 +260,7 @@ class RealStorage:
             finally:
                 os.close(fd)
         except FileNotFoundError:
+            self._check_there(f"syncing directory {path or '.'}")
             raise
         except OSError as cause:
             self.fail(cause, f"syncing directory {path or '.'}", torn=True)
@@ -287,6 +296,7 @@ class RealStorage:
             with open(self._full(path), "rb") as file:
                 return file.read()
         except FileNotFoundError:
+            self._check_there(f"reading {path}")
             raise
         except OSError as cause:
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause

@@ -345,6 +345,25 @@ def test_any_other_failure_takes_the_storage_offline(
     assert storage.list("") == ["a"]
 
 
+def test_what_cannot_be_told_is_not_taken_for_absent(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: a partition that seems not to be here would be made anew, and empty, elsewhere."""
+    storage.make_dir("t-0")
+    assert storage.exists("t-0")
+    if isinstance(storage, SimStorage):
+        storage.fault = lambda operation, path: OSError(errno.EIO, "injected")
+    else:
+
+        def broken(*_args: object, **_options: object) -> None:
+            raise OSError(errno.EIO, "injected")
+
+        monkeypatch.setattr("os.stat", broken)
+    with pytest.raises(errors.StorageFailed):
+        storage.exists("t-0")
+    assert storage.failed is not None
+
+
 # -- lanes -----------------------------------------------------------------------------------------
 
 
@@ -579,6 +598,16 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
         storage.failed = None
         with pytest.raises(errors.StorageFailed, match="unmounted"):
             storage.open("topics/t-0/0.log", create=True)
+        for look in (
+            lambda: storage.exists("topics"),
+            lambda: storage.list("topics"),
+            lambda: storage.read_file("topics/t-0/0.snapshot"),
+            lambda: storage.sync_dir("topics"),
+        ):  # what is not found there is not absent
+            storage.failed = None
+            with pytest.raises(errors.StorageFailed, match="unmounted"):
+                look()
+            assert storage.failed is not None
         home.rmdir()
         storage.failed = None
         with pytest.raises(errors.StorageFailed, match="free space"):
