@@ -359,7 +359,7 @@ class RealStorage:
             self.fail(cause, "locking the directory")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
+        except BlockingIOError as cause:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
             raise errors.DirectoryLocked(
@@ -367,6 +367,9 @@ class RealStorage:
                 directory=self.root,
                 pid=holder,
             ) from cause
+        except OSError as cause:  # a file system without locks, say
+            os.close(fd)
+            self.fail(cause, "locking the directory")
         self._lock_fd = fd
         name = f"{os.getpid()}\n".encode()
         with contextlib.suppress(OSError):  # for people; a full disk has no room for it

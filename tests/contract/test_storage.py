@@ -164,6 +164,38 @@ def test_one_lock(storage: Storage, tmp_path: Path) -> None:
     other.unlock()
 
 
+def test_a_full_disk_is_locked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a broker whose disk is full could not be started to make room."""
+
+    def full(*_args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage, other = RealStorage(str(tmp_path)), RealStorage(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        storage.lock()
+        with pytest.raises(errors.DirectoryLocked, match="process unknown"):
+            other.lock()
+    storage.unlock()
+    other.lock()
+    with pytest.raises(errors.DirectoryLocked, match=f"process {os.getpid()}"):
+        storage.lock()
+    other.unlock()
+
+
+def test_a_directory_that_cannot_be_locked_is_not_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_locks(*_args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with pytest.raises(errors.StorageFailed, match="No locks available"):
+        RealStorage(str(tmp_path)).lock()
+
+
 def test_free_bytes(storage: Storage) -> None:
     assert storage.free_bytes() > 0
 
