@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def test_a_line_is_one_line() -> None:
     log.bug("handling", ValueError("x"))
     assert out.getvalue().count("\n") == 2
     assert "ValueError" in out.getvalue()
+
+
+@pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError()])
+def test_a_line_that_cannot_be_written_ends_nothing(cause: Exception) -> None:
+    """Tasks that nobody watches say things, the one that accepts connections among them."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise cause
+
+    log = tracing.Log("broker", lambda: 0, Full())
+    log.warning("fatal")
+    log.bug("accepting", OSError(errno.EMFILE, "Too many open files"))
 
 
 async def _get(port: int, request: bytes) -> bytes:
