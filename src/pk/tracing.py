@@ -166,7 +166,9 @@ async def serve_http(
                 text = await everything() if path == b"/metrics" else b""
                 writer.write(_answer(path, text, health))
                 await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+        except TimeoutError:
+            writer.transport.abort()  # who does not read would keep the answer here for ever
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass
         finally:
             writer.close()
