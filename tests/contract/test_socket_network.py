@@ -260,6 +260,29 @@ def test_connections_beyond_the_bound_wait(monkeypatch: Any, bound: str) -> None
     run(test)
 
 
+def test_a_listener_closes_while_a_peer_has_not_said_its_end() -> None:
+    """Of a stream whose handler is through: nobody is left to wait for."""
+
+    async def refuse(_kind: StreamKind, stream: Stream) -> None:
+        stream.close()
+
+    async def test() -> None:
+        network = PkNetwork()
+        listener: Any = await network.listen("127.0.0.1:0", refuse)
+        host, _, port = listener.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"PKS1F")
+        assert await reader.readexactly(8) == b"PKS1" + END
+        while listener._tasks:
+            await asyncio.sleep(0)
+        await listener.close(1_000)
+        assert await reader.read() == b""
+        writer.close()
+        await network.close()
+
+    run(test)
+
+
 def test_descriptors_do_not_grow() -> None:
     async def test() -> None:
         network = PkNetwork()

@@ -299,7 +299,7 @@ class _PkListener:
         if self._address.startswith("unix:"):
             _unlink(self._address.removeprefix("unix:"))
         control = self._loop.create_task(self._behind.close(grace_ms))
-        if self._streams:
+        if self._streams and self._tasks:  # else they only wait for their peers' ends
             await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
         for stream in list(self._streams):
             stream.abort("the server shuts down")
