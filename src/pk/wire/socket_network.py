@@ -36,6 +36,7 @@ from pk.wire.grpc_network import (
     Report,
 )
 from pk.wire.socket_stream import SocketStream
+from pk.wire.watch import Watch
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
@@ -63,8 +64,7 @@ def _connections_max() -> int:
 def _tune(sock: socket.socket) -> None:
     """No delay for small frames; a host that vanished while idle is noticed within seconds.
 
-    No TCP_USER_TIMEOUT: it would also cut off a peer that is merely slow to read (a full disk's
-    queue, say).  What is under way to a vanished host is given up by the requests' own timeouts.
+    One that vanished while something was on its way to it is noticed by pk.wire.watch.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -137,7 +137,7 @@ class PkNetwork:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
         self._control = GrpcNetwork(on_error, connect_timeout_ms=connect_timeout_ms)
-        self._streams: dict[SocketStream, None] = {}
+        self._watch = Watch()
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream.  Raises `Disconnected`, at once if nobody listens."""
@@ -161,8 +161,8 @@ class PkNetwork:
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
                 raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
             raise
-        stream = SocketStream(sock, address, lambda: self._streams.pop(stream, None))
-        self._streams[stream] = None
+        stream = SocketStream(sock, address, lambda: self._watch.remove(stream))
+        self._watch.add(stream)
         return stream
 
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
@@ -173,7 +173,7 @@ class PkNetwork:
 
     async def close(self) -> None:
         """Open streams break."""
-        for stream in list(self._streams):
+        for stream in list(self._watch.streams):
             stream.abort("the network was closed")
         await self._control.close()
 
@@ -187,7 +187,7 @@ class _PkListener:
         self._address = ""
         self._behind: Listener | None = None  # grpc's own address, for this process alone
         self._accepting: asyncio.Task[None] | None = None
-        self._streams: dict[SocketStream, None] = {}
+        self._watch = Watch()
         self._tasks: dict[asyncio.Task[None], None] = {}  # one per accepted connection
         self._room = asyncio.Semaphore(_connections_max())  # N7
 
@@ -255,8 +255,8 @@ class _PkListener:
             sock.close()  # not pk
 
     async def _run(self, kind: StreamKind, sock: socket.socket, peer: str) -> None:
-        stream = SocketStream(sock, peer, lambda: self._streams.pop(stream, None))
-        self._streams[stream] = None
+        stream = SocketStream(sock, peer, lambda: self._watch.remove(stream))
+        self._watch.add(stream)
         try:
             await self._handler(kind, stream)
         except Disconnected:
@@ -299,9 +299,9 @@ class _PkListener:
         if self._address.startswith("unix:"):
             _unlink(self._address.removeprefix("unix:"))
         control = self._loop.create_task(self._behind.close(grace_ms))
-        if self._streams and self._tasks:  # else they only wait for their peers' ends
+        if self._watch.streams and self._tasks:  # else they only wait for their peers' ends
             await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
-        for stream in list(self._streams):
+        for stream in list(self._watch.streams):
             stream.abort("the server shuts down")
         await control
         left = list(self._tasks)
