@@ -1,9 +1,9 @@
 """The real Storage and Disk: files, one writer thread per directory, pools for reads and
 computation.
 
-Shell over `log/storage.py`; rules D1–D3 stand there.  A `RealFile` may be read by many threads
-while one writes: `close` waits for nobody, the descriptor goes when its last reader is done, so it
-is never read after reuse.
+Shell over `log/storage.py`; rules D1–D4 stand there.  A `RealFile` may be read and synced by many
+threads while one writes: `close` waits for nobody, the descriptor goes when its last user is done,
+so it is never used after reuse.
 
 Threads (rule P2)
   F1  the writer drains every queued job per wake-up, in order; finished jobs reach the loop through
@@ -37,7 +37,8 @@ READ_THREADS = 4
 #: Syncs under way at once in `sync_all`: file systems commit those that wait together as one.
 SYNC_THREADS = 8
 COMPUTE_THREADS = 2
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: What passes, and says nothing of the disk: no space, or no descriptors for now.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 
 class RealFile:
@@ -49,14 +50,14 @@ class RealFile:
         self._fd = fd
         self._size = os.fstat(fd).st_size
         self._guard = threading.Lock()
-        self._users = 1  # the owner; each running read is one more
+        self._users = 1  # the owner; each running read, or sync, is one more
 
     def size(self) -> int:
         return self._size
 
     def append(self, buffers: Sequence[Buffer]) -> int:
         start = self._size
-        self._storage.check_writable()
+        self._check()
         try:
             self._write_all(start, [memoryview(b) for b in buffers if len(b)])
         except OSError as cause:
@@ -65,7 +66,7 @@ class RealFile:
         return start
 
     def write_at(self, position: int, data: Buffer) -> None:
-        self._storage.check_writable()
+        self._check()
         try:
             self._write_all(position, [memoryview(data)])
         except OSError as cause:
@@ -95,11 +96,21 @@ class RealFile:
             self._storage.fail(worse, f"cutting {self.path} back", torn=True)
         self._storage.fail(cause, f"appending to {self.path}")
 
-    def read(self, position: int, size: int) -> bytes:
+    def _check(self) -> None:
+        """D4, for what the owner does itself: it cannot be closed meanwhile."""
+        self._storage.check_writable()
+        if self._fd < 0 or self._users < 1:
+            raise FileNotFoundError(f"{self.path} was closed")
+
+    def _enter(self) -> None:
+        """D4, for what other threads may do: the descriptor stays until `_leave`."""
         with self._guard:
             if self._users < 1:
                 raise FileNotFoundError(f"{self.path} was closed")
             self._users += 1
+
+    def read(self, position: int, size: int) -> bytes:
+        self._enter()
         try:
             data = os.pread(self._fd, size, position)
             if len(data) == size:
@@ -118,7 +129,7 @@ class RealFile:
             self._leave()
 
     def truncate(self, size: int) -> None:
-        self._storage.check_writable()
+        self._check()
         try:
             os.ftruncate(self._fd, size)
         except OSError as cause:
@@ -127,10 +138,13 @@ class RealFile:
 
     def sync(self) -> None:
         self._storage.check_writable()
+        self._enter()
         try:
             os.fdatasync(self._fd)
         except OSError as cause:
             self._storage.fail(cause, f"syncing {self.path}", torn=True)
+        finally:
+            self._leave()
 
     def close(self) -> None:
         with self._guard:
@@ -179,7 +193,7 @@ class RealStorage:
             raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
 
     def fail(self, cause: OSError, doing: str, torn: bool = False) -> NoReturn:
-        """Rule D2: raise the typed error; all but a full disk takes the storage offline, `torn`
+        """Rule D2: raise the typed error; all but what passes takes the storage offline, `torn`
         always does: nobody knows what a failed sync kept, or what a failed cut left (D1).
         """
         if cause.errno in _FULL and not torn:
@@ -205,12 +219,20 @@ class RealStorage:
             self.fail(cause, f"opening {path}")
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(self._full(path))
+        try:
+            os.stat(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            self._check_there(f"looking for {path}")
+            return False
+        except OSError as cause:  # it may be there
+            self.fail(cause, f"looking for {path}")
+        return True
 
     def list(self, path: str) -> list[str]:
         try:
             return sorted(os.listdir(self._full(path)))
         except (FileNotFoundError, NotADirectoryError):
+            self._check_there(f"listing {path}")
             return []
         except OSError as cause:
             self.fail(cause, f"listing {path}")
@@ -238,6 +260,7 @@ class RealStorage:
             finally:
                 os.close(fd)
         except FileNotFoundError:
+            self._check_there(f"syncing directory {path or '.'}")
             raise
         except OSError as cause:
             self.fail(cause, f"syncing directory {path or '.'}", torn=True)
@@ -273,6 +296,7 @@ class RealStorage:
             with open(self._full(path), "rb") as file:
                 return file.read()
         except FileNotFoundError:
+            self._check_there(f"reading {path}")
             raise
         except OSError as cause:
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
@@ -335,7 +359,7 @@ class RealStorage:
             self.fail(cause, "locking the directory")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
+        except BlockingIOError as cause:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
             raise errors.DirectoryLocked(
@@ -343,6 +367,9 @@ class RealStorage:
                 directory=self.root,
                 pid=holder,
             ) from cause
+        except OSError as cause:  # a file system without locks, say
+            os.close(fd)
+            self.fail(cause, "locking the directory")
         self._lock_fd = fd
         name = f"{os.getpid()}\n".encode()
         with contextlib.suppress(OSError):  # for people; a full disk has no room for it

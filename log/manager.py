@@ -381,8 +381,8 @@ class LogManager:
             await self.delete(key)
             return
         for directory in self.directories:
-            path = self._path(str(tp))
-            if directory.failed is None and directory.disk.storage.exists(path):
+            path, disk = self._path(str(tp)), directory.disk
+            if directory.failed is None and await disk.read(partial(disk.storage.exists, path)):
                 directory.forget(key)
                 await self._discard(directory, path, delay_ms)
 

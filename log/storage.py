@@ -8,10 +8,13 @@ power loss); rule L1.  Paths are relative to the storage's root and use '/'.
 Rules
   D1  a short write never stays: `append` writes all or raises after cutting the file back to its
       old end (L2).
-  D2  no space raises `StorageFull`; any other failure raises `StorageFailed` and marks the storage
-      failed: every later write raises too; reads may go on (L2: a failed fsync is never retried).
+  D2  no space, and no descriptor for a file to be opened, raise `StorageFull`; any other failure
+      raises `StorageFailed` and marks the storage failed: every later write raises too; reads may
+      go on (L2: a failed fsync is never retried).
   D3  a power loss keeps any subset of unsynced 4 KiB blocks; a rename or create is durable only
       after `sync_dir` of its directory.
+  D4  a closed file is not used: every operation on it raises `FileNotFoundError` and says nothing
+      of the disk.  `read` and `sync` may run in any thread, beside a `close`.
 """
 
 from __future__ import annotations
@@ -65,10 +68,12 @@ class Storage(Protocol):
         """Raises `FileNotFoundError` without `create`."""
         ...
 
-    def exists(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool:
+        """False only if it is known not to be there: what cannot be told raises (D2)."""
+        ...
 
     def list(self, path: str) -> list[str]:
-        """Sorted names in a directory; [] if it does not exist."""
+        """Sorted names in a directory; [] if it does not exist (as `exists` has it)."""
         ...
 
     def make_dir(self, path: str) -> None: ...

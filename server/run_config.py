@@ -28,6 +28,7 @@ import gc
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import uuid
@@ -259,6 +260,7 @@ def print_line(facts: Mapping[str, object]) -> None:
 def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> int:
     """Run `serve` until it returns; the exit code says what happened (see the module)."""
     die_with_parent()
+    raise_descriptor_limit()
     if role == "tier":
         os.nice(TIER_NICENESS)  # P1: bulk work yields
     try:
@@ -314,6 +316,15 @@ def _report(log: tracing.Log, context: dict[str, Any]) -> None:
         log.bug(str(context.get("message", "event loop")), error)
     else:
         log.error("event_loop", message=str(context.get("message", "")))
+
+
+def raise_descriptor_limit() -> None:
+    """As many files and connections as the operator allows: the soft limit, often 1024, is for
+    programs that call `select`.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # not everywhere may it be had: then as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def die_with_parent() -> None:

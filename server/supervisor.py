@@ -245,6 +245,8 @@ class Supervisor:
         try:
             said = json.loads(line)
         except ValueError:
+            said = None
+        if not isinstance(said, dict):
             self._log.warning("child_said", role=child.role, text=line.decode(errors="replace"))
             return
         if "ready" in said:

@@ -1,6 +1,6 @@
 """A simulated Storage that loses data like reality, and a Disk whose lanes run in the loop.
 
-Model (rules D1–D3, L1)
+Model (rules D1–D4, L1)
   WRITTEN  what an operation did is there after `crash` (the process died), up to the very operation
   it died in:
            an append may have left any prefix.
@@ -154,8 +154,6 @@ class SimFile:
         )
 
     def read(self, position: int, size: int) -> bytes:
-        if not self._open:
-            raise FileNotFoundError(f"{self.path} was closed")
         self._check()
         self._storage.observe("read", self.path)
         return bytes(self._inode.data[position : position + size])
@@ -183,6 +181,8 @@ class SimFile:
     def _check(self) -> None:
         if self._life != self._storage.life:
             raise Crashed(f"{self.path} was opened by a process that died")
+        if not self._open:  # D4
+            raise FileNotFoundError(f"{self.path} was closed")
 
 
 class SimStorage:

@@ -26,6 +26,7 @@ import datetime
 import json
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from pk import errors
 from pk.clock import Clock
-from pk.tiering import layout
+from pk.tiering import layout, log_sync
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
 from pk.tiering.objects import ObjectInfo, ObjectStore
 from pk.tiering.store_settings import StoreSettings
@@ -106,6 +107,16 @@ class DeltaTables:
                 f"{self._settings.url}: {doing}: no answer within {limit_s:g} s"
             ) from None
 
+    async def sync_log(self, path: str, after: int) -> None:
+        """What the log says above version `after` survives a power loss (pk.tiering.log_sync)."""
+        if self._settings.scheme != "file":
+            return
+        root, doing = Path(self._settings.directory), f"syncing the log of {path}"
+        try:
+            await self.run(doing, lambda: log_sync.sync_log(root, path, after))
+        except OSError as cause:
+            raise errors.TierUnavailable(f"{self._settings.url}: {doing}: {cause}") from cause
+
     async def probe(self, attempt: str) -> None:
         """Rule T14: two handles commit the same version; exactly one may win."""
         path = layout.probe_path(attempt)
@@ -155,6 +166,7 @@ class DeltaLogTable:
         self._handle: DeltaTable | None = None
         self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
         self._snapshot: Snapshot | None = None
+        self._synced = ("", -1)  #: table id and version up to which the log is SYNCED
         self._turn = asyncio.Lock()
         self._tombstones = Tombstones(tables.wall_ms())
 
@@ -190,6 +202,11 @@ class DeltaLogTable:
 
     async def _note(self, handle: DeltaTable, snapshot: Snapshot) -> None:
         path = f"{self._path}/{layout.commit_file(snapshot.version)}"
+        table_id, version = self._synced
+        if (snapshot.table_id, snapshot.version) != self._synced:
+            after = version if table_id == snapshot.table_id and version < snapshot.version else -1
+            await self._tables.sync_log(self._path, after)
+            self._synced = snapshot.table_id, snapshot.version
         self._seen = await self._tables.store.head(path)
         self._handle, self._snapshot = handle, snapshot
 

@@ -106,6 +106,7 @@ class DirectoryStore(_Calls):
         self._reads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-read")
         self._uploads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-upload")
         self._counter = 0
+        self._made: set[Path] = set()  #: directories whose names are SYNCED
 
     def _path(self, path: str) -> Path:
         full = self._root / path
@@ -139,11 +140,18 @@ class DirectoryStore(_Calls):
 
     def _write(self, path: str, data: Buffer, absent: bool) -> None:
         full = self._path(path)
-        full.parent.mkdir(parents=True, exist_ok=True)
         self._counter += 1
         fresh = full.parent / f"{_TEMPORARY}{os.getpid()}-{self._counter}-{full.name[:80]}"
         try:
-            _write_synced(fresh, data)
+            for attempt in range(ATTEMPTS):
+                self._make(full.parent)
+                try:
+                    _write_synced(fresh, data)
+                    break
+                except FileNotFoundError:  # `delete` found the directory empty
+                    self._made.discard(full.parent)
+                    if attempt == ATTEMPTS - 1:
+                        raise
             if absent:
                 os.link(fresh, full)  # fails if the name is taken; rename would replace it
             else:
@@ -151,6 +159,15 @@ class DirectoryStore(_Calls):
             _sync_directory(full.parent)
         finally:
             fresh.unlink(missing_ok=True)
+
+    def _make(self, directory: Path) -> None:
+        """The directory, its name and those above it SYNCED: the object is found through them."""
+        if directory in self._made:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        for above in directory.relative_to(self._root).parents:
+            _sync_directory(self._root / above)
+        self._made.add(directory)
 
     async def get_range(self, path: str, start: int, size: int) -> bytes:
         def read() -> bytes:

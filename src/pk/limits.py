@@ -31,7 +31,7 @@ PURGATORY_MAX = 100_000
 FETCH_CREDIT_BYTES = 16 * MIB
 #: Concurrent streams of one kind per client address that the broker accepts.
 STREAMS_PER_PEER_MAX = 1024
-#: Connections a listener keeps at a time, of all peers.
+#: Connections a listener keeps at a time, of all peers, if the process may have the descriptors.
 CONNECTIONS_MAX = 16_384
 #: Batches of one producer the broker remembers per partition (KIP-98: five).
 PRODUCER_BATCHES_REMEMBERED = 5

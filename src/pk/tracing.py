@@ -10,6 +10,7 @@ own; the endpoint is a minimal HTTP/1.1 server on the process's event loop (`/me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import sys
@@ -48,7 +49,10 @@ def _text(value: object) -> str:
 
 
 class Log:
-    """Structured lines of one role; `bug` is for exceptions that only an error of ours explains."""
+    """Structured lines of one role; `bug` is for exceptions that only an error of ours explains.
+
+    A line that cannot be written is lost, and nothing else: who says something goes on.
+    """
 
     def __init__(self, role: str, wall_ms: Callable[[], int], out: IO[str] | None = None) -> None:
         self._role = role
@@ -60,8 +64,9 @@ class Log:
         stamp = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         pairs = "".join(f" {name}={_text(value)}" for name, value in facts.items())
         out = self._out or sys.stderr
-        out.write(f"{stamp} {level} {self._role} {event}{pairs}\n")
-        out.flush()
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or nobody reads it any more
+            out.write(f"{stamp} {level} {self._role} {event}{pairs}\n")
+            out.flush()
 
     def info(self, event: str, **facts: object) -> None:
         self._line("INFO", event, facts)
@@ -161,7 +166,9 @@ async def serve_http(
                 text = await everything() if path == b"/metrics" else b""
                 writer.write(_answer(path, text, health))
                 await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+        except TimeoutError:
+            writer.transport.abort()  # who does not read would keep the answer here for ever
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass
         finally:
             writer.close()

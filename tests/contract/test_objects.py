@@ -126,6 +126,61 @@ def test_an_upload_that_dies_leaves_no_object(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_an_object_is_found_after_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """file://: through the names of the directories above it; again, if they were made again."""
+    sync = os.fsync
+    synced: list[int] = []
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr("os.fsync", noted)
+
+    async def test() -> None:
+        store = open_store(StoreSettings.of(server(tier_url=tmp_path.as_uri())), SystemClock())
+        try:
+            for _ in range(2):
+                await store.put("a/b/c", b"1")
+                for above in ("a/b/c", "a/b", "a", ""):
+                    assert (tmp_path / above).stat().st_ino in synced
+                await store.delete("a/b/c")
+                assert not (tmp_path / "a").exists()
+                synced.clear()
+        finally:
+            await store.close()
+
+    asyncio.run(test())
+
+
+def test_a_directory_that_is_emptied_under_an_upload_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """file://: a delete removes it; an upload does not end in FileNotFoundError for that."""
+    mkdir, left = Path.mkdir, [2]
+
+    def emptied(path: Path, *args: object, **options: object) -> None:
+        mkdir(path, *args, **options)  # type: ignore[arg-type]
+        if path.name == "d" and left[0]:
+            left[0] -= 1
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", emptied)
+
+    async def test() -> None:
+        store = open_store(StoreSettings.of(server(tier_url=tmp_path.as_uri())), SystemClock())
+        try:
+            await store.put("d/x", b"1")
+            assert await store.get_range("d/x", 0, 9) == b"1"
+            assert [found.path for found in await store.list("")] == ["d/x"]
+        finally:
+            await store.close()
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [

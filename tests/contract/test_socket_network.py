@@ -1,8 +1,9 @@
-"""What only the socket carrier has: its opening, its lengths, its one port (N1–N7)."""
+"""What only the socket carrier has: its opening, its lengths, its one port (N1–N8)."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from pk import limits
+from pk.wire import watch
 from pk.wire.socket_network import PkNetwork
 from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Stream, StreamKind
@@ -227,9 +229,13 @@ def test_an_address_that_is_none(address: str) -> None:
     run(test)
 
 
-def test_connections_beyond_the_bound_wait(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("bound", ["ours", "the process's"])
+def test_connections_beyond_the_bound_wait(monkeypatch: Any, bound: str) -> None:
     """N7"""
-    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    if bound == "ours":
+        monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    else:  # the rest is for the logs
+        monkeypatch.setattr("resource.getrlimit", lambda _: (8, 8))
 
     async def test() -> None:
         network = PkNetwork(connect_timeout_ms=1_000)
@@ -251,6 +257,118 @@ def test_connections_beyond_the_bound_wait(monkeypatch: Any) -> None:
         second.close()
         third.close()
         await listener.close(500)
+        await network.close()
+
+    run(test)
+
+
+def _vanish(sock: socket.socket) -> ctypes.Array[ctypes.c_char]:
+    """Nothing that comes for this socket reaches it any more: its peer is left alone."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0
+    attach = 26  # SO_ATTACH_FILTER
+    sock.setsockopt(socket.SOL_SOCKET, attach, struct.pack("HL", 1, ctypes.addressof(program)))
+    return program
+
+
+def test_a_peer_that_vanished_with_something_on_its_way_is_given_up(monkeypatch: Any) -> None:
+    """N8, R7, on both ends; while one that does not read is waited for."""
+    monkeypatch.setattr(watch, "KEEPALIVE_MS", 50)
+    monkeypatch.setattr(watch, "UNHEARD_MS", 300)
+    monkeypatch.setattr(watch, "RETRANSMITS_MIN", 1)
+    accepted: list[Any] = []
+    hold = asyncio.Event()
+
+    async def serve(_kind: StreamKind, stream: Stream) -> None:
+        accepted.append(stream)
+        await hold.wait()
+
+    async def test() -> None:
+        network = PkNetwork()
+        listener = await network.listen("127.0.0.1:0", serve)
+        ours: list[Any] = [
+            await network.connect(listener.address, StreamKind.FETCH) for _ in range(3)
+        ]
+        while len(accepted) < 3:
+            await asyncio.sleep(0.01)
+        slow = asyncio.create_task(_flood(ours[2]))
+        by_port = {stream.peer: stream for stream in accepted}
+        host, port = ours[0]._sock.getsockname()[:2]
+        kept = [_vanish(by_port[f"{host}:{port}"]._sock), _vanish(ours[1]._sock)]
+        host, port = ours[1]._sock.getsockname()[:2]
+        for left in (ours[0], by_port[f"{host}:{port}"]):
+            await left.send(b"are you there?")
+            with pytest.raises(Disconnected, match="acknowledges nothing"):
+                await left.recv()
+        assert kept
+        assert not slow.done()
+        slow.cancel()
+        hold.set()
+        await listener.close(0)
+        await network.close()
+
+    run(test)
+
+
+async def _flood(stream: Stream) -> None:
+    while True:
+        await stream.send(bytes(limits.MIB))
+
+
+def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> None:
+    """N8: some at a turn, and without streams not at all: a timer would hold up a client's end."""
+    monkeypatch.setattr(watch, "KEEPALIVE_MS", 0)
+    monkeypatch.setattr(watch, "LOOKS_PER_TURN", 2)
+    seen: list[str] = []
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self, why: str) -> None:
+            raise AssertionError(why)
+
+        def check_heard(self) -> None:
+            seen.append(self.name)
+            if self.name == "b":  # what breaks is looked at no more
+                looker.remove(self)
+
+    looker = watch.Watch()
+
+    async def test() -> None:
+        streams = [Fake(name) for name in "abcde"]
+        for stream in streams:
+            looker.add(stream)
+        while len(seen) < 9:
+            await asyncio.sleep(0)
+        assert seen[:9] == list("abcdeacde")
+        for stream in streams:
+            looker.remove(stream)
+        seen.clear()
+        await turn()
+        assert seen == []
+        assert looker._timer is None
+
+    run(test)
+
+
+def test_a_listener_closes_while_a_peer_has_not_said_its_end() -> None:
+    """Of a stream whose handler is through: nobody is left to wait for."""
+
+    async def refuse(_kind: StreamKind, stream: Stream) -> None:
+        stream.close()
+
+    async def test() -> None:
+        network = PkNetwork()
+        listener: Any = await network.listen("127.0.0.1:0", refuse)
+        host, _, port = listener.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"PKS1F")
+        assert await reader.readexactly(8) == b"PKS1" + END
+        while listener._tasks:
+            await asyncio.sleep(0)
+        await listener.close(1_000)
+        assert await reader.read() == b""
+        writer.close()
         await network.close()
 
     run(test)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -128,6 +130,58 @@ def test_commits_follow_each_other_and_are_seen_by_another_handle(run: Run) -> N
         assert seen.table_id == snapshot.table_id
 
     run(test)
+
+
+def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T6: local records go because of it.  Commits of others count once they were seen."""
+    sync = os.fsync
+    synced: set[int] = set()
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr("os.fsync", noted)
+    clock = SystemClock()
+    chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
+    home = tmp_path / layout.table_path(TOPIC, TOPIC_ID)
+
+    def unsynced() -> list[str]:
+        above = [home, *(path for path in home.parents if path.is_relative_to(tmp_path))]
+        wanted = [home / "_delta_log", *(home / "_delta_log").glob("*.json"), *above]
+        return [path.name for path in wanted if path.stat().st_ino not in synced]
+
+    async def test() -> None:
+        store = open_store(chosen, clock)
+        tables = DeltaTables(chosen, store, clock)
+        kit = Kit(tables, lambda: None, lambda _: None)
+        try:
+            table, snapshot = await created(kit)
+            assert unsynced() == []
+            other = kit.table()
+            await other.load([0])
+            for end in (10, 20):
+                synced.discard((home / "_delta_log").stat().st_ino)
+                snapshot = await table.commit(append(snapshot, 0, end))
+                assert unsynced() == []
+            synced.clear()
+            await other.load([0])
+            seen = {path.name for path in (home / "_delta_log").iterdir()} - set(unsynced())
+            assert seen == {f"{version:020}.json" for version in (1, 2)}
+            await table.load([0])
+            assert f"{0:020}.json" in unsynced()  # not again at each load
+
+            def broken(_descriptor: int) -> None:
+                raise OSError(errno.EIO, "injected")
+
+            monkeypatch.setattr("os.fsync", broken)
+            with pytest.raises(errors.TierUnavailable, match="syncing the log"):
+                await table.commit(append(snapshot, 0, 30))
+        finally:
+            await tables.close()
+            await store.close()
+
+    asyncio.run(test())
 
 
 def test_a_stale_commit_is_refused_whatever_it_holds(run: Run) -> None:

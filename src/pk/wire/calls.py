@@ -9,6 +9,8 @@ Invariants
   C1  a correlation id is answered at most once; late or unknown replies are dropped.
   C2  requests in flight per stream are bounded on the serving side (`calls_max`); more are not
       read.
+  C3  a stream whose peer does not say hello is closed: streams are bounded, and who says nothing
+      would take the place of who does.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from pk.world import Disconnected, Network, Stream, StreamKind
 
 PROTOCOL = 1
 CALLS_MAX = 256
+#: Who opened a stream says hello within this; a client gives up after less.
+HELLO_TIMEOUT_MS = 10_000
 
 #: A handler gets the request message and its frame, and returns the reply, with or without payload.
 Reply = Message | tuple[Message, Iterable[frames.Buffer]]
@@ -83,7 +87,12 @@ async def accept_stream(stream: Stream, reply: wire.HelloReply) -> wire.Hello | 
     Returns what the peer said; None if it is gone or was refused.
     """
     try:
-        raw = await stream.recv()
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_MS / 1000):
+                raw = await stream.recv()
+        except TimeoutError:  # C3
+            stream.close()
+            return None
         if raw is None:
             return None
         head = frames.decode(raw).head

@@ -10,7 +10,8 @@ rule.  Why data does not travel over grpc: docs/design/0003-carrier.md.
 Rules
   N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed; the opening
       is answered, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
-  N7  What a listener accepted is bounded in number; beyond it connections wait in the backlog.
+  N7  What a listener accepted is bounded in number, and leaves descriptors for the logs' files, as
+      many as the limit is; beyond it connections wait in the backlog.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import errno
 import os
 import platform
+import resource
 import secrets
 import socket
 import stat
@@ -34,6 +36,7 @@ from pk.wire.grpc_network import (
     Report,
 )
 from pk.wire.socket_stream import SocketStream
+from pk.wire.watch import Watch
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
@@ -46,13 +49,22 @@ _ABSTRACT = "unix-abstract:"  # Linux: a socket without a file
 _SPLICE_BYTES = 64 * limits.KIB
 #: After the process ran out of descriptors: how long nothing is accepted.
 _ACCEPT_PAUSE_S = 0.2
+#: Of the process's descriptors per connection: a control connection takes three (`_hand_over`).
+_DESCRIPTORS_PER_CONNECTION = 4
+
+
+def _connections_max() -> int:
+    """N7"""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits.CONNECTIONS_MAX
+    return max(1, min(limits.CONNECTIONS_MAX, soft // _DESCRIPTORS_PER_CONNECTION))
 
 
 def _tune(sock: socket.socket) -> None:
     """No delay for small frames; a host that vanished while idle is noticed within seconds.
 
-    No TCP_USER_TIMEOUT: it would also cut off a peer that is merely slow to read (a full disk's
-    queue, say).  What is under way to a vanished host is given up by the requests' own timeouts.
+    One that vanished while something was on its way to it is noticed by pk.wire.watch.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -125,7 +137,7 @@ class PkNetwork:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
         self._control = GrpcNetwork(on_error, connect_timeout_ms=connect_timeout_ms)
-        self._streams: dict[SocketStream, None] = {}
+        self._watch = Watch()
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream.  Raises `Disconnected`, at once if nobody listens."""
@@ -149,8 +161,8 @@ class PkNetwork:
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
                 raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
             raise
-        stream = SocketStream(sock, address, lambda: self._streams.pop(stream, None))
-        self._streams[stream] = None
+        stream = SocketStream(sock, address, lambda: self._watch.remove(stream))
+        self._watch.add(stream)
         return stream
 
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
@@ -161,7 +173,7 @@ class PkNetwork:
 
     async def close(self) -> None:
         """Open streams break."""
-        for stream in list(self._streams):
+        for stream in list(self._watch.streams):
             stream.abort("the network was closed")
         await self._control.close()
 
@@ -175,9 +187,9 @@ class _PkListener:
         self._address = ""
         self._behind: Listener | None = None  # grpc's own address, for this process alone
         self._accepting: asyncio.Task[None] | None = None
-        self._streams: dict[SocketStream, None] = {}
+        self._watch = Watch()
         self._tasks: dict[asyncio.Task[None], None] = {}  # one per accepted connection
-        self._room = asyncio.Semaphore(limits.CONNECTIONS_MAX)  # N7
+        self._room = asyncio.Semaphore(_connections_max())  # N7
 
     @property
     def address(self) -> str:
@@ -243,8 +255,8 @@ class _PkListener:
             sock.close()  # not pk
 
     async def _run(self, kind: StreamKind, sock: socket.socket, peer: str) -> None:
-        stream = SocketStream(sock, peer, lambda: self._streams.pop(stream, None))
-        self._streams[stream] = None
+        stream = SocketStream(sock, peer, lambda: self._watch.remove(stream))
+        self._watch.add(stream)
         try:
             await self._handler(kind, stream)
         except Disconnected:
@@ -287,9 +299,9 @@ class _PkListener:
         if self._address.startswith("unix:"):
             _unlink(self._address.removeprefix("unix:"))
         control = self._loop.create_task(self._behind.close(grace_ms))
-        if self._streams:
+        if self._watch.streams and self._tasks:  # else they only wait for their peers' ends
             await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
-        for stream in list(self._streams):
+        for stream in list(self._watch.streams):
             stream.abort("the server shuts down")
         await control
         left = list(self._tasks)

@@ -28,6 +28,7 @@ import numpy as np
 
 from pk import limits
 from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
+from pk.wire.watch import unheard
 from pk.world import Buffer, Disconnected
 
 CLOSE_TIMEOUT_MS = 2_000
@@ -150,6 +151,11 @@ class SocketStream:
         """Break the stream now; whoever waits on it learns `why`."""
         self._ended(why)
         self._free()
+
+    def check_heard(self) -> None:
+        """N8 of pk.wire.watch."""
+        if not self._gone and unheard(self._sock):
+            self.abort("the peer acknowledges nothing any more")
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class FakeProcess:
 def test_a_child_that_cannot_be_started_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And one that floods its stdout is heard all the same."""
+    """And one that floods its stdout, or counts aloud, is heard all the same."""
     config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
     lines = StringIO()
 
@@ -54,7 +54,8 @@ def test_a_child_that_cannot_be_started_now_is_tried_again(
             if len(tries) == 1:
                 raise BlockingIOError(11, "Resource temporarily unavailable")
             supervisor._stopping.set()
-            return FakeProcess(b"x" * 100_000 + b"\n" + b'{"ready": "broker", "pid": 7}\n')
+            noise = b"x" * 100_000 + b"\n" + b"7\n" + b'"ready"\n'
+            return FakeProcess(noise + b'{"ready": "broker", "pid": 7}\n')
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
         await supervisor._keep(child)

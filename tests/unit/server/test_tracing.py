@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import io
 from pathlib import Path
 
@@ -23,6 +25,19 @@ def test_a_line_is_one_line() -> None:
     log.bug("handling", ValueError("x"))
     assert out.getvalue().count("\n") == 2
     assert "ValueError" in out.getvalue()
+
+
+@pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError()])
+def test_a_line_that_cannot_be_written_ends_nothing(cause: Exception) -> None:
+    """Tasks that nobody watches say things, the one that accepts connections among them."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise cause
+
+    log = tracing.Log("broker", lambda: 0, Full())
+    log.warning("fatal")
+    log.bug("accepting", OSError(errno.EMFILE, "Too many open files"))
 
 
 async def _get(port: int, request: bytes) -> bytes:
@@ -101,3 +116,26 @@ def test_one_endpoint_shows_the_processes_behind_it(tmp_path: Path) -> None:
         front.close()
 
     asyncio.run(story())
+
+
+def test_who_does_not_read_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each scrape of a monitor that hangs leaves a connection and its answer behind."""
+    monkeypatch.setattr(tracing, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tracing.Metrics, "text", lambda _: b"# HELP n " + b"x" * 64_000_000)
+
+    async def main() -> None:
+        server = await tracing.serve_http("127.0.0.1:0", tracing.Metrics(), tracing.Health())
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        me = {asyncio.current_task()}
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        while not (serving := asyncio.all_tasks() - me):
+            await asyncio.sleep(0.01)
+        await asyncio.wait(serving)
+        got = b""
+        with contextlib.suppress(ConnectionResetError):
+            got = await reader.read()
+        assert len(got) < 64_000_000
+        writer.close()
+        server.close()
+
+    asyncio.run(main())

@@ -204,6 +204,18 @@ def test_the_hello_is_checked() -> None:
     play(story)
 
 
+def test_who_says_no_hello_does_not_keep_the_stream() -> None:
+    """C3"""
+
+    async def story(scene: Scene) -> None:
+        stream = await scene.client.network.connect(ADDRESS, StreamKind.CONTROL)
+        async with asyncio.timeout(11):
+            assert await stream.recv() is None
+        assert not scene.streams
+
+    play(story)
+
+
 def test_pushes_reach_the_caller() -> None:
     async def story(scene: Scene) -> None:
         caller = scene.caller()

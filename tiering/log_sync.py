@@ -1,0 +1,40 @@
+"""The log of a table in a directory, SYNCED (file://).
+
+deltalake writes commits and checkpoints and leaves them to the page cache.  pk drops local records
+because a table holds them (rule T6), so what a commit says must survive a power loss, as do the
+objects it names (`DirectoryStore`).  In an object store that is the server's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+LOG = "_delta_log"
+LAST_CHECKPOINT = "_last_checkpoint"
+_DIGITS = 20
+
+
+def sync_log(root: Path, path: str, after: int) -> None:
+    """Commits and checkpoints of the table at `path` above version `after`, and their names; with
+    -1 also the names of the directories up to `root`.  Raises `OSError`.
+    """
+    home = root / path / LOG
+    for name in sorted(os.listdir(home)):
+        number = name[:_DIGITS]
+        if name == LAST_CHECKPOINT or (number.isdecimal() and int(number) > after):
+            with contextlib.suppress(FileNotFoundError):  # cleaned up meanwhile
+                _sync(home / name)
+    _sync(home)
+    if after < 0:
+        for above in home.relative_to(root).parents:
+            _sync(root / above)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
