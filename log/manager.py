@@ -478,16 +478,14 @@ class LogManager:
         if found is not None:
             found[1].high_watermarks[key] = offset
 
-    async def checkpoint(
-        self, directory: Directory | None = None, now_ms: int | None = None
-    ) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED) of `directory`, or of all, one
+    async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED) of a directory, or of all, one
         after another; producers silent by `now_ms` go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
         the rolls. Raises the first storage error, after every directory had its turn (M4)."""
         problems: list[Exception] = []
-        for each in self.directories if directory is None else [directory]:
+        for each in self.directories if of is None else [of]:
             try:
                 async with self._checkpointing[id(each.disk)]:
                     if each.failed is None:
@@ -501,8 +499,7 @@ class LogManager:
         for key, (log, home) in list(self._logs.items()):
             if home is not directory or key not in self._logs:
                 continue
-            if now_ms is not None:
-                log.producers.expire(now_ms, self._expiration_ms)
+            log.producers.expire(now_ms or 0, self._expiration_ms)
             if directory.recovery_points.get(key) == log.written_end:
                 continue  # nothing new since the last one
             await directory.disk.read(log.flush_sealed)

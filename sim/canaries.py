@@ -193,8 +193,8 @@ def _log_start_seen_before_it_is_durable() -> Any:
 def _clock_trusted_for_producers() -> Any:
     checkpoint = LogManager.checkpoint
 
-    async def trusting(self: LogManager, *_: Any) -> None:
-        await checkpoint(self, self._world.clock.wall_ms())
+    async def trusting(self: LogManager, directory: Any = None, _now_ms: Any = None) -> None:
+        await checkpoint(self, directory, self._world.clock.wall_ms())
 
     return _put(LogManager, "checkpoint", trusting)
 
