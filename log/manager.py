@@ -432,6 +432,7 @@ class LogManager:
         snapshot = snapshot or Producers().snapshot(offset)  # else it would be blank (O2)
         self._reshaping[key] = None
         try:
+            directory.recovery_points[key] = 0  # in between there is no segment at all
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
             if log.written_end < start:  # it may be opened there in between (O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
@@ -477,15 +478,14 @@ class LogManager:
         if found is not None:
             found[1].high_watermarks[key] = offset
 
-    async def checkpoint(self, directory: Directory | None = None, *, expire: bool = True) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED) of `directory`, or of all, one
-        after another; `expire`: silent producers go.
+    async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED) of a directory, or of all, one
+        after another; producers silent by `now_ms` go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
         the rolls. Raises the first storage error, after every directory had its turn (M4)."""
-        now_ms = self._world.clock.wall_ms() if expire else 0  # when nobody was silent yet
         problems: list[Exception] = []
-        for each in self.directories if directory is None else [directory]:
+        for each in self.directories if of is None else [of]:
             try:
                 async with self._checkpointing[id(each.disk)]:
                     if each.failed is None:
@@ -495,11 +495,11 @@ class LogManager:
         if problems:
             raise problems[0]
 
-    async def _checkpoint(self, directory: Directory, now_ms: int) -> None:
+    async def _checkpoint(self, directory: Directory, now_ms: int | None) -> None:
         for key, (log, home) in list(self._logs.items()):
             if home is not directory or key not in self._logs:
                 continue
-            log.producers.expire(now_ms, self._expiration_ms)
+            log.producers.expire(now_ms or 0, self._expiration_ms)
             if directory.recovery_points.get(key) == log.written_end:
                 continue  # nothing new since the last one
             await directory.disk.read(log.flush_sealed)

@@ -24,6 +24,7 @@ from pk.sim.checkers import (
     ReaderCheck,
     Row,
     Violation,
+    after_last_gap,
     check_log,
     check_table,
 )
@@ -248,6 +249,7 @@ class Run:
             **{f"chore {name}": count for name, count in chores.items()},
             "eras": self.observer.promise.eras,
             "late frames": self.world.network.late_frames,
+            "stalled frames": self.world.network.stalled_frames,
             "replicas made anew": self.cluster.events.get("replica_made_anew", 0),
             "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
             "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],
@@ -380,6 +382,8 @@ class Run:
             place = TopicPartition(topic.name, partition)
             line = last.lines.get(place)
             logs[partition] = list(line.offsets.values()) if line is not None else []
+            if topic.expires:
+                logs[partition] = after_last_gap(logs[partition])
             first = logs[partition][0].offset if logs[partition] else ends[place]
             starts[partition] = first if topic.expires else self._start_of(topic, partition, now)
             seen = logs[partition][-1].offset + 1 if logs[partition] else first

@@ -24,11 +24,13 @@ from pk.log import directory, writing
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
+from pk.log.writing import Writable
 from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
 from pk.server.controller.elections import Draft
 from pk.server.controller.sessions import Sessions
+from pk.server.handlers.fetch import FetchStream
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Quorum
 from pk.server.replication import follower
@@ -77,6 +79,8 @@ class Canary:
     fault_every_ms: tuple[int, int] = (100, 500)
     lag_ms: int = 1_000  #: replica_lag_time_max_ms
     session_ms: int = 1_500  #: broker_session_timeout_ms
+    expiration_ms: int = 86_400_000  #: producer_id_expiration_ms
+    recent_bytes: int | None = None
 
     @property
     def options(self) -> SimOptions:
@@ -93,7 +97,9 @@ class Canary:
             server={
                 "replica_lag_time_max_ms": self.lag_ms,
                 "broker_session_timeout_ms": self.session_ms,
+                "producer_id_expiration_ms": self.expiration_ms,
             },
+            recent_bytes=self.recent_bytes,
         )
 
     @contextmanager
@@ -184,6 +190,27 @@ def _log_start_seen_before_it_is_durable() -> Any:
     return _put(LogManager, "move_log_starts", eager)
 
 
+def _clock_trusted_for_producers() -> Any:
+    checkpoint = LogManager.checkpoint
+
+    async def trusting(self: LogManager, directory: Any = None, _now_ms: Any = None) -> None:
+        await checkpoint(self, directory, self._world.clock.wall_ms())
+
+    return _put(LogManager, "checkpoint", trusting)
+
+
+def _what_was_not_renamed_is_forgotten() -> Any:
+    rename = Writable._rename_doomed
+
+    def forgetful(self: Writable) -> Any:
+        try:
+            return rename(self)
+        finally:
+            self._lane_doomed.clear()
+
+    return _put(Writable, "_rename_doomed", forgetful)
+
+
 # -- replication -----------------------------------------------------------------------------------
 
 
@@ -245,6 +272,15 @@ def _follower_begins_at_the_end() -> Any:
         return StartAt(self.log.written_end) if isinstance(found, StartAt) else found
 
     return _put(Partition, "parting", skipping)
+
+
+def _read_for_a_leader_of_before() -> Any:
+    add = FetchStream._add
+
+    def late(self: FetchStream, reply: Any, pieces: Any, plan: Any, *read: Any) -> int:
+        return add(self, reply, pieces, plan._replace(leader=plan.partition.leader), *read)
+
+    return _put(FetchStream, "_add", late)
 
 
 # -- quorum and controller -------------------------------------------------------------------------
@@ -451,6 +487,25 @@ CANARIES: dict[str, Canary] = {
     ),
     "dropped before the tier has it": Canary(
         "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
+    ),
+    # A leader reads for a follower, slowly; it is followed by another, and its log cut and filled
+    # again, before the disk comes to it, and the follower has not heard of that.
+    "what is read for a leader of before is its answer": Canary(
+        "R4", _read_for_a_leader_of_before(), f"V2 V5 {LOSSES}",
+        {**HOT, "min_insync_replicas": "1"},
+        ("disk_stall", "disk_stall", "stream_stall", "stream_stall", "pause"),
+        ("elect", "reassign"),
+        nodes=THREE, copies=3, unrest_ms=20_000, recent_bytes=0,
+    ),
+    "a clock that jumped makes producers unknown": Canary(
+        "L10", _clock_trusted_for_producers(), "V5 V6 V7", HOT,
+        ("clock_jump", "break_streams", "late_frames"), unrest_ms=8_000, expiration_ms=120_000,
+    ),
+    # The names of dropped segments find no room; the next drop takes later ones.
+    "a dropped segment that keeps its name": Canary(
+        "L2", _what_was_not_renamed_is_forgotten(), "V5 liveness",
+        {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
+        ("disk_short", "kill_broker"), unrest_ms=8_000,
     ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,

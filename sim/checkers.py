@@ -239,6 +239,14 @@ class ReaderCheck:
                 require(log[offset] == row, "V6", words, self.name, row, where, log[offset])
 
 
+def after_last_gap(rows: Sequence[Row]) -> list[Row]:
+    """What a reader saw of a topic that expires: retention may have passed it while it read, and
+    whether that is what a gap is was asked when it met it (`ReaderCheck`).
+    """
+    begins = [at for at in range(1, len(rows)) if rows[at].offset != rows[at - 1].offset + 1]
+    return list(rows[begins[-1] :] if begins else rows)
+
+
 def check_log(
     oracle: Oracle, topic: Topic, logs: Mapping[int, Sequence[Row]], starts: Mapping[int, Offset]
 ) -> None:

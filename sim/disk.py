@@ -10,8 +10,9 @@ Model (rules D1–D4, L1)
            the creates, renames and removes since its last `sync_dir`.
 
 Faults: `capacity` (StorageFull), `fault` (any exception for an operation), `crash_at` (the process
-dies in the n-th mutation), `rot` (a bit that was written reads as another one).  Everything random
-comes from the `Random` handed in."""
+dies in the n-th mutation), `rot` (a bit that was written reads as another one), `lag_ms` (all of
+the disk is slow), `stall` (one job of a lane lasts long, while the other lanes go on: what it reads
+is as of its beginning or of its end).  Everything random comes from the `Random` handed in."""
 
 from __future__ import annotations
 
@@ -197,6 +198,9 @@ class SimStorage:
         self.fault: Callable[[str, str], Exception | None] | None = None
         self.crash_at: int | None = None  #: die in the n-th mutation from here (0 = the next)
         self.lag_ms = 0.0  #: of every operation of a slow disk, on top
+        #: Asked with the lane ("read", "write") at each job: how long it is held before it is done,
+        #: and after that, before its caller hears of it.
+        self.stall: Callable[[str], tuple[float, float]] | None = None
         self.mutations = 0
         self.life = 0
         self._rng = rng or random.Random(0)
@@ -475,7 +479,7 @@ class SimDisk:
         return await self._shielded(self._ordered(work, self._rng.uniform(*self._write_ms)))
 
     async def read(self, work: Callable[[], T]) -> T:
-        return await self._shielded(self._later(work, self._rng.uniform(*self._read_ms)))
+        return await self._shielded(self._later(work, self._rng.uniform(*self._read_ms), "read"))
 
     async def compute(self, work: Callable[[], T]) -> T:
         return await self._shielded(self._later(work, self._rng.uniform(*self._read_ms)))
@@ -506,10 +510,16 @@ class SimDisk:
         if self._order is None:
             self._order = asyncio.Lock()
         async with self._order:
-            return await self._later(work, delay_ms)
+            return await self._later(work, delay_ms, "write")
 
-    async def _later(self, work: Callable[[], T], delay_ms: float) -> T:
-        await self._clock.sleep_ms(delay_ms + self.storage.lag_ms)
-        if self._life != self.storage.life:
+    async def _later(self, work: Callable[[], T], delay_ms: float, lane: str = "") -> T:
+        """`lane`: of the disk; '' = work for a processor, which no disk holds up."""
+        storage = self.storage
+        before, after = (0.0, 0.0) if storage.stall is None or not lane else storage.stall(lane)
+        await self._clock.sleep_ms(delay_ms + storage.lag_ms + before)
+        if self._life != storage.life:
             raise Crashed("this disk belongs to a process that died")
-        return work()
+        done = work()
+        if after:
+            await self._clock.sleep_ms(after)
+        return done

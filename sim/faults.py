@@ -9,10 +9,13 @@ well.
 from __future__ import annotations
 
 import heapq
+import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
+from pk import errors
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
 from pk.sim.network import End, Link
@@ -31,6 +34,15 @@ SLOW_DELAY_US = (1_000, 60_000)
 SLOW_BYTES_PER_MS = 200
 CUT_MS = (50, 6_000)
 PAUSE_MS = (50, 9_000)
+#: How long single things are held, drawn log-uniformly: mostly short, and now and then so long that
+#: sessions expire, leaders change, and their logs are cut and filled again meanwhile.
+DISK_STALL_MS = (100, 8_000)
+STREAM_STALL_MS = (100, 5_000)
+STORE_STALL_MS = (300, 60_000)
+#: Beyond what a clock may step by, and what producers may be silent for (rule L10).
+CLOCK_JUMP_MS = (100_000, 90_000_000)
+#: What needs room: the data, and names in directories.
+GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
 
 class Faults:
@@ -60,6 +72,12 @@ class Faults:
         self._operator = operator
         self._rots = Rot(cluster, observer, operator, self._rng, self.met)
 
+    def _log_uniform(self, bounds: tuple[float, float]) -> float:
+        return math.exp(self._rng.uniform(*map(math.log, bounds)))
+
+    def _meet(self, name: str) -> None:
+        self.met[name] = self.met.get(name, 0) + 1
+
     def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
         self._number += 1
         due = self._world.loop.now_us / 1000 + self._rng.uniform(*delay_ms)
@@ -84,8 +102,8 @@ class Faults:
             heapq.heappop(self._due)[2]()
         for machine in self._cluster.machines:
             for storage in machine.storages.values():
-                storage.crash_at = None
-        self._cluster.store.late_commit = None
+                storage.crash_at = storage.fault = storage.stall = None
+        self._cluster.store.late_commit = self._cluster.store.stall = None
         self._cluster.traps.clear()
         self._world.network.trap = None
         self._world.record("healed")
@@ -193,6 +211,13 @@ class Faults:
         self._world.record(f"clock step {machine.name} {by_ms}")
         machine.clock.step(by_ms)
 
+    def _clock_jump(self) -> None:
+        """A clock is far ahead for a while, or until the broker starts (K4 of machine.py)."""
+        machine = self._machine(BROKER)
+        by_ms = round(self._log_uniform(CLOCK_JUMP_MS))
+        machine.jump(by_ms)
+        self._after((500, 20_000), machine.right)
+
     # -- network -----------------------------------------------------------------------------------
 
     def _break_streams(self) -> None:
@@ -249,6 +274,18 @@ class Faults:
         pairs = [(one, two) for one in hosts[:at] for two in hosts[at:]]
         self._sever(pairs, both=self._rng.random() < 0.8)
 
+    def _stream_stall(self) -> None:
+        """One direction of a stream, or of a few, is held while the others pass (N8); mostly of one
+        between brokers and controllers, which are fewer than those of clients.
+        """
+        network = self._world.network
+        ends = network.ends()
+        inner = [end for end in ends if "/" in end.node.name and "/" in end.other.node.name]
+        if inner and self._rng.random() < 0.7:
+            ends = inner
+        for end in self._rng.sample(ends, min(len(ends), self._rng.randint(1, 3))):
+            network.stall(end, self._log_uniform(STREAM_STALL_MS))
+
     def _lost_isr_change(self) -> None:
         """The next leader that asks for another ISR hears nothing: the request got lost, or it was
         done and the answer did not come back.
@@ -262,8 +299,7 @@ class Faults:
             if not frames.decode(frame).head.HasField("alter_partition"):
                 return
             network.trap = None
-            name = f"ISR changes {'unheard of' if done else 'lost'}"
-            self.met[name] = self.met.get(name, 0) + 1
+            self._meet(f"ISR changes {'unheard of' if done else 'lost'}")
             if not done:
                 network.break_streams(source, target)
             self._sever([(target, source)], both=not done)
@@ -295,7 +331,7 @@ class Faults:
 
         def trap(machine: Machine, facts: dict[str, object]) -> None:
             self._observer.given_up(machine, str(facts["partition"]))
-            self.met["deaths anew"] = self.met.get("deaths anew", 0) + 1
+            self._meet("deaths anew")
             machine.storages[DISKS[BROKER]].crash_at = self._rng.randint(0, 15)
 
         self._cluster.traps["log_begun_anew"] = trap
@@ -338,6 +374,58 @@ class Faults:
 
         self._after((100, 4_000), undo)
 
+    def _disk_stall(self) -> None:
+        """Some jobs of a disk last long, each by itself, in one lane or both."""
+        storage, rng = self._storage(), self._rng
+        lanes = rng.choice([("read",), ("write",), ("read", "write")])
+        chance = rng.choice([0.02, 0.1, 0.5])
+
+        def stall(lane: str) -> tuple[float, float]:
+            if lane not in lanes or rng.random() >= chance:
+                return 0.0, 0.0
+            self._meet(f"stalls of {lane}s")
+            held_ms = self._log_uniform(DISK_STALL_MS)
+            self._world.record(f"{lane} of {storage.root} is held for {held_ms:.0f} ms")
+            return (held_ms, 0.0) if rng.random() < 0.5 else (0.0, held_ms)
+
+        storage.stall = stall
+
+        def undo() -> None:
+            if storage.stall is stall:
+                storage.stall = None
+
+        self._after((200, 5_000), undo)
+
+    def _disk_short(self) -> None:
+        """There is no room for a few operations in a row, all over the disk or in one directory."""
+        storage, rng = self._storage(), self._rng
+        skipped, left = rng.randint(0, 20), rng.choice([1, 1, 2, 4, 10])
+        local, where = rng.random() < 0.5, ""
+
+        def fault(operation: str, path: str) -> Exception | None:
+            nonlocal skipped, left, where
+            if operation not in GROWING or not path.startswith(where):
+                return None
+            skipped -= 1
+            if skipped >= 0:
+                return None
+            if local and not where:
+                where = os.path.dirname(path)
+            left -= 1
+            if not left:
+                storage.fault = None
+            self._meet("operations without room")
+            self._world.record(f"no room in {storage.root} for {operation} {path}")
+            return errors.StorageFull(f"{storage.root}: no space for {path}")
+
+        storage.fault = fault
+
+        def undo() -> None:
+            if storage.fault is fault:
+                storage.fault = None
+
+        self._after((200, 5_000), undo)
+
     def _rot(self) -> None:
         self._rots.strike()
 
@@ -360,6 +448,27 @@ class Faults:
             store.delay_ms = (0.5, 8.0)
 
         self._after((300, 3_000), undo)
+
+    def _store_stall(self) -> None:
+        """Some requests are answered, or carried out, very late, while others pass."""
+        store, rng = self._cluster.store, self._rng
+        chance = rng.choice([0.05, 0.3])
+
+        def stall(what: str) -> tuple[float, float]:
+            if rng.random() >= chance:
+                return 0.0, 0.0
+            self._meet("stalls of the store")
+            held_ms = self._log_uniform(STORE_STALL_MS)
+            self._world.record(f"store is held for {held_ms:.0f} ms: {what}")
+            return (held_ms, 0.0) if rng.random() < 0.5 else (0.0, held_ms)
+
+        store.stall = stall
+
+        def undo() -> None:
+            if store.stall is stall:
+                store.stall = None
+
+        self._after((300, 5_000), undo)
 
     def _late_commit(self) -> None:
         """The tier dies with a commit on its way; its successor is quick, the commit is not: it

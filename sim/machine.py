@@ -11,6 +11,8 @@ Rules
       one, so that is a failure of the run
   K2  what processes log goes into the trace; a reported bug is a failure of the run
   K3  a machine without power runs nothing; with it comes another boot id
+  K4  a clock that jumped is right again when the broker starts: to start it says that the time is
+      right (rule L10)
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ class Machine:
         self.clock = SimClock(self._world.loop, plan.skew_ms)
         for process in self.processes.values():
             self._world.clocks[process.name] = self.clock
+        self._jumped_ms = 0  #: by how much the clock is wrong (K4)
         self.run: RunConfig = cluster.run_of(plan)
         self._rng = self._world.random(f"{plan.name}/supervisor")
 
@@ -177,15 +180,19 @@ class Machine:
         await process.node.start()
 
     async def _start_broker(self, world: World) -> None:
-        process = self.processes[BROKER]
+        process, disk = self.processes[BROKER], self._disk(BROKER, world)
+        self.right()  # K4
         process.node = BrokerNode(
             world,
-            [self._disk(BROKER, world)],
+            [disk],
             self.run,
             boot_id=f"{self.name}-boot-{self.boots}",
             incarnation_id=world.new_id(),
             log=NodeLog(process.name, self._cluster),
         )
+        if self._cluster.options.recent_bytes is not None:
+            recent = process.node.core.lane_of(disk).recent
+            recent._bytes_max = self._cluster.options.recent_bytes
         self._cluster.watch_broker(self, process.node)
         await process.node.start()
 
@@ -196,8 +203,13 @@ class Machine:
         drawn = self._world.random(f"{process.name}/{node.incarnation}/lanes")
 
         async def lane(work: Callable[[], T]) -> T:
-            await world.clock.sleep_ms(drawn.uniform(0.1, 3.0))
-            return work()
+            stall = self.storages[DISKS[BROKER]].stall  # of the broker's disk, which it reads
+            before, after = (0.0, 0.0) if stall is None else stall("read")
+            await world.clock.sleep_ms(drawn.uniform(0.1, 3.0) + before)
+            done = work()
+            if after:
+                await world.clock.sleep_ms(after)
+            return done
 
         process.node = TierNode(
             world,
@@ -224,6 +236,17 @@ class Machine:
         process.node = None
         process.start = self._world.start(process.name, main)
         process.start.add_done_callback(_seen, context=contextvars.Context())
+
+    def jump(self, by_ms: int) -> None:
+        """The wall clock is wrong by so much more, until `right`."""
+        self._world.record(f"clock jump {self.name} {by_ms}")
+        self._jumped_ms += by_ms
+        self.clock.step(by_ms)
+
+    def right(self) -> None:
+        """The wall clock is as it was before it jumped."""
+        if self._jumped_ms:
+            self.jump(-self._jumped_ms)
 
     # -- deaths ------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ Rules
   N7  At a break frames that had arrived may still be received; those on the way are lost, or, at a
       break that only the sender knows of (`give_up`), received late: by then it may have connected
       anew and asked again.  On one stream no frame is doubled or overtaken.
+  N8  One direction of one stream may stand still for a while (`stall`: a lost segment that is sent
+      again, a peer's socket that nobody reads) while other streams of the same two nodes pass.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class SimNetwork:
         #: Looks at each frame that is sent, with the end that sends; only while it is set.
         self.trap: Callable[[End, bytes], None] | None = None
         self.late_frames = 0  #: that were received after their sender had given the stream up
+        self.stalled_frames = 0  #: that came due while their stream stood still (N8)
         self._refused: dict[str, None] = {}
         self._streams: dict[int, tuple[End, End]] = {}
         self._next_stream = 1
@@ -118,6 +121,16 @@ class SimNetwork:
                     for end in ends:
                         if end.link is link:
                             end.release()
+
+    def ends(self) -> list[End]:
+        """Both ends of every stream that is open."""
+        return [end for number in sorted(self._streams) for end in self._streams[number]]
+
+    def stall(self, end: End, held_ms: float) -> None:
+        """What `end` sent, and sends, arrives `held_ms` later at the earliest, in order (N8)."""
+        self.record(f"stall {end.number} {end.node.name}>{end.other.node.name} {held_ms:.0f} ms")
+        end.stalls += 1
+        self._at(self.loop.now_us + int(held_ms * 1000), end.moves_again)
 
     def refuse(self, address: str, refused: bool = True) -> None:
         """New connections to `address` are refused, or not any more."""
@@ -272,7 +285,8 @@ class End:
         self._piped_bytes = 0  # of frames that the other end has not received
         self._piped = 0
         self._last_due_us = 0
-        self._held = 0  # frames that came due during a cut
+        self._held = 0  # frames that came due during a cut, or a stall
+        self.stalls = 0  #: of this direction, that last (N8)
         self._link: Link | None = None  # to the other end's node, once it was looked up
         self._readers: deque[asyncio.Future[None]] = deque()
         self._writers: deque[asyncio.Future[None]] = deque()
@@ -349,13 +363,21 @@ class End:
     def _arrive(self) -> None:
         if not self._transit:  # lost with the stream
             return
-        if self._held or self.link.cut:
+        if self._held or self.stalls or self.link.cut:
             self._held += 1
+            self._network.stalled_frames += self.stalls > 0
             return
         self._deliver()
 
+    def moves_again(self) -> None:
+        """A stall is over."""
+        self.stalls -= 1
+        self.release()
+
     def release(self) -> None:
-        """The cut healed."""
+        """What is held arrives, unless something else still holds it."""
+        if self.stalls or self.link.cut:
+            return
         while self._held:
             self._held -= 1
             if self._transit:

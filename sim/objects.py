@@ -8,7 +8,9 @@ Model
   B1  request → a drawn delay → the operation, atomically → a drawn delay → the reply
   B2  while the store is away, calls end in `TierUnavailable` after `deadline_ms`
   B3  a lost request never happens, a lost reply has happened; the caller cannot tell
-  B4  a table lives as long as its log: removing the objects below it removes the table
+  B4  a request may be held by itself, on its way there or back, for as long as an owner's whole
+      office (`stall`); it happens all the same
+  B5  a table lives as long as its log: removing the objects below it removes the table
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class SimObjects:
         self.lost_replies = 0.0
         self.stragglers = 0.0  #: of requests that take ten times as long to get there
         self.late_commit: Callable[[], float] | None = None  #: told of the next one; delays it
+        #: Asked at each request: how long it is held there, and its reply (B4).
+        self.stall: Callable[[str], tuple[float, float]] | None = None
         self.counts: dict[str, int] = {}
         self.delay_ms = (0.5, 8.0)
         self.deadline_ms = 300.0
@@ -64,6 +68,9 @@ class SimObjects:
         chance = rng.random()
         if rng.random() < self.stragglers:
             there *= 10
+        if self.stall is not None:
+            held = self.stall(what)
+            there, back = there + held[0], back + held[1]
         await clock.sleep_ms(there + late_ms)
         if self.away or chance < self.lost_requests:
             self._lost(what)
@@ -111,7 +118,7 @@ class SimObjects:
         async def work() -> None:
             await self.memory.delete(path)
             home, found, _ = path.partition("/" + layout.commit_file(0))
-            if found:  # B4
+            if found:  # B5
                 self.tables.drop(f"{self.url}/{home}")
 
         await self.call(f"delete {path}", work)

@@ -50,8 +50,10 @@ _LATER_FAULTS = (
     "rot_and_cut",
     "late_frames",
 )
+#: Those that hold back, or refuse, a single thing while all others go on.
+_SINGLE_FAULTS = ("disk_stall", "stream_stall", "disk_short", "store_stall", "clock_jump")
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
-FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS)
+FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS, *_SINGLE_FAULTS)
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -64,6 +66,11 @@ MACHINES_MAX = 5  #: of one role
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
 #: Mostly every event has an instant of its own; or the loops are busy, and many share one.
 GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
+#: How long a producer may be silent; the shorter one is still longer than any of a run asks again
+#: (workload.DELIVERY_MS) and a clock may step unnoticed.
+EXPIRATION_MS = (86_400_000, 120_000)
+#: What is kept of the ends of logs in memory (log/recent.py); none = every reader needs the disk.
+RECENT_BYTES = (None, None, 0, 4_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
@@ -137,6 +144,7 @@ class SimOptions:
     server: Mapping[str, Any] = field(default_factory=dict)
     timing: Mapping[str, int] = field(default_factory=dict)  #: of the metadata quorum
     vacuum: bool = False  #: deleted tier files go at once
+    recent_bytes: int | None = None  #: of the ends of logs, kept in memory; None = as in production
 
     def with_role(self, role: str) -> tuple[NodePlan, ...]:
         """The machines that have `role`."""
@@ -171,7 +179,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         },
         timing={"election_ms": 500 * slow, "fetch_ms": 1_000 * slow, "wait_ms": 250 * slow},
     )
-    options = _drawn_later(rng, options)
+    options = _drawn_last(rng, _drawn_later(rng, options))
     if faults is not None:
         given["faults"] = tuple(faults)
     return replace(options, **given)
@@ -188,6 +196,22 @@ def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
         server={**options.server, **snapshots},
         faults=(*options.faults, *faults),
         chores=(*options.chores, *chores),
+    )
+
+
+def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
+    """And what came after that.  Where producers expire soon no clock steps by a little, again and
+    again: that a broker takes for the time that passed, and it may.
+    """
+    faults = (*options.faults, *(name for name in _SINGLE_FAULTS if rng.random() < 0.4))
+    expiration_ms = rng.choice(EXPIRATION_MS)
+    if expiration_ms != EXPIRATION_MS[0]:
+        faults = tuple(name for name in faults if name != "clock_step")
+    return replace(
+        options,
+        faults=faults,
+        server={**options.server, "producer_id_expiration_ms": expiration_ms},
+        recent_bytes=rng.choice(RECENT_BYTES),
     )
 
 

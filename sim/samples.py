@@ -49,6 +49,9 @@ class Observer:
         self._counts = counts
         self.promise = Promise(oracle, cluster.options.topics)
         cluster.listeners["replica_made_anew"] = self._made_anew
+        cluster.listeners["log_begun_anew"] = self._begun_anew
+        cluster.listeners["partition_offline"] = self._offline
+        self._begun: dict[tuple[NodeId, str], None] = {}  #: replicas that began a log anew
         self.invariants = Invariants(oracle)
         self.quorum = QuorumCheck()
         self.replicas = ReplicaCheck(oracle)
@@ -228,6 +231,17 @@ class Observer:
     def _made_anew(self, machine: Machine, told: dict[str, object]) -> None:
         for key in self._called(str(told["partition"])):
             self.promise.made_anew(key, machine.node_id)
+
+    def _begun_anew(self, machine: Machine, told: dict[str, object]) -> None:
+        self._begun[machine.node_id, str(told["partition"])] = None
+
+    def _offline(self, machine: Machine, told: dict[str, object]) -> None:
+        """Perhaps a full disk left a log half-way that was given up: what there is still of it is
+        not what it was.
+        """
+        partition = str(told["partition"])
+        if self._begun.pop((machine.node_id, partition), 0) is None:
+            self.given_up(machine, partition)
 
     def _called(self, partition: str) -> list[PartitionKey]:
         return [

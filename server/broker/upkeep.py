@@ -100,8 +100,8 @@ class Upkeep:
     def _tick(self, now_ms: int) -> None:
         """U4: nothing here waits."""
         core = self._core
-        trusted = self.guard.observe(core.clock.wall_ms(), now_ms)
-        core.metrics.clock_alert.set(0 if trusted else 1)
+        wall_ms = self._time_ms()
+        core.metrics.clock_alert.set(self.guard.alert)
         core.metrics.clock_step.set(self.guard.stepped_ms)
         self._flush_due(now_ms)
         self._remove_doomed(now_ms)
@@ -112,7 +112,7 @@ class Upkeep:
             interval_ms = core.server["log_flush_offset_checkpoint_interval_ms"]
             self._checkpoint_at = now_ms + interval_ms
             for each in core.manager.directories:
-                work = partial(core.manager.checkpoint, each, expire=trusted)
+                work = partial(core.manager.checkpoint, each, wall_ms)
                 self._beside("checkpoint", each.disk, work)
         if now_ms >= self._gauges_at:
             self._gauges_at = now_ms + GAUGES_MS
@@ -187,8 +187,13 @@ class Upkeep:
     # -- retention -------------------------------------------------------------------------------
 
     def _time_ms(self) -> int | None:
-        """The time by which records expire; None = the clock cannot be trusted (rule L10)."""
-        return None if self.guard.alert else self._core.clock.wall_ms()
+        """The time by which records and producers expire; None = the clock cannot be trusted (rule
+        L10).  The guard sees the very time that is used: the clock may have jumped since the last
+        tick, or before a job beside it begins.
+        """
+        clock = self._core.clock
+        wall_ms = clock.wall_ms()
+        return wall_ms if self.guard.observe(wall_ms, clock.monotonic_ms()) else None
 
     def _turn_wheel(self) -> None:
         """Start the visits that are due."""

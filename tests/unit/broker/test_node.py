@@ -491,3 +491,14 @@ def test_a_clock_that_jumped_makes_no_producer_unknown(cluster: Any, kit: Any) -
         assert await sends(topic_id) == 0, "it was stored twice"
 
     cluster.do(story())
+
+
+def test_the_time_that_things_expire_by_is_one_that_the_guard_saw(cluster: Any) -> None:
+    """Rule L10: the clock may jump between two ticks."""
+    cluster.start()
+    upkeep, clock = cluster.broker._upkeep, cluster.world.clocks["broker"]
+    assert upkeep._time_ms() == clock.wall_ms()
+    clock.step(48 * 3_600_000)
+    assert upkeep._time_ms() is None
+    clock.step(-48 * 3_600_000)
+    assert upkeep._time_ms() == clock.wall_ms()

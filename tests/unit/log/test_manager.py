@@ -491,10 +491,12 @@ def test_silent_producers_are_forgotten() -> None:
         log.perform(plan)
         log.complete(plan)
         await house.clock.advance(999)
-        await manager.checkpoint()
+        await manager.checkpoint(now_ms=house.clock.now_ms)
         assert len(log.producers) == 1
         await house.clock.advance(1)
         await manager.checkpoint()
+        assert len(log.producers) == 1
+        await manager.checkpoint(now_ms=house.clock.now_ms)
         assert len(log.producers) == 0
         await manager.close()
 

@@ -466,3 +466,39 @@ def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then:
     bench.storage.crash()
     bench.open(log_start=log.log_start, recovery_point=log.synced_end)
     assert (bench.log.segments[0].base_offset, bench.log.written_end) == (first, end)
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_log_that_was_left_without_a_segment_is_not_damaged(died: bool) -> None:
+    """Rule M2: it was given up; neither a start nor what opens it once there is room misses what
+    was flushed of it.
+    """
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        log = await manager.create(TP, "tid", CONFIG)
+        await manager.start_anew(KEY, 32, log_start=32)
+        await append(manager, KEY, 50)
+        await manager.checkpoint()
+        storage = house.storages[0]
+        storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if operation == "create" and "epoch" in path else None
+        )
+        with pytest.raises(errors.StorageFull):
+            await manager.start_anew(KEY, 200, log_start=150)
+        storage.fault = None
+        assert log.torn
+        if died:
+            storage.crash()
+            manager = await house.opened()
+        else:
+            await manager.reopen(KEY)
+        opened = manager.get(KEY)
+        assert opened is not None
+        assert opened.written_end <= 150
+        await manager.start_anew(KEY, 200, log_start=150)
+        assert (opened.log_start, opened.local_log_start) == (150, 200)
+        await manager.close()
+
+    run(main)

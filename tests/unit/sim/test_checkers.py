@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from pk.sim.checkers import Violation, _check_prefix, require
-from pk.sim.oracle import Outcome, RecordId, Sent, Topic
+from pk.sim.checkers import ReaderCheck, Row, Violation, _check_prefix, after_last_gap, require
+from pk.sim.options import TopicPlan
+from pk.sim.oracle import Oracle, Outcome, RecordId, Sent, Topic
 
 
 def sent(number: int, partition: int, offset: int, era: int, era_max: int) -> Sent:
@@ -57,3 +58,17 @@ def test_words_are_made_of_what_failed_alone() -> None:
     require(True, "V1", "{} leads", Silent())
     with pytest.raises(Violation, match=r"^V1: 3 leads \{this\}$"):
         require(False, "V1", "{} leads {}", 3, "{this}")
+
+
+def test_a_reader_that_retention_passes_is_judged_from_where_it_goes_on() -> None:
+    """V5: that it had to is asked when it gets there."""
+    rows = [Row(offset, RecordId("p", offset), offset) for offset in (3, 4, 7, 8, 12)]
+    assert after_last_gap(rows) == rows[4:]
+    assert after_last_gap(rows[:2]) == rows[:2]
+    assert after_last_gap([]) == []
+    oracle = Oracle([TopicPlan("t", 1, {"retention_bytes": "1"})])
+    check = ReaderCheck("last", oracle)
+    check.took("t", 0, rows[:2], 3)
+    check.took("t", 0, rows[2:4], 7)
+    with pytest.raises(Violation, match=r"^V5: .*a gap \(log_start 11\)"):
+        check.took("t", 0, rows[4:], 11)

@@ -1,0 +1,105 @@
+"""Faults that strike one thing while everything beside it goes on: each is met, and costs nothing;
+what a rule keeps from them is in sim/canaries.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pk.server.broker_node import BrokerNode
+from pk.sim.campaign import Report, Run
+from pk.sim.cluster import SimCluster
+from pk.sim.machine import Machine
+from pk.sim.options import BROKER, EXPIRATION_MS, NodePlan, SimOptions, TopicPlan, drawn
+from pk.sim.workload import DELIVERY_MS
+from pk.sim.world import EPOCH_MS, SimWorld
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+CONFIGS = {
+    "segment_bytes": "14336",
+    "min_insync_replicas": "2",
+    "tier_max_lag_ms": "50",
+    "tier_file_bytes": "4000",
+    "local_drop_delay_ms": "0",
+    "local_retention_bytes": "0",
+    "file_delete_delay_ms": "0",
+}
+
+
+def executed(seed: int, *faults: str) -> Report:
+    options = SimOptions(
+        topics=(TopicPlan("t", 2, CONFIGS, 3),),
+        nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
+        faults=faults,
+        chores=("elect",),
+        unrest_ms=6_000,
+        fault_every_ms=(100, 500),
+        chore_every_ms=(100, 400),
+        pace_ms=(20, 200),
+        server={
+            "replica_lag_time_max_ms": 500,
+            "broker_session_timeout_ms": 1_500,
+            "producer_id_expiration_ms": EXPIRATION_MS[-1],
+        },
+        recent_bytes=0,
+    )
+    report = Run(seed, options).execute()
+    assert not report.violation, report.line
+    assert report.acknowledged
+    return report
+
+
+@pytest.mark.parametrize(
+    ("fault", "met"),
+    [
+        ("disk_stall", ("stalls of reads", "stalls of writes")),
+        ("stream_stall", ("stalled frames",)),
+        ("disk_short", ("operations without room",)),
+        ("store_stall", ("stalls of the store",)),
+    ],
+)
+def test_what_is_held_back_is_met_and_costs_nothing(fault: str, met: tuple[str, ...]) -> None:
+    report = executed(1, fault)
+    for name in met:
+        assert report.counts[name], name
+
+
+def test_a_clock_that_jumps_costs_nothing() -> None:
+    """Rule L10: the alert lasts until it is right again."""
+    assert executed(1, "clock_jump", "break_streams").faults["clock_jump"]
+
+
+def test_a_broker_starts_at_the_right_time() -> None:
+    """K4."""
+    with SimWorld(1) as world:
+        options = SimOptions(topics=())
+        cluster = SimCluster(world, options)
+        machine = cluster.machines[0]
+        seen: list[int] = []
+
+        def watch(started: Machine, node: BrokerNode) -> None:
+            seen.append(started.clock.wall_ms() - world.loop.now_us // 1000 - EPOCH_MS)
+
+        cluster.on_broker = watch
+        machine.jump(50_000)
+        machine.clock.step(7)  # of another fault, which says when it ends
+        machine.start(BROKER)
+        world.loop.run_for_ms(100)
+        assert seen == [7]
+        machine.right()
+        assert machine.clock.skew_ms == 7
+
+
+def test_where_producers_expire_soon_no_clock_steps_by_a_little() -> None:
+    """Steps below `clock_step_max_ms`, of several lives of a broker, are time that passed to it."""
+    plans = [drawn(SimWorld(seed).random("options")) for seed in range(60)]
+    soon = [each for each in plans if each.server["producer_id_expiration_ms"] < 86_400_000]
+    assert soon
+    assert not any("clock_step" in each.faults for each in soon)
+    assert any("clock_jump" in each.faults for each in soon)
+    assert min(EXPIRATION_MS) > 60_000 + max(DELIVERY_MS)
+    assert {each.recent_bytes for each in plans} >= {None, 0}
