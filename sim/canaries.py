@@ -30,7 +30,6 @@ from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
 from pk.server.controller.elections import Draft
 from pk.server.controller.sessions import Sessions
-from pk.server.handlers.fetch import FetchStream
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.machine import Quorum
 from pk.server.replication import follower
@@ -274,15 +273,6 @@ def _follower_begins_at_the_end() -> Any:
     return _put(Partition, "parting", skipping)
 
 
-def _read_for_a_leader_of_before() -> Any:
-    add = FetchStream._add
-
-    def late(self: FetchStream, reply: Any, pieces: Any, plan: Any, *read: Any) -> int:
-        return add(self, reply, pieces, plan._replace(leader=plan.partition.leader), *read)
-
-    return _put(FetchStream, "_add", late)
-
-
 # -- quorum and controller -------------------------------------------------------------------------
 
 
@@ -488,10 +478,10 @@ CANARIES: dict[str, Canary] = {
     "dropped before the tier has it": Canary(
         "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
     ),
-    # A leader reads for a follower, slowly; it is followed by another, and its log cut and filled
-    # again, before the disk comes to it, and the follower has not heard of that.
-    "what is read for a leader of before is its answer": Canary(
-        "R4", _read_for_a_leader_of_before(), f"V2 V5 {LOSSES}",
+    # A leader has what nobody else has; the next one misses it, the producer sends it again under
+    # another epoch, and the former leader, in sync and never cut, is elected once more.
+    "a gap that is told before all in sync were heard": Canary(
+        "L6", _put(Leader, "settled", property(lambda _: True)), "V5 V6 V7",
         {**HOT, "min_insync_replicas": "1"},
         ("disk_stall", "disk_stall", "stream_stall", "stream_stall", "pause"),
         ("elect", "reassign"),

@@ -45,6 +45,14 @@ if TYPE_CHECKING:
 OnBug = Callable[[str, BaseException], None]
 
 
+#: What a broker answers by what it knows of a producer.
+NO_LAST_WORD = (
+    errors.OutOfOrderSequence,
+    errors.UnknownProducerId,
+    errors.InvalidProducerEpoch,
+)
+
+
 class BrokerCore:
     """Shared state of one broker process."""
 
@@ -137,14 +145,27 @@ class BrokerCore:
     def append(
         self, key: PartitionKey, header: Header, batch: Buffer, epoch: int, ticket: Ticket
     ) -> None:
-        """Decide a checked batch.  Raises typed errors; then nothing happened."""
+        """Decide a checked batch.  Raises typed errors; then nothing happened.
+
+        What the log has of a producer is no last word before the leader is `settled`: told of a
+        gap, a producer sends what follows again under a new epoch (rule L6).
+        """
         if self.draining:
             raise errors.BrokerUnavailable("this broker is shutting down")
         if ticket.acks != ACKS_ALL and not self.link.in_contact():
             raise errors.ControllerUnavailable(
                 "no contact to the controller: only acks=all is accepted (rule R6)"
             )
-        self.find(key).append(header, batch, epoch, self.clock.wall_ms(), ticket)
+        partition = self.find(key)
+        try:
+            partition.append(header, batch, epoch, self.clock.wall_ms(), ticket)
+        except NO_LAST_WORD as refusal:
+            if partition.leader is None or partition.leader.settled:
+                raise
+            raise errors.OffsetNotAvailable(
+                f"{partition}: not every in-sync replica was heard since its leader was elected: "
+                f"{refusal.message}"
+            ) from refusal
 
     def check_new_session(self) -> None:
         """Rule R6, and no new guests while leaving."""

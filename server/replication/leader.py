@@ -93,6 +93,20 @@ class Leader:
         return self.high_watermark >= self.start_offset
 
     @property
+    def settled(self) -> bool:
+        """Who is in sync was heard in this epoch, with everything from before it.
+
+        Until then one of them may have more, of a leader before, that nobody has cut yet: elected
+        next, it brings that back (rule L6).
+        """
+        return all(
+            self._followers.broker_epoch_of(member) != NONE
+            and self._followers.end_of(member) >= self.start_offset
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+
+    @property
     def log_end(self) -> Offset:
         """End of what this replica has WRITTEN."""
         return self._written_end

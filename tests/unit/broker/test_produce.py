@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors, limits
+from pk.server.replication.leader import Leader
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
@@ -97,6 +98,32 @@ def test_each_bad_entry_has_its_own_error(rig: Any, kit: Any) -> None:
         refused = [errors.CorruptBatch, errors.RecordTooLarge, errors.FencedLeaderEpoch]
         refused += [errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.UnknownTopicId]
         assert sorted(code(a) for a in answers) == sorted([0, *(kind.code for kind in refused)])
+
+    rig.run(story)
+
+
+def test_a_gap_is_told_once_all_in_sync_were_heard(
+    rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule L6: until then the producer asks again, under the same epoch and sequence."""
+    partition = rig.partition()
+    later = kit.batch(producer_id=7, producer_epoch=1, base_sequence=5)
+    known = kit.batch(producer_id=7, producer_epoch=1, base_sequence=0)
+    older = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        monkeypatch.setattr(Leader, "settled", False)
+        await stream.send(kit.produce((0, later), (0, known), (0, older)))
+        answers = sorted(await kit.results(stream, 3), key=lambda each: each.index)
+        wait = errors.OffsetNotAvailable.code
+        assert [code(each) for each in answers] == [wait, 0, wait]
+        monkeypatch.setattr(Leader, "settled", True)
+        await stream.send(kit.produce((0, later), (0, older), correlation_id=2))
+        answers = sorted(await kit.results(stream, 2), key=lambda each: each.index)
+        told = [errors.OutOfOrderSequence.code, errors.InvalidProducerEpoch.code]
+        assert [code(each) for each in answers] == told
+        assert partition.log.written_end == 3
 
     rig.run(story)
 

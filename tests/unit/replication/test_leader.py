@@ -55,6 +55,28 @@ def test_a_new_leader_is_ready_once_its_old_log_is_committed() -> None:
     assert new.ready
 
 
+def test_a_leader_is_settled_once_all_in_sync_were_heard_with_what_was_there_before() -> None:
+    """Rule L6; a member that said nothing may have anything, above an empty log, too."""
+    new = leader(replicas=(1, 2, 3), isr=(1, 2), log_end=10, synced_end=10, high_watermark=10)
+    assert new.ready
+    assert not new.settled
+    new.on_follower_end(2, 9, broker_epoch=4)
+    assert not new.settled
+    new.on_follower_end(2, 10, broker_epoch=4)
+    assert new.settled
+    new.on_local_end(20, 20)
+    assert new.settled, "what came since is its own"
+    new.on_isr_proposed((1, 2, 3))
+    assert not new.settled
+    new.on_isr_refused((1, 2, 3))
+    assert new.settled
+    empty = leader(replicas=(1, 2), isr=(1, 2))
+    assert not empty.settled
+    empty.on_follower_end(2, 0, broker_epoch=4)
+    assert empty.settled
+    assert leader().settled, "nobody else is in sync"
+
+
 def test_a_pending_addition_holds_the_watermark_and_does_not_count() -> None:
     """Rule R2: the maximal ISR; rule R1: only committed members reach the minimum."""
     one = leader(replicas=(1, 2, 3), isr=(1, 2), min_insync_replicas=3)
