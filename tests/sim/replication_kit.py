@@ -348,3 +348,11 @@ def written(kit: Kit, topic: str, count: int) -> Ledger:
     ledger.stop()
     kit.until(lambda: kit.in_sync(topic))
     return ledger
+
+
+def assign(kit: Kit, topic: str, *replicas: int) -> None:
+    """Reassign partition 0."""
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
+    reply = kit.ask(request)
+    assert not reply.results[0].HasField("error"), reply

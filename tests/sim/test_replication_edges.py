@@ -12,16 +12,9 @@ from pk import errors
 from pk.log.manager import LogManager
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, written
+from tests.sim.replication_kit import Kit, Ledger, assign, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-def assign(kit: Kit, topic: str, *replicas: int) -> None:
-    request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
-    reply = kit.ask(request)
-    assert not reply.results[0].HasField("error"), reply
 
 
 def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -> None:

@@ -15,16 +15,9 @@ from pk.server.broker.partition import Ticket
 from pk.server.replication.leader import ACKS_ALL
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, written
+from tests.sim.replication_kit import assign, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-def assign(kit: Kit, topic: str, *replicas: int) -> None:
-    request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
-    reply = kit.ask(request)
-    assert not reply.results[0].HasField("error"), reply
 
 
 def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -> None:

@@ -492,5 +492,14 @@ def make_cluster() -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
+def tiered(make_cluster: Callable[..., Cluster]) -> Cluster:
+    """Broker, controller and tier, running."""
+    cluster = make_cluster(11, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
+    cluster.start()
+    cluster.start_tier()
+    return cluster
+
+
+@pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     return make_cluster(7)

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pk import errors
-from tests.unit.broker.test_node_tier import QUICK, Cluster, partition_of, produce
+from tests.unit.broker.test_node_tier import (
+    QUICK,
+    Cluster,
+    back_without_a_tier,
+    partition_of,
+    produce,
+)
 
 
 def test_a_directory_fails_while_its_partition_claims_the_table(
@@ -67,16 +73,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
 ) -> None:
     """Rules T4, L2: the next try would not know what is there; the controller hears of it."""
     cluster = make_cluster(0, tier_url="memory://tier")
-    cluster.start()
-    cluster.start_tier()
-    topic_id = cluster.do(cluster.create("flights", **QUICK))
-    cluster.do(produce(cluster, kit, topic_id, 12))
-    partition = partition_of(cluster, topic_id)
-    cluster.world.run_until(lambda: partition.tiered_end == 12)
-    cluster.world.kill("tier")
-    cluster.kill("broker", "d1", power=True)
-    cluster.boot = "boot-2"
-    cluster.start_broker()
+    topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
 
     async def full(*_: Any, **__: Any) -> None:

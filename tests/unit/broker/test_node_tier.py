@@ -26,14 +26,6 @@ QUICK = {
 }
 
 
-@pytest.fixture
-def tiered(make_cluster: Callable[..., Cluster]) -> Cluster:
-    cluster = make_cluster(11, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
-    cluster.start()
-    cluster.start_tier()
-    return cluster
-
-
 def partition_of(cluster: Cluster, topic_id: str) -> Any:
     return cluster.broker.core.partitions[PartitionKey(topic_id, 0)]
 
@@ -50,6 +42,21 @@ async def produce(
         (answer,) = await kit.results(stream, 1)
         assert not answer.HasField("error"), answer
     stream.close()
+
+
+def back_without_a_tier(cluster: Cluster, kit: Any) -> str:
+    """A topic whose 12 records the table has, after the power was lost; its id."""
+    cluster.start()
+    cluster.start_tier()
+    topic_id: str = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 12))
+    partition = partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: partition.tiered_end == 12)
+    cluster.world.kill("tier")
+    cluster.kill("broker", "d1", power=True)
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    return topic_id
 
 
 async def delete(cluster: Cluster, topic_id: str, before: int) -> int:
@@ -257,16 +264,7 @@ def test_a_recovery_that_is_not_heard_is_told_again(
 ) -> None:
     """K3: until then no preferred leader takes over from it."""
     cluster = make_cluster(3, tier_url="memory://tier")
-    cluster.start()
-    cluster.start_tier()
-    topic_id = cluster.do(cluster.create("flights", **QUICK))
-    cluster.do(produce(cluster, kit, topic_id, 12))
-    partition = partition_of(cluster, topic_id)
-    cluster.world.run_until(lambda: partition.tiered_end == 12)
-    cluster.world.kill("tier")
-    cluster.kill("broker", "d1", power=True)
-    cluster.boot = "boot-after"
-    cluster.start_broker()
+    topic_id = back_without_a_tier(cluster, kit)
     served = partition_of(cluster, topic_id)
     core = cluster.broker.core
     call, lost = core.link.call, []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from pk import errors
 from tests.unit.broker.test_node_tier import (
@@ -17,14 +14,6 @@ from tests.unit.broker.test_node_tier import (
     produce,
     read,
 )
-
-
-@pytest.fixture
-def tiered(make_cluster: Callable[..., Cluster]) -> Cluster:
-    cluster = make_cluster(11, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
-    cluster.start()
-    cluster.start_tier()
-    return cluster
 
 
 def test_a_topic_whose_tier_is_turned_off_expires_by_its_own_retention(
