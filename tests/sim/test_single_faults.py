@@ -13,26 +13,17 @@ from pk.sim.machine import Machine
 from pk.sim.options import BROKER, EXPIRATION_MS, NodePlan, SimOptions, TopicPlan, drawn
 from pk.sim.workload import DELIVERY_MS
 from pk.sim.world import EPOCH_MS, SimWorld
+from tests.sim.test_later_faults import TIERED
 
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-CONFIGS = {
-    "segment_bytes": "14336",
-    "min_insync_replicas": "2",
-    "tier_max_lag_ms": "50",
-    "tier_file_bytes": "4000",
-    "local_drop_delay_ms": "0",
-    "local_retention_bytes": "0",
-    "file_delete_delay_ms": "0",
-}
-
 
 def executed(seed: int, *faults: str) -> Report:
     options = SimOptions(
-        topics=(TopicPlan("t", 2, CONFIGS, 3),),
+        topics=(TopicPlan("t", 2, TIERED, 3),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
         faults=faults,
         chores=("elect",),
