@@ -20,6 +20,7 @@ from pk.server.quorum import codec
 from pk.server.quorum.machine import Quorum
 from pk.server.quorum.messages import Asked, FetchReply, FetchStatus
 from pk.server.quorum.source import Source
+from pk.server.quorum.voters import Voters
 from pk.wire import frames
 from pk.wire.calls import Handler
 
@@ -33,12 +34,14 @@ class Answers:
         self,
         quorum: Quorum,
         source: Source,
+        voters: Voters,
         *,
         ask: Callable[[Asked], None],
         renew: Callable[[], None],
     ) -> None:
         self._quorum = quorum
         self._source = source
+        self._voters = voters
         self._ask = ask
         self._renew = renew
 
@@ -59,6 +62,7 @@ class Answers:
         quorum = self._quorum
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         message: Any = codec.decode(request)
+        self._voters.learn(request)
         self._ask(Asked(future, message))
         reply = await future
         payload: bytes = b""
@@ -67,4 +71,4 @@ class Answers:
             if payload and (quorum.tenure is None or quorum.epoch != reply.epoch):  # A1
                 raise errors.ControllerUnavailable("the leader changed meanwhile")
             reply = filled
-        return codec.encode(reply), (payload,)
+        return self._voters.naming(codec.encode(reply)), (payload,)

@@ -110,7 +110,7 @@ class MetadataLog:
         )  # fmt: skip
         self._peers = Peers(
             world, hello, lambda: {**self.voters.addresses, **(peers or {})}, self._post,
-            timeout_ms=self.quorum.timing.fetch_ms,
+            self.voters, timeout_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._rules = rules or SnapshotRules()
         self._say = say
@@ -148,8 +148,8 @@ class MetadataLog:
         self._files.kept = opened.kept
         self._history = History(self._disk, self._clock, self._files, log, self._say)
         self._answers = Answers(
-            self.quorum, Source(self._history, self._files, self._say), ask=self._post,
-            renew=lambda: self._post(Synced(self._state())),
+            self.quorum, Source(self._history, self._files, self._say), self.voters,
+            ask=self._post, renew=lambda: self._post(Synced(self._state())),
         )  # fmt: skip
         for why in opened.damaged:
             self._say("metadata_snapshot_damaged", why=why)

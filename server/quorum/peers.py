@@ -25,6 +25,7 @@ from pk.server.quorum.messages import (
     Voter,
     VoteReply,
 )
+from pk.server.quorum.voters import Voters
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
@@ -35,7 +36,9 @@ CALLS_MAX = 16
 
 
 class Peers:
-    """Calls by voter: `addresses` gives HOST:PORT by node id, `post` takes what comes of them."""
+    """Calls by voter: `addresses` gives HOST:PORT by node id, `post` takes what comes of them;
+    `voters` knows, and learns, where a leader that is named is reached.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Peers:
         hello: wire.Hello,
         addresses: Callable[[], Mapping[NodeId, str]],
         post: Callable[[Told | Unreachable], None],
+        voters: Voters,
         *,
         timeout_ms: int,
     ) -> None:
@@ -50,6 +54,7 @@ class Peers:
         self._hello = hello
         self._addresses = addresses
         self._post = post
+        self._voters = voters
         self._timeout_ms = timeout_ms
         self._callers: dict[NodeId, Caller] = {}
         self._running: dict[NodeId, int] = {}
@@ -78,13 +83,15 @@ class Peers:
             self._post(Unreachable(peer, refused=refused))
             return
         try:
-            frame = await caller.call(codec.encode(message), timeout_ms=self._timeout_ms)
-            body = frame.head.WhichOneof("body")
-            reply = codec.decode(getattr(frame.head, body or "error"), frame.payload)
+            request = self._voters.naming(codec.encode(message))
+            frame = await caller.call(request, timeout_ms=self._timeout_ms)
+            body = getattr(frame.head, frame.head.WhichOneof("body") or "error")
+            reply = codec.decode(body, frame.payload)
         except errors.PkError:
             self._post(Unreachable(peer))
             return
         if isinstance(reply, VoteReply | Heard | FetchReply):
+            self._voters.learn(body)
             self._post(Told(reply))
 
     async def ask(self, peer: Voter, request: Message, timeout_ms: int) -> Frame:

@@ -3,12 +3,17 @@
 A voters record counts from its append on, committed or not, and no longer once it is cut away.
 Records below the high watermark are never cut: of those, the last one is enough.  What this node's
 configuration says of an address counts more than what the log says.
+
+Who was away while voters came has no record of them, and could not fetch from one that leads: so
+whoever names a leader says where it is reached, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from google.protobuf.message import Message
 
 from pk.server.controller.records import MetadataRecord, decode_batches, record_of
 from pk.server.quorum import snapshot
@@ -60,6 +65,22 @@ class Voters:
         while len(self.at) > 1 and self.at[1].offset < end:
             del self.at[0]
 
+    def naming(self, message: Message) -> Message:
+        """`message`, with the address of the leader that it names."""
+        leader = _leader_in(message)
+        if leader is not None:
+            leader.address = self.addresses.get(leader.node_id, "")
+        return message
+
+    def learn(self, message: Any) -> None:
+        """Where the leader that `message` names is reached: its own word, else what nobody said."""
+        leader = _leader_in(message)
+        if leader is None or not leader.address or leader.node_id in self._given:
+            return
+        own = leader.node_id == message.sender.node_id
+        if own or leader.node_id not in self.addresses:
+            self.addresses[leader.node_id] = leader.address
+
     def records(self, op: BeginEpoch | AppendVoters) -> list[MetadataRecord]:
         """What the quorum asks to be appended."""
         voters = wire.VotersRecord(
@@ -77,3 +98,12 @@ class Voters:
         ids = [voter.node_id for voter in op.voters]
         change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
         return [record_of(change), record_of(voters)]
+
+
+def _leader_in(message: Message) -> wire.QuorumVoter | None:
+    if isinstance(message, wire.QuorumBeginRequest):
+        return message.sender
+    named = wire.QuorumVoteReply | wire.QuorumHeardReply | wire.QuorumFetchReply
+    if isinstance(message, named) and message.HasField("leader"):
+        return message.leader
+    return None

@@ -2690,23 +2690,28 @@ Global___AlterPartitionReply: _TypeAlias = AlterPartitionReply  # noqa: Y015
 
 @_typing.final
 class QuorumVoter(_message.Message):
-    """---- the metadata quorum (KIP-595, KIP-853, KIP-996): server/quorum/messages.py says what each means -------"""
+    """---- the metadata quorum (KIP-595, KIP-853, KIP-996): server/quorum/messages.py says what each means -------
+    `address`: of a leader that is named; who was away may know no other way to it
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     directory_id: _builtins.str
+    address: _builtins.str
     def __init__(
         self,
         *,
         node_id: _builtins.int = ...,
         directory_id: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory_id", b"directory_id", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "directory_id", b"directory_id", "node_id", b"node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -256,3 +256,65 @@ def test_a_leader_that_removes_itself_and_dies_before_the_other_has_heard_of_it(
         world.boot(n, f"dir-{n}")
     world.sim.loop.run_for_ms(20_000)
     assert (world.active(), ids(world.describe().voters)) == (other, [other])
+
+
+def test_who_was_away_finds_a_leader_that_was_added_meanwhile(make: Any) -> None:
+    """Its own log does not say where that one is reached, and nobody else may be left to."""
+    world = make(7)
+    leader = world.active()
+    away, other = (n for n in (1, 2, 3) if n != leader)
+    world.down(away)
+    world.boot(4, "dir-4")
+    world.sim.loop.run_for_ms(2_000)
+    world.ask(add(4, "dir-4"))
+    world.ask(wire.RemoveVoterRequest(node_id=leader))
+    world.sim.loop.run_for_ms(2_000)
+    world.down(leader)
+    world.down(other)
+    world.boot(away, f"dir-{away}")
+    world.sim.loop.run_for_ms(20_000)
+    assert [n for n, node in world.nodes.items() if node.term is not None] == [4]
+    assert world.nodes[away].metadata.address_of(4) == "c4:1"
+
+
+def test_an_observer_finds_a_leader_that_was_added_before_it(make: Any) -> None:
+    """It knows the first voters, and of those only who leads."""
+    world = make(7)
+    leader = world.active()
+    gone, other = (n for n in (1, 2, 3) if n != leader)
+    world.boot(4, "dir-4")
+    world.sim.loop.run_for_ms(2_000)
+    world.ask(add(4, "dir-4"))
+    world.ask(wire.RemoveVoterRequest(node_id=gone))
+    world.down(gone)
+    world.ask(wire.RemoveVoterRequest(node_id=leader))
+    world.down(leader)
+    world.sim.loop.run_for_ms(2_000)
+    if world.active() != 4:
+        world.down(other)
+        world.sim.loop.run_for_ms(100)
+        world.boot(other, f"dir-{other}")
+    assert world.active() == 4
+    world.boot(5, "dir-5")
+    world.sim.loop.run_for_ms(10_000)
+    assert 5 in ids(world.observers())
+
+
+def test_what_is_learned_of_a_leaders_address(make: Any) -> None:
+    """Its own word counts more than another's; the settings count more than both."""
+    world = make(6)
+    voters = world.nodes[world.active()].metadata.voters
+
+    def told(leader: int, address: str, sender: int) -> None:
+        named = wire.QuorumVoter(node_id=leader, directory_id="d", address=address)
+        by = wire.QuorumVoter(node_id=sender, directory_id="d")
+        voters.learn(wire.QuorumHeardReply(sender=by, epoch=1, leader=named))
+
+    told(7, "c7:1", sender=2)
+    assert voters.addresses[7] == "c7:1"
+    told(7, "old:1", sender=2)
+    told(7, "", sender=7)
+    assert voters.addresses[7] == "c7:1"
+    told(7, "moved:1", sender=7)
+    told(1, "moved:1", sender=1)
+    assert (voters.addresses[7], voters.addresses[1]) == ("moved:1", "c1:1")
