@@ -498,7 +498,7 @@ class Quorum:
         if not tenure.in_touch(self.voters, now_ms - 3 * self.timing.fetch_ms // 2):
             self._detach(self.epoch, now_ms)
             return
-        for voter in tenure.silent(self.voters):
+        for voter in tenure.silent(self.voters, now_ms - self.timing.fetch_ms):
             self._effects.append(Send(voter, LeaderBegins(self.me, self.epoch, voter)))
         self._effects.append(SetTimer(TICK, now_ms + self.timing.fetch_ms // 4))
 

@@ -61,9 +61,12 @@ class Tenure:
         )
         return heard > len(voters) // 2
 
-    def silent(self, voters: Sequence[Voter]) -> list[Voter]:
-        """Voters that have not fetched in this epoch yet."""
-        return [voter for voter in voters if voter != self.me and voter not in self.ends]
+    def silent(self, voters: Sequence[Voter], since_ms: int) -> list[Voter]:
+        """Voters that have not fetched in this epoch yet, or not since then: one that died has
+        forgotten who leads, and its log may name only voters that are gone.
+        """
+        heard = [voter for voter in self.ends if self.heard_ms[voter] >= since_ms]
+        return [voter for voter in voters if voter != self.me and voter not in heard]
 
     def successors(self, voters: Sequence[Voter]) -> tuple[Voter, ...]:
         """The other voters, the one with the most records first."""

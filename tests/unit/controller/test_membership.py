@@ -318,3 +318,30 @@ def test_what_is_learned_of_a_leaders_address(make: Any) -> None:
     told(7, "moved:1", sender=7)
     told(1, "moved:1", sender=1)
     assert (voters.addresses[7], voters.addresses[1]) == ("moved:1", "c1:1")
+
+
+def test_who_came_once_and_died_is_told_again(make: Any) -> None:
+    """It forgot what it had heard, and its log names only voters that are gone."""
+    world = make(7)
+    leader = world.active()
+    away, other = (n for n in (1, 2, 3) if n != leader)
+    world.down(away)
+    for n in (4, 5):
+        world.boot(n, f"dir-{n}")
+        world.sim.loop.run_for_ms(2_000)
+        world.ask(add(n, f"dir-{n}"))
+    for gone in (other, leader):
+        world.ask(wire.RemoveVoterRequest(node_id=gone))
+        world.sim.loop.run_for_ms(2_000)
+        world.down(gone)
+    now = world.active()
+    world.boot(away, f"dir-{away}")
+    tenure = world.nodes[now].metadata.quorum.tenure
+    world.sim.run_until(lambda: Voter(away, f"dir-{away}") in tenure.ends)
+    world.down(away)
+    world.boot(away, f"dir-{away}")
+    world.sim.run_until(lambda: away in world.nodes)
+    assert {each.node_id for each in world.nodes[away].metadata.voters.now} == {1, 2, 3}
+    world.sim.loop.run_for_ms(20_000)
+    assert world.nodes[now].metadata.quorum.tenure is tenure, "nobody had to be elected"
+    assert {each.node_id for each in world.nodes[away].metadata.voters.now} == {away, 4, 5}
