@@ -135,6 +135,7 @@ class BrokerNode:
             hello,
             self._identity(),
             peers=run.peer_controller_addresses,
+            voters=lambda: {each.node_id: each.address for each in core.follower.image.voters},
             session_timeout_ms=server["broker_session_timeout_ms"],
             heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
             metadata_offset=lambda: core.follower.reacted,

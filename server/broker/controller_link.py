@@ -60,8 +60,9 @@ class Identity:
 class ControllerLink:
     """Keeps a broker registered and alive in the active controller's eyes.
 
-    `addresses`: of controllers, any of which knows the active one; `peers`: by node id, what this
-    node connects to instead of the address a controller is known by.
+    `addresses`: of controllers, any of which knows the active one; `voters`: by node id, those that
+    the metadata name, which may have come later; `peers`: by node id, what this node connects to
+    instead of the address a controller is known by.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ControllerLink:
         on_fatal: Callable[[errors.PkError], None],
         on_epoch: Callable[[int], None],
         peers: Mapping[NodeId, str] | None = None,
+        voters: Callable[[], Mapping[NodeId, str]] = dict,
         positions: Callable[[Sequence[wire.FetchPartition]], list[wire.ReplicaPosition]] = (
             lambda asked: []
         ),
@@ -87,6 +89,7 @@ class ControllerLink:
         self._world = world
         self._search = Search(addresses)
         self._peers = dict(peers or {})
+        self._voters = voters
         self._hello = hello
         self.identity = identity
         self._session_timeout_ms = session_timeout_ms
@@ -241,6 +244,7 @@ class ControllerLink:
             took_ms = clock.monotonic_ms() - asked_ms
             silent = unanswered and took_ms >= self._patience_ms() // 2
             before = search.address
+            search.learn(self._peers.get(n, where) for n, where in self._voters().items() if where)
             over = search.failed(hint=self._named_in(failure), silent=silent)
             self._wait_next = over and (search.alone or not silent)  # that was a wait enough
             if search.address != before:

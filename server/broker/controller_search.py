@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: Rounds in which those that answer may elect one of them, before silent ones are asked again.
 PATIENT_ROUNDS = 5
@@ -23,6 +23,7 @@ class Search:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         assert addresses, "no controller to ask"
+        self._given = tuple(addresses)
         self._known = tuple(dict.fromkeys(addresses))
         self.address = self._known[0]
         self.rounds = 0  #: that found nobody, since somebody served
@@ -40,6 +41,10 @@ class Search:
     def doublings(self) -> int:
         """How often the controller at `address` did not answer in time: it may only be slow."""
         return self._silent.get(self.address, 0)
+
+    def learn(self, addresses: Iterable[str]) -> None:
+        """These are there, too, as far as anybody knows by now."""
+        self._known = tuple(dict.fromkeys((*self._given, *addresses)))
 
     def found(self) -> None:
         """`address` serves, in good time or not."""

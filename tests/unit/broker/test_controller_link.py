@@ -451,3 +451,32 @@ def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
     task.result()
     assert link.address == f"c{first}:1"
     assert link._registered.is_set()
+
+
+def test_controllers_that_came_later_are_found_by_what_the_metadata_say(make: Any) -> None:
+    """Of the first voters, which the settings name, nobody is left to name who is active."""
+    cluster = make(8)
+    cluster.start()
+    for n in (4, 5):
+        cluster.storages[f"c{n}"] = SimStorage(f"c{n}", cluster.sim.random(f"c{n}"))
+        cluster.boot(n, controller_listen=f"c{n}:1")
+    cluster.sim.loop.run_for_ms(2_000)
+    voters = dict(VOTERS)
+    for change in (4, 5, -1, -2):
+        voter = Voter(abs(change), f"meta-{abs(change)}")
+        voters[voter] = f"c{abs(change)}:1"
+        if change < 0:
+            del voters[voter]
+        log = cluster.controllers[cluster.active()].metadata
+        where = {each.node_id: address for each, address in voters.items()}
+        cluster.sim.run(log.change_voters(tuple(voters), where))
+        cluster.sim.loop.run_for_ms(3_000)
+    for n in IDS:
+        cluster.down(n)
+        cluster.sim.loop.run_for_ms(3_000)
+    cluster.down(cluster.active())
+    for n in {4, 5} - cluster.controllers.keys():
+        cluster.boot(n, controller_listen=f"c{n}:1")
+    cluster.sim.loop.run_for_ms(20_000)
+    assert cluster.active() in (4, 5)
+    assert not cluster.fenced()

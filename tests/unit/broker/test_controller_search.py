@@ -99,3 +99,18 @@ def test_with_one_controller_each_try_is_a_round() -> None:
     assert search.failed(silent=True)
     assert search.failed()
     assert search.address == "a"
+
+
+def test_those_that_came_later_are_asked_after_those_that_were_given() -> None:
+    search = Search(["a", "b"])
+    search.learn(["b", "x"])
+    asked = []
+    over = False
+    while not over:
+        asked.append(search.address)
+        over = search.failed()
+    assert asked == ["a", "b", "x"]
+    search.learn(["y"])
+    assert not search.failed()
+    assert not search.failed()
+    assert search.address == "y", "x is none any more"
