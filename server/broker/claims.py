@@ -14,6 +14,8 @@ Invariants
   K3  the controller hears `recovered` after the partition serves
   K4  a claim ends with its partition's directory: what waits for the store must not hide that
       nothing can be served from here (rule L2)
+  K5  a log that was left half-way is offline, also if its claim is over: neither another claim, nor
+      a leader that it would follow, could know what is there
 """
 
 from __future__ import annotations
@@ -135,10 +137,6 @@ class Claims:
                 break
             except errors.PkError as error:
                 partition.problem = error
-                if partition.log.torn:  # a claim that tried again would not know what is there
-                    self.give_up(partition)
-                    core.storage_failed(partition, error)
-                    return
             except Exception as bug:
                 core.bug("claiming a table", bug)
             await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
@@ -183,8 +181,16 @@ class Claims:
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
         # What the table has below its end is still the log's, but for records that were deleted
         # before, beyond the table's end perhaps (rule T9).
+        core, key = self._core, partition.key
         partition.cut_watermark(0)
-        await self._core.manager.start_anew(partition.key, max(end, start), log_start=start)
+        try:
+            await core.manager.start_anew(key, max(end, start), log_start=start)
+        except errors.PkError as error:
+            if not partition.log.torn:
+                raise
+            if core.partitions.get(key) is partition:  # K5
+                core.storage_failed(partition, error)
+            return
         _note_covered(partition, end)
 
     async def _tell_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:

@@ -215,7 +215,7 @@ class BrokerCore:
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
         """B3: every partition of that directory goes offline; of a full one, this one alone."""
         if isinstance(error, errors.CorruptLog):
-            if partition.problem is None:
+            if self._goes_down(partition):
                 self._damaged(partition, error)
             return
         if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on
@@ -242,12 +242,16 @@ class BrokerCore:
         for each in self.partitions.values():
             if each.lane is not lane:
                 continue
-            if each.problem is None or self.follower.claims.cancel(each.key):  # K4 of claims.py
+            if self._goes_down(each):
                 self._fail(each, error)
+
+    def _goes_down(self, partition: Partition) -> bool:
+        """It was served, or waited for its tier's table only: that is over (K4 of claims.py)."""
+        return partition.problem is None or self.follower.claims.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
         """This replica cannot go on (rules R4, L9); others of the partition may."""
-        if partition.problem is None:
+        if self._goes_down(partition):
             self.warn("partition_offline", partition=str(partition), error=error.message)
             self._fail(partition, error)
 

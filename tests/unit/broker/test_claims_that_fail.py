@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pk import errors
+from pk.server.broker.core import BrokerCore
+from pk.server.broker.partition import Partition
+from pk.server.controller.image import PartitionState
 from tests.unit.broker.test_node_tier import (
     QUICK,
     Cluster,
@@ -90,3 +94,78 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     cluster.world.run_until(lambda: again.leader is not None)  # C4 of creations.py
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
     assert not core.offline_replicas()
+
+
+def _no_room_half_way(operation: str, path: str) -> Exception | None:
+    """For the epochs of a log that is begun anew: its segments are gone by then."""
+    written = "topics/" in path and path.endswith("leader-epoch-checkpoint.tmp")
+    return errors.StorageFull("full") if written else None
+
+
+def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
+    """Another broker is elected."""
+    state = core.follower.image.partition(partition.key)
+    assert state is not None
+    return replace(state, leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
+
+
+def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: another broker is elected while the log begins anew at the table's end, and
+    there is no room on the way.  What it had is gone by then; as a replica it would say that it has
+    it, join the ISR for that, and lead without it.
+    """
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+    storage = again.lane.disk.storage
+    start_anew = core.manager.start_anew
+
+    async def meanwhile(*args: Any, **named: Any) -> None:
+        core.manager.start_anew = start_anew
+        await core.follower.lead_or_follow(again, _elsewhere(core, again))
+        assert (again.problem, again.replica is None) == (None, False)
+        storage.fault = _no_room_half_way
+        await start_anew(*args, **named)
+
+    core.manager.start_anew = meanwhile
+    cluster.start_tier()
+    cluster.world.run_until(lambda: again.log.torn)
+    cluster.world.loop.run_for_ms(1_000)
+    assert again.log.torn
+    assert again.replica is None
+    assert isinstance(again.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
+    storage.fault = None
+    cluster.world.run_until(lambda: again.leader is not None)  # C4 of creations.py
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
+
+
+def test_a_claim_ends_with_a_log_that_it_found_half_way(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """The same, the other way round: elected uncleanly while its log begins anew for a leader."""
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+    storage, follower = again.lane.disk.storage, core.follower
+
+    async def elected() -> None:
+        await follower.lead_or_follow(again, _elsewhere(core, again))
+        storage.fault = _no_room_half_way
+        replica = again.replica
+        replica.fetcher._change(replica, replica.fetcher._begin(replica, 12, b"", 0))
+        await follower.lead_or_follow(again, follower.image.partition(again.key))
+        assert follower.claims.epoch(again.key) is not None
+
+    cluster.do(elected())
+    cluster.world.run_until(lambda: again.log.torn)
+    cluster.world.loop.run_for_ms(1_000)
+    assert follower.claims.epoch(again.key) is None
+    assert isinstance(again.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
+    storage.fault = None
+    cluster.start_tier()
+    cluster.world.run_until(lambda: again.leader is not None)
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
