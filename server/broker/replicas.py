@@ -390,6 +390,10 @@ class LeaderFetcher:
         partition = replica.partition
         try:
             await partition.lane.disk.write(partition.log.flush)
+        except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
+            self.core.metrics.refused(passing)
+            self.again(replica, FULL_MS)
+            return
         except errors.PkError as error:
             self.core.storage_failed(partition, error)
             return

@@ -430,6 +430,10 @@ async def flush(core: BrokerCore, partition: Partition) -> None:
     """
     try:
         synced_end = await partition.lane.disk.write(partition.log.flush)
+    except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
+        core.metrics.refused(passing)
+        core.flushes.set(partition.key, core.now_ms)  # at the next tick
+        return
     except errors.PkError as error:
         core.metrics.refused(error)
         core.storage_failed(partition, error)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pk import errors
-from tests.sim.replication_kit import Kit, Ledger
+from pk.log.partition_log import PartitionLog
+from pk.wire import pk_pb2 as wire
+from tests.sim.replication_kit import Kit, Ledger, written
 from tests.sim.test_metadata_snapshots import Cluster, Node, away, caught_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -116,6 +118,39 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
     assert not kit.bugs
     found = ledger.rows().values()
     assert len(set(found)) == len(found)
+
+
+def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2 of storage.py: what the leader is to count is SYNCED before the position is set; what
+    passes must not keep the replica out until a restart.
+    """
+    kit = make(28, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 50)
+    n = next(each for each in (1, 2, 3) if each != kit.state("t").leader)
+    kit.kill(n)
+    kit.until(lambda: n not in kit.state("t").isr)
+    request = wire.AlterConfigsRequest()
+    resource = wire.ConfigResource(type="topic", name="t")
+    request.changes.add(resource=resource).set["flush_on_ack"] = "true"
+    assert not kit.ask(request).results[0].HasField("error")
+    tried: list[PartitionLog] = []
+    flush = PartitionLog.flush
+
+    def none_left(self: PartitionLog) -> int:
+        tried.append(self)
+        if len(tried) <= 3:
+            raise errors.StorageFull("too many open files")
+        return flush(self)
+
+    monkeypatch.setattr(PartitionLog, "flush", none_left)
+    kit.boot(n)
+    kit.until(lambda: len(tried) >= 3)
+    assert kit.replica(n, "t").problem is None
+    kit.until(lambda: kit.in_sync("t"))
+    assert not kit.bugs
 
 
 def test_a_voter_whose_disk_is_full_while_it_loads_a_snapshot_goes_on(make_quorum: Any) -> None:

@@ -381,14 +381,45 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep:
         await segments(rig, kit, 1)
         await segments(rig, kit, 1, partition=1)
 
-        def full() -> int:
-            raise errors.StorageFull("of this one alone")
+        def torn() -> int:
+            raise errors.CorruptLog("of this one alone")
 
-        first.log.flush = full
+        first.log.flush = torn
         upkeep.start()
         await rig.mine.clock.sleep_ms(1_500)
-        assert isinstance(first.problem, errors.StorageFailed)
+        assert isinstance(first.problem, errors.CorruptLog)
         assert second.log.synced_end == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
+def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
+    rig: Any, kit: Any, upkeep: Upkeep
+) -> None:
+    """D2 of storage.py: sealed segments are opened to be synced.  It passes, and so does this: the
+    partition is served meanwhile, and needs no restart.
+    """
+    partition = small(rig, flush_ms=500)
+    tried: list[str] = []
+
+    def none_left(operation: str, path: str) -> Exception | None:
+        if operation != "open" or not path.endswith("0.log"):
+            return None
+        tried.append(path)
+        return errors.StorageFull("too many open files")
+
+    async def story() -> None:
+        await segments(rig, kit, 3)
+        rig.storage.fault = none_left
+        upkeep.start()
+        await rig.mine.clock.sleep_ms(1_500)
+        assert tried
+        assert partition.problem is None
+        assert partition.leader is not None
+        rig.storage.fault = None
+        await rig.mine.clock.sleep_ms(2 * TICK_MS)
+        assert partition.log.synced_end == 3
         await upkeep.close()
 
     rig.run(story)
