@@ -279,6 +279,21 @@ def name_partition(storage: Storage, path: str) -> None:
     storage.rename(f"{path}/{PARTITION_FILE}.tmp", f"{path}/{PARTITION_FILE}")
 
 
+def give_up(storage: Storage, path: str, doomed: str, key: PartitionKey) -> bool:
+    """SYNCED: the directory of `key` is called `doomed`.  False if it is gone, or if another life
+    began in its place: a job that was queued before may have put it there.
+    """
+    with contextlib.suppress(errors.CorruptLog):  # damaged, it is still whose it was
+        known = read_partition(storage, path)
+        if known is not None and PartitionKey(known[0], known[1].partition) != key:
+            return False
+    if not storage.exists(path):
+        return False
+    storage.rename(path, doomed)
+    storage.sync_dir(path.rpartition("/")[0])
+    return True
+
+
 def _object(raw: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(raw)

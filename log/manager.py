@@ -252,8 +252,8 @@ class LogManager:
 
     async def discard_strays(self) -> None:
         """M3: whoever calls this knows every partition that was placed here before it began."""
-        for directory, path in await self._strays.unknown():
-            await self._discard(directory, path, STRAY_DELAY_MS)
+        for key, directory, path in self._strays.unknown():
+            await self._discard(directory, path, key, STRAY_DELAY_MS)
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
@@ -370,7 +370,7 @@ class LogManager:
         log.retire()
         directory.forget(key)
         await directory.disk.write(partial(log.close, False))
-        await self._discard(directory, log.path, log.config.file_delete_delay_ms)
+        await self._discard(directory, log.path, key, log.config.file_delete_delay_ms)
 
     async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
         """Out of the way with a partition that is damaged, whether or not it could be opened (L9):
@@ -384,20 +384,17 @@ class LogManager:
             path, disk = self._path(str(tp)), directory.disk
             if directory.failed is None and await disk.read(partial(disk.storage.exists, path)):
                 directory.forget(key)
-                await self._discard(directory, path, delay_ms)
+                await self._discard(directory, path, key, delay_ms)
 
     def _doomed(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{DELETING}"
 
-    async def _discard(self, directory: Directory, path: str, delay_ms: int) -> None:
+    async def _discard(
+        self, directory: Directory, path: str, key: PartitionKey, delay_ms: int
+    ) -> None:
         storage, doomed = directory.disk.storage, self._doomed(path)
-
-        def rename() -> None:
-            storage.rename(path, doomed)
-            storage.sync_dir(self._root)
-
-        await directory.disk.write(rename)
-        self._start(self._remove_later(directory, doomed, delay_ms))
+        if await directory.disk.write(partial(files.give_up, storage, path, doomed, key)):
+            self._start(self._remove_later(directory, doomed, delay_ms))
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)

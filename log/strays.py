@@ -10,15 +10,15 @@ could have brought a partition here before.
 Invariants
   S1  nothing is renamed or removed before `unknown` is asked
   S2  a partition that turns out to be known goes on in the directory where it stands
+  S3  what has a stray's name when its turn comes goes only if it is that stray: the topic's next
+      life may have begun there, on a disk that had no room for it before
 """
 
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 
 from pk import errors, settings
-from pk.log import directory as files
 from pk.log.directory import Directory
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
@@ -59,15 +59,7 @@ class Strays:
         """It is no stray (S2), whether or not it can be opened."""
         self._found.pop(key, None)
 
-    async def unknown(self) -> list[tuple[Directory, str]]:
-        """What is still here and still nobody's."""
+    def unknown(self) -> list[tuple[PartitionKey, Directory, str]]:
+        """What is still nobody's, for `directory.give_up` to look at once more (S3)."""
         found, self._found = self._found, {}
-        left = []
-        for key, (directory, path) in found.items():
-            if directory.failed is not None:
-                continue
-            read = partial(files.read_partition, directory.disk.storage, path)
-            there = await directory.disk.read(read)
-            if there is not None and PartitionKey(there[0], there[1].partition) == key:
-                left.append((directory, path))
-        return left
+        return [(key, *home) for key, home in found.items() if home[0].failed is None]

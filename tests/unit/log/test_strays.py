@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pk import errors
@@ -78,6 +80,39 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
         await house.clock.advance(60_001)
         kept = [name for storage in house.storages for name in storage.list("topics")]
         assert kept == ["t-0"]
+        await third.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", [0, 12, 16, 20, 24, 40])
+def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: int) -> None:
+    """S3: its creation is tried again beside the strays' end, for want of space before, say."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        for number in range(3):
+            await manager.create(TopicPartition("s", number), "gone", CONFIG)
+        await manager.create(TP, "old", CONFIG)
+        await manager.close()
+        again = house.manager()
+        await again.open()
+        assert await again.load(lambda topic_id, tp: None) == []
+        giving_up = asyncio.get_running_loop().create_task(again.discard_strays())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await again.create(TP, "tid", CONFIG)
+        await append(again, KEY, 3)
+        await giving_up
+        await house.clock.advance(0)
+        await house.clock.advance(60_001)
+        assert "t-0" in house.storages[0].list("topics")
+        await again.close()
+        third = await house.opened()
+        log = third.get(KEY)
+        assert log is not None
+        assert log.log_end == 3
         await third.close()
 
     run(main)
