@@ -158,6 +158,7 @@ class Writable(Readable):
 
     def _sync(self) -> int:
         """SYNCED: everything performed so far, oldest first (rule L1)."""
+        self._finish_drops()
         end = self._lane_end
         for segment in self._lane_unsynced:
             if not segment.dropped:
@@ -180,6 +181,7 @@ class Writable(Readable):
 
         What `flush_sealed` reached counts here, in the lane, where no cut comes in between.
         """
+        self._finish_drops()
         cuts, sealed_end = self._sealed
         if self._cuts == cuts:  # else what was flushed may be gone
             self._synced_end = max(self._synced_end, sealed_end)
@@ -271,12 +273,18 @@ class Writable(Readable):
             self._storage.sync_dir(self.path)
         return renamed
 
+    def _finish_drops(self) -> None:
+        """What a full disk kept of dropped segments goes before a recovery point passes them: nobody
+        has synced them, and after a power loss their damage would count (rule L9).
+        """
+        for segment in self._rename_doomed():
+            self._storage.remove(segment.path() + DELETED)
+
     def _mend(self) -> None:
         """What a failed plan, or drop, left behind goes before the files are looked at again (rule
         L2).
         """
-        for segment in self._rename_doomed():
-            self._storage.remove(segment.path() + DELETED)
+        self._finish_drops()
         if self._repair:
             self._perform_repair(self._repair_op())
             self._repair = False

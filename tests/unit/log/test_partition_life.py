@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,6 +144,52 @@ def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, s
     b.open(same_boot=False, recovery_point=point, log_start=8)
     assert b.log.local_log_start == 8
     assert b.values() == list(range(8, b.log.written_end))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("how", ["flush", "checkpoint"])
+def test_a_recovery_point_waits_for_what_a_full_disk_kept(bench: Make, how: str, seed: int) -> None:
+    """Rules L1, L9: segments that were dropped keep their names, and nobody has synced them."""
+    b = bench(segment_bytes=400, retention_bytes=0)
+    for parent in ("topics", ""):
+        b.storage.sync_dir(parent)
+    b.fill(10)
+
+    def reached() -> int:
+        b.log.flush_sealed()
+        if how == "flush":
+            b.log.flush()
+        return int(b.log.checkpoint())
+
+    def full(operation: str, path: str) -> Exception | None:
+        return errors.StorageFull("full") if operation == "rename" else None
+
+    rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
+    b.storage.fault, point = full, 0
+    with pytest.raises(errors.StorageFull):
+        rename()
+    with contextlib.suppress(errors.StorageFull):
+        point = reached()
+    b.storage.power_loss(random.Random(seed))
+    b.storage.fault = None
+    b.open(same_boot=False, recovery_point=point, log_start=8)
+    assert b.log.written_end >= 8
+
+
+def test_what_a_full_disk_kept_goes_with_the_next_checkpoint(bench: Make) -> None:
+    """W2: its room is what the disk lacks."""
+    b = bench(segment_bytes=400, retention_bytes=0)
+    b.fill(10)
+    rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
+    b.storage.fault = lambda operation, path: (
+        errors.StorageFull("full") if operation == "rename" else None
+    )
+    with pytest.raises(errors.StorageFull):
+        rename()
+    b.storage.fault = None
+    b.log.flush_sealed()
+    assert b.log.checkpoint() == 8
+    assert not [name for name in b.storage.list("topics/t-0") if name < f"{8:020}"]
 
 
 def test_expired_active_segment_is_rolled_then_dropped(bench: Make) -> None:
