@@ -37,8 +37,9 @@ READ_THREADS = 4
 #: Syncs under way at once in `sync_all`: file systems commit those that wait together as one.
 SYNC_THREADS = 8
 COMPUTE_THREADS = 2
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 #: What passes, and says nothing of the disk: no space, or no descriptors for now.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *_NO_DESCRIPTOR)
 
 
 class RealFile:
@@ -183,6 +184,8 @@ class RealStorage:
         self.root = os.path.abspath(root)
         self.failed: Exception | None = None
         self._lock_fd = -1
+        self._spare_fd = -1  #: kept open while the lock is held; see `_sync_with_spare`
+        self._spare_guard = threading.Lock()
         os.makedirs(self.root, exist_ok=True)
 
     def _full(self, path: str) -> str:
@@ -254,16 +257,43 @@ class RealStorage:
     def sync_dir(self, path: str) -> None:
         self.check_writable()
         try:
-            fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+                os.close(self._synced_dir(path))
+            except OSError as cause:
+                if cause.errno not in _NO_DESCRIPTOR:
+                    raise
+                self._sync_with_spare(path)
         except FileNotFoundError:
             self._check_there(f"syncing directory {path or '.'}")
             raise
         except OSError as cause:
             self.fail(cause, f"syncing directory {path or '.'}", torn=True)
+
+    def _synced_dir(self, path: str) -> int:
+        """The descriptor of a directory that was synced."""
+        fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _sync_with_spare(self, path: str) -> None:
+        """A name that was given cannot be taken back for want of a descriptor (D2): one is kept."""
+        with self._spare_guard:
+            spare, self._spare_fd = self._spare_fd, -1
+            if spare >= 0:
+                os.close(spare)
+            try:
+                self._spare_fd = self._synced_dir(path)
+            except FileNotFoundError:
+                self._keep_spare()
+                raise
+
+    def _keep_spare(self) -> None:
+        with contextlib.suppress(OSError):
+            self._spare_fd = os.dup(self._lock_fd)
 
     def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
         jobs: deque[Callable[[], None]] = deque(file.sync for file in files)
@@ -371,15 +401,18 @@ class RealStorage:
             os.close(fd)
             self.fail(cause, "locking the directory")
         self._lock_fd = fd
+        self._keep_spare()
         name = f"{os.getpid()}\n".encode()
         with contextlib.suppress(OSError):  # for people; a full disk has no room for it
             os.pwrite(fd, name, 0)
             os.ftruncate(fd, len(name))
 
     def unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        held = self._lock_fd, self._spare_fd
+        self._lock_fd = self._spare_fd = -1
+        for fd in held:
+            if fd >= 0:
+                os.close(fd)
 
 
 class _Job(NamedTuple):

@@ -274,8 +274,8 @@ class Writable(Readable):
         return renamed
 
     def _finish_drops(self) -> None:
-        """What a full disk kept of dropped segments goes before a recovery point passes them: nobody
-        has synced them, and after a power loss their damage would count (rule L9).
+        """What a full disk kept of dropped segments goes before a recovery point passes them:
+        nobody has synced them, and after a power loss their damage would count (rule L9).
         """
         for segment in self._rename_doomed():
             self._storage.remove(segment.path() + DELETED)

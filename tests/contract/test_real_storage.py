@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,44 @@ def test_no_descriptor_for_now_says_nothing_of_the_disk(
     monkeypatch.setattr("os.open", real_open)
     storage.replace_file("b", b"new")
     assert (storage.read_file("a"), storage.read_file("b")) == (b"kept", b"new")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_directory_can_be_synced_without_a_descriptor_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """D2: a name that was given is nobody's to take back, so one is kept for that, also for many
+    at once, and again later.
+    """
+    storage = RealStorage(str(tmp_path))
+    storage.lock()
+    storage.make_dir("a")
+    real_open, real_close, left = os.open, os.close, [0]
+
+    def few(*args: Any, **options: Any) -> int:
+        if not left[0]:
+            raise OSError(number, os.strerror(number))
+        left[0] -= 1
+        return real_open(*args, **options)
+
+    def back(fd: int) -> None:
+        real_close(fd)
+        left[0] += 1
+
+    monkeypatch.setattr("os.open", few)
+    monkeypatch.setattr("os.close", back)
+    for _ in range(3):
+        storage.sync_dir("a")
+        storage.sync_all((), ["a", "", "a", ""])
+    assert storage.failed is None
+    with pytest.raises(FileNotFoundError):
+        storage.sync_dir("b")
+    storage.sync_dir("a")
+    assert storage.failed is None
+    monkeypatch.setattr("os.open", real_open)
+    monkeypatch.setattr("os.close", real_close)
+    storage.unlock()
+    RealStorage(str(tmp_path)).lock()
 
 
 def test_reads_survive_a_close_in_between(tmp_path: Path) -> None:
