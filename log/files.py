@@ -329,6 +329,8 @@ class RealStorage:
             self._check_there(f"reading {path}")
             raise
         except OSError as cause:
+            if cause.errno in _NO_DESCRIPTOR:  # D2: it is opened for this
+                self.fail(cause, f"reading {path}")
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
 
     def replace_file(self, path: str, data: bytes) -> None:

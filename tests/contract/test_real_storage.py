@@ -53,13 +53,14 @@ def test_no_descriptor_for_now_says_nothing_of_the_disk(
     """D2: too many connections, say; the directory must not be lost for it."""
     storage = RealStorage(str(tmp_path))
     storage.replace_file("a", b"kept")
-    real_open = os.open
 
     def none_left(*_args: object, **_options: object) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("os.open", none_left)
+    monkeypatch.setattr("builtins.open", none_left)
     for use in (
+        lambda: storage.read_file("a"),
         lambda: storage.open("a", write=False),
         lambda: storage.open("b", create=True),
         lambda: storage.replace_file("a", b"new"),
@@ -67,7 +68,7 @@ def test_no_descriptor_for_now_says_nothing_of_the_disk(
         with pytest.raises(errors.StorageFull, match="oo many open files"):
             use()
     assert storage.failed is None
-    monkeypatch.setattr("os.open", real_open)
+    monkeypatch.undo()
     storage.replace_file("b", b"new")
     assert (storage.read_file("a"), storage.read_file("b")) == (b"kept", b"new")
 
