@@ -85,9 +85,15 @@ def _copy(
         if not piece.data:
             break
         taken += len(piece.data)
-        damaged = (piece.base_offset, piece.next_offset)
+        follows = min(at, piece.base_offset)
+        damaged = (follows, piece.next_offset)
         try:
             for header, batch in log_batch.iter_batches(piece.data):
+                if header.base_offset != follows:  # no checksum covers it, but nothing is left out
+                    damaged = (follows, max(follows, piece.next_offset))
+                    told = f"a batch says offset {header.base_offset} where {follows} follows"
+                    raise errors.CorruptBatch(told)
+                follows = header.next_offset
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue
                 if builder.size >= large:

@@ -64,6 +64,32 @@ def index(log: Source) -> None:
     segment.write_indexes(extent, sparse)
 
 
+@pytest.mark.parametrize("at", [1, 5, 9])
+@pytest.mark.parametrize("bit", [0, 1, 2, 3, 4, 10, 40, 62])
+def test_rows_never_stand_at_an_offset_that_rotted(tmp_path: Path, bit: int, at: int) -> None:
+    """Rule L9: no checksum covers a batch's offset.  In the table it would be for good: another
+    record's offset twice, and its own missing.
+    """
+    log = source(tmp_path, [b"%d" % number for number in range(10)], "none")
+    file = log.storage.open(f"t-0/{0:020d}.log")
+    position = at * (file.size() // 10) + bit // 8
+    file.write_at(position, bytes([file.read(position, 1)[0] ^ 1 << bit % 8]))
+    damage: errors.CorruptLog | None = None
+    try:
+        copied = uploads.copy(log, 0, 10, 1 << 20, ())
+    except errors.CorruptLog as found:
+        damage = found
+    if damage is not None:
+        assert int(damage.details["offset"]) == at
+        return
+    assert copied.end <= at
+    assert copied.file is not None
+    table = pq.read_table(pa.BufferReader(copied.file.data))
+    assert table.column("offset").to_pylist() == list(range(copied.end))
+    with pytest.raises((errors.CorruptLog, errors.OffsetOutOfRange)):
+        uploads.copy(log, copied.end, 10, 1 << 20, ())
+
+
 @pytest.mark.parametrize("inside", [16, 100], ids=["header", "body"])
 def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, inside: int) -> None:
     """Rule L9: whoever is told looks there; a header that does not parse has no offsets."""
