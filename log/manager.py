@@ -542,7 +542,7 @@ class LogManager:
 
     def _note_log_starts(self, directory: Directory) -> None:
         for key, (log, home) in self._logs.items():
-            if home is directory:
+            if home is directory and not log.start_unknown:
                 moving = (each.get(key, 0) for each in directory.moving)
                 directory.log_starts[key] = max(log.log_start, *moving, 0)
 

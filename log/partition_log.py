@@ -83,6 +83,8 @@ class PartitionLog(Writable):
         self.producers: Producers = loaded.producers
         self.notes = tuple(loaded.notes)  #: what opening repaired
         self.log_start = log_start
+        #: No checkpoint says where the log starts, and something left: see tier_view.py.
+        self.start_unknown = False
         #: The tier covers [log_start, tiered_end); -1 = no tier.  Set by the broker.
         self.tiered_end = NONE
         #: Below it local data may go (rule T6: committed, confirmed, delay over).  Set by the
@@ -143,7 +145,7 @@ class PartitionLog(Writable):
         synced = min(recovery_point, end) if not clean and same_boot else end
         if loaded.created and clean:
             synced = min(recovery_point, end)
-        return cls(
+        opened = cls(
             storage,
             path,
             topic_partition,
@@ -154,6 +156,8 @@ class PartitionLog(Writable):
             synced_end=synced,
             cache=cache or IndexCache(4 * 1024 * 1024),
         )
+        opened.start_unknown = log_start is None and first > 0
+        return opened
 
     # -- loop: state -------------------------------------------------------------------------------
 

@@ -87,7 +87,13 @@ class TierState:
 
 
 def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
-    """T1: what is not local any more is in the tier."""
+    """T1: what is not local any more is in the tier.
+
+    Where a damaged checkpoint does not say where the log starts, only the table does: were it where
+    the local log begins, the table's older records would be deleted (rule T9).
+    """
+    if log.start_unknown:
+        log.start_unknown, log.log_start = False, 0 if tiered else log.log_start
     if tiered:
         log.tiered_end = max(log.tiered_end, log.local_log_start)
         log.droppable_end = max(log.droppable_end, log.local_log_start)
