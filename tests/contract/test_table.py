@@ -184,6 +184,38 @@ def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(test())
 
 
+def test_what_a_table_is_opened_by_is_synced_not_all_its_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A month of commits took longer than a call may, at every try: the table was never opened."""
+    clock = SystemClock()
+    chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
+    home = tmp_path / layout.table_path(TOPIC, TOPIC_ID) / "_delta_log"
+
+    async def test() -> None:
+        store = open_store(chosen, clock)
+        tables = DeltaTables(chosen, store, clock)
+        try:
+            table, snapshot = await created(Kit(tables, lambda: None, lambda _: None))
+            for end in range(1, 14):
+                snapshot = await table.commit(append(snapshot, 0, end))
+            synced: set[int] = set()
+
+            def noted(descriptor: int) -> None:
+                synced.add(os.fstat(descriptor).st_ino)
+
+            monkeypatch.setattr("os.fsync", noted)
+            assert (await tables.table(TOPIC, TOPIC_ID).load([0])).version == 13
+            names = {path.name for path in home.iterdir() if path.stat().st_ino in synced}
+            commits = {f"{version:020}.json" for version in range(9, 14)}
+            assert names == {"_last_checkpoint", f"{9:020}.checkpoint.parquet", *commits}
+        finally:
+            await tables.close()
+            await store.close()
+
+    asyncio.run(test())
+
+
 def test_a_stale_commit_is_refused_whatever_it_holds(run: Run) -> None:
     """D1: appends, removals and txn-only commits alike."""
 
