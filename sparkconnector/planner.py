@@ -14,8 +14,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.sparkconnector import offsets, ranges
@@ -35,6 +35,7 @@ STREAM_COLD_RECORDS_LEAST = 20_000
 CURVE_SAMPLES = 256
 #: How often a topic that is deleted while we look is looked for again.
 _RESTARTS_MAX = 5
+_AGED_OUT = "it was deleted or aged out while it was read"
 
 
 class PkWarning(UserWarning):
@@ -48,6 +49,14 @@ class Task:
     range: Range
     read_committed: bool
     cold: ColdRange | None = None
+
+
+class _Table(NamedTuple):
+    """A partition's files in one version of its topic's table, and where its rows begin."""
+
+    place: ColdRange
+    files: Sequence[TierFile]
+    start: int
 
 
 def warn(words: str) -> None:
@@ -141,6 +150,9 @@ class Planner:
         """Ranges split as the options say, then cut into cold and hot."""
         source = self.source
         whole = [one for one in wanted if one.size]
+        ends = self._cold_ends(whole, streaming)
+        tables = self._tables(whole, ends)
+        whole = self._left(whole, tables)
         curves = self.curves(whole) if source.max_bytes_per_partition else {}
         pieces = ranges.split(
             whole,
@@ -149,24 +161,39 @@ class Planner:
             max_bytes=source.max_bytes_per_partition,
             curves=curves,
         )
-        ends = self._cold_ends(whole, streaming)
-        tables = self._tables(whole, ends)
         tasks: list[Task] = []
         for one in pieces:
             key = (one.topic, one.partition)
             cold, hot = ranges.cut_at(one, ends.get(key, 0) if key in tables else 0)
             if cold is not None:
-                tasks += self._cold(cold, *tables[key])
+                tasks += self._cold(cold, tables[key])
             if hot is not None:
                 tasks.append(Task(hot, source.read_committed))
         return tasks
 
-    def _cold(self, one: Range, place: ColdRange, files: Sequence[TierFile]) -> Iterator[Task]:
-        from dataclasses import replace
+    def _left(
+        self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], _Table]
+    ) -> list[Range]:
+        """Without what the tables gave up since the bounds were asked for: its files are not named
+        any more, and no task would miss them.
+        """
+        left, losses = [], []
+        for one in wanted:
+            table = tables.get((one.topic, one.partition))
+            start = min(table.start, one.end) if table is not None else one.start
+            if start > one.start:
+                cause = errors.OffsetOutOfRange(_AGED_OUT)
+                losses.append(_loss(one._replace(end=start), cause))
+                one = one._replace(start=start)
+            left.append(one)
+        self.settle(losses)
+        return [one for one in left if one.size]
 
+    def _cold(self, one: Range, table: _Table) -> Iterator[Task]:
         most = self.source.max_records_per_partition
-        for part, here in ranges.cold_tasks(one, files, max_records=most):
-            yield Task(part, self.source.read_committed, replace(place, files=tuple(here)))
+        for part, here in ranges.cold_tasks(one, table.files, max_records=most):
+            cold = replace(table.place, files=tuple(here))
+            yield Task(part, self.source.read_committed, cold)
 
     def _cold_ends(self, wanted: Sequence[Range], streaming: bool) -> dict[tuple[str, int], int]:
         """Where the cold part of each range ends; only ranges that have one worth reading there."""
@@ -182,29 +209,30 @@ class Planner:
 
     def _tables(
         self, wanted: Sequence[Range], ends: Mapping[tuple[str, int], int]
-    ) -> dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]]:
+    ) -> dict[tuple[str, int], _Table]:
         """The table's files by partition; none where the table cannot be reached from here.
 
         The broker serves cold reads too, so a store that only it can reach is no reason to fail.
         """
-        found: dict[tuple[str, int], tuple[ColdRange, Sequence[TierFile]]] = {}
+        found: dict[tuple[str, int], _Table] = {}
         if not ends:
             return found  # nothing cold: what reads tables is not even imported
         from pk.sparkconnector import tier_scan
 
+        ids = {one.topic: one.topic_id for one in wanted}
         for topic in sorted({topic for topic, _ in ends}):
             tier = self.cluster.tier(topic)
             mine = [partition for name, partition in sorted(ends) if name == topic]
             if not tier.uri:
                 continue
             try:
-                files = tier_scan.list_files(tier.uri, tier.storage_options, mine)
+                now = tier_scan.list_files(tier.uri, tier.storage_options, ids[topic], mine)
             except errors.TierUnavailable as cause:
                 warn(f"the tier of {topic} is read through the broker: {cause.message}")
                 continue
             place = tier_scan.ColdRange(tier.uri, tier.storage_options)
             for partition in mine:
-                found[topic, partition] = (place, files[partition])
+                found[topic, partition] = _Table(place, now.files[partition], now.starts[partition])
         return found
 
 
@@ -226,7 +254,7 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import tier_scan
 
     def lost(part: Range) -> None:
-        cause = errors.OffsetOutOfRange("it was deleted or aged out while it was read")
+        cause = errors.OffsetOutOfRange(_AGED_OUT)
         _tell(source, _loss(part, cause), cause)
 
     assert task.cold is not None

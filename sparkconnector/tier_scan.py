@@ -74,24 +74,33 @@ class _Group(NamedTuple):
 # -- the table ------------------------------------------------------------------------------------
 
 
+class Listed(NamedTuple):
+    """One version of a table, by partition."""
+
+    files: dict[int, list[TierFile]]
+    starts: dict[int, int]  #: where its rows begin: what lay below was deleted (T9)
+
+
 def list_files(
-    uri: str, storage_options: Mapping[str, str], partitions: Sequence[int]
-) -> dict[int, list[TierFile]]:
-    """The live files of the newest version, by partition.
+    uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
+) -> Listed:
+    """The live files of the newest version.
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
     """
     from pk.tiering.delta import files_of
+    from pk.tiering.layout import app_id
 
     with _table(uri, storage_options) as table:
         actions = pa.table(table.get_add_actions(flatten=True))
+        counters = {p: table.transaction_version(app_id(topic_id, p, "start")) for p in partitions}
     found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
     for file in files_of(actions).values():
         if file.partition in found:
             found[file.partition].append(
                 TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
             )
-    return found
+    return Listed(found, {partition: int(start or 0) for partition, start in counters.items()})
 
 
 @contextmanager
@@ -185,20 +194,11 @@ def scan(
             replans += 1
             if replans > REPLANS_MAX:
                 raise errors.TierUnavailable(f"{one}: {cause} is gone on every version") from cause
-            files = list_files(cold.uri, cold.storage_options, [one.partition])[one.partition]
-            start = min(_start_of(one, cold), one.end)
+            now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
+            files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
             if start > position:
                 lost(one._replace(start=position, end=start))
                 position = start
-
-
-def _start_of(one: Range, cold: ColdRange) -> int:
-    """Where the newest version's rows of a partition begin: what lay below was deleted (T9)."""
-    from pk.tiering.layout import app_id
-
-    with _table(cold.uri, cold.storage_options) as table:
-        counter = table.transaction_version(app_id(one.topic_id, one.partition, "start"))
-    return int(counter or 0)
 
 
 def _scan(

@@ -14,7 +14,9 @@ from pyarrow import parquet
 
 from pk import errors
 from pk.sparkconnector import options, rows, tier_scan
+from pk.sparkconnector.connection import Tier
 from pk.sparkconnector.offsets import Range
+from pk.sparkconnector.planner import PkWarning, Planner
 from pk.sparkconnector.ranges import TierFile
 from pk.sparkconnector.tier_scan import ColdRange
 from pk.tiering.layout import FILE_SCHEMA, TABLE_SCHEMA, app_id
@@ -98,7 +100,7 @@ def delta_table(tmp_path: Path, chunks: list[list[int]]) -> DeltaTable:
 def test_files_are_listed_with_their_offsets(tmp_path):
     delta_table(tmp_path, [[0, 1, 2], [3, 4]])
     write_deltalake(str(tmp_path), table_of([7], TABLE_SCHEMA, partition=4), mode="append")
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files
     assert sorted((f.min_offset, f.max_offset, f.rows) for f in listed[3]) == [(0, 2, 3), (3, 4, 2)]
     assert scan(tmp_path, listed[3], 0, 5) == [0, 1, 2, 3, 4]
 
@@ -106,7 +108,7 @@ def test_files_are_listed_with_their_offsets(tmp_path):
 def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
     """OPTIMIZE and VACUUM between planning and reading (rule T10)."""
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3]
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     table.optimize.compact()
     table.vacuum(0, enforce_retention_duration=False, dry_run=False)
     assert not any((tmp_path / file.path).exists() for file in listed)
@@ -115,7 +117,9 @@ def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
 
 def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
-    listed = sorted(tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3], key=lambda f: f.min_offset)
+    listed = sorted(
+        tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3], key=lambda f: f.min_offset
+    )
     shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
     cold = ColdRange(tmp_path.as_uri(), {}, tuple(listed))
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape, nothing_lost)
@@ -128,7 +132,9 @@ def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_what_was_deleted_before_a_replan_is_told(tmp_path):
     """Retention and VACUUM while the range is read: no row is left out in silence."""
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
-    listed = sorted(tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3], key=lambda f: f.min_offset)
+    listed = sorted(
+        tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3], key=lambda f: f.min_offset
+    )
     shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
     cold, told = ColdRange(tmp_path.as_uri(), {}, tuple(listed)), []
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape, told.append)
@@ -140,9 +146,33 @@ def test_what_was_deleted_before_a_replan_is_told(tmp_path):
     assert told == [Range("flights", "id", 3, 3, 5)]
 
 
+@pytest.mark.parametrize("fail", [True, False], ids=["raised", "warned"])
+def test_what_was_deleted_before_the_files_were_listed_is_told(tmp_path, monkeypatch, fail):
+    """Retention between the broker's bounds and the table's version: its files are not named, so no
+    task would miss them."""
+    table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
+    start = Transaction(app_id("id", 3, "start"), 5)
+    table.delete("offset < 5", commit_properties=CommitProperties(app_transactions=[start]))
+    wanted = Range("flights", "id", 3, 0, 9)
+    known = SimpleNamespace(
+        tier_bounds=lambda asked: {wanted: (8, 8)},
+        tier=lambda topic: Tier(tmp_path.as_uri(), 3, {}, {3: 8}),
+    )
+    monkeypatch.setattr(Planner, "cluster", known)
+    chosen = {"pk.bootstrap.servers": "x:1", "subscribe": "flights", "failOnDataLoss": str(fail)}
+    planner = Planner(options.source(chosen, streaming=True))
+    if fail:
+        with pytest.raises(errors.DataLoss, match=r"flights-3 \[0, 5\) is gone"):
+            planner.tasks([wanted], streaming=True)
+        return
+    with pytest.warns(PkWarning, match=r"flights-3 \[0, 5\) is gone"):
+        cold, hot = planner.tasks([wanted], streaming=True)
+    assert (cold.range, hot.range) == (wanted._replace(start=5, end=8), wanted._replace(start=8))
+
+
 def test_a_file_gone_on_every_version_is_an_error(tmp_path):
     delta_table(tmp_path, [[0, 1, 2]])
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, [3])[3]
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     (tmp_path / listed[0].path).unlink()
     with pytest.raises(errors.TierUnavailable, match="gone on every version"):
         scan(tmp_path, listed, 0, 3)
@@ -150,7 +180,7 @@ def test_a_file_gone_on_every_version_is_an_error(tmp_path):
 
 def test_a_table_that_is_gone_is_named(tmp_path):
     with pytest.raises(errors.TierTableChanged, match="no table"):
-        tier_scan.list_files((tmp_path / "nothing").as_uri(), {}, [3])
+        tier_scan.list_files((tmp_path / "nothing").as_uri(), {}, "id", [3])
 
 
 @pytest.mark.parametrize(("version", "features"), [(3, ["deletionVectors"]), (2, ()), (1, ["x"])])
