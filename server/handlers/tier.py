@@ -159,6 +159,8 @@ async def describe_tier(
         reply = wire.DescribeTierReply(
             version=-1, status="unavailable", problem=frames.error_of(error)
         )
+    if reply.topic_id not in ("", topic.topic_id):  # of a deleted topic of that name: other rows
+        reply = wire.DescribeTierReply(version=-1, status="nothing tiered yet")
     reply.topic, reply.topic_id = request.topic, topic.topic_id
     described = {each.partition: each for each in reply.partitions}
     for number in sorted(topic.partitions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pk import errors
 from pk.log.epochs import LeaderEpochs
 from pk.server.broker.claims import agrees, went_on_without
+from pk.server.handlers.tier import describe_tier
 from pk.types import EpochStart
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -91,6 +93,29 @@ def test_reports_move_what_may_be_dropped(rig: Any, kit: Any) -> None:
         await caller.close()
 
     rig.run(story)
+
+
+@pytest.mark.parametrize("life", ["old", "new"])
+def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) -> None:
+    """A tier that led the old topic may not know yet that it leads the new one: Spark would read
+    the old one's rows (rule L8)."""
+    topic = SimpleNamespace(topic_id="new", partitions={0: None})
+    told = wire.DescribeTierReply(topic="t", topic_id=life, uri=f"file:///t/{life}", version=7)
+
+    async def describe(_name: str) -> wire.DescribeTierReply:
+        return told
+
+    follower = SimpleNamespace(
+        image=SimpleNamespace(topic=lambda _name: topic),
+        settings_of=lambda _name: {},
+        is_tiered=lambda *_: True,
+    )
+    tier = SimpleNamespace(enabled=True, describe=describe)
+    core: Any = SimpleNamespace(follower=follower, tier=tier, partitions={})
+    reply = asyncio.run(describe_tier(core, wire.DescribeTierRequest(topic="t")))
+    assert reply.topic_id == "new"
+    known = life == "new"
+    assert (reply.uri, reply.version) == ((told.uri, 7) if known else ("", -1))
 
 
 def test_a_table_above_a_watermark_that_lags_is_no_problem(rig: Any, kit: Any) -> None:
