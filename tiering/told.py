@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pk.log.encoding import DECODED_BYTES_MAX
+from pk.log.storage import Storage
 from pk.tiering.copier import CopySettings, View
 from pk.tiering.plan import LogStart
-from pk.types import NONE
+from pk.tiering.uploads import Source
+from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
+
+
+def _epochs(told: wire.TierPartition) -> tuple[tuple[Epoch, Offset], ...]:
+    """Of the leader's log: each epoch and its first offset."""
+    return tuple((each.epoch, each.start_offset) for each in told.epochs)
 
 
 def view_of(told: wire.TierPartition, retry_backoff_ms: int) -> View:
@@ -18,7 +26,7 @@ def view_of(told: wire.TierPartition, retry_backoff_ms: int) -> View:
         local_log_start=told.local_log_start,
         last_stable_offset=told.last_stable_offset,
         log_end=told.log_end,
-        epochs=tuple((each.epoch, each.start_offset) for each in told.epochs),
+        epochs=_epochs(told),
         settings=CopySettings(
             max_lag_ms=int(configs["tier_max_lag_ms"]),
             file_bytes=int(configs["tier_file_bytes"]),
@@ -26,6 +34,14 @@ def view_of(told: wire.TierPartition, retry_backoff_ms: int) -> View:
             retry_backoff_ms=retry_backoff_ms,
         ),
     )
+
+
+def source_of(told: wire.TierPartition, storage: Storage, path: str) -> Source:
+    """For an upload.  L13: what is stored was within the topic's bound when it came, whatever that
+    is now.
+    """
+    dense = "compact" not in told.configs["cleanup_policy"]
+    return Source(storage, path, DECODED_BYTES_MAX, dense, _epochs(told))
 
 
 def log_start_of(told: wire.TierPartition) -> LogStart:

@@ -2,6 +2,11 @@
 
 Runs in an upload lane, on a storage that another process writes (`log/readonly.py`): every read is
 bounded by the LSO that the leader vouched for.  Nothing here waits or retries; whoever asked does.
+
+No checksum covers where a batch says that it begins, nor its leader epoch (log/batch.py).  Here the
+one must follow from the batch before it, and of the other the leader's word counts, not the disk's:
+what a bit that rotted moved or hid would be in no other file, and all replicas drop what the table
+seems to hold.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from dataclasses import dataclass
 from pk import errors
 from pk.log import aborted as aborted_log
 from pk.log import batch as log_batch
+from pk.log.batch import Header
 from pk.log.readonly import open_readonly
 from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
 from pk.log.storage import Storage
@@ -33,6 +39,21 @@ class Source:
     storage: Storage
     path: str
     decoded_bytes_max: int
+    dense: bool = True  #: batches follow each other without gaps: nothing was cleaned
+    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the log: (epoch, its first offset)
+
+    def placed(self, header: Header, at: Offset, *, first: bool) -> Header:
+        """The header of the batch that holds `at`, or begins there unless it is the `first` that
+        was read, with the epoch that the log knows for it.  Raises `CorruptLog`."""
+        begins = header.base_offset
+        fits = begins <= at < header.next_offset if first else begins == at
+        if self.dense and not fits:
+            raise errors.CorruptLog(
+                f"{self.path}: the batch at offset {at} says that it begins at {begins}",
+                offset=str(at),
+            )
+        known = [epoch for epoch, start in self.epochs if start <= begins]
+        return header._replace(leader_epoch=known[-1]) if known else header
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,6 +99,7 @@ def _copy(
 ) -> Copied:
     reader = open_readonly(source.storage, source.path)
     at, taken, epoch = start, 0, NONE
+    follows = start  #: where the next batch begins
     large = GROWN_TIMES * max_bytes
     while at < limit and taken < max_bytes and builder.size < large:
         size = min(READ_BYTES, max_bytes - taken)
@@ -85,14 +107,10 @@ def _copy(
         if not piece.data:
             break
         taken += len(piece.data)
-        follows = min(at, piece.base_offset)
-        damaged = (follows, piece.next_offset)
+        damaged = (piece.base_offset, piece.next_offset)
         try:
             for header, batch in log_batch.iter_batches(piece.data):
-                if header.base_offset != follows:  # no checksum covers it, but nothing is left out
-                    damaged = (follows, max(follows, piece.next_offset))
-                    told = f"a batch says offset {header.base_offset} where {follows} follows"
-                    raise errors.CorruptBatch(told)
+                header = source.placed(header, follows, first=follows == start)
                 follows = header.next_offset
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue

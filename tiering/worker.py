@@ -22,7 +22,6 @@ from typing import Any
 
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
-from pk.log.encoding import DECODED_BYTES_MAX
 from pk.log.storage import Storage
 from pk.tiering import copier as copying
 from pk.tiering import layout, uploads
@@ -34,7 +33,7 @@ from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
 from pk.tiering.table import Commit, DataFile, Table, TableFactory
-from pk.tiering.told import log_start_of, view_of
+from pk.tiering.told import log_start_of, source_of, view_of
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -469,9 +468,7 @@ class TierWorker:
         self._step_copier(topic, led, event)
 
     def _source(self, told: wire.TierPartition) -> uploads.Source:
-        """L13: what is stored was within the topic's bound when it came, whatever that is now."""
-        storage, path = self._views(told.path)
-        return uploads.Source(storage, path, DECODED_BYTES_MAX)
+        return source_of(told, *self._views(told.path))
 
     async def _measure(self, topic: TopicTier, led: _Led, asked: copying.Measure) -> None:
         async def work() -> copying.Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +104,38 @@ def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, in
     with pytest.raises(errors.CorruptLog, match=r"offsets \[1, ") as caught:
         uploads.copy(log, 0, 3, 1 << 20, ())
     assert caught.value.details["offset"] == "1"
+
+
+def rotted(directory: Path, batch: int, at: int, bit: int) -> Source:
+    """A sealed log of six batches of one record, with one bit changed in the header of one."""
+    log = source(directory, [bytes([n]) * 200 for n in range(6)], "none")
+    index(log)
+    (directory / "t-0" / f"{6:020d}.log").touch()
+    path = directory / "t-0" / f"{0:020d}.log"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 6 * batch + at] ^= bit
+    path.write_bytes(raw)
+    return log
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(
+    ("byte", "bit"), [(4, 1), (0, 4), (0, 2)], ids=["beyond the range", "ahead", "back"]
+)
+def test_no_row_is_left_out_for_where_its_batch_says_it_begins(
+    tmp_path: Path, start: int, byte: int, bit: int
+) -> None:
+    """No checksum covers it, and replicas drop what the table seems to hold (rule L9)."""
+    log = rotted(tmp_path, 3, byte, bit)
+    with pytest.raises(errors.CorruptLog) as caught:
+        uploads.copy(log, start, 6, 1 << 20, ())
+    assert caught.value.details["offset"] == "3"
+
+
+def test_the_leader_tells_a_batchs_epoch_not_the_disk(tmp_path: Path) -> None:
+    """By the last one a table and a log are compared (rule T15): a wrong one parts them."""
+    log = replace(rotted(tmp_path, 5, 13, 1), epochs=((2, 0), (3, 4)))
+    copied = uploads.copy(log, 0, 6, 1 << 20, ())
+    assert copied.file is not None
+    table = pq.read_table(pa.BufferReader(copied.file.data))
+    assert (copied.epoch, table.column("leader_epoch").to_pylist()) == (3, [2, 2, 2, 2, 3, 3])
