@@ -38,12 +38,15 @@ def rows_of(
     """
     view = fetched.payload
     headers, damage = _headers(view)
+    before = fetched.position
     for index, (at, header) in enumerate(headers):
         last = index + 1 == len(headers)
-        following = header.next_offset if last else headers[index + 1][1].base_offset
-        if last and damage is None:
-            following = fetched.next_offset
+        whole = last and damage is None
+        following = fetched.next_offset if whole else header.next_offset
+        after = following if last else headers[index + 1][1].base_offset
         raw = view[at : at + header.length]
+        batches.check_place(header, before, after, first=not index)
+        before = header.next_offset
         if check_crcs:  # before anything it says counts: a bit that rotted may hide it
             batches.check(raw)
         hidden = header.control or not header.record_count or header.next_offset <= fetched.position

@@ -291,3 +291,20 @@ def iter_batches(buffer: Buffer) -> Iterator[tuple[Header, memoryview]]:
     view = memoryview(buffer)
     for position, header in iter_headers(buffer):
         yield header, view[position : position + header.length]
+
+
+def check_place(header: Header, before: int, after: int, *, first: bool) -> None:
+    """Whether a batch that was fetched stands between its neighbours: it does not begin below
+    `before`, where the one before it ends, nor end above `after`, where the next one begins.  No
+    checksum covers that (B1).  Of two that overlap the one that follows from its predecessor is
+    believed, and the `first` one if it holds `before`: its broker has looked at it.
+
+    Raises `CorruptBatch`.
+    """
+    begins = header.base_offset
+    believed = begins <= before if first else begins == before
+    if (begins < before and not first) or (header.next_offset > after and not believed):
+        raise errors.CorruptBatch(
+            f"a batch says that it holds offsets [{begins}, {header.next_offset}); "
+            f"it stands between {before} and {after}"
+        )

@@ -273,7 +273,12 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
                 # A read of the tier may end inside a batch that the next leader has whole.
                 rest = rest._replace(start=fetched.position)
                 yield from rows.from_log(
-                    fetched.payload, fetched.aborted, rest, shape, line.decoded_bytes_max
+                    fetched.payload,
+                    fetched.aborted,
+                    rest,
+                    shape,
+                    line.decoded_bytes_max,
+                    fetched.next_offset,
                 )
                 rest = rest._replace(start=fetched.next_offset)
             return

@@ -113,9 +113,15 @@ def from_log(
     one: Range,
     shape: Shape,
     decoded_bytes_max: int,
+    next_offset: int,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of log batches that lie in `one` (A1).  Raises `CorruptBatch`, `InvalidRecord`."""
-    for header, raw in batches.iter_batches(payload):
+    """The rows of log batches that lie in `one` (A1); its start is where they were asked for, and
+    `next_offset` where they end.  Raises `CorruptBatch`, `InvalidRecord`."""
+    found, before = list(batches.iter_batches(payload)), one.start
+    for index, (header, raw) in enumerate(found):
+        after = found[index + 1][0].base_offset if index + 1 < len(found) else next_offset
+        batches.check_place(header, before, after, first=not index)
+        before = header.next_offset
         batches.check(raw)  # before anything it says counts: a bit that rotted may hide it
         if header.next_offset <= one.start or header.base_offset >= one.end:
             continue

@@ -41,3 +41,20 @@ def test_no_bit_of_what_a_checksum_covers_may_hide_a_batch() -> None:
             bad[position] ^= 1 << bit
             with pytest.raises(errors.CorruptBatch):
                 values(bytes(bad))
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["between others", "the last"])
+def test_no_bit_of_where_a_batch_begins_may_hide_or_move_it(number: int) -> None:
+    """No checksum covers it; who goes back stands at that very batch, and its broker looks."""
+    good = log(3)
+    begin = len(good) // 3 * number
+    for bit in range(63):
+        bad = bytearray(good)
+        bad[begin + bit // 8] ^= 1 << bit % 8
+        fetched = Fetched(TopicPartition("t", 0), 1, 1, memoryview(bytes(bad)), 0, 3, [], 3, 3)
+        found = rows_of(fetched, committed=True, check_crcs=True, decoded_bytes_max=1 << 28)
+        position = 0
+        with pytest.raises(errors.CorruptBatch, match="stands between"):
+            for position, _rows in found:  # noqa: B007
+                pass
+        assert position == number

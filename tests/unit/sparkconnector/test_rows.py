@@ -38,10 +38,15 @@ def log_of(counts: list[int], **options) -> bytes:
     return b"".join(found)
 
 
-def read(payload: bytes, start: int, end: int, names=NAMES, aborted=()) -> list[pa.RecordBatch]:
+def read(
+    payload: bytes, start: int, end: int, names=NAMES, aborted=(), until: int = -1
+) -> list[pa.RecordBatch]:
+    """`until`: where the payload ends, if not where its last batch says."""
+    if until < 0:
+        until = [header for header, _ in batches.iter_batches(payload)][-1].next_offset
     one = Range("flights", "id", 2, start, end)
     shape = rows.Shape(options.columns_of(names), one.topic, one.partition)
-    return list(rows.from_log(memoryview(payload), aborted, one, shape, MAX))
+    return list(rows.from_log(memoryview(payload), aborted, one, shape, MAX, until))
 
 
 @settings(max_examples=60)
@@ -55,6 +60,18 @@ def test_exactly_the_range_comes_out(counts, start, length):
     assert [v for one in found for v in one.column("value").to_pylist()] == [
         str(o).encode() for o in offsets
     ]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["between others", "the last"])
+def test_no_row_is_left_out_for_where_its_batch_says_it_begins(number):
+    """No checksum covers it (rule L9); below the range or above it, it was passed over."""
+    good = log_of([2, 2, 2])
+    begin = len(good) // 3 * number
+    for bit in range(63):
+        bad = bytearray(good)
+        bad[begin + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(errors.CorruptBatch):
+            read(bytes(bad), 0, 6, ("offset", "value"), until=6)
 
 
 def test_all_columns_have_sparks_types():
