@@ -236,15 +236,22 @@ class PartitionLog(Writable):
         max_timestamp = header.max_timestamp if stamp is None else stamp
         return self._assign(header, batch, base, leader_epoch, parts, max_timestamp, now_ms, stamp)
 
-    def append_as_follower(self, header: Header, batch: Buffer, *, now_ms: int) -> Appended:
+    def append_as_follower(
+        self, header: Header, batch: Buffer, *, now_ms: int, newest: int = NONE
+    ) -> Appended:
         """Take a leader's batch as it is, offsets and epoch included.  Raises `CorruptBatch` unless
-        it continues the log.
+        it continues the log, and if its epoch is beyond `newest`, the leader's: no checksum covers
+        it, and it would fence every leader to come.
         """
         self._check_open()
         end = self.log_end
         if header.base_offset < end or (header.base_offset > end and not self.config.compacted):
             raise errors.CorruptBatch(
                 f"{self.topic_partition}: batch at {header.base_offset}, the log ends at {end}"
+            )
+        if newest != NONE and header.leader_epoch > newest:
+            raise errors.CorruptBatch(
+                f"{self.topic_partition}: batch of epoch {header.leader_epoch}, {newest} leads"
             )
         if header.leader_epoch < self.epochs.latest:
             raise errors.FencedLeaderEpoch(

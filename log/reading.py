@@ -101,9 +101,24 @@ class Readable:
                 )
             if verify or verify_first:
                 verify_batches(segment.path(), piece.data, first_only=not verify)
+                self._check_epoch(segment, piece.data)
             epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
             return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
         return Read(b"", bound, bound, NONE)
+
+    def _check_epoch(self, segment: Segment, data: bytes) -> None:
+        """Of the first batch: no checksum covers its epoch, and no follower takes a wrong one."""
+        if not data:
+            return
+        header = batches.read_header(data)
+        known = self.epochs.epoch_of(header.base_offset)
+        if known not in (NONE, header.leader_epoch):
+            raise errors.CorruptLog(
+                f"{segment.path()}: the batch at offset {header.base_offset} says leader epoch "
+                f"{header.leader_epoch}, it is of {known}",
+                offset=str(header.base_offset),
+                next_offset=str(header.next_offset),
+            )
 
     def _first_of(self, segments: tuple[Segment, ...]) -> int:
         return max(segments[0].base_offset, self.log_start)

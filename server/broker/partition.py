@@ -490,8 +490,8 @@ class Partition:
 
     # -- following -------------------------------------------------------------------------------
 
-    def append_fetched(self, payload: Buffer, now_ms: int) -> None:
-        """Take a leader's batches as they are.
+    def append_fetched(self, payload: Buffer, now_ms: int, epoch: Epoch) -> None:
+        """Take the batches of the leader of `epoch` as they are.
 
         Raises `CorruptBatch`, `FencedLeaderEpoch`; what stood before the bad batch is taken.
         """
@@ -500,7 +500,7 @@ class Partition:
         try:
             for header, raw in batches.iter_batches(payload):
                 batches.check(raw)
-                done = self.log.append_as_follower(header, raw, now_ms=now_ms)
+                done = self.log.append_as_follower(header, raw, now_ms=now_ms, newest=epoch)
                 ticket.size += done.size
                 ticket.last_offset = done.last_offset
         finally:

@@ -442,7 +442,7 @@ class LeaderFetcher:
         partition, taken = replica.partition, bool(entry.payload_bytes)
         if taken:
             try:
-                partition.append_fetched(payload, self.core.clock.wall_ms())
+                partition.append_fetched(payload, self.core.clock.wall_ms(), entry.leader_epoch)
             except errors.PkError as error:
                 self.core.metrics.refused(error)
                 self.core.warn(

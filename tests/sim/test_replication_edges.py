@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import batch as batches
 from pk.log.manager import LogManager
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
@@ -532,4 +533,31 @@ def test_a_leader_whose_log_was_left_half_way_is_followed_by_another(make: Any) 
     core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))
     assert core.offline_replicas()
     kit.until(lambda: kit.state("t").leader != n)
+    ledger.check()
+
+
+@pytest.mark.parametrize("which", [1, -1], ids=["between others", "the last"])
+def test_an_epoch_that_rotted_fences_nobody(make: Any, which: int) -> None:
+    """L9: a follower that took it could follow no leader to come; who has it is made anew."""
+    kit = make(12, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    ledger = Ledger(kit, "t")
+    ledger.more(50)
+    state = kit.state("t")
+    n = state.replicas[2]
+    kit.kill(n)
+    kit.until(lambda: n not in kit.state("t").isr)
+    end = kit.replica(state.leader, "t").log.written_end
+    ledger.more(200)
+    ledger.stop()
+    log = kit.replica(state.leader, "t").log
+    (segment,) = log._segments
+    raw = log._storage.read_file(segment.path())
+    later = [at for at, each in batches.iter_headers(raw) if each.base_offset > end]
+    file = log._storage.open(segment.path(), write=True)
+    file.write_at(later[which] + 12, (900).to_bytes(4, "little"))
+    file.close()
+    kit.boot(n)
+    kit.until(lambda: kit.in_sync("t") and kit.state("t").leader != state.leader)
+    assert kit.replica(n, "t").log.epochs.latest < 900
     ledger.check()

@@ -311,7 +311,7 @@ def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep
         await segments(rig, kit, 1)
         follows(partition)
         upkeep.start()
-        partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0)
+        partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0)
         partition.heard_watermark(4)
         partition.heard_retention(3, -1, 0)
         rig.core.retain_now.clear()  # that visit came before the write
@@ -344,7 +344,7 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, upkeep: Upkeep) -> None
         follows(partition)
         upkeep.start()
         await rig.mine.clock.sleep_ms(1_500)  # what it led with is flushed
-        partition.append_fetched(kit.batch(3, leader_epoch=0), 0)
+        partition.append_fetched(kit.batch(3, leader_epoch=0), 0, 0)
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 3
         await upkeep.close()

@@ -362,3 +362,32 @@ def test_a_leader_epoch_that_rotted_does_not_fence_who_leads_next(bench: Make, n
     with pytest.raises(errors.CorruptLog, match="leader epoch") as raised:
         b.open(recovery_point=3)
     assert raised.value.details["offset"] == str(number)
+
+
+# -- epochs that rotted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epoch", [0, 900], ids=["older", "newer"])
+def test_an_epoch_that_rotted_is_damage_where_a_reader_begins(bench: Make, epoch: int) -> None:
+    """L9: no checksum covers it; a follower that refuses it asks again from there."""
+    b = bench()
+    for _ in range(3):
+        b.append(raw_batch(), epoch=4)
+    (path,) = [name for name in b.storage.list(b.log.path) if name.endswith(".log")]
+    file = b.storage.open(f"{b.log.path}/{path}", write=True)
+    file.write_at(file.size() // 3 + 12, epoch.to_bytes(4, "little"))
+    file.close()
+    assert b.log.read(0, bound=3, max_bytes=1, verify_first=True).next_offset == 1
+    with pytest.raises(errors.CorruptLog, match=f"says leader epoch {epoch}, it is of 4"):
+        b.log.read(1, bound=3, max_bytes=1, verify_first=True)
+
+
+def test_a_follower_takes_no_epoch_beyond_its_leaders(bench: Make) -> None:
+    """It would fence every leader to come."""
+    b = bench()
+    rotted = b"".join(batches.patched(raw_batch(), 0, 900))
+    with pytest.raises(errors.CorruptBatch, match="epoch 900, 4 leads"):
+        b.log.append_as_follower(batches.check(rotted), rotted, now_ms=NOW, newest=4)
+    good = b"".join(batches.patched(raw_batch(), 0, 4))
+    b.log.append_as_follower(batches.check(good), good, now_ms=NOW, newest=4)
+    assert b.log.epochs.latest == 4
