@@ -312,12 +312,13 @@ def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> in
         try:
             name, content = header
             bad = not isinstance(name, str) or not (content is None or isinstance(content, bytes))
-        except (TypeError, ValueError):
+            long = 0 if bad else len(name.encode())  # as the column's: `sizes` shares out the sum
+        except (TypeError, ValueError):  # no pair, or no text that UTF-8 can say
             bad = True
         if bad:
             raise errors.SerializationError(
                 f"{topic}: a header is a pair (text, bytes or None), not {header!r}",
                 field="headers",
             )
-        size += RECORD_OVERHEAD + len(name) + len(content or b"")
+        size += RECORD_OVERHEAD + long + len(content or b"")
     return size

@@ -537,3 +537,27 @@ def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
 
     b.run(work)
     assert len(b.cluster.log("t").rows()) == 5
+
+
+def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None:
+    """A batch that gives back more than was taken for it would leave its futures without end."""
+    b = bench()
+    b.cluster.create("t", 2)
+    headers = [("日" * 1_000, b"")]
+
+    async def work() -> None:
+        intake = await b.engine.open("t", 5_000)
+        size = record_size(b"v", None, headers, "t")
+        futures = [
+            intake.offer(b"v", None, headers, n, None, None, size, b.world.clock) for n in (0, 1)
+        ]
+        b.engine.marked["t"] = intake
+        await b.engine.flush(10_000)
+        assert [future.result(0).partition for future in futures] == [0, 1]
+
+    b.run(work)
+
+
+def test_a_header_without_utf_8_spoils_no_other_record(bench: Any) -> None:
+    with pytest.raises(errors.SerializationError):
+        record_size(b"v", None, [("\ud800", b"")], "t")
