@@ -41,6 +41,7 @@ from pk.world import World
 
 if TYPE_CHECKING:
     from pk.server.broker.follower import MetadataFollower
+    from pk.server.handlers.produce import ProduceStream
 
 OnBug = Callable[[str, BaseException], None]
 
@@ -87,6 +88,8 @@ class BrokerCore:
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
+        self.streams_opened = 0  #: produce streams, ever
+        self.voices: dict[int, ProduceStream] = {}  #: producer id → its newest stream
         self.flushes: TimerHeap[PartitionKey] = (
             TimerHeap()
         )  #: partitions with flush_ms and unsynced data

@@ -16,7 +16,9 @@ Invariants
       is not read. The same while the directory's write queue is full
   D4  a stream that breaks cancels what was not decided; what was decided is written, its answers
       are dropped. A stream that ends cleanly has everything decided (acks=0 has no other way to be
-      sure)
+      sure), but for D5
+  D5  a producer speaks on one stream: after its newer one was heard, what an older one still holds
+      is refused. It was given up; the answers on the newer one are its last word (rule L6)
 """
 
 from __future__ import annotations
@@ -112,6 +114,10 @@ class ProduceStream:
     def __init__(self, core: BrokerCore, stream: Stream) -> None:
         self._core = core
         self._stream = stream
+        core.streams_opened += 1
+        self._number = core.streams_opened
+        self._voice = NONE  #: the producer that spoke last here
+        self._given_up = False  #: its producer speaks on a newer stream (D5)
         self._jobs: deque[_Job] = deque()
         self._job_ready = asyncio.Event()
         self._job_taken = asyncio.Event()
@@ -149,6 +155,7 @@ class ProduceStream:
                 ticket.sink = None
                 if ticket.parked is not None:
                     self._core.purgatory.forget(ticket.parked)
+            self._fall_silent()
             self._stream.close()
 
     async def _refuse(self, refusal: errors.PkError) -> None:
@@ -263,12 +270,35 @@ class ProduceStream:
         try:
             if isinstance(checked, errors.PkError):
                 raise checked
+            self._hear(checked.producer_id)
             self._core.append(entry.key, checked, entry.batch, entry.leader_epoch, ticket)
         except errors.PkError as refusal:
             ticket.answer(refusal)
         except Exception as bug:
             self._core.bug("append", bug)
             ticket.answer(errors.InternalError(f"append: {bug!r}"))
+
+    def _hear(self, producer_id: int) -> None:
+        """D5.  Raises `BrokerUnavailable`."""
+        if producer_id == NONE:
+            return
+        if producer_id != self._voice:
+            self._fall_silent()
+            other = self._core.voices.get(producer_id)
+            if other is not None and other._number > self._number:
+                self._given_up = True
+            else:
+                if other is not None:
+                    other._given_up, other._voice = True, NONE
+                self._core.voices[producer_id] = self
+                self._voice = producer_id
+        if self._given_up:
+            raise errors.BrokerUnavailable("its producer speaks on a newer stream")
+
+    def _fall_silent(self) -> None:
+        if self._voice != NONE:
+            del self._core.voices[self._voice]
+            self._voice = NONE
 
     # -- replier ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -136,12 +137,14 @@ def test_a_duplicate_is_answered_with_its_original_never_before(rig: Any, kit: A
     async def story() -> None:
         one, two = await rig.stream(StreamKind.PRODUCE), await rig.stream(StreamKind.PRODUCE)
         await one.send(kit.produce((0, raw)))
+        while partition.log.log_end == 0:
+            await rig.mine.clock.sleep_ms(0.01)
         await two.send(kit.produce((0, raw)))
         (first,), (second,) = await kit.results(one, 1), await kit.results(two, 1)
         assert (first.base_offset, second.base_offset) == (0, 0)
         assert partition.high_watermark == 3
-        await one.send(kit.produce((0, raw), correlation_id=2))
-        (third,) = await kit.results(one, 1)
+        await two.send(kit.produce((0, raw), correlation_id=2))
+        (third,) = await kit.results(two, 1)
         assert third.last_offset == 2
         assert partition.log.written_end == 3
 
@@ -353,5 +356,72 @@ def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None
         answers = await kit.results(stream, 60)
         assert [a.base_offset for a in answers] == list(range(60))
         assert limits.PRODUCE_FRAMES_QUEUED_MAX < 60
+
+    rig.run(story)
+
+
+def test_what_a_stream_that_was_given_up_still_holds_is_not_decided_any_more(
+    rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule L6: told on its newer stream that a batch is not here, the producer sends it again in
+    another epoch.  The old stream's checks must not come to it in between.
+    """
+    first, other = rig.partition(0), rig.partition(1)
+    checked, compute = asyncio.Event(), rig.disk.compute
+
+    async def slowly(work: Any) -> Any:
+        await checked.wait()
+        return await compute(work)
+
+    monkeypatch.setattr(rig.disk, "compute", slowly)
+    given_up = kit.batch(producer_id=7, producer_epoch=0, base_sequence=3)
+    asked_for = kit.batch(producer_id=7, producer_epoch=0, base_sequence=6)
+    anew = kit.batch(producer_id=7, producer_epoch=1, base_sequence=0)
+    large = kit.batch(3, size=limits.MIB, producer_id=7, producer_epoch=0, base_sequence=0)
+
+    async def story() -> None:
+        old = await rig.stream(StreamKind.PRODUCE)
+        begun = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
+        await old.send(kit.produce((0, begun)))
+        await kit.results(old, 1)
+        await old.send(kit.produce((0, given_up), (0, asked_for), (1, large), correlation_id=2))
+        await rig.mine.clock.sleep_ms(50)
+        old.close()
+        new = await rig.stream(StreamKind.PRODUCE)
+        await new.send(kit.produce((0, asked_for)))
+        (answer,) = await kit.results(new, 1)
+        assert code(answer) == errors.OutOfOrderSequence.code
+        checked.set()
+        await rig.mine.clock.sleep_ms(50)
+        await new.send(kit.produce((0, anew), correlation_id=2))
+        (answer,) = await kit.results(new, 1)
+        assert (code(answer), answer.base_offset) == (0, 3)
+        assert (first.log.written_end, other.log.written_end) == (6, 0)
+        new.close()
+        await rig.mine.clock.sleep_ms(50)
+        assert not rig.core.voices
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heard before", "never heard"])
+def test_an_older_stream_does_not_silence_a_newer_one(rig: Any, kit: Any, heard: bool) -> None:
+    partition = rig.partition()
+
+    def batch(sequence: int) -> bytes:
+        return kit.batch(producer_id=7, producer_epoch=0, base_sequence=sequence)
+
+    async def story() -> None:
+        old, new = await rig.stream(StreamKind.PRODUCE), await rig.stream(StreamKind.PRODUCE)
+        for stream, sequence in [(old, 0)] * heard + [(new, 3 * heard)]:
+            await stream.send(kit.produce((0, batch(sequence))))
+            await kit.results(stream, 1)
+        end = partition.log.written_end
+        await old.send(kit.produce((0, batch(end)), correlation_id=2))
+        (answer,) = await kit.results(old, 1)
+        assert code(answer) == errors.BrokerUnavailable.code
+        await new.send(kit.produce((0, batch(end)), correlation_id=2))
+        (answer,) = await kit.results(new, 1)
+        assert (code(answer), answer.base_offset) == (0, end)
 
     rig.run(story)
