@@ -96,11 +96,16 @@ STALE = (
 
 
 def refusal(batch: Batch, error: errors.PkError) -> errors.PkError:
-    """What a refusal for good means: it says nothing of an earlier attempt (settings change)."""
-    if not batch.unknown:
+    """What a refusal for good means: it says nothing of an earlier attempt (settings change), nor
+    of this one if the broker had begun to write (rule L5).
+    """
+    if batch.unknown:
+        why = "an earlier attempt, whose answer was lost, may have stored it"
+    elif "appended" in error.details:
+        why = "it may have been stored"
+    else:
         return error
-    earlier = "an earlier attempt, whose answer was lost, may have stored it"
-    return errors.OutcomeUnknown(f"{error.message}; {earlier}", **error.details)
+    return errors.OutcomeUnknown(f"{error.message}; {why}", **error.details)
 
 
 def ending(batch: Batch, error: errors.PkError) -> errors.PkError:

@@ -27,6 +27,8 @@ from pk.types import Epoch, Offset, PartitionKey
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
+#: Told of a batch that was decided, these leave open whether it is stored.
+LEAVES_OPEN = (errors.NotLeaderOrFollower, errors.StorageFailed, errors.CorruptLog)
 #: Cancelled entries a heap may carry before it is rebuilt, beside as many as there are live ones.
 _SLACK = 64
 

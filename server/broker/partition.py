@@ -33,7 +33,7 @@ from pk.server.broker.fetch_session import READ_COMMITTED
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.tier_view import TierState, known_below, tier_has_what_left
 from pk.server.controller.image import PartitionState
-from pk.server.purgatory import Parked, ProducePurgatory
+from pk.server.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
 from pk.server.replication.leader import ACKS_ALL, Leader
 from pk.server.replication.parting import Parting, parting
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
@@ -81,8 +81,8 @@ class Ticket:
 
     def answer(self, error: errors.PkError | None) -> None:
         """Once (P1).  What was appended may be stored, whoever leads now: its client must know."""
-        if isinstance(error, errors.NotLeaderOrFollower) and self.last_offset != NONE:
-            error = errors.NotLeaderOrFollower(error.message, **error.details, appended="true")
+        if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
+            error = type(error)(error.message, **error.details, appended="true")
         sink, self.sink, self.parked = self.sink, None, None
         if sink is not None:
             sink(self, error)

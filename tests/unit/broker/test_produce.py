@@ -425,3 +425,25 @@ def test_an_older_stream_does_not_silence_a_newer_one(rig: Any, kit: Any, heard:
         assert (code(answer), answer.base_offset) == (0, end)
 
     rig.run(story)
+
+
+def test_what_a_dying_disk_had_taken_is_not_said_to_be_refused(rig: Any, kit: Any) -> None:
+    """Rules L2, L5: it was written and could not be synced; the next start finds it."""
+    rig.partition(flush_on_ack="true")
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        rig.storage.fault = lambda operation, path: (
+            OSError("I/O") if operation == "sync" and path.endswith(".log") else None
+        )
+        answers = []
+        for turn in (1, 2):  # while it is written; and when the partition is offline already
+            await stream.send(kit.produce((0, kit.batch()), correlation_id=turn))
+            answers += await kit.results(stream, 1)
+        assert [code(a) for a in answers] == [errors.StorageFailed.code] * 2
+        assert ["appended" in a.error.details for a in answers] == [True, False]
+
+    rig.run(story)
+    rig.storage.fault = rig.storage.failed = None
+    rig.core.partitions.clear()
+    assert rig.partition().log.written_end == 3
