@@ -200,16 +200,12 @@ class Sender:
             self.producer_id = NONE  # this id is spoilt: begin with another
             self._keep_or_drop(partition, batch)
             partition.gap = True
-        elif isinstance(error, NOT_STORED) or self._refused_leader(error):
+        elif isinstance(error, NOT_STORED) and "appended" not in error.details:
             self._retry(batch, error, now_ms, frame.epochs[result.index])
         elif error.retriable:
             self._unknown(batch, error, now_ms)
         else:
             self._failed(partition, batch, refusal(batch, error))
-
-    def _refused_leader(self, error: errors.PkError) -> bool:
-        """NOT_LEADER before the append; parked replies get it after it too (rule L5)."""
-        return isinstance(error, errors.NotLeaderOrFollower) and "appended" not in error.details
 
     def _stored(self, partition: Partition, batch: Batch, result: Result) -> None:
         partition.unresolved.remove(batch)

@@ -82,10 +82,12 @@ OUT_OF_SIGHT = (
     "a leader was elected uncleanly meanwhile: it may have been stored before, so it is not sent "
     "again"
 )
-#: The answer says that the batch was not appended, and that it may be tried again.
+#: The answer says that the batch was not appended, and that it may be tried again; unless it says
+#: that it was, as parked replies do when leadership goes (rule L5).
 NOT_STORED = (
-    errors.UnknownTopicOrPartition, errors.NotEnoughReplicas, errors.FencedLeaderEpoch,
-    errors.UnknownLeaderEpoch, errors.ThrottledError, errors.StorageFull, errors.UnknownTopicId,
+    errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.NotEnoughReplicas,
+    errors.FencedLeaderEpoch, errors.UnknownLeaderEpoch, errors.ThrottledError,
+    errors.StorageFull, errors.UnknownTopicId,
     errors.BrokerUnavailable, errors.ControllerUnavailable,  # shutting down; rule R6
 )  # fmt: skip
 #: The answer says that leadership moved or the topic did: ask for metadata.

@@ -80,10 +80,14 @@ class Writable(Readable):
     def perform(self, plan: WritePlan) -> None:
         """Do the plan's file operations.  Raises what the storage raises; then every plan of its
         generation fails.
+
+        On a full disk the batches before a roll that failed lie whole in their segment until the
+        next plan cuts them off: should the process die now, they are stored.  The error says so.
         """
         if plan.generation <= self._lane_failed:
             assert self._lane_error is not None
             raise self._lane_error
+        appended = False
         try:
             if self._lane_foreign:  # what it was kept for failed: the log goes on as it was
                 loading.remove_snapshots(self._storage, self.path, self._lane_end)
@@ -93,6 +97,7 @@ class Writable(Readable):
                     file = op.segment.open_for_append()
                     assert file.size() == op.position, (file.path, file.size(), op.position)
                     file.append(op.buffers)
+                    appended = True
                     self._touched(op.segment)
                 elif isinstance(op, RollOp):
                     self._perform_roll(op)
@@ -104,9 +109,11 @@ class Writable(Readable):
             if plan.sync:
                 self._sync()
         except Exception as error:
+            if appended and isinstance(error, errors.StorageFull):
+                error = errors.StorageFull(error.message, **error.details, appended="true")
             self._lane_failed = plan.generation
             self._lane_error = error
-            raise
+            raise error
 
     def _touched(self, segment: Segment) -> None:
         segment.synced = False

@@ -447,3 +447,29 @@ def test_what_a_dying_disk_had_taken_is_not_said_to_be_refused(rig: Any, kit: An
     rig.storage.fault = rig.storage.failed = None
     rig.core.partitions.clear()
     assert rig.partition().log.written_end == 3
+
+
+def test_what_a_full_disk_took_before_it_could_not_roll_is_not_said_to_be_refused(
+    rig: Any, kit: Any
+) -> None:
+    """Rule L2 cuts it off before the next append; a process that dies before leaves it stored."""
+    partition = rig.partition(segment_bytes=14 * 1024)
+    first, second = kit.batch(1, size=12_000), kit.batch(1, size=12_000)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+
+        def full(operation: str, path: str) -> Exception | None:
+            return errors.StorageFull("full") if path.endswith("1.log") else None
+
+        rig.storage.fault = full
+        await stream.send(kit.produce((0, first), (0, second)))
+        answers = await kit.results(stream, 2)
+        assert [code(a) for a in answers] == [errors.StorageFull.code] * 2
+        assert all("appended" in a.error.details for a in answers)
+        assert partition.log.written_end == 0
+
+    rig.run(story)
+    rig.storage.fault = None
+    rig.core.partitions.clear()
+    assert rig.partition().log.written_end == 1

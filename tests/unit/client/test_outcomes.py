@@ -149,3 +149,54 @@ def test_missing_topics_are_asked_for_at_a_steady_pace(fetching: Any) -> None:
     b.sim.loop.run_for_ms(10_000)
     assert len(asked) < 70, "two brokers, twice a second"
     assert len(b.engine.problems) == 5
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_leader_that_fails_while_it_writes_has_not_refused(bench: Any, begun: bool) -> None:
+    b = bench()
+    b.cluster.create("t")
+    details = {"appended": "true"} if begun else {}
+    b.broker.on_produce = lambda log, header: errors.StorageFailed("d1 is offline", **details)
+
+    async def work() -> None:
+        future = await b.send("t", b"x")
+        await b.engine.flush(1_000)
+        told = future.exception(0)
+        assert type(told) is (errors.OutcomeUnknown if begun else errors.StorageFailed)
+        assert ("may have been stored" in told.message) == begun
+
+    b.run(work)
+
+
+@pytest.mark.parametrize("acks", ["1", "all"])
+def test_what_a_full_disk_may_have_taken_is_not_sent_anew(bench: Any, acks: str) -> None:
+    """Without idempotence not at all (rule L7), with it under the same sequence until it is known
+    (N2): here the first batch is given up meanwhile, and the second had been stored.
+    """
+    b = bench(acks=acks, linger_ms=0, delivery_timeout_ms=2_000, request_timeout_ms=1_000)
+    b.cluster.create("t")
+    asked: list[tuple[int, int]] = []
+
+    def verdict(log: Any, header: Any) -> Any:
+        asked.append((header.producer_epoch, header.base_sequence))
+        return errors.StorageFull("no space", appended="true")
+
+    b.broker.on_produce = verdict
+
+    async def work() -> None:
+        futures = [await b.send("t", b"0")]
+        await b.world.clock.sleep_ms(500)
+        futures.append(await b.send("t", b"1"))
+        await b.world.clock.sleep_ms(1_900)
+        assert futures[0].done()
+        await b.engine.flush(5_000)
+        told = {type(future.exception(0)) for future in futures}
+        assert told == {errors.OutcomeUnknown if acks == "1" else errors.DeliveryTimedOut}
+        for future in futures:
+            assert "may have been stored" in future.exception(0).message
+
+    b.run(work)
+    if acks == "1":
+        assert len(asked) == 2
+    else:
+        assert set(asked) == {(0, 0), (0, 1)}

@@ -561,20 +561,3 @@ def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None
 def test_a_header_without_utf_8_spoils_no_other_record(bench: Any) -> None:
     with pytest.raises(errors.SerializationError):
         record_size(b"v", None, [("\ud800", b"")], "t")
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_leader_that_fails_while_it_writes_has_not_refused(bench: Any, begun: bool) -> None:
-    b = bench()
-    b.cluster.create("t")
-    details = {"appended": "true"} if begun else {}
-    b.broker.on_produce = lambda log, header: errors.StorageFailed("d1 is offline", **details)
-
-    async def work() -> None:
-        future = await b.send("t", b"x")
-        await b.engine.flush(1_000)
-        told = future.exception(0)
-        assert type(told) is (errors.OutcomeUnknown if begun else errors.StorageFailed)
-        assert ("may have been stored" in told.message) == begun
-
-    b.run(work)
