@@ -76,9 +76,14 @@ SERVER_SETTINGS = {
     "min_insync_replicas": 2,
     "log_retention_check_interval_ms": 1_000,
 }
-#: Per partition: what retention keeps, the active segment, one closing, one to be deleted.
-DISK_BOUND = PARTITIONS * (RETENTION + 3 * SEGMENT)
-GIVE_UP_TIMES = 4  #: this machine's disk shall not fill up
+#: Per partition: what retention keeps (whole segments: up to one more), and the active segment.
+KEPT_BYTES = PARTITIONS * (RETENTION + 2 * SEGMENT)
+#: What comes meanwhile is there, too: until retention looks, and until it deletes.
+DELETED_AFTER_MS = (
+    SERVER_SETTINGS["log_retention_check_interval_ms"] + TOPIC_SETTINGS["file_delete_delay_ms"]
+)
+RECORD_BYTES = numbered.VALUE_BYTES + 4  #: a value and its offset
+GIVE_UP_TIMES = 5  #: this machine's disk shall not fill up
 PRODUCERS = 2
 CHURN_S = 10.0
 NEVER_S = 1e9
@@ -308,7 +313,7 @@ class Watch:
         found.append(Verdict("quorum: longest without a fetch", gap, "", None))
         found += self._memory()
         for node, used in self.disk.items():
-            found.append(disk_verdict(f"node {node}", used, DISK_BOUND))
+            found.append(disk_verdict(f"node {node}", used, self._disk_bound()))
         slowest = max((took for _, took in self.took_ms), default=0)
         figure = f"{len(self.took_ms)} polls, {self.unanswered} unanswered, slowest {slowest:,} ms"
         found.append(Verdict("admin API", figure, "", None))
@@ -339,8 +344,12 @@ class Watch:
                 found.append(slope_verdict(name, steady, judged=lasted >= JUDGED_S))
         return found
 
+    def _disk_bound(self) -> int:
+        written = max(self.by_minute(), default=0) * RECORD_BYTES * DELETED_AFTER_MS // 1000
+        return KEPT_BYTES + written
+
     def overflows(self) -> bool:
-        return any(used[-1] > GIVE_UP_TIMES * DISK_BOUND for used in self.disk.values())
+        return any(used[-1] > GIVE_UP_TIMES * KEPT_BYTES for used in self.disk.values())
 
     def kept(self) -> dict[str, Any]:
         """Everything, for whoever asks why."""
