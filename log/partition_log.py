@@ -96,7 +96,7 @@ class PartitionLog(Writable):
         self._cache = cache
         self._segments: tuple[Segment, ...] = tuple(loaded.segments)  #: readers take it as a whole
         self._written_end = loaded.segments[-1].written.next_offset
-        self._synced_end = synced_end
+        self._synced_lane, self._synced_loop = synced_end, 0
         # loop: what is decided and not yet written
         self._tail = loaded.segments[-1]  #: the segment the next batch goes to
         self._pending: WritePlan | None = None
@@ -169,10 +169,6 @@ class PartitionLog(Writable):
     @property
     def written_end(self) -> int:
         return self._written_end
-
-    @property
-    def synced_end(self) -> int:
-        return self._synced_end
 
     @property
     def size_bytes(self) -> int:
@@ -311,7 +307,7 @@ class PartitionLog(Writable):
         plan.size += header.length
         plan.records += header.record_count
         self._pending_bytes += header.length
-        if self._synced_end >= base:
+        if self.synced_end >= base:
             self._unsynced_records, self._unsynced_since_ms = 0, None
         self._unsynced_records += header.record_count
         if self._unsynced_since_ms is None:
@@ -353,7 +349,7 @@ class PartitionLog(Writable):
 
     def flush_due_ms(self) -> int | None:
         """When `flush_ms` asks for a flush; None = nothing unsynced, or no such setting."""
-        if self._unsynced_since_ms is None or self._synced_end >= self.log_end:
+        if self._unsynced_since_ms is None or self.synced_end >= self.log_end:
             return None
         if self.config.flush_ms >= NEVER - self._unsynced_since_ms:
             return None
@@ -402,7 +398,7 @@ class PartitionLog(Writable):
         """
         if plan.generation != self._generation:
             return Completion(
-                self._written_end, self._synced_end
+                self._written_end, self.synced_end
             )  # undone together with an earlier one
         assert self._outstanding, "a plan that was not taken"
         assert self._outstanding[0] is plan, "plans complete in order"
@@ -423,10 +419,10 @@ class PartitionLog(Writable):
         while self._undo and self._undo[0].offset < plan.end:
             self._undo.popleft()
         if plan.sync:
-            self._synced_end = max(self._synced_end, plan.end)
+            self._synced_loop = max(self._synced_loop, plan.end)
         if self.recent is not None and not self._retired:
             self.recent.keep(self, self._cuts, plan)
-        return Completion(self._written_end, self._synced_end, rolled=bool(fresh))
+        return Completion(self._written_end, self.synced_end, rolled=bool(fresh))
 
     def _failed(self, error: BaseException) -> Completion:
         """Undo every append decided since the last good end; the next plan cuts the files back
@@ -449,7 +445,7 @@ class PartitionLog(Writable):
             if isinstance(error, errors.PkError)
             else errors.StorageFailed(f"{self.path}: {error!r}")
         )
-        return Completion(self._written_end, self._synced_end, failed, typed)
+        return Completion(self._written_end, self.synced_end, failed, typed)
 
     # -- loop: transactions, retention -------------------------------------------------------------
 

@@ -195,8 +195,10 @@ class Producers:
 
     @property
     def newest_ms(self) -> int:
-        """When the newest append that is known here was made; 0 if none is."""
-        return max((producer.last_ms for producer in self._by_id.values()), default=0)
+        """When the newest append that is known here was made; 0 if none is.  For any thread: what
+        is looked through is a copy, made at once.
+        """
+        return max((producer.last_ms for producer in list(self._by_id.values())), default=0)
 
     def expire(self, now_ms: int, after_ms: int) -> int:
         """Forget producers silent for `after_ms`; returns how many (P3)."""

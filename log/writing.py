@@ -41,7 +41,10 @@ class Writable(Readable):
     path: str
     producers: Producers
     _storage: Storage
-    _synced_end: int
+    #: How far the log is SYNCED by what the lane did, and by what the loop was told of: each is set
+    #: by one thread (but for cuts, when the other does nothing), so that neither unsays the other.
+    _synced_lane: int
+    _synced_loop: int
     _tail: Segment
     _repair: bool
     _closed: bool
@@ -60,6 +63,10 @@ class Writable(Readable):
         self._lane_dir_changed = loaded.created
         self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
         self._lane_foreign = False  #: another replica's snapshot may lie above the end (O8)
+
+    @property
+    def synced_end(self) -> int:
+        return max(self._synced_lane, self._synced_loop)
 
     @property
     def cuts(self) -> int:
@@ -179,8 +186,8 @@ class Writable(Readable):
     def flush(self) -> int:
         """SYNCED: everything performed so far; returns (and sets) synced_end."""
         end = self._sync()
-        self._synced_end = max(self._synced_end, min(end, self._written_end))
-        return self._synced_end
+        self._synced_lane = max(self._synced_lane, min(end, self._written_end))
+        return self.synced_end
 
     def checkpoint(self) -> int:
         """Write the active segment's indexes, so that the next opening walks less; returns the
@@ -191,11 +198,11 @@ class Writable(Readable):
         self._finish_drops()
         cuts, sealed_end = self._sealed
         if self._cuts == cuts:  # else what was flushed may be gone
-            self._synced_end = max(self._synced_end, sealed_end)
+            self._synced_lane = max(self._synced_lane, sealed_end)
         active = self._segments[-1]
         if active.file is not None:
             active.write_indexes(active.written)
-        return self._synced_end
+        return self.synced_end
 
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
@@ -370,7 +377,7 @@ class Writable(Readable):
         self._lane_unsynced = list(loaded.segments)
         self._lane_dir_changed = True
         self._lane_foreign = False
-        self._synced_end = self._sync()
+        self._synced_loop, self._synced_lane = 0, self._sync()
         self.log_start = min(self.log_start, self._written_end)
         self.torn = False
 
@@ -409,7 +416,7 @@ class Writable(Readable):
             state = self.producers.snapshot(end)
             write_file(self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", state)
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
-        self._synced_end = self._sync()
+        self._synced_loop, self._synced_lane = 0, self._sync()
 
     def flush_sealed(self) -> None:
         """fdatasync the sealed segments not yet synced, beside running writes; the next

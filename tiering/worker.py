@@ -203,6 +203,7 @@ class TierWorker:
         for partition in topic.led:
             self.outbox.pop(PartitionKey(topic_id, partition), None)
             self._set_timer((topic_id, partition), None, lambda: None)
+        topic.led.clear()  # its copiers are nobody's: what still comes back to them makes no table
         self._set_timer((topic_id, NONE), None, lambda: None)
 
     # -- requests ----------------------------------------------------------------------------------

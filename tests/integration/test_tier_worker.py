@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -341,6 +342,42 @@ def test_purge_removes_every_object(run: Run) -> None:
         assert uri.endswith(f"{TOPIC}/{TOPIC_ID}")
         assert objects >= 3
         assert await it.worker.store.list(home) == []
+
+    run(test)
+
+
+def test_an_upload_under_way_does_not_bring_a_purged_table_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A topic may be purged before this process hears that it is gone."""
+
+    async def test(it: Bench) -> None:
+        log = LiveLog(it.directory)
+        log.append(200)
+        it.tell(log)
+        await it.tiered(log.end)
+        topic = it.worker.topics[TOPIC_ID]
+        asked, purged, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        copy = it.worker._copy
+
+        async def late(*given: Any) -> Any:
+            asked.set()
+            await purged.wait()
+            try:
+                return await copy(*given)
+            finally:
+                asyncio.get_running_loop().call_later(0.2, done.set)
+
+        monkeypatch.setattr(it.worker, "_copy", late)
+        log.append(200)
+        it.tell(log)
+        await asked.wait()
+        await it.worker.purge(TOPIC_ID, TOPIC)
+        purged.set()
+        await done.wait()
+        left = await it.worker.store.list(topic.home)
+        assert not [each.path for each in left if "_delta_log" in each.path]
+        assert TOPIC_ID not in it.worker.topics
 
     run(test)
 

@@ -62,6 +62,35 @@ def test_producers_read_back_after_a_truncation_do_not_expire(bench: Make) -> No
     assert isinstance(b.decide(produced(1)), Duplicate)
 
 
+def test_what_the_loop_says_is_synced_is_not_unsaid_by_the_lane(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a follower confirms too little until the next append, for which a producer may wait."""
+    b = bench(flush_messages=1)
+    b.append(produced(0))
+    others = iter([1])
+
+    class Reached(int):
+        """While the lane looks how far it came, the loop is told of more."""
+
+        def _told(self) -> None:
+            for number in others:
+                b.append(produced(number))
+
+        def __lt__(self, other: int) -> bool:
+            self._told()
+            return int(self) < other
+
+        def __gt__(self, other: int) -> bool:
+            self._told()
+            return int(self) > other
+
+    monkeypatch.setattr(b.log, "_sync", lambda: Reached(1))
+    b.log.flush()
+    assert next(others, None) is None
+    assert b.log.synced_end == 2
+
+
 def test_a_truncation_to_where_the_local_log_begins_keeps_what_the_tier_has(bench: Make) -> None:
     """Rules R4, T1: the log starts where it did, though nothing of it is local any more."""
     b = bench()

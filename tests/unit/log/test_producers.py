@@ -36,6 +36,23 @@ def test_the_window_holds_five() -> None:
     assert known.last_sequence == 6
 
 
+def test_the_newest_append_is_known_while_another_thread_forgets_producers() -> None:
+    state = Producers()
+    for number in range(3):
+        state.apply(head(producer_id=number), 10 + number, 5)
+
+    class Expiring:
+        """When it is looked at, the loop has just forgotten another."""
+
+        @property
+        def last_ms(self) -> int:
+            state._by_id.pop(2, None)
+            return 4
+
+    state._by_id[0] = Expiring()  # type: ignore[assignment]
+    assert state.newest_ms == 5
+
+
 def test_a_new_epoch_starts_a_new_window() -> None:
     state = Producers()
     state.apply(head(sequence=5), 0, 0)
