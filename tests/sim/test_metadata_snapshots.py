@@ -134,7 +134,7 @@ class Cluster:
     def bury(self, *, power: bool | None = None) -> None:
         """What died by itself is off the network and its disk lost power, or not."""
         for node in self.nodes:
-            if not self.alive(node) and node.log is not None:
+            if not self.alive(node) and (node.log is not None or node.storage._dead):
                 lost = self.rng.random() < 0.6 if power is None else power
                 self.down(node, power=lost)
 
