@@ -20,6 +20,8 @@ Invariants
   W5  nothing here deletes an object; VACUUM does, once the table does not name it any more.
   W6  nothing is planned or answered on counters that were not read: who comes while the table is
       loaded, with a partition that load did not ask for, is a reason to load again.
+  W7  what came to be known after a load was asked for is not judged by it: another node may have
+      committed meanwhile.  Who asks then waits for the next load.
 """
 
 from __future__ import annotations
@@ -185,6 +187,8 @@ class Owner:
         self._settings = settings
         self._state = _State()
         self._under_way: Load | Create | Commit | Vacuum | None = None
+        self._known: dict[int, LogStart] = {}  #: log starts when the last operation was asked for
+        self._later = 0  #: how many of those that wait came after it, the last ones (W7)
         self._planned: Plan | None = None
 
     @property
@@ -226,7 +230,7 @@ class Owner:
             case Failed():
                 self._failed(event.error, now_ms, effects)
             case Close():
-                waiting, self._state.waiting = self._state.waiting, []
+                waiting, self._state.waiting, self._later = self._state.waiting, [], 0
                 gone = errors.UnknownTopicId(f"topic {self.topic} ({self.topic_id}) is gone")
                 return [Respond(item.request, gone) for item in waiting]
             case Wake():
@@ -250,6 +254,7 @@ class Owner:
             )
         else:
             state.waiting.append(item)
+            self._later += 1
 
     def _seen(self, event: PartitionsSeen) -> None:
         state = self._state
@@ -275,6 +280,7 @@ class Owner:
         late = [item for item in self._state.waiting if item.deadline_ms <= now_ms]
         if late and not isinstance(self._under_way, Commit):
             self._state.waiting = [i for i in self._state.waiting if i.deadline_ms > now_ms]
+            self._later = min(self._later, len(self._state.waiting))  # the first ones are late
             cause = self._state.problem
             for item in late:
                 error = errors.TierUnavailable(
@@ -332,6 +338,8 @@ class Owner:
 
     def _ask(self, operation: Load | Create | Commit | Vacuum, effects: list[Effect]) -> None:
         self._under_way = operation
+        self._later = 0
+        self._known = dict(self._state.log_starts)
         effects.append(Send(TABLE, operation))
 
     def _loaded(self, event: Loaded, now_ms: int, effects: list[Effect]) -> None:
@@ -371,7 +379,7 @@ class Owner:
         state = self._state
         # Only what is not deleted was ever needed there: a broker that deleted records before
         # anything was tiered counts them, too, among what is not local (T9).
-        starts = state.log_starts.items()
+        starts = self._known.items()
         ends = {p: s.tiered_end for p, s in starts if s.tiered_end > s.log_start}
         if state.snapshot is not None:
             ends.update({p: c.end for p, c in state.snapshot.counters.items() if c.end > 0})
@@ -386,7 +394,7 @@ class Owner:
 
     def _check_covered(self, snapshot: Snapshot) -> None:
         """The table must hold what the broker was told it holds: a restored old copy does not."""
-        for partition, start in self._state.log_starts.items():
+        for partition, start in self._known.items():
             counters = snapshot.partition(partition)
             if counters.end < start.tiered_end and start.log_start < start.tiered_end:
                 raise errors.TierTableChanged(
@@ -403,11 +411,17 @@ class Owner:
         )
 
     def _answer_missing(self, effects: list[Effect]) -> None:
-        waiting, self._state.waiting = self._state.waiting, []
-        for item in waiting:
+        asked, self._state.waiting = self._split()
+        for item in asked:
             assert isinstance(item, Claim)
             assert not item.commit
             effects.append(Respond(item.request, wire.TierClaimReply(exists=False)))
+
+    def _split(self) -> tuple[list[Submission | Claim], list[Submission | Claim]]:
+        """Who waited when the operation was asked for, and who came later (W7)."""
+        waiting = self._state.waiting
+        at = len(waiting) - self._later
+        return waiting[:at], waiting[at:]
 
     def _adopt(self, snapshot: Snapshot, effects: list[Effect]) -> None:
         state = self._state
@@ -423,12 +437,13 @@ class Owner:
 
     def _plan(self, snapshot: Snapshot, now_ms: int, effects: list[Effect]) -> None:
         state = self._state
-        planned = plan(snapshot, state.waiting, state.log_starts)
+        asked, later = self._split()
+        planned = plan(snapshot, asked, state.log_starts)
         for item, error in planned.refused:
             effects.append(Respond(item.request, error))
         for item in planned.done:
             effects.append(_done(item, snapshot))
-        state.waiting = [*planned.taken, *planned.waiting]
+        state.waiting = [*planned.taken, *planned.waiting, *later]
         if planned.commit is None:
             state.attempts = 0
             return
@@ -461,7 +476,7 @@ class Owner:
         state.look = True
         if isinstance(error, errors.OperatorError):  # W4
             state.not_before_ms = now_ms + self._settings.recheck_ms
-            waiting, state.waiting = state.waiting, []
+            waiting, state.waiting, self._later = state.waiting, [], 0
             effects += [Respond(item.request, error) for item in waiting]
         elif isinstance(error, CommitConflict) and state.attempts <= CONFLICTS_AT_ONCE:
             state.not_before_ms = now_ms

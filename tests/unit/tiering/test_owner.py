@@ -273,6 +273,32 @@ def test_a_table_behind_what_the_broker_was_told_is_refused() -> None:
     assert gone.asked[0].counters[0].end == 50
 
 
+def test_a_load_that_was_slow_says_nothing_of_what_came_to_be_known_meanwhile() -> None:
+    """Another node commits, the broker tells of it, and only then the store answers (W7)."""
+    old = snapshot(3, [], end=40)
+    it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=40)}))
+    it.step(PartitionsSeen({0: LogStart(0, tiered_end=50)})).loaded(old)
+    assert it.owner.problem is None
+    none = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=0)}))
+    none.step(PartitionsSeen({0: LogStart(0, tiered_end=50)})).loaded(None)
+    assert none.owner.problem is None
+    it.now_ms = 10_000
+    it.step(owning.Wake()).loaded(old)  # asked for after it was told
+    assert isinstance(it.owner.problem, errors.TierTableChanged)
+
+
+@pytest.mark.parametrize("old", [None, snapshot(3, [], end=40)], ids=["none", "old"])
+def test_a_question_is_answered_by_a_load_that_began_after_it(old: Snapshot | None) -> None:
+    """W7: what is old tells nobody where the table ends."""
+    it = Driver().step(ClaimPartition("early", 0, NONE, commit=False))
+    it.step(ClaimPartition("late", 0, NONE, commit=False)).loaded(old)
+    assert it.answers["early"].exists is (old is not None)
+    assert "late" not in it.answers
+    it.loaded(snapshot(4, [], end=50))
+    assert it.answers["late"].end == 50
+    assert it.asked == []
+
+
 def test_claims_do_not_wait_for_the_next_second() -> None:
     it = Driver(commit_interval_ms=1_000)
     it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
