@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 BLOCK = 4096
 
+#: How a full disk tells of itself.
+NO_ROOM = "no space for"
+
 
 class Crashed(BaseException):
     """The simulated process died here; not an `Exception`, nothing may handle it."""
@@ -300,7 +303,7 @@ class SimStorage:
         self._faulty(operation, path)
         if growth > 0 and self.capacity is not None and self.used_bytes() + growth > self.capacity:
             raise errors.StorageFull(
-                f"{self.root}: no space for {path} (operation {at})", directory=self.root
+                f"{self.root}: {NO_ROOM} {path} (operation {at})", directory=self.root
             )
         apply()
 

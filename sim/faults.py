@@ -17,6 +17,7 @@ from itertools import combinations
 
 from pk import errors
 from pk.sim.cluster import SimCluster
+from pk.sim.disk import NO_ROOM
 from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
@@ -416,7 +417,7 @@ class Faults:
                 storage.fault = None
             self._meet("operations without room")
             self._world.record(f"no room in {storage.root} for {operation} {path}")
-            return errors.StorageFull(f"{storage.root}: no space for {path}")
+            return errors.StorageFull(f"{storage.root}: {NO_ROOM} {path}")
 
         storage.fault = fault
 
