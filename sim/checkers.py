@@ -15,7 +15,9 @@ Checked
       HW has caught up
   V5  a reader sees offsets in order, without gaps above log_start, no record twice
   V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
-      unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7)
+      unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7).
+      Where an unclean election took the copy that was acknowledged, that of an earlier attempt may
+      have come back: an old leader's, whom nobody had followed before it was replaced
   V7  an idempotent producer's records stand in send order (rule L6)
   V8  where acknowledged records may be lost (the end of an era) a suffix is, and only that: what
       survives of an era is a prefix of it
@@ -276,7 +278,7 @@ def check_log(
                 continue
             if place is None and sent.offset < starts.get(sent.partition, 0):
                 continue  # deleted, or aged out
-            if place is None and _may_be_lost(oracle, topic, sent):
+            if _may_be_lost(oracle, topic, sent) and (place is None or place[0] == sent.partition):
                 lost.append(sent)
                 continue
             words = "acknowledged, and now at {}: {}, starts {}"
@@ -294,9 +296,16 @@ def _check_prefix(
 ) -> None:
     """V8: no survivor above a lost record is of its era.  What was acknowledged after the loss may
     stand there; so may what an earlier era had cost, if the next leader is one that kept it.
+
+    Where one copy of an earlier attempt came back, others did, and some may have come to stand
+    where the lost ones did: who survived there nobody can tell.
     """
+    unsure = {gone.partition for gone in lost if gone.id in found}
     survivors = [
-        sent for sent in mine if sent.acked_life == topic.life and sent.id in found and lost
+        sent
+        for sent in mine
+        if sent.acked_life == topic.life and sent.id in found and lost
+        if sent.partition not in unsure
     ]
     gone_first = sorted(lost, key=lambda gone: (gone.partition, gone.offset), reverse=True)
     below: dict[int, dict[int, Sent]] = {}  # partition → of the lost below, one of each era

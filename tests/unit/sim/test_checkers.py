@@ -7,7 +7,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from pk.sim.checkers import ReaderCheck, Row, Violation, _check_prefix, after_last_gap, require
+from pk.sim.checkers import (
+    ReaderCheck,
+    Row,
+    Violation,
+    _check_prefix,
+    after_last_gap,
+    check_log,
+    require,
+)
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, Outcome, RecordId, Sent, Topic
 
@@ -48,6 +56,44 @@ def test_what_outlived_a_lost_record_is_found_wherever_it_stands() -> None:
         with raises:
             _check_prefix(topic, mine, lost, found)
     assert 50 < sum(outcomes) < 350
+
+
+def acknowledged(oracle: Oracle, *numbers: int) -> None:
+    for offset, number in enumerate(numbers):
+        oracle.acknowledged(oracle.sent[RecordId("p", number)], 0, offset)
+
+
+def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
+    """V6, V8.  A leader held 3 and 1 and nobody had followed it; its successor was sent 1, 2, 3
+    and acknowledged them; then the former one was elected uncleanly.
+    """
+    oracle = Oracle([TopicPlan("t", 1, {})])
+    oracle.created("t", "id", 1)
+    for number in (1, 2, 3):
+        oracle.send(RecordId("p", number), "t", number, ordered=False)
+    acknowledged(oracle, 1, 2, 3)
+    back = {0: [Row(offset, RecordId("p", number), number) for offset, number in enumerate((3, 1))]}
+    with pytest.raises(Violation, match=r"^V6: acknowledged, and now at "):
+        check_log(oracle, oracle.topics["t"], back, {0: 0})
+    oracle.era_ends("id", 0, settled_ms=0)
+    check_log(oracle, oracle.topics["t"], back, {0: 0})
+
+    twice = {0: [*back[0], Row(2, RecordId("p", 3), 3)]}
+    with pytest.raises(Violation, match=r"^V6: .* is also at "):
+        check_log(oracle, oracle.topics["t"], twice, {0: 0})
+    elsewhere = {0: [], 1: [Row(0, RecordId("p", 1), 1)]}
+    with pytest.raises(Violation, match=r"^V6: acknowledged, and now at "):
+        check_log(oracle, oracle.topics["t"], elsewhere, {0: 0, 1: 0})
+
+
+def test_what_another_partition_lost_is_judged_beside_one_that_came_back() -> None:
+    """V8."""
+    topic = Topic("t", False, False, life=1)
+    mine = [sent(0, 0, 1, 1, 1), sent(1, 0, 2, 1, 1), sent(2, 1, 1, 1, 1), sent(3, 1, 2, 1, 1)]
+    moved = {mine[0].id: (0, 0), mine[1].id: (0, 2)}
+    _check_prefix(topic, mine, [mine[0]], moved)
+    with pytest.raises(Violation, match=r"^V8: "):
+        _check_prefix(topic, mine, [mine[0], mine[2]], {**moved, mine[3].id: (1, 2)})
 
 
 def test_words_are_made_of_what_failed_alone() -> None:
