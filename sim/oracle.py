@@ -152,6 +152,13 @@ class Oracle:
         """What was acknowledged so far may be lost; replies may be heard until `settled_ms`."""
         self._ended.setdefault((topic_id, partition), []).append(settled_ms)
 
+    def may_be_cut(self, topic: str, partition: int) -> bool:
+        """Whether a reader may have seen what is gone: in the topic's present life, or in a former
+        one, as with `may_be_damaged`.
+        """
+        known = self.topics[topic]
+        return any(self.era(life, partition) for life in (known.topic_id, *known.former))
+
     @property
     def lossy(self) -> bool:
         """Whether anything that was acknowledged may be gone."""

@@ -319,7 +319,7 @@ class SimConsumer:
 
     def _truncated(self, error: errors.LogTruncated) -> None:
         topic, partition = error.details["topic"], int(error.details["partition"])
-        if not self._oracle.era(self._oracle.topics[topic].topic_id, partition):
+        if not self._oracle.may_be_cut(topic, partition):
             self._trouble(f"V8: {self.check.name}: {error!r}")
         self.check.forget(topic, partition)
         place = TopicPartition(topic, partition)

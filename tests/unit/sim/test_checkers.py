@@ -86,6 +86,16 @@ def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
         check_log(oracle, oracle.topics["t"], elsewhere, {0: 0, 1: 0})
 
 
+def test_a_former_life_may_be_cut_too() -> None:
+    """V8: who has not heard of its end may still lead it, and tells its readers."""
+    oracle = Oracle([TopicPlan("t", 2, {})])
+    oracle.created("t", "first", 2)
+    oracle.era_ends("first", 1, settled_ms=0)
+    oracle.created("t", "second", 2)
+    assert oracle.may_be_cut("t", 1)
+    assert not oracle.may_be_cut("t", 0)
+
+
 def test_what_another_partition_lost_is_judged_beside_one_that_came_back() -> None:
     """V8."""
     topic = Topic("t", False, False, life=1)
