@@ -8,8 +8,8 @@ Checked
   V1  one broker serves a leader epoch; log_start ≤ LSO ≤ HW ≤ log_end; under flush_on_ack HW ≤
       synced end (rules L2, L11)
   V2  HW never goes back within a leader epoch
-  V3  log_start never goes back on one broker, of an only replica never behind what was deleted by
-      request, and moves only as far as somebody asked for (rule T9)
+  V3  log_start never goes back on one broker that keeps its copy, of an only replica never behind
+      what was deleted by request, and moves only as far as somebody asked for (rule T9)
   V4  what is not local any more is in the table: table start ≤ the largest log_start,
       local_log_start ≤ table end (rules T1, T6); the table never passes the LSO of a leader whose
       HW has caught up
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pk.sim.oracle import Oracle, Outcome, RecordId, Sent, Topic
-from pk.types import NONE, Offset, PartitionKey
+from pk.types import NONE, NodeId, Offset, PartitionKey
 
 
 class Violation(AssertionError):
@@ -127,6 +127,14 @@ class Invariants:
             s.high_watermark,
             s.log_start,
         )
+
+    def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
+        """Its copy is gone, or all of them: the next begins where its leader's does, who may not
+        have heard how far retention had come here.
+        """
+        for place, seen in self._seen.items():
+            if place[1] == broker and key in (None, place[0]):
+                seen.log_start = 0
 
     def _check_log_start(self, s: PartitionSample, era: int) -> None:
         topic = self._oracle.topics.get(s.topic)

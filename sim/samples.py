@@ -220,6 +220,7 @@ class Observer:
         )
         if disk:
             self.replicas.forget(machine.node_id)
+            self.invariants.forget(machine.node_id)
             for place in [place for place in self._ends if place[1] == machine.node_id]:
                 del self._ends[place]
 
@@ -231,6 +232,7 @@ class Observer:
     def _made_anew(self, machine: Machine, told: dict[str, object]) -> None:
         for key in self._called(str(told["partition"])):
             self.promise.made_anew(key, machine.node_id)
+            self.invariants.forget(machine.node_id, key)
 
     def _begun_anew(self, machine: Machine, told: dict[str, object]) -> None:
         self._begun[machine.node_id, str(told["partition"])] = None

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from pk.sim.checkers import (
+    Invariants,
+    PartitionSample,
     ReaderCheck,
     Row,
     Violation,
@@ -18,6 +20,7 @@ from pk.sim.checkers import (
 )
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, Outcome, RecordId, Sent, Topic
+from pk.types import PartitionKey
 
 
 def sent(number: int, partition: int, offset: int, era: int, era_max: int) -> Sent:
@@ -84,6 +87,33 @@ def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
     elsewhere = {0: [], 1: [Row(0, RecordId("p", 1), 1)]}
     with pytest.raises(Violation, match=r"^V6: acknowledged, and now at "):
         check_log(oracle, oracle.topics["t"], elsewhere, {0: 0, 1: 0})
+
+
+def test_a_copy_made_anew_may_begin_before_the_one_that_is_gone() -> None:
+    """V3."""
+    key, checked = PartitionKey("id", 0), Invariants(Oracle([TopicPlan("t", 1, {})]))
+
+    def led(broker: int, log_start: int) -> None:
+        ends = dict.fromkeys(("last_stable_offset", "high_watermark", "log_end", "synced_end"), 9)
+        checked.check(
+            PartitionSample(
+                key=key, topic="other", broker=broker, leader_epoch=broker, log_start=log_start,
+                local_log_start=log_start, **ends, tiered=False, flushed=False, ready=True,
+                current=True,
+            )
+        )  # fmt: skip
+
+    led(1, 5)
+    led(2, 5)
+    checked.forget(1, PartitionKey("id", 1))
+    with pytest.raises(Violation, match=r"^V3: log_start was 5: "):
+        led(1, 3)
+    checked.forget(1, key)
+    led(1, 3)
+    with pytest.raises(Violation, match=r"^V3: log_start was 5: "):
+        led(2, 3)
+    checked.forget(2)
+    led(2, 3)
 
 
 def test_a_former_life_may_be_cut_too() -> None:
