@@ -192,6 +192,7 @@ class _History:
     log: Marks = field(default_factory=Marks)
     cut_epoch: int = NONE  #: of the leader that ended it last with less
     led_end: Offset = 0  #: of the leader's log, when it was last seen
+    parted_epoch: int = NONE  #: in which a leader that ended it parts from it further down, too
 
 
 class ReplicaCheck:
@@ -250,10 +251,16 @@ class ReplicaCheck:
         for mark in marks:
             known = history.log.differs(mark)
             if known is not None:
+                # An election that ended it with less may cost more: what that leader has of an
+                # epoch before, uncommitted then, stands where a later one was committed.
+                also = seen.leader_epoch == history.cut_epoch != history.parted_epoch
                 words = "{}: broker {} has {}, {} was committed"
-                require(era > history.era, "V12", words, key, broker, mark, known)
+                require(era > history.era or also, "V12", words, key, broker, mark, known)
                 history.log.cut(mark.base)
-                history.era += 1
+                if also:
+                    history.parted_epoch = history.cut_epoch
+                else:
+                    history.era += 1
             history.log.extend(mark)
             seen.compared = max(seen.compared, mark.next)
 

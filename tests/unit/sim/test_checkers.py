@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -89,19 +90,36 @@ def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
         check_log(oracle, oracle.topics["t"], elsewhere, {0: 0, 1: 0})
 
 
+def leads(broker: int, log_start: int, **given: Any) -> PartitionSample:
+    known: dict[str, Any] = {
+        "topic": "other", "leader_epoch": broker, "local_log_start": log_start, "log_end": 9,
+        "last_stable_offset": 9, "high_watermark": 9, "synced_end": 9, "tiered": False,
+        "flushed": False, "ready": True, "current": True,
+    }  # fmt: skip
+    key = PartitionKey("id", 0)
+    return PartitionSample(key=key, broker=broker, log_start=log_start, **{**known, **given})
+
+
+def test_a_table_may_follow_whoever_was_asked_to_delete() -> None:
+    """V4: a leader that was replaced and has not heard of it, and whom nobody looks at."""
+    oracle = Oracle([TopicPlan("t", 1, {})])
+    oracle.created("t", "id", 1)
+    checked = Invariants(oracle)
+    oracle.deleting_records("t", 0, 3)
+    told = {"topic": "t", "local_log_start": 7, "tiered": True, "table_end": 8}
+    checked.check(leads(1, 2, **told, table_start=3))
+    with pytest.raises(Violation, match=r"^V4: the table lacks what is not local from 3 on: "):
+        checked.check(leads(1, 2, **told, table_start=4))
+    with pytest.raises(Violation, match=r"^V4: the table lacks what is not local from 2 on: "):
+        checked.check(leads(1, 2, **{**told, "topic": "other"}, table_start=3))
+
+
 def test_a_copy_made_anew_may_begin_before_the_one_that_is_gone() -> None:
     """V3."""
     key, checked = PartitionKey("id", 0), Invariants(Oracle([TopicPlan("t", 1, {})]))
 
     def led(broker: int, log_start: int) -> None:
-        ends = dict.fromkeys(("last_stable_offset", "high_watermark", "log_end", "synced_end"), 9)
-        checked.check(
-            PartitionSample(
-                key=key, topic="other", broker=broker, leader_epoch=broker, log_start=log_start,
-                local_log_start=log_start, **ends, tiered=False, flushed=False, ready=True,
-                current=True,
-            )
-        )  # fmt: skip
+        checked.check(leads(broker, log_start))
 
     led(1, 5)
     led(2, 5)

@@ -138,6 +138,23 @@ def test_a_leader_has_what_was_committed_unless_an_era_ended() -> None:
         check.check(replica(3, leads=True, leader_epoch=2, log_end=4))
 
 
+def test_a_leader_that_came_back_with_less_may_part_further_down_once() -> None:
+    """V12: what it had of epoch 0, uncommitted then, was committed in epoch 1 without it."""
+    oracle, check = led()
+    check.check(replica(1, leads=True, leader_epoch=1, log_end=12, high_watermark=12))
+    check.committed(KEY, 1, [Mark(8, 10, 1, 5), Mark(10, 12, 1, 6)])
+    oracle.era_ends(*KEY, 0.0)
+    back = replica(2, leads=True, leader_epoch=2, log_end=10)
+    check.check(back)
+    check.committed(KEY, 2, [Mark(0, 8, 0, 1), Mark(8, 10, 0, 5)])
+    check.check(replica(3, leader_epoch=2))
+    with pytest.raises(Violation, match="broker 3 has"):
+        check.committed(KEY, 3, [Mark(8, 10, 1, 5)])
+    check.check(replace(back, leader_epoch=3))
+    with pytest.raises(Violation, match="broker 2 has"):
+        check.committed(KEY, 2, [Mark(8, 10, 1, 5)])
+
+
 def test_what_a_leader_before_the_loss_told_is_committed_no_more() -> None:
     """A follower has the former watermark until it hears of the leader that came back with less."""
     oracle, check = led()
