@@ -93,6 +93,10 @@ chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a ver
 chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost disks (SEED=); a verdict
 	$(PY) tests/chaos/cluster_run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+.PHONY: abuse
+abuse: $(VENV)/.ready ## bit flips, wrong clocks, full disks, hostile peers (SEED=); a verdict table
+	$(PY) tests/abuse/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 .PHONY: soak
 soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory, disk, descriptors
 	$(PY) tests/soak/run.py --minutes $(or $(MINUTES),10) $(ARGS)
