@@ -19,10 +19,11 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from verdicts import Verdict
+
+HERE = Path(__file__).parent
 
 #: Modules of this folder that are no areas.
 _SHARED = frozenset({"run", "verdicts"})
