@@ -31,6 +31,7 @@ from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders, reassignments
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
+from pk.server.controller.handover import Handover
 from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.records import MetadataRecord
@@ -100,6 +101,7 @@ class Term:
         self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
         self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
         self._balance_ms = 0
+        self._handover = Handover()
 
     @property
     def machine(self) -> Controller:
@@ -302,6 +304,7 @@ class Term:
         before = self.reports.get(request.broker_id)
         report = reported(before, request, self.machine.leaderless)
         self.reports[request.broker_id] = report
+        self._hear_fitness(request.broker_id, before, report)
         if before is None or before.broker_epoch != report.broker_epoch:
             self._try_elections()  # whatever waited for a word of this broker
             return ()
@@ -310,6 +313,13 @@ class Term:
         if retry:
             self._try_elections()
         return tuple(retry)
+
+    def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
+        """L16: leaders may have to go, or may come back."""
+        if self._handover.heard(before, now):
+            self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
+            why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
+            self._say("broker_fitness", broker=who, unfit=why)
 
     async def _expect(self, session: Session) -> None:
         """A broker that lives comes by itself; one that died with the last active controller has no
@@ -360,6 +370,7 @@ class Term:
             await clock.sleep_ms(TICK_MS)
             await self._fence_silent(clock.monotonic_ms() - due_ms)
             await self._recover(clock.monotonic_ms())
+            await self._hand_over(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
 
     async def _fence_silent(self, late_ms: int) -> None:
@@ -452,7 +463,11 @@ class Term:
         if now_ms >= self._balance_ms and not self._moves:
             self._balance_ms = now_ms + self._balance_interval_ms
             if self._run.server["auto_leader_rebalance_enable"]:
-                self._moves.extend(leaders.imbalanced(self._image))
+                found = list(leaders.imbalanced(self._image))
+                self._moves.extend(key for key in found if not self._handover.rests(key, now_ms))
+                rest_ends_ms = self._handover.rest_ends_ms(now_ms)
+                if rest_ends_ms is not None:
+                    self._balance_ms = min(self._balance_ms, rest_ends_ms)
         if not self._moves:
             return
         chunk = tuple(
@@ -465,7 +480,20 @@ class Term:
             self._say("rebalance_failed", why=failure.message)
             return
         if moved:
+            self._handover.came_back(self._image, chunk, now_ms)
             self._say("preferred_leaders", moved=moved, left=len(self._moves))
+
+    async def _hand_over(self, now_ms: int) -> None:
+        """L16: leaders that give up, where another replica may lead."""
+        for (who, reason), keys in self._handover.wanted(self._image, self.reports, now_ms).items():
+            try:
+                moved = await self._ask(commands.HandOver(tuple(keys), self._known()))
+            except errors.RetriableError as failure:
+                self._say("hand_over_failed", broker=who, reason=reason, why=failure.message)
+                return
+            self._handover.handed_over(self._image, moved, now_ms)
+            if moved:
+                self._say("handed_over", broker=who, reason=reason, moved=len(moved))
 
     # -- elections asked for (KIP-460) ------------------------------------------------------------
 

@@ -80,6 +80,14 @@ class Prefer:
 
 
 @dataclass(slots=True, frozen=True)
+class HandOver:
+    """Leaders of these partitions that give up the lead hand it over (rule L16)."""
+
+    partitions: tuple[PartitionKey, ...]
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
 class ElectLeaders:
     """KIP-460."""
 

@@ -7,13 +7,15 @@ order:
 
   | who is there                                   | elected                      | unclean |
   |------------------------------------------------|------------------------------|---------|
-  | an eligible member of the ISR                  | the first in replica order   | no      |
+  | an eligible member of the ISR                  | the first in replica order,  | no      |
+  |                                                | those fit to lead before all |         |
   | an eligible member of the ELR                  | the same; it joins the ISR   | no      |
   | ISR and ELR empty, every last-known reported   | the greatest                 | yes     |
   | some missing, waited for, and loss is allowed  | greatest among those present | yes     |
   | otherwise                                      | nobody: leader NONE          | –       |
 
-*Eligible* = available, and its broker does not report the replica as offline.  The third row is
+*Eligible* = available, and its broker does not report the replica as offline.  *Fit* = nothing
+says that it should not lead (rule L16); who is unfit leads if nobody else can.  The third row is
 the recovery election of rule R3: it needs no permission, for nothing acknowledged can be
 anywhere else.  With one last-known member its log is the greatest without being asked.  In the
 fourth row those present are last-known members, or any replica if none of them is there.
@@ -73,6 +75,25 @@ class Cluster:
         """May lead `key`."""
         report = self.report(member)
         return self.available(member) and (report is None or key not in report.offline)
+
+    def fit(self, member: NodeId, key: PartitionKey) -> bool:
+        """Nothing is known that says it should not lead `key` (rule L16)."""
+        report = self.report(member)
+        return report is None or not any(each.covers(key) for each in report.unfit)
+
+    def taker(self, state: PartitionState, key: PartitionKey) -> NodeId:
+        """Who may take the lead from a leader that gives it up (rule L16); NONE = nobody.
+
+        Its broker was heard in this term: of another one nobody knows whether it has room.
+        """
+        if state.unclean:
+            return NONE  # the leader recovers first (T4)
+        for member in state.replicas:
+            heard = member != state.leader and self.report(member) is not None
+            able = heard and member in state.isr and self.eligible(member, key)
+            if able and self.fit(member, key):
+                return member
+        return NONE
 
     def report(self, member: NodeId) -> Report | None:
         """What the current registration of `member` has said in this term (P1)."""
@@ -177,12 +198,13 @@ class Draft:
         if now.leader != NONE:
             return False
         for members in (now.isr, now.elr):
-            for member in now.replicas:
-                if member in members and cluster.eligible(member, self.key):
-                    isr = now.isr if member in now.isr else (*now.isr, member)
-                    self._set_isr(isr, lost=())
-                    self._lead(member)
-                    return True
+            able = [m for m in now.replicas if m in members and cluster.eligible(m, self.key)]
+            if able:
+                member = next((each for each in able if cluster.fit(each, self.key)), able[0])
+                isr = now.isr if member in now.isr else (*now.isr, member)
+                self._set_isr(isr, lost=())
+                self._lead(member)
+                return True
         chosen = self._recover(cluster, may_lose)
         if chosen is None:
             return False
@@ -249,9 +271,20 @@ class Draft:
         first = now.replicas[0]
         if now.leader in (NONE, first) or now.unclean or first not in now.isr:
             return False
-        if not cluster.eligible(first, self.key):
+        if not cluster.eligible(first, self.key) or not cluster.fit(first, self.key):
             return False
         self._lead(first)
+        return True
+
+    def hand_over(self, cluster: Cluster) -> bool:
+        """Another replica leads if the leader gives the lead up and one may take it (rule L16)."""
+        report = cluster.report(self.now.leader)
+        if report is None or not report.gives_up(self.key):
+            return False
+        taker = cluster.taker(self.now, self.key)
+        if taker == NONE:
+            return False
+        self._lead(taker)
         return True
 
     # -- reassignment (KIP-455) -----------------------------------------------------------------

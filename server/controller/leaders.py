@@ -1,8 +1,10 @@
-"""Decisions about who leads while all is well, or when an operator says so (KIP-460).
+"""Decisions about who leads while all is well, when a leader gives up the lead (rule L16), or when
+an operator says so (KIP-460).
 
 The preferred leader of a partition is its first replica: placement spread those evenly, so a
 cluster whose partitions are led by them is balanced.  Leadership goes back only to a replica that
-is in sync and whose broker is neither fenced nor shutting down; nothing is lost by it.
+is in sync and fit to lead, and whose broker is neither fenced nor shutting down; nothing is lost
+by it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pk import errors
-from pk.server.controller.commands import ElectLeaders, Out, Prefer, Rules, decision
+from pk.server.controller.commands import ElectLeaders, HandOver, Out, Prefer, Rules, decision
 from pk.server.controller.elections import Cluster, Draft
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.sweeps import Sweep
@@ -37,6 +39,19 @@ def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
         if not sweep.full:
             sweep.visit_key(key, lambda draft: draft.prefer(sweep.cluster))
     return decision(len(sweep.bodies), sweep.bodies, sweep.effects)
+
+
+def hand_over(image: MetadataImage, rules: Rules, command: HandOver) -> Out:
+    """L16: the reply names the partitions that another replica leads from now on."""
+    sweep = Sweep(image, rules, Cluster(image, command.reports), MOVES_MAX)
+    moved: list[PartitionKey] = []
+    for key in command.partitions:
+        if sweep.full:
+            break
+        draft = sweep.visit_key(key, lambda each: each.hand_over(sweep.cluster))
+        if draft is not None and draft.led_anew:
+            moved.append(key)
+    return decision(tuple(moved), sweep.bodies, sweep.effects)
 
 
 def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> Out:
@@ -93,6 +108,6 @@ def _elect(sweep: Sweep, key: PartitionKey, name: str, *, unclean: bool) -> None
     draft = sweep.visit_key(key, prefer_or_elect)
     if draft is None or draft.now.leader != first:
         raise errors.PreferredLeaderNotAvailable(
-            f"{name}: preferred leader {first} is not in sync, not available, or the leader "
-            "recovers from an unclean election"
+            f"{name}: preferred leader {first} is not in sync, not available or its disk is full, "
+            "or the leader recovers from an unclean election"
         )

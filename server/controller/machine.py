@@ -52,6 +52,7 @@ Command = (
     | commands.AllocateProducerIds
     | commands.AlterPartition
     | commands.Prefer
+    | commands.HandOver
     | commands.ElectLeaders
     | commands.AlterReassignments
     | commands.ListReassignments
@@ -110,6 +111,7 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.AllocateProducerIds: topics.allocate_producer_ids,
     commands.AlterPartition: brokers.alter_partition,
     commands.Prefer: leaders.prefer,
+    commands.HandOver: leaders.hand_over,
     commands.ElectLeaders: leaders.elect_leaders,
     commands.AlterReassignments: reassignments.alter_reassignments,
     commands.ListReassignments: reassignments.list_reassignments,

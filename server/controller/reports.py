@@ -10,6 +10,10 @@ that no later term takes it for a holder of the data.  What a new term does not 
 not assume: recovery elections choose only among brokers that it has heard, and only such a broker
 joins an ISR.
 
+A replica may also be *unfit* to lead while it can be served: the disk of its broker is full (rule
+L16).  That changes no record by itself.  It says who should lead among those that may, and
+`handover.py` moves leaders by it.
+
 Invariants
   P1  a report counts for its own broker epoch only
   P2  a position counts only if the broker's image had reached the record that left the partition
@@ -32,6 +36,26 @@ Position = tuple[int, int]
 POSITIONS_MAX = 10_000
 
 
+#: The reasons of `Unfit` (rule L16).
+STORAGE_FULL = "storage_full"
+
+
+@dataclass(slots=True, frozen=True)
+class Unfit:
+    """One reason why replicas of a broker should not lead.
+
+    replicas: None = every replica of the broker.
+    gives_up: where they lead, another replica shall; else they only get no leadership.
+    """
+
+    reason: str
+    replicas: Mapping[PartitionKey, None] | None = None
+    gives_up: bool = False
+
+    def covers(self, key: PartitionKey) -> bool:
+        return self.replicas is None or key in self.replicas
+
+
 @dataclass(slots=True, frozen=True)
 class Report:
     """What one registration has said in this term."""
@@ -40,6 +64,11 @@ class Report:
     offline: Mapping[PartitionKey, None] = field(default_factory=dict)
     #: Position, and the offset the broker's image had reached when it said so.
     positions: Mapping[PartitionKey, tuple[Position, int]] = field(default_factory=dict)
+    unfit: tuple[Unfit, ...] = ()
+
+    def gives_up(self, key: PartitionKey) -> str:
+        """Why the replica shall not lead any longer; '' = nothing says so."""
+        return next((each.reason for each in self.unfit if each.gives_up and each.covers(key)), "")
 
     def position(self, key: PartitionKey, since: int) -> Position | None:
         """P2: `since` is the offset from which the partition has no leader."""
@@ -62,7 +91,13 @@ def reported(
         key = PartitionKey(each.topic_id, each.partition)
         kept[key] = ((each.last_epoch, each.log_end), request.metadata_offset)
     offline = {PartitionKey(e.topic_id, e.partition): None for e in request.offline_replicas}
-    return Report(request.broker_epoch, offline, kept)
+    unfit = tuple(_unfit(each) for each in request.unfit)
+    return Report(request.broker_epoch, offline, kept, unfit)
+
+
+def _unfit(said: wire.Unfit) -> Unfit:
+    replicas = {PartitionKey(each.topic_id, each.partition): None for each in said.replicas}
+    return Unfit(said.reason, None if said.all else replicas, said.gives_up)
 
 
 def wanted(

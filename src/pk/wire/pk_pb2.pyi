@@ -2315,6 +2315,7 @@ class BrokerHeartbeatRequest(_message.Message):
     OFFLINE_DIRECTORIES_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     OFFLINE_REPLICAS_FIELD_NUMBER: _builtins.int
+    UNFIT_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     broker_epoch: _builtins.int
     metadata_offset: _builtins.int
@@ -2330,6 +2331,10 @@ class BrokerHeartbeatRequest(_message.Message):
     def offline_replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]:
         """replicas here that cannot be served: damaged, or on a failed directory (L2, L9)"""
 
+    @_builtins.property
+    def unfit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unfit]:
+        """replicas here that can be served and should not lead (L16)"""
+
     def __init__(
         self,
         *,
@@ -2341,14 +2346,46 @@ class BrokerHeartbeatRequest(_message.Message):
         offline_directories: _abc.Iterable[_builtins.str] | None = ...,
         positions: _abc.Iterable[Global___ReplicaPosition] | None = ...,
         offline_replicas: _abc.Iterable[Global___FetchPartition] | None = ...,
+        unfit: _abc.Iterable[Global___Unfit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "unfit", b"unfit", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BrokerHeartbeatRequest: _TypeAlias = BrokerHeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class Unfit(_message.Message):
+    """Why replicas of a broker should not lead: all of them, or those named.  gives_up: where they lead, another one shall."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    GIVES_UP_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    all: _builtins.bool
+    gives_up: _builtins.bool
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        all: _builtins.bool = ...,
+        replicas: _abc.Iterable[Global___FetchPartition] | None = ...,
+        gives_up: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "gives_up", b"gives_up", "reason", b"reason", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unfit: _TypeAlias = Unfit  # noqa: Y015
 
 @_typing.final
 class BrokerHeartbeatReply(_message.Message):

@@ -11,6 +11,7 @@ import pytest
 
 from pk import errors
 from pk.server.controller import commands
+from pk.server.controller.handover import DWELL_MS
 from pk.server.controller.image import PartitionState
 from pk.server.controller.sweeps import Sweep
 from pk.server.controller_term import TICK_MS
@@ -32,6 +33,7 @@ class Replica(FakeBroker):
         super().__init__(scene, world, f"i{node_id}.{life}", f"boot{node_id}.{life}")
         self.world, self.node_id, self.at = world, node_id, at
         self.offline: tuple[PartitionKey, ...] = ()
+        self.unfit: tuple[wire.Unfit, ...] = ()
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, **more: Any) -> wire.RegisterBrokerReply:
@@ -61,6 +63,7 @@ class Replica(FakeBroker):
                         topic_id=each.topic_id, partition=each.partition,
                         last_epoch=self.at[0], log_end=self.at[1],
                     )  # fmt: skip
+                request.unfit.extend(self.unfit)
                 for key in self.offline:
                     request.offline_replicas.add(topic_id=key.topic_id, partition=key.partition)
                 frame = await self.caller.call(request, timeout_ms=CALL_MS)
@@ -501,5 +504,51 @@ def test_a_smaller_minimum_ends_a_reassignment_that_waited_for_more(scene: Scene
         assert not first.state().removing
         await first.stop()
         await third.stop()
+
+    scene.run(story)
+
+
+def test_a_full_leader_hands_over_and_is_preferred_again(scene: Scene) -> None:
+    """L16: at once, and back no sooner than a minute later, though its disk has room before."""
+
+    async def story(world: World) -> None:
+        brokers = {each.node_id: each for each in await topic_on(scene, world, 3)}
+        one = brokers[1]
+        first = one.state().replicas[0]
+        full = wire.Unfit(reason="storage_full", all=True, gives_up=True)
+        brokers[first].unfit = (full,)
+        await one.until(lambda state: state.leader != first, 700)
+        taker = one.state().leader
+        assert set(one.state().isr) == {1, 2, 3}
+        brokers[first].unfit = ()
+        await world.clock.sleep_ms(2_000)
+        brokers[taker].unfit = (full,)  # it fills up in turn
+        await world.clock.sleep_ms(DWELL_MS - 4_000)
+        assert one.state().leader == taker, "one move a minute"
+        await one.until(lambda state: state.leader == first, 8_000)
+        for each in brokers.values():
+            await each.stop()
+
+    scene.run(story)
+
+
+def test_a_preferred_leader_comes_back_soon_after_it_has_room(scene: Scene) -> None:
+    """L16: not at the next check for imbalance, which is minutes away."""
+
+    async def story(world: World) -> None:
+        brokers = {each.node_id: each for each in await topic_on(scene, world, 3)}
+        one = brokers[1]
+        first = one.state().replicas[0]
+        brokers[first].unfit = (wire.Unfit(reason="storage_full", all=True, gives_up=True),)
+        await one.until(lambda state: state.leader != first, 700)
+        await world.clock.sleep_ms(DWELL_MS + 20_000)
+        assert one.state().leader != first
+        brokers[first].unfit = (wire.Unfit(reason="storage_full", all=True),)
+        await world.clock.sleep_ms(1_000)
+        assert one.state().leader != first, "it has less than what a new leader must have"
+        brokers[first].unfit = ()
+        await one.until(lambda state: state.leader == first, 1_000)
+        for each in brokers.values():
+            await each.stop()
 
     scene.run(story)
