@@ -55,10 +55,16 @@ class Claim:
 class LogStart:
     """The broker's durable facts of one partition (rule T9)."""
 
-    log_start: Offset
+    log_start: Offset  #: of the leader's own log
     epoch: Epoch = NONE  #: leader epoch of `log_start - 1`, as far as the leader knows
     tiered_end: Offset = 0  #: what the broker has been told the table covers
     leader_epoch: Epoch = 0  #: of the leader that says so
+    known: Offset | None = None  #: what every replica that may lead next knows; None = log_start
+
+    @property
+    def target(self) -> Offset:
+        """Where the table may start: a deletion that a successor would not know is not followed."""
+        return self.log_start if self.known is None else min(self.known, self.log_start)
 
 
 @dataclass(slots=True)
@@ -136,7 +142,7 @@ def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
     counters = snapshot.partition(partition)
     if counters.claim > start.leader_epoch:
         return False  # rule T4: a deposed leader's
-    if start.log_start > counters.start:
+    if start.target > counters.start:
         return True
     for file in snapshot.files_of(partition):
         if file.min_offset >= counters.start:
@@ -151,15 +157,15 @@ def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
     counters = draft.partition(partition)
     if counters.claim > start.leader_epoch:
         return  # rule T4: who leads now may not reach so far
-    if start.log_start > counters.end:
+    if start.target > counters.end:
         # Nothing else of this partition in this version: its files go with the next one.
-        moved = counters._replace(start=start.log_start, end=start.log_start)
+        moved = counters._replace(start=start.target, end=start.target)
         if start.epoch != NONE:
             moved = moved._replace(epoch=start.epoch)
         draft.counters[partition] = moved
         draft.closed.add(partition)
         return
-    low = max(start.log_start, counters.start)
+    low = max(start.target, counters.start)
     removed = 0
     for file in draft.snapshot.files_of(partition):
         if file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:

@@ -45,9 +45,9 @@ def source_of(told: wire.TierPartition, storage: Storage, path: str) -> Source:
 
 
 def log_start_of(told: wire.TierPartition) -> LogStart:
-    """For the owner; its epoch is NONE if the leader's cache does not reach down to it."""
+    """For the owner; its epoch is NONE if the leader's cache does not reach down to it (T9)."""
     found = NONE
     for each in told.epochs:
-        if each.start_offset < told.log_start:
+        if each.start_offset < min(told.log_start, told.known_log_start):
             found = each.epoch
-    return LogStart(told.log_start, found, told.tiered_end, told.leader_epoch)
+    return LogStart(told.log_start, found, told.tiered_end, told.leader_epoch, told.known_log_start)

@@ -29,6 +29,7 @@ from pk.log.batch import Header
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate
 from pk.log.storage import Buffer
+from pk.server.broker.deletions import Deletions
 from pk.server.broker.fetch_session import READ_COMMITTED
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.tier_view import TierState, known_below, tier_has_what_left
@@ -178,7 +179,7 @@ class Partition:
         #: what a leader said, and up to which offset this replica knew itself to be committed
         self._leader_watermark: Offset = 0
         self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
-        self._deleting: list[tuple[Offset, asyncio.Future[None]]] = []
+        self._deletions = Deletions()
         self._inflight: deque[Ticket] = deque()
         self._plan: Any = None
         log.recent = lane.recent
@@ -364,7 +365,7 @@ class Partition:
         """Wake the sessions that hold a position here, and the tier's feed."""
         for watcher in list(self._watchers):
             watcher.moved(self.key, urgent=urgent)
-        if self._deleting:
+        if self._deletions:
             self.log_starts_heard()
         for follower in list(self._followers):
             if urgent:
@@ -374,24 +375,21 @@ class Partition:
         self._host.partition_moved(self)
 
     def deleted(self, before: Offset) -> asyncio.Future[None]:
-        """Done when everybody who may lead next knows that the log starts at `before` (T9)."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._deleting.append((before, future))
+        """Done when every replica that may lead next knows that the log starts at `before` (T9)."""
+        future = self._deletions.wait(before)
         self.log_starts_heard()
         return future
 
+    @property
+    def known_log_start(self) -> Offset:
+        """Every replica that may lead next starts here or later (T9); NONE if that is unknown."""
+        return NONE if self.leader is None else self.leader.low_watermark(self.log.log_start)
+
     def log_starts_heard(self) -> None:
-        """A follower, or the ISR, moved: whoever waits for a deletion may be told."""
-        waiting, self._deleting = self._deleting, []
-        for before, future in waiting:
-            if future.done():
-                continue
-            if self.leader is None:
-                future.set_exception(errors.NotLeaderOrFollower(f"{self}: another broker leads"))
-            elif self.leader.low_watermark(self.log.log_start) >= before:
-                future.set_result(None)
-            else:
-                self._deleting.append((before, future))
+        """A follower, or the ISR, moved: deletions that waited for it may be answered."""
+        leads = self.leader is not None
+        if self._deletions.heard(self.known_log_start, str(self), leads=leads) and self.tiered:
+            self._host.partition_moved(self)  # the table may follow now (T9)
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -415,6 +413,7 @@ class Partition:
         self._overtaken(state.leader_epoch)
         self.leader_hint = state.leader
         self.unclean = state.unclean
+        self._deletions.new_epoch()
         self.leader = Leader(
             node_id=self._host.node_id,
             leader_epoch=state.leader_epoch,

@@ -27,6 +27,8 @@ Invariants
       on whose word the partitions of every other directory wait; nor do other directories' jobs
   U5  what expires in a table that all replicas share, a leader decides in contact with the
       controller: cut off, another one may lead under other settings (rules T9, R6)
+  U6  a log start moves in a visit of its own: whoever asked for a deletion waits for every in-sync
+      replica, so a visit that waits for the store (T6) must not hold it up
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ GAUGES_MS = 5_000
 VISITS_MAX = 16
 
 
+#: Visits under way of each directory.
+_Visits = dict[Disk, dict[PartitionKey, asyncio.Task[None]]]
+
+
 class Upkeep:
     """The wheel.  `start` it once the partitions are loaded."""
 
@@ -67,7 +73,8 @@ class Upkeep:
         #: (due, job): renamed segments that wait for their delay
         self._doomed: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
         self._unflushed: dict[Disk, dict[PartitionKey, None]] = {}  #: whose flush is due
-        self._visits: dict[Disk, dict[PartitionKey, asyncio.Task[None]]] = {}
+        self._visits: _Visits = {}
+        self._starts: _Visits = {}  #: log starts on their way to a disk (U6)
         self._jobs: dict[tuple[str, Disk], asyncio.Task[None]] = {}  #: U4
         self._checkpoint_at = (
             clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
@@ -82,7 +89,8 @@ class Upkeep:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        visits = [task for each in self._visits.values() for task in each.values()]
+        under_way = [*self._visits.values(), *self._starts.values()]
+        visits = [task for each in under_way for task in each.values()]
         tasks = [*visits, *self._jobs.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -219,28 +227,47 @@ class Upkeep:
         if partition is None:
             core.retain_now.pop(key, None)
             return
-        visits = self._visits.setdefault(partition.lane.disk, {})
-        if key in visits:
+        if _told(partition) > partition.log.log_start:
+            self._begin(self._starts, partition, self.follow_log_start)  # asks for another visit
+        self._begin(self._visits, partition, self.retain)
+
+    def _begin(
+        self,
+        visits: _Visits,
+        partition: Partition,
+        work: Callable[[PartitionKey], Awaitable[None]],
+    ) -> None:
+        """Start a visit; later, if one of its kind is under way there or there is no room."""
+        core, key = self._core, partition.key
+        here = visits.setdefault(partition.lane.disk, {})
+        if key in here:
             return
-        if len(visits) >= VISITS_MAX:
+        if len(here) >= VISITS_MAX:
             core.retain_soon(key)
             return
         core.retain_now.pop(key, None)
-        task = asyncio.get_running_loop().create_task(self._guarded("retention", self.retain(key)))
-        visits[key] = task
-        task.add_done_callback(lambda _: visits.pop(key))
+        task = asyncio.get_running_loop().create_task(self._guarded("retention", work(key)))
+        here[key] = task
+        task.add_done_callback(lambda _: here.pop(key))
+
+    async def follow_log_start(self, key: PartitionKey) -> None:
+        """Take over the log start that the leader, or the table, gave (T9); needs no store (U6)."""
+        partition = self._core.partitions.get(key)
+        if partition is None or partition.problem is not None:
+            return
+        told = _told(partition)
+        if told > partition.log.log_start:
+            await self._core.manager.move_log_starts({key: told})
+            partition.bounds_moved(urgent=partition.leader is not None)
+            if partition.replica is not None:
+                partition.replica.log_start_moved()
+            self._core.retain_soon(key)  # what lies below may go now
 
     async def retain(self, key: PartitionKey) -> None:
         """One visit to one partition."""
         partition = self._core.partitions.get(key)
         if partition is None or partition.problem is not None:
             return
-        told = min(partition.told_log_start, partition.high_watermark)
-        if told > partition.log.log_start:
-            await self._core.manager.move_log_starts({key: told})
-            partition.bounds_moved(urgent=partition.leader is not None)
-            if partition.replica is not None:
-                partition.replica.log_start_moved()
         leader = partition.leader
         if leader is None:
             await self._retain_replica(partition)
@@ -421,6 +448,11 @@ class Upkeep:
         storage = disk.storage
         free = 0 if storage.failed else await disk.read(storage.free_bytes)
         self._core.metrics.free.labels(storage.root).set(free)
+
+
+def _told(partition: Partition) -> Offset:
+    """The log start that was given for `partition`, as far as its log is committed."""
+    return min(partition.told_log_start, partition.high_watermark)
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:

@@ -87,6 +87,7 @@ def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:
         log_end=log.written_end,
         ready=partition.leader.ready,
         tiered_end=log.tiered_end,
+        known_log_start=partition.known_log_start,
         epochs=[
             wire.EpochStart(epoch=each.epoch, start_offset=each.start_offset)
             for each in log.epochs.entries

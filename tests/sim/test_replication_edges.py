@@ -11,7 +11,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log.manager import LogManager
-from pk.types import NONE
+from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger, assign, written
 
@@ -200,6 +200,13 @@ def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
         assert each.log.synced_end == each.log.written_end == leader.end_of(n)
 
 
+async def _visits(kit: Kit, n: int, key: PartitionKey) -> None:
+    """What the wheel of broker `n` does for one partition."""
+    upkeep = kit.brokers[n]._upkeep
+    await upkeep.follow_log_start(key)
+    await upkeep.retain(key)
+
+
 def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
     """What the lane does to the segments, and what the loop does, would not see each other."""
     kit = make(10, auto_leader_rebalance_enable=False)
@@ -233,7 +240,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
     disk.write = writing
     core.manager.move_log_starts = moving
     partition.told_log_start = log.segments[1].base_offset
-    task = kit.sim.spawn(f"b{n}", kit.brokers[n]._upkeep.retain(partition.key))
+    task = kit.sim.spawn(f"b{n}", _visits(kit, n, partition.key))
     kit.until(lambda: task.done() and not core.replicas.changing)
     assert task.exception() is None
     assert len(moves) == 2
@@ -263,7 +270,7 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
 
     core.manager.move_log_starts = moving
     partition.told_log_start = start
-    task = kit.sim.spawn(f"b{n}", kit.brokers[n]._upkeep.retain(partition.key))
+    task = kit.sim.spawn(f"b{n}", _visits(kit, n, partition.key))
     kit.until(task.done)
     assert task.exception() is None
     assert len(moves) == 2

@@ -240,3 +240,44 @@ def test_who_is_cut_off_expires_nothing_in_the_table(two: tuple[Kit, Tiers]) -> 
     newest = tiers.tables.states[topic.table.uri].versions[-1]
     assert newest.partition(0).start == 0
     assert kit.replica(second, "t").log.log_start == 0
+
+
+def test_a_replaced_leader_deletes_nothing_in_the_table(two: tuple[Kit, Tiers]) -> None:
+    """Rule T9: its successor does not know of the deletion, and the table is everybody's.  It was
+    replaced cleanly, so there is no claim that would refuse it (T4).
+    """
+    kit, tiers = two
+    tiered(kit, 3_000)
+    first, second = kit.state("t").replicas
+    (topic,) = tiers.nodes[first].worker.topics.values()
+    kit.sim.network.cut("controller", f"b{first}")
+    kit.sim.network.cut(f"b{second}", f"b{first}")
+    request = wire.DeleteRecordsRequest()
+    key = kit.replica(first, "t").key
+    request.items.add(topic_id=key.topic_id, partition=0, before_offset=2_000)
+    asked = kit.spawn_ask(request, first)
+    kit.until(lambda: kit.state("t").leader == second)
+    kit.until(lambda: kit.replica(second, "t").leader is not None)
+    kit.wait(20_000)
+    old = kit.replica(first, "t")
+    assert old.leader is not None, "it has not heard of its successor"
+    assert old.log.log_start == 2_000, "it carried the deletion out in its own log"
+    newest = tiers.tables.states[topic.table.uri].versions[-1]
+    assert newest.partition(0).start == 0
+    assert sum(file.rows for file in newest.files_of(0)) >= 3_000
+    assert asked.result().results[0].error.code == errors.RequestTimedOut.code
+
+
+def test_a_deletion_reaches_the_table_once_the_followers_know(two: tuple[Kit, Tiers]) -> None:
+    """Rule T9, the ordinary course."""
+    kit, tiers = two
+    tiered(kit, 3_000)
+    leader, follower = kit.state("t").replicas
+    (topic,) = tiers.nodes[leader].worker.topics.values()
+    request = wire.DeleteRecordsRequest()
+    key = kit.replica(leader, "t").key
+    request.items.add(topic_id=key.topic_id, partition=0, before_offset=2_000)
+    assert not kit.ask(request).results[0].HasField("error")
+    state = tiers.tables.states[topic.table.uri]
+    kit.until(lambda: state.versions[-1].partition(0).start == 2_000)
+    assert kit.replica(follower, "t").log.log_start == 2_000

@@ -3524,6 +3524,7 @@ class TierPartition(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     TIERED_END_FIELD_NUMBER: _builtins.int
+    KNOWN_LOG_START_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     partition: _builtins.int
@@ -3541,6 +3542,8 @@ class TierPartition(_message.Message):
     """ready: HW has caught up (T1)"""
     tiered_end: _builtins.int
     """the broker's view"""
+    known_log_start: _builtins.int
+    """below it every replica that may lead next has deleted its records (T9); -1 = not known"""
     @_builtins.property
     def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]: ...
     @_builtins.property
@@ -3567,10 +3570,11 @@ class TierPartition(_message.Message):
         gone: _builtins.bool = ...,
         ready: _builtins.bool = ...,
         tiered_end: _builtins.int = ...,
+        known_log_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "configs", b"configs", "epochs", b"epochs", "gone", b"gone", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "path", b"path", "ready", b"ready", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "configs", b"configs", "epochs", b"epochs", "gone", b"gone", "high_watermark", b"high_watermark", "known_log_start", b"known_log_start", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "path", b"path", "ready", b"ready", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

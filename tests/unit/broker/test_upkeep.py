@@ -323,6 +323,36 @@ def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep
     rig.run(story)
 
 
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_deletion_does_not_wait_for_a_store_that_hangs(
+    rig: Any, kit: Any, upkeep: Upkeep, leads: bool
+) -> None:
+    """Rules T9, T6: a visit under way waits for a HEAD; log_start moves in another one."""
+    partition = small(rig, tiered=True, local_retention_bytes=12_000)
+    hanging = asyncio.Event()
+
+    async def hangs(*_: Any) -> list[str]:
+        hanging.set()
+        await rig.mine.clock.sleep_ms(60_000)
+        return []
+
+    async def story() -> None:
+        await segments(rig, kit, 4)
+        covered(partition, 3)
+        rig.tier.confirm = hangs
+        leader = None if leads else follows(partition)
+        upkeep.start()
+        rig.core.retain_soon(partition.key)
+        await hanging.wait()
+        partition.heard_log_start(2)
+        await rig.mine.clock.sleep_ms(3 * TICK_MS)
+        assert partition.log.log_start == 2
+        assert leader is None or leader.told == 1
+        await upkeep.close()
+
+    rig.run(story)
+
+
 def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) -> None:
     partition = rig.partition(flush_ms=500)
 
