@@ -143,6 +143,7 @@ class BrokerNode:
             positions=core.positions,
             offline_replicas=core.offline_replicas,
             on_contact=core.metrics.contact_age.observe,
+            say=self._say,
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )
@@ -283,6 +284,10 @@ class BrokerNode:
     def _warn(self, event: str, **facts: Any) -> None:
         if self._log is not None:
             self._log.warning(event, **facts)
+
+    def _say(self, event: str, **facts: Any) -> None:
+        if self._log is not None:
+            self._log.info(event, **facts)
 
     def _fatal(self, error: errors.PkError) -> None:
         self.failed = error

@@ -31,6 +31,7 @@ from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders, reassignments
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
+from pk.server.controller.events import EVENT
 from pk.server.controller.handover import Handover
 from pk.server.controller.image import BROKER_RESOURCE, MetadataImage
 from pk.server.controller.machine import Command, Controller
@@ -130,8 +131,12 @@ class Term:
 
     def _effects(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Publish) and effect.name == UNCLEAN_ELECTION:
+            if not isinstance(effect, Publish):
+                continue
+            if effect.name == UNCLEAN_ELECTION:
                 self._say(UNCLEAN_ELECTION, **effect.value)
+            elif effect.name == EVENT:
+                self._say(effect.value.name, **effect.value.facts)
 
     # -- life --------------------------------------------------------------------------------------
 

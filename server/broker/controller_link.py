@@ -85,6 +85,7 @@ class ControllerLink:
         ),
         offline_replicas: Callable[[], list[wire.FetchPartition]] = list,
         on_contact: Callable[[int], None] = lambda age_ms: None,
+        say: Callable[..., None] = lambda event, **facts: None,
     ) -> None:
         self._world = world
         self._search = Search(addresses)
@@ -99,6 +100,8 @@ class ControllerLink:
         self._positions = positions
         self._offline_replicas = offline_replicas
         self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
+        self._say = say  #: (event, **facts): one line in the log of the process
+        self._lost = True  #: the log does not say that a controller answers
         self._on_fatal = on_fatal
         self._on_epoch = on_epoch
         self._broken = False
@@ -195,14 +198,21 @@ class ControllerLink:
             except _MINE as error:
                 self._on_fatal(error)
                 return
-            except errors.PkError:
-                pass  # K3: unreachable, slow or still starting
+            except errors.PkError as error:  # K3: unreachable, slow or still starting
+                self._say_lost(error.message)
+            else:
+                self._say_lost("the stream broke")
             finally:
                 self._registered.clear()
             if self._wait_next:
                 wait_ms = backoff_ms * self._world.rng.uniform(0.5, 1.0)
                 await self._world.clock.sleep_ms(wait_ms)
                 backoff_ms = min(2 * backoff_ms, _BACKOFF_MS[1])
+
+    def _say_lost(self, why: str) -> None:
+        if not self._lost:
+            self._lost = True
+            self._say("controller_lost", controller=self.address, why=why)
 
     # -- which controller ------------------------------------------------------------------------
 
@@ -295,6 +305,8 @@ class ControllerLink:
         who.previous_broker_epoch = self.broker_epoch
         self._renew_contact(sent_ms)
         self._search.found()
+        self._lost = False
+        self._say("registered", controller=self.address, broker_epoch=self.broker_epoch)
         if not self._broken:
             self._registered.set()
 
@@ -329,6 +341,8 @@ class ControllerLink:
                 self._search.steady()
             self._told(offline)
             reply = frame.head.broker_heartbeat_reply
+            if reply.fenced != self.fenced:
+                self._say("fenced" if reply.fenced else "unfenced", broker_epoch=self.broker_epoch)
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if reply.may_shut_down:
                 self.may_shut_down.set()

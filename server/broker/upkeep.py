@@ -44,6 +44,7 @@ from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
 from pk.server.broker.clock_guard import ClockGuard
 from pk.server.broker.partition import Partition
+from pk.server.broker.tier_health import TierHealth
 from pk.types import NONE, Offset, PartitionKey
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Upkeep:
             clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
         )
         self._gauges_at = 0
+        self._tier_health = TierHealth()
         self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
         self._led_all = 0  #: how many they were when the round began
         self._turns = 0.0
@@ -403,6 +405,7 @@ class Upkeep:
         core, metrics = self._core, self._core.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
         under = under_min = replica_lag = 0
+        failing: dict[str, errors.PkError] = {}
         for partition in core.partitions.values():
             if partition.problem is not None:
                 offline += 1
@@ -425,7 +428,11 @@ class Upkeep:
             lso_lag += partition.high_watermark - stable
             if partition.tiered:
                 tier_lag += max(0, stable - partition.log.tiered_end)
-                problems += partition.tier.problem is not None
+                if partition.tier.problem is not None:
+                    problems += 1
+                    failing[partition.topic] = partition.tier.problem
+        for event, facts in self._tier_health.observe(failing, core.clock.monotonic_ms()):
+            core.warn(event, **facts)
         metrics.hw_lag.set(hw_lag)
         metrics.under_replicated.set(under)
         metrics.under_min_isr.set(under_min)

@@ -20,6 +20,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pk.effects import Publish
 from pk.server.controller import (
     brokers,
     commands,
@@ -29,6 +30,7 @@ from pk.server.controller import (
     topics,
 )
 from pk.server.controller.commands import Out, Rules, decision
+from pk.server.controller.events import EVENT, events_of
 from pk.server.controller.image import MetadataImage
 from pk.server.controller.records import MetadataRecord
 from pk.types import PartitionKey
@@ -89,7 +91,11 @@ class Controller:
 
     def decide(self, command: Command, now_ms: int) -> Out:
         """The records and the reply that `command` deserves.  Raises typed errors for refusals."""
-        return _DECISIONS[type(command)](self.image, self.rules, command)
+        decided = _DECISIONS[type(command)](self.image, self.rules, command)
+        said = [Publish(EVENT, event) for event in events_of(self.image, decided.records)]
+        if said:
+            decided.effects = (*decided.effects, *said)
+        return decided
 
     def apply(self, offset: int, record: MetadataRecord) -> None:
         """Account for one record of the log."""
