@@ -9,6 +9,10 @@ pk's own files are sorted and disjoint, so rows come out as they are read.  Afte
 a row group may hold any offsets; then the range is narrowed until what it keeps fits `MERGE_BYTES`,
 and sorted.
 
+Footers are compared with the checksum in their file's name before Arrow parses them, pages with
+their own (rule T10).  What Arrow refuses is read once more, as plain bytes: so a store that fails
+and a file that is damaged are two errors.
+
 Invariants
   Y1  everything below the position was handed out, once, in offset order; a re-plan continues
       there.
@@ -35,12 +39,15 @@ from pk.sparkconnector import rows
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.ranges import TierFile
 from pk.sparkconnector.rows import Shape
+from pk.tiering import footers
+from pk.tiering.damage import damaged
+from pk.tiering.footers import Footer, Group, UnreadableFile, check_rows
 
 #: What a merge may hold, uncompressed.
 MERGE_BYTES = 64 << 20
 #: Row groups are read together up to this size.
 READ_BYTES = 8 << 20
-#: Plans tried without progress before a missing file is an error.
+#: Plans tried without progress before a damaged file is an error.
 REPLANS_MAX = 3
 _FILE_TYPES = {
     "offset": pa.int64(),
@@ -61,6 +68,14 @@ class ColdRange:
     files: tuple[TierFile, ...] = field(default=())
 
 
+class _Damaged(Exception):
+    """A file of the plan is gone, or its bytes are not those that were written."""
+
+    def __init__(self, file: TierFile, why: str) -> None:
+        super().__init__(why)
+        self.file = file
+
+
 class _Group(NamedTuple):
     """One row group that may hold offsets of the range."""
 
@@ -69,6 +84,15 @@ class _Group(NamedTuple):
     least: int
     most: int
     size: int
+
+
+class _Open(NamedTuple):
+    """A file that is being read."""
+
+    file: TierFile
+    handle: Any  #: for its bytes
+    parquet: Any
+    footer: Footer
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -190,12 +214,12 @@ def scan(
                 yield rows.from_tier(found, shape)
                 position, replans = done, 0
             return
-        except FileNotFoundError as cause:
+        except _Damaged as cause:
             replans += 1
-            if replans > REPLANS_MAX:
-                raise errors.TierUnavailable(f"{one}: {cause} is gone on every version") from cause
             now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
             files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
+            if replans > REPLANS_MAX or cause.file.path in {file.path for file in files}:
+                raise damaged(cold.uri, cause.file, one.partition, str(cause)) from cause
             if start > position:
                 lost(one._replace(start=position, end=start))
                 position = start
@@ -209,7 +233,7 @@ def _scan(
     names = rows.tier_columns(shape)
     try:
         for together in _overlapping(files, one):
-            groups = [group for file in together for group in _groups(opened.get(file), file, one)]
+            groups = [group for file in together for group in _groups(opened.get(file), one)]
             groups.sort(key=lambda group: (group.least, group.most))
             yield from _merge(one, groups, opened, names)
     finally:
@@ -238,49 +262,57 @@ class _Files:
     def __init__(self, source: Any, root: str) -> None:
         self._source = source
         self._root = root
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, _Open] = {}
 
-    def get(self, file: TierFile) -> Any:
+    def get(self, file: TierFile) -> _Open:
         found = self._open.get(file.path)
         if found is None:
             if len(self._open) >= 8:
-                self._open.pop(next(iter(self._open))).close(force=True)
+                self._open.pop(next(iter(self._open))).parquet.close(force=True)
             found = self._open[file.path] = _open(self._source, self._root, file)
         return found
 
     def close(self) -> None:
         while self._open:
-            self._open.popitem()[1].close(force=True)
+            self._open.popitem()[1].parquet.close(force=True)
 
 
-def _open(source: Any, root: str, file: TierFile) -> Any:
+def _open(source: Any, root: str, file: TierFile) -> _Open:
     from pyarrow import parquet
 
     path = file.path if "://" in file.path else f"{root}/{file.path}"
     try:
-        return parquet.ParquetFile(source.open_input_file(path), pre_buffer=True)
+        handle = source.open_input_file(path)
+        found = handle.size()
+        size = min(found, footers.TAIL_BYTES)
+        tail = handle.read_at(size, found - size)
+        needed = footers.footer_size(tail)
+        if size < needed <= found:
+            tail = handle.read_at(needed, found - needed)
     except FileNotFoundError:
-        raise
+        raise _Damaged(file, "it is not in the store") from None
+    except footers.UnreadableFile as cause:
+        raise _Damaged(file, str(cause)) from cause
     except (OSError, pa.ArrowException) as cause:
         if "does not exist" in str(cause) or "NoSuchKey" in str(cause):
-            raise FileNotFoundError(path) from cause
+            raise _Damaged(file, "it is not in the store") from cause
         raise errors.TierUnavailable(f"{path}: {cause}") from cause
+    try:
+        footer = footers.open_footer(file, tail)
+    except footers.UnreadableFile as cause:
+        raise _Damaged(file, str(cause)) from cause
+    opened = parquet.ParquetFile(
+        handle, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True
+    )
+    return _Open(file, handle, opened, footer)
 
 
-def _groups(parquet_file: Any, file: TierFile, one: Range) -> list[_Group]:
-    found = []
-    metadata = parquet_file.metadata
-    leaves = parquet_file.schema  # columns of a row group are leaves, not fields
-    leaf = next(at for at in range(len(leaves)) if leaves.column(at).path == "offset")
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        statistics = group.column(leaf).statistics
-        known = statistics is not None and statistics.has_min_max
-        least = statistics.min if known else file.min_offset
-        most = statistics.max if known else file.max_offset
-        if least < one.end and most >= one.start:
-            found.append(_Group(file, number, least, most, group.total_byte_size))
-    return found
+def _groups(opened: _Open, one: Range) -> list[_Group]:
+    return [
+        _Group(opened.file, each.number, each.min_offset, each.max_offset, each.decoded)
+        for each in opened.footer.groups
+        if each.min_offset < one.end and each.max_offset >= one.start
+    ]
 
 
 def _merge(
@@ -355,16 +387,34 @@ def _share(group: _Group, part: Range) -> int:
     return max(0, group.size * inside // span)
 
 
-def _read(parquet_file: Any, indexes: list[int], names: Sequence[str]) -> pa.Table:
-    try:
-        table = parquet_file.read_row_groups(indexes, columns=list(names))
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException) as cause:
-        raise errors.TierUnavailable(f"reading a tier file: {cause}") from cause
+def _read(opened: _Open, indexes: list[int], names: Sequence[str]) -> pa.Table:
     wanted = pa.schema([pa.field(name, _FILE_TYPES[name]) for name in names])
-    table = table.select(list(names))
-    return table if table.schema.equals(wanted) else table.cast(wanted)
+    groups = [opened.footer.groups[index] for index in indexes]
+    try:
+        table = opened.parquet.read_row_groups(indexes, columns=list(names))
+        table = table.select(list(names))
+        table = table if table.schema.equals(wanted) else table.cast(wanted)
+        check_rows(table, groups)
+    except (OSError, pa.ArrowException, ValueError, KeyError, UnreadableFile):
+        return _read_again(opened, groups, wanted)
+    return table
+
+
+def _read_again(opened: _Open, groups: Sequence[Group], wanted: pa.Schema) -> pa.Table:
+    """The groups from their plain bytes: what does not decode now is damaged."""
+    from pk.tiering.parquet_parts import read_group
+
+    pieces = []
+    for group in groups:
+        try:
+            data = opened.handle.read_at(group.size, group.start)
+        except (OSError, pa.ArrowException) as cause:
+            raise errors.TierUnavailable(f"{opened.file.path}: {cause}") from cause
+        try:
+            pieces.append(read_group(opened.footer, group, data, opened.file.size, wanted))
+        except UnreadableFile as cause:
+            raise _Damaged(opened.file, str(cause)) from cause
+    return pa.Table.from_batches(pieces, wanted)
 
 
 def _filtered(table: pa.Table, part: Range) -> pa.Table:

@@ -34,6 +34,7 @@ from pk.log import columns, runs
 from pk.log.batch import Header
 from pk.log.runs import Member
 from pk.tiering import rowhash
+from pk.tiering.footers import UnreadableFile, footer_crc
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
 from pk.tiering.sink import Sink, SinkFull
 from pk.types import NONE, AbortedTransaction, Offset
@@ -58,6 +59,7 @@ COLD_BATCH_BYTES = 1024 * 1024
 LOG_APPEND = 1
 CREATE = 0
 _STATISTICS = ["offset", "timestamp"]
+_NEVER_NULL = ("offset", "timestamp")
 #: The columns as Parquet names them.
 _PATHS = (
     *(name for name in FILE_SCHEMA.names if name != "headers"),
@@ -80,6 +82,7 @@ class BuiltFile:
     max_timestamp_ms: int
     null_keys: int
     null_values: int
+    footer_crc: int  #: for the file's name (rule T10)
 
 
 def is_aborted(header: Header, aborted: Sequence[AbortedTransaction]) -> bool:
@@ -332,8 +335,9 @@ class FileBuilder:
             self._writer.close()
         except OSError as cause:
             raise SinkFull from cause
+        data = self._sink.data()
         return BuiltFile(
-            data=self._sink.data(),
+            data=data,
             rows=self._rows,
             row_sum=self._sum,
             min_offset=self._offsets[0],
@@ -342,6 +346,7 @@ class FileBuilder:
             max_timestamp_ms=self._stamps[1] // 1000,
             null_keys=self._null_keys,
             null_values=self._null_values,
+            footer_crc=footer_crc(data),
         )
 
 
@@ -383,6 +388,7 @@ def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
         "data_page_size": PAGE_BYTES,
         "use_dictionary": dictionary,
         "column_encoding": encoding,
+        "write_page_checksum": True,
         "write_statistics": _STATISTICS,
         "store_schema": False,
         "version": "2.6",
@@ -412,16 +418,22 @@ def build_file(
 
 def canonical(table: pa.Table, schema: pa.Schema = FILE_SCHEMA) -> pa.RecordBatch:
     """Rows read from any file of the table (outside maintenance may have written it) in our
-    columns, or some of them."""
+    columns, or some of them.
+
+    A rewriter writes every column of the table's schema, those that are all null too; the schema
+    has had all of them since its first version.  So a column that is missing was lost, and nulls in
+    its place would be false.  Raises `UnreadableFile`.
+    """
     arrays = []
     for field in schema:
         index = table.schema.get_field_index(field.name)
         if index < 0:
-            arrays.append(pa.nulls(table.num_rows, field.type))
-            continue
+            raise UnreadableFile(f"it has no column {field.name}")
         column = table.column(index)
         if column.type != field.type:
             column = column.cast(field.type)
+        if field.name in _NEVER_NULL and column.null_count:
+            raise UnreadableFile(f"its column {field.name} has nulls")
         chunks = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
         arrays.append(chunks)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

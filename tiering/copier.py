@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from pk import errors
 from pk.effects import Effect, Send, SetTimer
+from pk.tiering.damage import DamagedFile, holds_the_same
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
 from pk.tiering.parting import parted, passed_by
 from pk.tiering.table import OFFSET_MAX, DataFile
@@ -157,17 +158,17 @@ class HandedOver:
 
 @dataclass(slots=True)
 class Confirmed:
-    """`missing`: files of the range that do not answer a HEAD."""
+    """`missing`: files of the range that do not answer a HEAD, or are known as damaged."""
 
     asked: Confirm
-    missing: Sequence[DataFile]
+    missing: Sequence[DamagedFile]
 
 
 @dataclass(slots=True)
 class Checked:
-    """The broker had files looked for before it drops what they cover; `missing` did not answer."""
+    """Somebody read or looked for files of this partition: those that are missing or damaged."""
 
-    missing: Sequence[DataFile]
+    missing: Sequence[DamagedFile]
 
 
 @dataclass(slots=True)
@@ -243,6 +244,7 @@ class Copier:
         self._upload: Upload | None = None
         self._hand_over: HandOver | None = None
         self._repair: _Repair | None = None
+        self._hopeless: dict[str, None] = {}  #: damaged files whose rows the local log lacks
         self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, up to which LSO)
         self._measuring: Measure | None = None
         self._measure_not_before_ms = 0
@@ -305,6 +307,7 @@ class Copier:
         if old is not None and old.leader_epoch != view.leader_epoch:
             self._restart()  # files of the older epoch may be refused (rule T4)
             self._told = None
+            self._hopeless.clear()
         if not self._marks or view.last_stable_offset > self._marks[-1][1]:
             fine = max(1, view.settings.max_lag_ms // MARKS)
             young = bool(self._marks) and now_ms - self._marks[-1][0] < fine
@@ -346,10 +349,14 @@ class Copier:
 
     def _uploaded(self, event: Uploaded) -> None:
         if self._repair is not None and event.asked is self._repair.upload:
+            lost = event.asked.replaces
+            assert lost is not None
             if event.add is None or event.end < event.asked.limit:
                 # The local log has no such rows, or not all: they stand in no other file, and the
                 # table must not seem whole.  The next look tries again.
                 self._repair = None
+            elif not holds_the_same(lost, event.add):
+                self._repair, self._hopeless[lost.path] = None, None  # others: never the table's
             else:
                 self._repair.add = event.add
         elif event.asked is self._upload:
@@ -363,7 +370,7 @@ class Copier:
         if self._repair is not None and event.asked is self._repair.hand_over:
             self._repair = None
             self._confirm_not_before_ms = 0
-            self._solved(errors.TierTableChanged)  # what is still missing, the next look names
+            self._solved(errors.DamagedTierFile)  # what is still missing, the next look names
         elif event.asked is self._hand_over:
             self._hand_over = None
             self._solved(errors.TierUnavailable, errors.StoreRefused, errors.FencedLeaderEpoch)
@@ -407,25 +414,22 @@ class Copier:
                 self._committed.popleft()
         self._checked(event.missing, now_ms)
 
-    def _checked(self, missing: Sequence[DataFile], now_ms: int) -> None:
-        """T6: whoever looked, the first lost file that the local log still has is copied again."""
+    def _checked(self, missing: Sequence[DamagedFile], now_ms: int) -> None:
+        """T6: the first damaged file that the local log still has is copied again."""
         if not missing:
-            self._solved(errors.TierTableChanged)
+            self._solved(errors.DamagedTierFile)
             return
         self._confirm_not_before_ms = now_ms + CONFIRM_RETRY_MS
-        lost = missing[0]
-        self.problem = errors.TierTableChanged(
-            f"the table names {lost.path}, the store does not have it ({len(missing)} such "
-            "files); what is still in the local log is copied again, the rest must be restored",
-            path=lost.path,
-        )
+        self.problem = missing[0].error
         view = self.view
         if view is None or self._repair is not None:
             return
-        for file in missing:
-            name = parse_data_path(file.path)
-            if name is not None and name.start >= view.local_log_start:
-                upload = Upload(name.start, name.end, 2**62, view.leader_epoch, replaces=file)
+        for each in missing:
+            name = parse_data_path(each.file.path)
+            if name is None or each.file.path in self._hopeless:
+                continue
+            if name.start >= view.local_log_start:
+                upload = Upload(name.start, name.end, 2**62, view.leader_epoch, each.file)
                 self._repair = _Repair(upload)
                 return
 

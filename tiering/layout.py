@@ -9,8 +9,9 @@ Invariants
   N1  a data file's name is unique per (partition, start, end, leader epoch, attempt): an upload
       never overwrites another one, so a late write of a deposed leader can damage nothing (rule
       T5).
-  N2  the name of a file made by the copier tells its offset range; files of outside maintenance
-      have other names and `parse_data_path` answers None for them.
+  N2  the name of a file made by the copier tells its offset range, the CRC-32C of its footer and
+      its row sum; files of outside maintenance have other names and `parse_data_path` answers None
+      for them.
   N3  per-partition facts are Delta `txn` actions (rule T2): they survive checkpoints, OPTIMIZE and
       VACUUM.
 """
@@ -69,7 +70,8 @@ COUNTERS = ("start", "end", "epoch", "claim", "rows", "sum", "removed")
 _PROBE_DIRECTORY = "_pk_probe"
 _NAME = re.compile(
     r"^partition=(?P<partition>\d+)/(?P<start>\d{20})-(?P<end>\d{20})"
-    r"-e(?P<epoch>\d+)-(?P<attempt>[0-9a-zA-Z-]+)\.parquet$"
+    r"-e(?P<epoch>\d+)-(?P<attempt>[0-9a-zA-Z]+)-c(?P<crc>[0-9a-f]{8})-s(?P<sum>[0-9a-f]{16})"
+    r"\.parquet$"
 )
 
 
@@ -81,6 +83,8 @@ class DataName(NamedTuple):
     end: Offset
     epoch: Epoch
     attempt: str
+    footer_crc: int  #: CRC-32C of the footer, its length and the magic behind it
+    row_sum: int  #: of all its rows (rowhash.py)
 
 
 def table_path(topic: str, topic_id: TopicId) -> str:
@@ -98,7 +102,7 @@ def data_path(name: DataName) -> str:
     epoch = max(name.epoch, 0)
     return (
         f"partition={name.partition}/{name.start:020d}-{name.end:020d}-e{epoch}"
-        f"-{name.attempt}.parquet"
+        f"-{name.attempt}-c{name.footer_crc:08x}-s{name.row_sum:016x}.parquet"
     )
 
 
@@ -113,6 +117,8 @@ def parse_data_path(path: str) -> DataName | None:
         int(match["end"]),
         int(match["epoch"]),
         match["attempt"],
+        int(match["crc"], 16),
+        int(match["sum"], 16),
     )
 
 

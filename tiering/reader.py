@@ -12,7 +12,8 @@ Invariants
   G2  `next_offset` > offset: gaps are covered (rule L12); it never passes the table's end or `end`.
   G3  memory: the cache holds at most `cache_bytes`; a read holds its result and one row group
       beside it.
-  G4  a file that is gone raises `FileGone`: the caller reloads the table and plans anew.
+  G4  a file that is gone or damaged raises `DamagedTierFile`: the caller reloads the table and
+      plans anew.  It fails its own range only: a read that comes to it ends before it.
   G5  two readers of the same row group share one download.
   G6  nothing is remembered of a file that the table does not name any more.
   G7  a read that is late answers with what it has, if that is anything: who gives up on it asks for
@@ -32,10 +33,11 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
-from pk.tiering import convert, parquet_parts
+from pk.tiering import convert, footers, parquet_parts
+from pk.tiering.damage import damaged
+from pk.tiering.footers import Footer, Group, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
 from pk.tiering.objects import Lane, ObjectStore
-from pk.tiering.parquet_parts import Footer, Group
 from pk.tiering.table import DataFile, Snapshot
 from pk.types import NONE, Epoch, Offset
 
@@ -53,16 +55,6 @@ _ROW_BYTES_LEAST = 16
 def never() -> bool:
     """Who asks has all the time there is."""
     return False
-
-
-class FileGone(errors.UnknownTierRange):
-    """A file the snapshot names is not in the store (any more): reload and plan again."""
-
-    code = -1  # never leaves this process
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path} is not in the store")
-        self.path = path
 
 
 class Fetched(NamedTuple):
@@ -171,8 +163,8 @@ class TierReader:
         """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one; once
         it is `late` (G7), what was found so far.
 
-        Raises `UnknownTierRange` if the table does not cover `offset`, `FileGone`,
-        `TierUnavailable`.
+        Raises `UnknownTierRange` if the table does not cover `offset`, `DamagedTierFile` if the
+        file that holds it is, `TierUnavailable`.
         """
         counters = place.snapshot.partition(place.partition)
         limit = min(end, counters.end)
@@ -185,7 +177,12 @@ class TierReader:
         size = 0
         at = offset
         while at < limit:
-            piece = await self._window(place, at, limit, max_bytes - size)
+            try:
+                piece = await self._window(place, at, limit, max_bytes - size)
+            except errors.PkError:
+                if at == offset:
+                    raise
+                break  # what lies below is whole; the next read begins with the error (G4)
             at = piece.next_offset
             batches += piece.batches
             size += sum(map(len, piece.batches))
@@ -265,13 +262,15 @@ class TierReader:
         return cached
 
     async def _load_footer(self, place: Place, file: DataFile, key: Any) -> Footer:
-        path = f"{place.home}/{file.path}"
-        size = min(file.size, parquet_parts.TAIL_BYTES)
-        tail = await self._get(path, file.size - size, size)
-        needed = parquet_parts.footer_size(tail)
-        if needed > len(tail):
-            tail = await self._get(path, max(0, file.size - needed), needed)
-        footer = await self._compute(lambda: parquet_parts.parse_footer(tail))
+        size = min(file.size, footers.TAIL_BYTES)
+        tail = await self._get(place, file, file.size - size, size)
+        try:
+            needed = footers.footer_size(tail)
+            if len(tail) < needed <= file.size:
+                tail = await self._get(place, file, file.size - needed, needed)
+            footer = await self._compute(lambda: footers.open_footer(file, tail))
+        except UnreadableFile as cause:
+            raise self._damaged(place, file, str(cause)) from cause
         self._footers.put(key, footer, footer.size)
         return footer
 
@@ -286,9 +285,9 @@ class TierReader:
     async def _load_group(self, place: Place, spot: _Spot, key: Any) -> pa.RecordBatch:
         group = spot.group
         self.misses += 1
-        data = await self._get(f"{place.home}/{spot.file.path}", group.start, group.size)
-        rows = await self._compute(
-            lambda: parquet_parts.read_group(spot.footer, group, data, spot.file.size)
+        data = await self._get(place, spot.file, group.start, group.size)
+        rows = await self._decoded(
+            place, spot, lambda: parquet_parts.read_group(spot.footer, group, data, spot.file.size)
         )
         self._rows.put(key, rows, rows.nbytes)
         return rows
@@ -304,18 +303,36 @@ class TierReader:
         return await self._once(("times", key), lambda: self._load_times(place, spot))
 
     async def _load_times(self, place: Place, spot: _Spot) -> pa.RecordBatch:
-        group, path = spot.group, f"{place.home}/{spot.file.path}"
+        group = spot.group
         self.misses += 1
-        parts = [await self._get(path, part.start, part.size) for part in group.times]
-        return await self._compute(
-            lambda: parquet_parts.read_times(spot.footer, group, parts, spot.file.size)
+        parts = [await self._get(place, spot.file, *part) for part in group.times]
+        return await self._decoded(
+            place, spot, lambda: parquet_parts.read_times(spot.footer, group, parts, spot.file.size)
         )
 
-    async def _get(self, path: str, start: int, size: int) -> bytes:
+    async def _decoded(
+        self, place: Place, spot: _Spot, work: Callable[[], pa.RecordBatch]
+    ) -> pa.RecordBatch:
         try:
-            return await self._store.get_range(path, start, size)
+            return await self._compute(work)
+        except UnreadableFile as cause:
+            raise self._damaged(place, spot.file, str(cause)) from cause
+
+    async def _get(self, place: Place, file: DataFile, start: int, size: int) -> bytes:
+        try:
+            return await self._store.get_range(f"{place.home}/{file.path}", start, size)
         except FileNotFoundError:
-            raise FileGone(path) from None
+            raise self._damaged(place, file, "it is not in the store") from None
+
+    def _damaged(self, place: Place, file: DataFile, why: str) -> errors.DamagedTierFile:
+        return damaged(f"{self._store.url}/{place.home}", file, place.partition, why)
+
+    async def verify(self, place: Place, file: DataFile) -> None:
+        """Read all of a file, past the cache.  Raises `DamagedTierFile`, `TierUnavailable`."""
+        key = (place.home, file.path)
+        footer = await self._load_footer(place, file, key)
+        for group in footer.groups:
+            await self._load_group(place, _Spot(file, footer, group), (*key, group.number))
 
     async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
         """G5: whoever comes second waits for the first; a reader that goes away stops nobody."""

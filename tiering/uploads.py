@@ -21,10 +21,11 @@ from pk.log.batch import Header
 from pk.log.readonly import open_readonly
 from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
 from pk.log.storage import Storage
-from pk.tiering import convert
+from pk.tiering import convert, layout
 from pk.tiering.convert import BuiltFile
 from pk.tiering.sink import Sink, SinkFull
 from pk.types import NONE, AbortedTransaction, Epoch, Offset
+from pk.wire import pk_pb2 as wire
 
 #: Log bytes read at a time: memory is this, one decoded batch and the file being made.
 READ_BYTES = 4 * 1024 * 1024
@@ -125,6 +126,34 @@ def _copy(
     if at == start:
         raise errors.OffsetOutOfRange(f"{source.path} has nothing stable at {start} yet")
     return Copied(at, epoch, taken, builder.finish())
+
+
+def named(
+    copied: Copied, partition: int, start: Offset, leader_epoch: Epoch, attempt: str, now_ms: int
+) -> wire.AddFile:
+    """The file of `[start, copied.end)` as it is added to the table: its name (N2), its facts."""
+    file = copied.file
+    assert file is not None
+    name = layout.DataName(
+        partition, start, copied.end, leader_epoch, attempt, file.footer_crc, file.row_sum
+    )
+    return wire.AddFile(
+        path=layout.data_path(name),
+        partition=name.partition,
+        start=name.start,
+        end=name.end,
+        size=len(file.data),
+        rows=file.rows,
+        row_sum=file.row_sum,
+        leader_epoch=name.epoch,
+        min_offset=file.min_offset,
+        max_offset=file.max_offset,
+        min_timestamp_ms=file.min_timestamp_ms,
+        max_timestamp_ms=file.max_timestamp_ms,
+        modified_ms=now_ms,
+        null_keys=file.null_keys,
+        null_values=file.null_values,
+    )
 
 
 def _corrupt(

@@ -27,10 +27,12 @@ from pk.tiering import copier as copying
 from pk.tiering import layout, uploads
 from pk.tiering import owner as owning
 from pk.tiering.copier import Copier
+from pk.tiering.damage import DamagedFiles
+from pk.tiering.file_watch import FileWatch
 from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
-from pk.tiering.reader import Fetched, FileGone, Place, TierReader, TimeFound, never
+from pk.tiering.reader import Fetched, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
 from pk.tiering.table import Commit, DataFile, Table, TableFactory
 from pk.tiering.told import log_start_of, source_of, view_of
@@ -39,7 +41,6 @@ from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 UPLOADS_MAX = 3  #: shell.py builds two at a time: one more is being written
-HEADS_MAX = 8
 #: Topics that are only read here (no partition is led): the longest unused are forgotten.
 IDLE_TOPICS_MAX = 256
 
@@ -89,6 +90,7 @@ class TopicTier:
     table: Table
     owner: Owner
     led: dict[int, _Led] = field(default_factory=dict)
+    damaged: DamagedFiles = field(default_factory=DamagedFiles)
 
 
 class TierWorker:
@@ -119,9 +121,11 @@ class TierWorker:
         self._owner_settings = owner_settings
         self._on_report = on_report
         self._on_bug = on_bug
+        self._watch = FileWatch(
+            store, self.reader, world.clock, self._place, self._tell_damage, self._spawn
+        )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
         self._sinks: list[Sink] = []  #: idle ones, at most UPLOADS_MAX
-        self._heading = asyncio.Semaphore(HEADS_MAX)
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
@@ -203,6 +207,7 @@ class TierWorker:
         for partition in topic.led:
             self.outbox.pop(PartitionKey(topic_id, partition), None)
             self._set_timer((topic_id, partition), None, lambda: None)
+        topic.damaged.keep(())
         topic.led.clear()  # its copiers are nobody's: what still comes back to them makes no table
         self._set_timer((topic_id, NONE), None, lambda: None)
 
@@ -291,49 +296,31 @@ class TierWorker:
     async def _read(
         self, topic: TopicTier, place: Place, read: Callable[[Place], Awaitable[Any]]
     ) -> Any:
-        """A file that is gone means: plan once more on the newest version."""
+        """A damaged file means: plan once more on the newest version, which may name another."""
         try:
             return await read(place)
-        except FileGone:
+        except errors.DamagedTierFile:
             place = await self._place(topic, place.partition, fresh=True)
         try:
             return await read(place)
-        except FileGone as gone:
-            raise errors.TierTableChanged(
-                f"{topic.table.uri}: version {place.snapshot.version} names {gone.path}, which is "
-                "not in the store; restore the file",
-                path=gone.path,
-            ) from None
+        except errors.DamagedTierFile as error:
+            self._watch.met(topic, place.snapshot.files[error.details["path"]], error)
+            raise
+
+    def _tell_damage(self, topic: TopicTier, partition: int) -> None:
+        led = topic.led.get(partition)
+        if led is not None:
+            self._step_copier(topic, led, copying.Checked(topic.damaged.of(partition)))
 
     async def confirm(
         self, topic_id: str, name: str, partition: int, start: Offset, end: Offset
     ) -> list[DataFile]:
-        """Rule T6: files covering `[start, end)` that do not answer a HEAD; the copier hears."""
+        """Rule T6: files covering `[start, end)` that do not answer a HEAD or are damaged; the
+        copier hears."""
         topic = self.topic(topic_id, name)
-        missing = await self._missing(topic, partition, start, end)
-        if (led := topic.led.get(partition)) is not None:
-            self._step_copier(topic, led, copying.Checked(missing))
-        return missing
-
-    async def _missing(
-        self, topic: TopicTier, partition: int, start: Offset, end: Offset
-    ) -> list[DataFile]:
-        """Of the newest version, before one is called lost."""
-
-        async def is_lost(file: DataFile) -> bool:
-            async with self._heading:
-                found = await self.store.head(f"{topic.home}/{file.path}")
-            return found is None or found.size != file.size
-
-        lost: list[DataFile] = []
-        for fresh in (False, True):
-            place = await self._place(topic, partition, end, fresh=fresh)
-            files = place.snapshot.covering(partition, start, end)
-            missing = await asyncio.gather(*map(is_lost, files))
-            lost = [file for file, gone in zip(files, missing, strict=True) if gone]
-            if not lost:
-                break
-        return lost
+        missing = await self._watch.missing(topic, partition, start, end)
+        self._tell_damage(topic, partition)
+        return [each.file for each in missing]
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
         """Rule T7: remove a deleted topic's table; its URI and how many objects went.  Raises
@@ -375,6 +362,8 @@ class TierWorker:
                     self._set_timer((topic.topic_id, NONE), at_ms, wake)
                 case Publish(name=owning.SNAPSHOT, value=snapshot):
                     self.reader.keep_files(topic.home, snapshot.files)
+                    for partition in topic.damaged.keep(snapshot.files):
+                        self._tell_damage(topic, partition)
                     for led in list(topic.led.values()):
                         self._show_table(topic, led)
                 case Publish(value=problem):
@@ -507,14 +496,13 @@ class TierWorker:
             copied = await self._lanes.upload(make)
             add = None
             if copied.file is not None:
-                end, attempt = copied.end, self.world.new_id().replace("-", "")[:16]
-                name = layout.DataName(
-                    told.partition, asked.start, end, asked.leader_epoch, attempt
+                attempt, now_ms = self.world.new_id(), self.world.clock.wall_ms()
+                attempt = attempt.replace("-", "")[:16]
+                add = uploads.named(
+                    copied, told.partition, asked.start, asked.leader_epoch, attempt, now_ms
                 )
-                path = layout.data_path(name)
-                await self.store.put(f"{topic.home}/{path}", copied.file.data)
+                await self.store.put(f"{topic.home}/{add.path}", copied.file.data)
                 self._count_upload(copied, repaired=asked.replaces is not None)
-                add = self._add_file(path, name, copied)
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise
@@ -529,27 +517,6 @@ class TierWorker:
         self.counts.uploaded_bytes += len(copied.file.data)
         self.counts.repaired_files += repaired
 
-    def _add_file(self, path: str, name: layout.DataName, copied: uploads.Copied) -> wire.AddFile:
-        file = copied.file
-        assert file is not None
-        return wire.AddFile(
-            path=path,
-            partition=name.partition,
-            start=name.start,
-            end=name.end,
-            size=len(file.data),
-            rows=file.rows,
-            row_sum=file.row_sum,
-            leader_epoch=name.epoch,
-            min_offset=file.min_offset,
-            max_offset=file.max_offset,
-            min_timestamp_ms=file.min_timestamp_ms,
-            max_timestamp_ms=file.max_timestamp_ms,
-            modified_ms=self.world.clock.wall_ms(),
-            null_keys=file.null_keys,
-            null_values=file.null_values,
-        )
-
     async def _hand_over(self, topic: TopicTier, led: _Led, asked: copying.HandOver) -> None:
         async def work() -> copying.HandedOver:
             await self.commit_to_table(asked.request)
@@ -560,7 +527,7 @@ class TierWorker:
     async def _confirm(self, topic: TopicTier, led: _Led, asked: copying.Confirm) -> None:
         async def work() -> copying.Confirmed:
             partition = led.copier.partition
-            missing = await self._missing(topic, partition, asked.start, asked.end)
+            missing = await self._watch.missing(topic, partition, asked.start, asked.end)
             return copying.Confirmed(asked, missing)
 
         await self._guarded(topic, led, asked, work())

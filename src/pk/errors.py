@@ -22,6 +22,7 @@
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
+    │   ├── DamagedTierFile
     │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch · MetadataBehind
     │   ├── DirectoryNotFormatted · DirectoryFormatted
     │   └── JavaMissing · JarsMissing
@@ -462,6 +463,12 @@ class TierTableChanged(OperatorError):
     """The topic's Delta table was deleted, re-created, altered or rolled back (rule T8)."""
 
     code = 1037
+
+
+class DamagedTierFile(OperatorError):
+    """A data file of a topic's table is missing, or its bytes are not those that were written."""
+
+    code = 1050
 
 
 class JavaMissing(OperatorError):

@@ -89,7 +89,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def add(partition: int, start: int, end: int, attempt: str = "a") -> NewFile:
-    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt))
+    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt, 0, 0))
     file = DataFile(
         path, partition, start, end - 1, 1_700_000_000_003, 1_700_000_000_999, end - start, 10
     )

@@ -171,7 +171,7 @@ def test_a_file_lost_for_good_is_named(tmp_path: Path) -> None:
     async def test(it: Bench, log: LiveLog) -> None:
         lost = next(iter((home(tmp_path) / "partition=0").glob("*.parquet")))
         lost.unlink()
-        with pytest.raises(errors.TierTableChanged, match=lost.name) as caught:
+        with pytest.raises(errors.DamagedTierFile, match=lost.name) as caught:
             await it.read_all(0, log.end, 50_000)
         assert caught.value.acts == "operator"
 

@@ -196,7 +196,7 @@ def test_a_file_lost_after_its_confirmation_is_uploaded_again(run: Run) -> None:
         await it.worker.store.delete(f"{topic.home}/{lost.path}")
         missing = await it.worker.confirm(TOPIC_ID, TOPIC, 0, 0, log.end)
         assert [file.path for file in missing] == [lost.path]
-        assert it.progress.problem.code == errors.TierTableChanged.code
+        assert it.progress.problem.code == errors.DamagedTierFile.code
         assert lost.path in it.progress.problem.message
         await it.until(lambda: it.worker.counts.repaired_files == 1)
         await it.until(lambda: not it.progress.HasField("problem"))

@@ -196,7 +196,9 @@ class Model:
                 return copying.Confirmed(asked, [f for f in files if f.path not in self.store])
         end = min(asked.limit, asked.start + 40) if asked.replaces is None else asked.limit
         self.attempts += 1
-        name = layout.DataName(partition, asked.start, end, asked.leader_epoch, f"a{self.attempts}")
+        name = layout.DataName(
+            partition, asked.start, end, asked.leader_epoch, f"a{self.attempts}", 0, 0
+        )
         path = layout.data_path(name)
         self.store[path] = (asked.start, end)
         if fault == "lost reply":
@@ -245,7 +247,7 @@ class Model:
             return
         self.attempts += 1
         end = counters.end + 1
-        name = layout.DataName(partition, counters.end, end, 0, f"r{self.attempts}")
+        name = layout.DataName(partition, counters.end, end, 0, f"r{self.attempts}", 0, 0)
         path = layout.data_path(name)
         self.store[path] = (counters.end, end)
         file = DataFile(path, partition, counters.end, end - 1, 0, 0, 1, 1)

@@ -174,8 +174,9 @@ def test_a_file_gone_on_every_version_is_an_error(tmp_path):
     delta_table(tmp_path, [[0, 1, 2]])
     listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     (tmp_path / listed[0].path).unlink()
-    with pytest.raises(errors.TierUnavailable, match="gone on every version"):
+    with pytest.raises(errors.DamagedTierFile, match="not in the store") as caught:
         scan(tmp_path, listed, 0, 3)
+    assert caught.value.details["path"] == listed[0].path
 
 
 def test_a_table_that_is_gone_is_named(tmp_path):

@@ -15,6 +15,7 @@ from pk import errors
 from pk.log import batch as log_batch
 from pk.log import columns
 from pk.tiering import convert, rowhash
+from pk.tiering.footers import UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
 from pk.tiering.sink import Sink, SinkFull
 from pk.types import AbortedTransaction
@@ -299,16 +300,28 @@ def test_gaps_wider_than_a_batch_can_say_split_it() -> None:
 
 
 def test_foreign_files_come_in_our_columns() -> None:
-    """Outside maintenance may write other types, an order of its own, or leave columns out."""
+    """Outside maintenance may write other types, and an order of its own."""
     table = build(plain(4, 0))
-    foreign = table.select(["value", "offset", "timestamp"]).set_column(
-        0, "value", table.column("value").cast(pa.large_binary())
-    )
+    value = table.column("value").cast(pa.large_binary())
+    foreign = table.drop_columns("value").append_column("value", value)
     rows = convert.canonical(foreign)
     assert rows.schema == FILE_SCHEMA
-    assert rows.column("key").null_count == 4
     heads = [log_batch.check(each) for each in convert.batches_of(rows)]
     assert sum(header.record_count for header in heads) == 4
+
+
+@pytest.mark.parametrize("name", FILE_SCHEMA.names)
+def test_a_column_that_is_missing_is_never_taken_for_nulls(name: str) -> None:
+    with pytest.raises(UnreadableFile, match=f"no column {name}"):
+        convert.canonical(build(plain(4, 0)).drop_columns(name))
+
+
+@pytest.mark.parametrize("name", ["offset", "timestamp"])
+def test_nulls_in_place_of_an_offset_or_a_time_are_refused(name: str) -> None:
+    table = build(plain(4, 0))
+    at = table.schema.get_field_index(name)
+    with pytest.raises(UnreadableFile, match="has nulls"):
+        convert.canonical(table.set_column(at, name, pa.nulls(4, table.schema.field(at).type)))
 
 
 def test_a_damaged_batch_is_never_copied() -> None:

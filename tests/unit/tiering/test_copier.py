@@ -9,6 +9,7 @@ from pk.effects import Send, SetTimer
 from pk.tiering import copier as copying
 from pk.tiering import layout
 from pk.tiering.copier import Copier, CopySettings, TableSeen, View, Viewed
+from pk.tiering.damage import DamagedFile, damaged
 from pk.tiering.table import DataFile
 from pk.wire import pk_pb2 as wire
 
@@ -51,12 +52,23 @@ class Driver:
         self.sent.remove(found[0])
         return found[0]
 
-    def uploaded(self, asked: Any, end: int) -> Driver:
-        name = layout.DataName(0, asked.start, end, 0, f"n{self.now_ms}")
+    def uploaded(self, asked: Any, end: int, row_sum: int = 7) -> Driver:
+        name = layout.DataName(0, asked.start, end, 0, f"n{self.now_ms}", 0, row_sum)
         add = wire.AddFile(
-            path=layout.data_path(name), start=asked.start, end=end, rows=end - asked.start
+            path=layout.data_path(name),
+            start=asked.start,
+            end=end,
+            rows=end - asked.start,
+            row_sum=row_sum,
         )
         return self.step(copying.Uploaded(asked, end, 0, add))
+
+
+def damaged_file() -> DamagedFile:
+    """[0, 100) of the table, 100 rows whose sum is 7."""
+    name = layout.data_path(layout.DataName(0, 0, 100, 0, "x", 0, 7))
+    file = DataFile(name, 0, 0, 99, 0, 0, 100, 5)
+    return DamagedFile(file, damaged("memory://t", file, 0, "it is not in the store"))
 
 
 def test_nothing_is_copied_before_the_watermark_has_caught_up() -> None:
@@ -156,16 +168,15 @@ def test_local_data_goes_after_the_delay_and_a_head() -> None:
 
 def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
     it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
-    name = layout.data_path(layout.DataName(0, 0, 100, 0, "x"))
-    lost = DataFile(name, 0, 0, 99, 0, 0, 100, 5)
+    lost = damaged_file()
     it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
     assert it.told is not None
-    assert (it.told.droppable_end, it.told.problem.code) == (-1, errors.TierTableChanged.code)
+    assert (it.told.droppable_end, it.told.problem.code) == (-1, errors.DamagedTierFile.code)
     again = it.take(copying.Upload)
-    assert (again.start, again.limit, again.replaces) == (0, 100, lost)
+    assert (again.start, again.limit, again.replaces) == (0, 100, lost.file)
     it.uploaded(again, 100)
     swap = it.take(copying.HandOver)
-    assert [each.path for each in swap.request.removes] == [name]
+    assert [each.path for each in swap.request.removes] == [lost.file.path]
     assert not swap.request.data_change
     it.step(copying.HandedOver(swap))
     it.step(copying.Confirmed(it.take(copying.Confirm), []))
@@ -176,7 +187,7 @@ def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
 def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
     """T6: the segments may go, or the log be begun anew, while they are read."""
     it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
-    lost = DataFile(layout.data_path(layout.DataName(0, 0, 100, 0, "x")), 0, 0, 99, 0, 0, 100, 5)
+    lost = damaged_file()
     it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
     it.uploaded(it.take(copying.Upload), 60)
     assert it.sent == []
@@ -184,6 +195,24 @@ def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
     it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
     it.uploaded(it.take(copying.Upload), 100)
     assert [each.end for each in it.take(copying.HandOver).request.adds] == [100]
+
+
+def test_rows_of_another_sum_replace_no_file() -> None:
+    """T6: the local log has others at these offsets; an operator must restore the file."""
+    it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
+    it.step(copying.Checked([damaged_file()]))
+    it.sent = [each for each in it.sent if not isinstance(each, copying.Confirm)]
+    it.uploaded(it.take(copying.Upload), 100, row_sum=8)
+    it.step(copying.Checked([damaged_file()]))
+    assert not [each for each in it.sent if isinstance(each, copying.Upload | copying.HandOver)]
+    assert it.told is not None
+    assert it.told.problem.code == errors.DamagedTierFile.code
+    it.view(100, epoch=1)
+    it.step(copying.Checked([damaged_file()]))
+    it.uploaded(it.take(copying.Upload), 100)
+    assert it.take(copying.HandOver).request.removes
+    it.step(copying.Checked([]))
+    assert not it.told.HasField("problem")
 
 
 def test_a_changed_table_stops_copying_and_dropping() -> None:

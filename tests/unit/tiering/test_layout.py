@@ -22,11 +22,13 @@ from pk.tiering.store_settings import StoreSettings
     st.integers(0, 2**62),
     st.integers(0, 2**31 - 1),
     st.text("0123456789abcdef", min_size=1, max_size=16),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**63 - 1),
 )
-def test_a_name_tells_its_range(
-    partition: int, start: int, end: int, epoch: int, attempt: str
+def test_a_name_tells_its_range_and_its_checksums(
+    partition: int, start: int, end: int, epoch: int, attempt: str, crc: int, row_sum: int
 ) -> None:
-    name = DataName(partition, start, end, epoch, attempt)
+    name = DataName(partition, start, end, epoch, attempt, crc, row_sum)
     assert layout.parse_data_path(layout.data_path(name)) == name
 
 

@@ -22,7 +22,7 @@ ID = "0d1c2b3a-0000-4000-8000-000000000000"
 
 
 def data(partition: int, start: int, end: int, attempt: str = "a") -> DataFile:
-    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt))
+    path = layout.data_path(layout.DataName(partition, start, end, 0, attempt, 0, 0))
     return DataFile(path, partition, start, end - 1, 0, 0, end - start, 5)
 
 

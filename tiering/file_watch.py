@@ -1,0 +1,119 @@
+"""Watches the data files of the tables: a HEAD before local data goes, another read of what is
+damaged.
+
+World-generic.  A damaged file is known from the read or the HEAD that met it (damage.py).  From
+then on it is read again every LOOK_AGAIN_MS until it is whole or the table does not name it, so
+that an operator who restores a file need tell nobody.
+
+Invariants
+  A1  what is known as damaged counts as missing: the local log keeps what such a file covers (rule
+      T6)
+  A2  at most LOOKS_MAX files of a table are read in one turn, one after the other
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from pk import errors
+from pk.clock import Clock
+from pk.tiering.damage import DamagedFile, DamagedFiles, damaged
+from pk.tiering.objects import ObjectStore
+from pk.tiering.reader import Place, TierReader
+from pk.tiering.table import DataFile, Table
+from pk.types import Offset
+
+HEADS_MAX = 8
+#: How often damaged files are read again, and how many of a table in one turn (A2).
+LOOK_AGAIN_MS = 30_000
+LOOKS_MAX = 4
+
+
+class Watched(Protocol):
+    """A topic, as far as its files are concerned."""
+
+    home: str
+    table: Table
+    damaged: DamagedFiles
+
+
+class FileWatch:
+    """All tables of one tier process.  `place` gives a partition's newest version, `tell` lets its
+    copier hear of `damaged`."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        reader: TierReader,
+        clock: Clock,
+        place: Callable[..., Awaitable[Place]],
+        tell: Callable[[Any, int], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._store = store
+        self._reader = reader
+        self._clock = clock
+        self._place = place
+        self._tell = tell
+        self._spawn = spawn
+        self._heading = asyncio.Semaphore(HEADS_MAX)
+        self._looking: dict[str, None] = {}  #: homes of tables that are looked at
+
+    def met(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
+        """A file of the newest version is damaged."""
+        self._note(topic, file, error)
+        self._tell(topic, file.partition)
+
+    def _note(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
+        topic.damaged.note(file, error)
+        if topic.home not in self._looking:
+            self._looking[topic.home] = None
+            self._spawn(self._look_again(topic))
+
+    async def missing(
+        self, topic: Watched, partition: int, start: Offset, end: Offset
+    ) -> list[DamagedFile]:
+        """Rule T6: files covering `[start, end)` that do not answer a HEAD, of the newest version
+        before one is called lost, or are known as damaged (A1)."""
+        for fresh in (False, True):
+            place: Place = await self._place(topic, partition, end, fresh=fresh)
+            files = place.snapshot.covering(partition, start, end)
+            whole = await asyncio.gather(*(self._is_whole(topic, file) for file in files))
+            lost = [file for file, there in zip(files, whole, strict=True) if not there]
+            if not lost:
+                break
+        for file in lost:
+            why = f"it is not in the store with its {file.size} bytes"
+            self._note(topic, file, damaged(topic.table.uri, file, partition, why))
+        covering = {file.path for file in files}
+        return [each for each in topic.damaged.of(partition) if each.file.path in covering]
+
+    async def _is_whole(self, topic: Watched, file: DataFile) -> bool:
+        async with self._heading:
+            found = await self._store.head(f"{topic.home}/{file.path}")
+        return found is not None and found.size == file.size
+
+    async def _look_again(self, topic: Watched) -> None:
+        try:
+            while len(topic.damaged):
+                await self._clock.sleep_ms(LOOK_AGAIN_MS)
+                touched = [each.file for each in topic.damaged.next(LOOKS_MAX)]
+                for file in touched:
+                    await self._look_at(topic, file)
+                for partition in sorted({file.partition for file in touched}):
+                    self._tell(topic, partition)
+        finally:
+            del self._looking[topic.home]
+
+    async def _look_at(self, topic: Watched, file: DataFile) -> None:
+        try:
+            place: Place = await self._place(topic, file.partition)
+            if file.path in place.snapshot.files:
+                await self._reader.verify(place, file)
+            topic.damaged.whole(file)
+        except errors.DamagedTierFile as error:
+            topic.damaged.note(file, error)
+        except errors.PkError:
+            pass  # the store is away, or the table in trouble: nothing is known of the file

@@ -1,0 +1,234 @@
+"""A data file's footer: where its row groups are and what they hold.
+
+Arrow takes a damaged footer at its word: single flipped bits lost rows, made columns null, or ended
+the process.  So a footer is parsed only after its checksum was compared with the one in the file's
+name (rule T10).  Pages carry checksums of their own, which Arrow verifies.
+
+Invariants
+  H1  the checksum covers the footer, its length and the magic behind it: whatever tells Arrow where
+      a page is, how long, how encoded and in which column.
+  H2  a parsed footer says of offsets and rows what the table's add action says of the file.
+  H3  a file that has another name (outside maintenance wrote it) has no footer checksum; H2 holds
+      for it as far as its add action has statistics.
+"""
+
+from __future__ import annotations
+
+import datetime
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from crc32c import crc32c
+
+from pk.tiering.layout import FILE_SCHEMA, parse_data_path
+from pk.tiering.table import OFFSET_MAX
+from pk.types import Offset
+
+#: A footer is looked for in so many last bytes first; a longer one costs a second request.
+TAIL_BYTES = 64 * 1024
+FOOTER_BYTES_MAX = 64 * 1024 * 1024
+TIME_MIN, TIME_MAX = -(2**62), 2**62
+#: What a look-up by time reads.
+TIMES = pa.schema([FILE_SCHEMA.field(name) for name in ("offset", "timestamp", "leader_epoch")])
+_TRAILER = struct.Struct("<I4s")
+_MAGIC = b"PAR1"
+
+
+class UnreadableFile(Exception):
+    """The bytes of a data file are not those that were written, or never were a file of pk's table.
+
+    Never leaves the tier's modules: who knows the file's name makes a `DamagedTierFile` of it.
+    """
+
+
+class Listed(Protocol):
+    """What the table's add action says of a file; `rows` 0 = it does not say."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def min_offset(self) -> Offset: ...
+
+    @property
+    def max_offset(self) -> Offset: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Part(NamedTuple):
+    """So many bytes of a file from `start` on."""
+
+    start: int
+    size: int
+
+
+class Group(NamedTuple):
+    """One row group; statistics that are missing mean "anything"."""
+
+    number: int  #: in its file
+    min_offset: Offset
+    max_offset: Offset
+    max_timestamp_ms: int
+    rows: int
+    start: int  #: first byte in the file
+    size: int  #: bytes in the file
+    decoded: int  #: bytes uncompressed, as the file says
+    times: tuple[Part, ...]  #: where the columns of TIMES are, those that adjoin as one
+
+
+class Footer(NamedTuple):
+    """A file's parsed footer."""
+
+    metadata: pq.FileMetaData
+    groups: tuple[Group, ...]
+    size: int  #: bytes it takes in memory, about
+
+
+def footer_size(tail: bytes | memoryview) -> int:
+    """Bytes from the file's end that hold the footer.  Raises `UnreadableFile`."""
+    if len(tail) >= _TRAILER.size:
+        length, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
+        if magic == _MAGIC and length <= FOOTER_BYTES_MAX:
+            return int(length) + _TRAILER.size
+    raise UnreadableFile("it does not end like a Parquet file")
+
+
+def footer_crc(tail: bytes | memoryview) -> int:
+    """CRC-32C of the footer at the end of `tail`, with its length and the magic (H1)."""
+    size = footer_size(tail)
+    if size > len(tail):
+        raise UnreadableFile(f"its footer of {size} bytes is longer than what there is")
+    return crc32c(memoryview(tail)[len(tail) - size :])
+
+
+def check_footer(path: str, tail: bytes | memoryview) -> None:
+    """Compare the footer at the end of `tail` with the name of its file, if that is a copier's (H1,
+    H3).  Raises `UnreadableFile`."""
+    name = parse_data_path(path)
+    found = footer_crc(tail)
+    if name is not None and found != name.footer_crc:
+        raise UnreadableFile(
+            f"its footer has the checksum {found:08x}, its name says {name.footer_crc:08x}"
+        )
+
+
+def open_footer(file: Listed, tail: bytes) -> Footer:
+    """The footer at the end of `tail`, verified (H1, H2).  Raises `UnreadableFile`."""
+    check_footer(file.path, tail)
+    footer = parse_footer(tail)
+    rows = footer.metadata.num_rows
+    if file.rows and rows != file.rows:
+        raise UnreadableFile(f"it has {rows} rows, the table's log says {file.rows}")
+    if sum(group.rows for group in footer.groups) != rows:
+        raise UnreadableFile(f"its row groups do not have the {rows} rows of the file")
+    groups = []
+    for group in footer.groups:
+        if group.max_offset == OFFSET_MAX:  # no statistics
+            group = group._replace(min_offset=file.min_offset, max_offset=file.max_offset)
+        if not (file.min_offset <= group.min_offset and group.max_offset <= file.max_offset):
+            raise UnreadableFile(
+                f"it has offsets {group.min_offset} to {group.max_offset}, the table's log says "
+                f"{file.min_offset} to {file.max_offset}"
+            )
+        if not (group.start >= 0 and group.start + group.size <= file.size):
+            raise UnreadableFile("its footer names bytes behind its end")
+        groups.append(group)
+    return footer._replace(groups=tuple(groups))
+
+
+def parse_footer(tail: bytes) -> Footer:
+    """The footer at the end of `tail`, whose checksum holds.  Raises `UnreadableFile`."""
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(tail))
+    except (pa.ArrowException, OSError) as cause:
+        raise UnreadableFile(f"its footer does not parse: {cause}") from cause
+    fields = dict.fromkeys(
+        metadata.schema.column(i).path.partition(".")[0] for i in range(metadata.num_columns)
+    )
+    lacking = [name for name in FILE_SCHEMA.names if name not in fields]
+    if lacking:
+        raise UnreadableFile(f"it has no column {lacking[0]}")
+    columns = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    at = {name: columns.index(name) for name in ("offset", "timestamp") if name in columns}
+    if len(at) < 2:
+        raise UnreadableFile("its columns offset and timestamp are nested")
+    groups = tuple(_group(metadata.row_group(i), i, at) for i in range(metadata.num_row_groups))
+    return Footer(metadata, groups, int(metadata.serialized_size) * 3)
+
+
+def _group(found: Any, number: int, at: dict[str, int]) -> Group:
+    low, high = 0, OFFSET_MAX
+    stats = found.column(at["offset"]).statistics
+    if stats is not None and stats.has_min_max:
+        low, high = int(stats.min), int(stats.max)
+    latest = _latest(found.column(at["timestamp"]).statistics)
+    parts = [_part(found.column(i)) for i in range(found.num_columns)]
+    start = min(part.start for part in parts)
+    end = max(part.start + part.size for part in parts)
+    names = [found.column(i).path_in_schema for i in range(found.num_columns)]
+    times = [part for name, part in zip(names, parts, strict=True) if name in TIMES.names]
+    return Group(
+        number,
+        low,
+        high,
+        latest,
+        found.num_rows,
+        start,
+        max(0, end - start),
+        found.total_byte_size,
+        _adjoined(times),
+    )
+
+
+def _part(chunk: Any) -> Part:
+    first = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+        first = min(first, chunk.dictionary_page_offset)
+    return Part(first, chunk.total_compressed_size)
+
+
+def _adjoined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    found: list[Part] = []
+    for part in sorted(parts):
+        if found and found[-1].start + found[-1].size == part.start:
+            part = Part(found[-1].start, found.pop().size + part.size)
+        found.append(part)
+    return tuple(found)
+
+
+def _latest(stats: Any) -> int:
+    """Largest timestamp in ms, rounded up; TIME_MAX if the file does not tell."""
+    try:
+        if stats is None or not stats.has_min_max:
+            return TIME_MAX
+        top = stats.max
+        if isinstance(top, datetime.datetime):
+            since = top - datetime.datetime(1970, 1, 1, tzinfo=top.tzinfo)
+            return -(-since // datetime.timedelta(milliseconds=1))
+    except (OverflowError, ValueError, NotImplementedError, pa.ArrowException):
+        pass  # beyond what Python's datetime holds
+    return TIME_MAX
+
+
+def check_rows(rows: pa.RecordBatch | pa.Table, groups: Sequence[Group]) -> None:
+    """What was decoded is what the footer says of its row groups (H2).  Raises `UnreadableFile`."""
+    wanted = sum(group.rows for group in groups)
+    if rows.num_rows != wanted:
+        raise UnreadableFile(f"{rows.num_rows} rows were read where its footer says {wanted}")
+    if not wanted:
+        return
+    offsets = rows.column("offset").to_numpy()
+    found = int(offsets.min()), int(offsets.max())
+    low, high = min(each.min_offset for each in groups), max(each.max_offset for each in groups)
+    if not (low <= found[0] and found[1] <= high):
+        raise UnreadableFile(
+            f"offsets {found[0]} to {found[1]} were read where its footer says {low} to {high}"
+        )
