@@ -86,8 +86,22 @@ class TierPartition:
 
 
 @dataclass(slots=True, frozen=True)
+class DamagedRange:
+    """A data file that is missing or damaged: offsets `[start, end)` cannot be read."""
+
+    partition: int
+    start: int
+    end: int
+    path: str  #: relative to the table
+    problem: errors.PkError
+
+
+@dataclass(slots=True, frozen=True)
 class TierDescription:
-    """The Delta table behind a topic."""
+    """The Delta table behind a topic.
+
+    `damaged`: what reads have found since the tier processes of the leaders started.
+    """
 
     topic: str
     topic_id: str
@@ -97,6 +111,7 @@ class TierDescription:
     partitions: tuple[TierPartition, ...]
     storage_options: Mapping[str, str]
     problem: errors.PkError | None = None
+    damaged: tuple[DamagedRange, ...] = ()
 
 
 # -- asking ----------------------------------------------------------------------------------------
@@ -215,7 +230,14 @@ async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDe
     metadata = await _newest(cluster, [newest.topic_id], timeout_ms)
     leaders = {p.partition: p.leader for t in metadata.topics for p in t.partitions}
     shares: dict[int, Any] = {}
+    damaged: dict[tuple[int, int, str], DamagedRange] = {}
     for node, reply in sorted(views.items()):
+        for each in reply.damaged:
+            if leaders.get(each.partition, NONE) in (node, NONE):
+                damaged[each.partition, each.start, each.path] = DamagedRange(
+                    each.partition, each.start, each.end, each.path,
+                    frames.raise_error(each.problem),
+                )  # fmt: skip
         for share in reply.partitions:
             mine = leaders.get(share.partition) == node
             if mine or share.partition not in shares:
@@ -229,6 +251,7 @@ async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDe
         newest.topic, newest.topic_id, newest.uri, newest.version, status,
         tuple(_share(shares[p]) for p in sorted(shares)), dict(newest.storage_options),
         frames.raise_error(problems[0]) if problems else None,
+        tuple(damaged[key] for key in sorted(damaged)),
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ cover, and answers the broker's calls on its own socket: cold fetches, look-ups 
 confirmations, purges.
 
 Before anything is copied the store is probed (rule T14).  A store that refuses or is away is probed
-again with back-off; meanwhile every partition's problem is reported and every call answered with
-it, and the broker goes on without the tier.
+again with back-off; meanwhile every partition's problem is reported and every call that may write
+is answered with it, and the broker goes on without the tier.  Cold reads write nothing: they ask
+the store itself.
 
 Invariants
   Y1  nothing is written to a store whose put-if-absent was not seen to work
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pk
 from pk import errors, limits, tracing
+from pk.tiering.damage import range_of
 from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
@@ -260,7 +262,7 @@ class TierNode:
 
         return {
             "tier_fetch": self._fetch,
-            "tier_offset_for_time": ready(self._offset_for_time),
+            "tier_offset_for_time": self._offset_for_time,
             "tier_claim": ready(self._claim),
             "tier_confirm": ready(self._confirm),
             "tier_purge": ready(self._purge),
@@ -273,7 +275,6 @@ class TierNode:
             raise self.problem.with_traceback(None)  # Y1; its trace must not grow
 
     async def _fetch(self, request: wire.TierFetchRequest, frame: frames.Frame) -> Any:
-        self._check_probed()
         clock = self.world.clock
         late_ms = clock.monotonic_ms() + frame.head.timeout_ms // 2  # the rest is for the answer
         wanted = min(max(1, request.max_bytes), FETCH_BYTES_MAX)
@@ -289,7 +290,9 @@ class TierNode:
             )
         return wire.TierFetchReply(next_offset=fetched.next_offset), fetched.batches
 
-    async def _offset_for_time(self, request: wire.TierOffsetForTimeRequest) -> Any:
+    async def _offset_for_time(
+        self, request: wire.TierOffsetForTimeRequest, _: frames.Frame
+    ) -> Any:
         async with self._fetches:
             found = await self.worker.offset_for_time(
                 request.topic_id,
@@ -337,6 +340,8 @@ class TierNode:
             problem = problem or _topic_problem(known[0])
             _fill(reply, known[0])
         reply.status = "ok" if problem is None else "problem"
+        if isinstance(problem, errors.DamagedTierFile):
+            reply.status = "damaged"
         if problem is None and reply.version == NONE:
             reply.status = "nothing tiered yet"
         if problem is not None:
@@ -353,9 +358,11 @@ class TierNode:
             name: metrics.gauge(f"tier_{name}", f"{name.replace('_', ' ')} since the start")
             for name in worker.counts.__slots__
         }
+        damaged = metrics.gauge("tier_damaged_files", "data files that are missing or damaged now")
         while True:
             await self.world.clock.sleep_ms(METRICS_TICK_MS)
             cached.set(worker.reader.cached_bytes)
+            damaged.set(sum(len(topic.damaged) for topic in worker.topics.values()))
             for name, gauge in totals.items():
                 gauge.set(getattr(worker.counts, name))
 
@@ -375,7 +382,7 @@ def _topic_problem(topic: TopicTier) -> errors.PkError | None:
     for led in topic.led.values():
         if led.copier.status is not None:
             return led.copier.status
-    return None
+    return next((each.error for each in topic.damaged.all()), None)
 
 
 def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
@@ -390,6 +397,15 @@ def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
         if led is not None:
             state.lag = max(0, led.told.last_stable_offset - max(state.end, led.told.log_start))
         reply.partitions.append(state)
+    for file, error in topic.damaged.all():
+        start, end = range_of(file)
+        reply.damaged.add(
+            partition=file.partition,
+            start=start,
+            end=end,
+            path=file.path,
+            problem=frames.error_of(error),
+        )
 
 
 # -- the shell (◦) -------------------------------------------------------------------------------

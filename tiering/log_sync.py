@@ -11,6 +11,7 @@ and there may be a month of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -51,5 +52,8 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EROFS:  # what is read-only has nothing to sync
+            raise
     finally:
         os.close(descriptor)

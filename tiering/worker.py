@@ -235,9 +235,10 @@ class TierWorker:
         self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
     ) -> Place:
         """The newest version known, if it reaches `upto`, or the newest there is; raises why it
-        cannot be read (T8).  What a node knows of a table it does not write to may be old.
+        cannot be read (T8).  What a node knows of a table it does not write to may be old.  A store
+        that refuses writes may be read.
         """
-        if isinstance(topic.owner.problem, errors.OperatorError):
+        if isinstance(topic.owner.problem, errors.TierTableChanged):
             raise topic.owner.problem.with_traceback(None)
         snapshot = topic.owner.snapshot
         if (

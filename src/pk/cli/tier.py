@@ -59,6 +59,16 @@ def as_object(found: TierDescription) -> dict[str, Any]:
         "status": found.status,
         "problem": error_json(found.problem),
         "partitions": [asdict(each) for each in found.partitions],
+        "damaged": [
+            {
+                "partition": each.partition,
+                "start": each.start,
+                "end": each.end,
+                "path": each.path,
+                "problem": error_json(each.problem),
+            }
+            for each in found.damaged
+        ],
         "storage_options": dict(found.storage_options),
         "open_with": open_with(found.uri, found.storage_options) if found.uri else {},
     }
@@ -79,6 +89,12 @@ def show(found: TierDescription) -> None:
                 [p.partition, p.start, p.end, p.lag, p.rows, p.removed, p.files, size_text(p.bytes)]
                 for p in found.partitions
             ],
+        )
+    if found.damaged:
+        typer.echo("missing or damaged files:")
+        table(
+            ["partition", "start", "end", "file"],
+            [[each.partition, each.start, each.end, each.path] for each in found.damaged],
         )
     for name, value in sorted(found.storage_options.items()):
         typer.echo(f"{name}={value}")

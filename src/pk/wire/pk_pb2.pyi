@@ -1719,6 +1719,7 @@ class DescribeTierReply(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     STORAGE_OPTIONS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     uri: _builtins.str
@@ -1730,6 +1731,8 @@ class DescribeTierReply(_message.Message):
     def problem(self) -> Global___Error: ...
     @_builtins.property
     def storage_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___DamagedFile]: ...
     def __init__(
         self,
         *,
@@ -1741,14 +1744,47 @@ class DescribeTierReply(_message.Message):
         status: _builtins.str = ...,
         problem: Global___Error | None = ...,
         storage_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        damaged: _abc.Iterable[Global___DamagedFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "problem", b"problem", "status", b"status", "storage_options", b"storage_options", "topic", b"topic", "topic_id", b"topic_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "partitions", b"partitions", "problem", b"problem", "status", b"status", "storage_options", b"storage_options", "topic", b"topic", "topic_id", b"topic_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeTierReply: _TypeAlias = DescribeTierReply  # noqa: Y015
+
+@_typing.final
+class DamagedFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    path: _builtins.str
+    @_builtins.property
+    def problem(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        path: _builtins.str = ...,
+        problem: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "partition", b"partition", "path", b"path", "problem", b"problem", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DamagedFile: _TypeAlias = DamagedFile  # noqa: Y015
 
 @_typing.final
 class ProducePartition(_message.Message):
