@@ -50,6 +50,7 @@ WORLD_GENERIC = {
     "pk.client.fetch_engine",
     "pk.client.offsets",
     "pk.client.produce_engine",
+    "pk.tiering.file_watch",
     "pk.tiering.reader",
     "pk.tiering.worker",
     "pk.server.broker",
