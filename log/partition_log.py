@@ -208,12 +208,14 @@ class PartitionLog(Writable):
         now_ms: int,
         from_client: bool = True,
         transactions: bool = False,
+        refusal: errors.PkError | None = None,
     ) -> Appended | Duplicate:
         """Give the batch offsets, in memory (the tables of log/validate.py).
 
         `header` comes from `batch.check`, and `columns.validate_body` was run.
         `from_client=False`: the broker's own batches (markers, metadata records).  `batch` must not
-        change until the plan that holds it completed."""
+        change until the plan that holds it completed.  `refusal`: why nothing may be appended now;
+        what is stored already is answered all the same."""
         self._check_open()
         if from_client:
             validate.check_batch(header, self.config, now_ms, transactions)
@@ -226,6 +228,8 @@ class PartitionLog(Writable):
             if verdict is validate.Verdict.DUPLICATE:
                 assert span is not None
                 return Duplicate(span.base_offset, span.last_offset, span.append_time_ms)
+        if refusal is not None:
+            raise refusal
         stamp = now_ms if self.config.log_append_time and not header.control else None
         base = self._tail.decided.next_offset
         parts = batches.patched(batch, base, leader_epoch, stamp)

@@ -142,6 +142,7 @@ class BrokerNode:
             offline_directories=core.offline_directories,
             positions=core.positions,
             offline_replicas=core.offline_replicas,
+            unfit=core.unfit,
             on_contact=core.metrics.contact_age.observe,
             say=self._say,
             on_fatal=self._fatal,
@@ -149,9 +150,10 @@ class BrokerNode:
         )
         await core.follower.catch_up()
         await core.follower.load()
+        self._upkeep = Upkeep(core)
+        await self._upkeep.measure_all()  # L16: before it is asked to lead
         core.link.start()
         core.follower.start()
-        self._upkeep = Upkeep(core)
         self._upkeep.start()
         await self._until_unfenced()
         self._serving.set()

@@ -46,7 +46,8 @@ class SimCluster:
         self.listeners: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.traps: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.on_damage: Callable[[Machine], bool] | None = None
-        self._server = {"tier_url": self.store.url, **server}
+        # Full disks of the simulator have less room than the default reserve leaves.
+        self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
 

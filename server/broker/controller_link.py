@@ -84,6 +84,7 @@ class ControllerLink:
             lambda asked: []
         ),
         offline_replicas: Callable[[], list[wire.FetchPartition]] = list,
+        unfit: Callable[[], list[wire.Unfit]] = list,
         on_contact: Callable[[int], None] = lambda age_ms: None,
         say: Callable[..., None] = lambda event, **facts: None,
     ) -> None:
@@ -99,6 +100,7 @@ class ControllerLink:
         self._offline_directories = offline_directories
         self._positions = positions
         self._offline_replicas = offline_replicas
+        self._unfit = unfit
         self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
         self._say = say  #: (event, **facts): one line in the log of the process
         self._lost = True  #: the log does not say that a controller answers
@@ -332,6 +334,7 @@ class ControllerLink:
                     offline_directories=self._offline_directories(),
                     positions=self._positions(asked),
                     offline_replicas=offline,
+                    unfit=self._unfit(),
                 ),
                 self._patience_ms(),
                 registered=True,

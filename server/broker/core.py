@@ -33,6 +33,7 @@ from pk.server.broker.purges import Purges
 from pk.server.broker.replicas import Replicas
 from pk.server.broker.tier_client import TierClient
 from pk.server.broker.tier_view import TierFeed
+from pk.server.controller.reports import STORAGE_FULL
 from pk.server.purgatory import ProducePurgatory, TimerHeap
 from pk.server.replication.leader import ACKS_ALL
 from pk.types import NONE, NodeId, Offset, PartitionKey
@@ -102,6 +103,7 @@ class BrokerCore:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._suspected: dict[PartitionKey, None] = {}
         self._offline: dict[WriteLane, None] = {}  #: lanes of directories known to have failed
+        self._full: dict[WriteLane, None] = {}  #: lanes of directories that were said to be full
 
     # -- what handlers ask -----------------------------------------------------------------------
 
@@ -188,11 +190,28 @@ class BrokerCore:
         """The one write lane of a directory."""
         lane = self._lanes.get(id(disk))
         if lane is None:
-            lane = self._lanes[id(disk)] = WriteLane(disk, on_bug=self.bug)
+            lane = self._lanes[id(disk)] = WriteLane(
+                disk,
+                on_bug=self.bug,
+                reserve_bytes=self.server["disk_reserve_bytes"],
+                on_space=self._space_changed,
+            )
         return lane
 
     def lanes(self) -> list[WriteLane]:
         return list(self._lanes.values())
+
+    def _space_changed(self, lane: WriteLane) -> None:
+        """L16: the controller hears at once of a directory that is full, or has room again."""
+        root, free = lane.disk.storage.root, lane.space.free
+        if lane.space.full and lane not in self._full:
+            self._full[lane] = None
+            self.warn("directory_full", directory=root, free_bytes=free)
+        elif not lane.space.full and lane in self._full:
+            del self._full[lane]
+            self.warn("directory_has_room", directory=root, free_bytes=free)
+        if hasattr(self, "link"):
+            self.link.beat_soon()
 
     def lane_full(self, key: PartitionKey) -> bool:
         partition = self.partitions.get(key)
@@ -328,6 +347,24 @@ class BrokerCore:
                 continue
             if key in closed or state.leader_epoch == anew.get(key):
                 found.append(wire.FetchPartition(topic_id=key.topic_id, partition=key.partition))
+        return found
+
+    def unfit(self) -> list[wire.Unfit]:
+        """Which replicas here should not lead, and why (rule L16)."""
+        lanes = [
+            self.lane_of(each.disk) for each in self.manager.directories if each.failed is None
+        ]
+        full = [lane for lane in lanes if lane.space.full]
+        short = [lane for lane in lanes if not lane.space.full and not lane.space.roomy]
+        found = []
+        for some, gives_up in ((full, True), (short, False)):
+            if not some:
+                continue
+            said = wire.Unfit(reason=STORAGE_FULL, gives_up=gives_up, all=len(some) == len(lanes))
+            for key, partition in {} if said.all else self.partitions.items():
+                if partition.lane in some:
+                    said.replicas.add(topic_id=key.topic_id, partition=key.partition)
+            found.append(said)
         return found
 
     def positions(self, asked: Sequence[wire.FetchPartition]) -> list[wire.ReplicaPosition]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from pk import limits
 from pk.log.recent import Recent
 from pk.log.storage import Disk
+from pk.server.broker.space import Space
 
 
 class Appender(Protocol):
@@ -50,8 +51,11 @@ class WriteLane:
         *,
         on_bug: Callable[[str, BaseException], None],
         bytes_max: int = limits.WRITE_QUEUE_BYTES_MAX,
+        reserve_bytes: int = 0,
+        on_space: Callable[[WriteLane], None] = lambda lane: None,
     ) -> None:
         self.disk = disk
+        self.space = Space(disk.storage.root, reserve_bytes, lambda: on_space(self))
         self.recent = Recent()  #: what it wrote last, for readers that wait for it
         self.queued_bytes = 0
         self.rounds = 0
@@ -66,6 +70,7 @@ class WriteLane:
     def submit(self, appender: Appender, size: int) -> None:
         """`appender` has decided `size` more bytes."""
         self.queued_bytes += size
+        self.space.spend(size)
         self._dirty[appender] = None
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._rounds())

@@ -28,6 +28,9 @@ class BrokerMetrics:
         self.parked = gauge("produce_parked", "produce replies that wait for the high watermark")
         self.write_queue = gauge("write_queue_bytes", "decided bytes not yet written", ("dir",))
         self.free = gauge("storage_free_bytes", "free space of a data directory", ("dir",))
+        self.full = gauge(
+            "storage_full", "1 = a data directory has no room for clients (rule L16)", ("dir",)
+        )
         self.partitions = gauge("partitions", "partitions of this broker", ("state",))
         self.offline_directories = gauge(
             "offline_directories", "data directories whose disk failed since the start"

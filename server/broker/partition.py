@@ -33,6 +33,7 @@ from pk.server.broker.deletions import Deletions
 from pk.server.broker.fetch_session import READ_COMMITTED
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.tier_view import TierState, known_below, tier_has_what_left
+from pk.server.broker.watchers import EndWatcher, Follows, Watcher
 from pk.server.controller.image import PartitionState
 from pk.server.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
 from pk.server.replication.leader import ACKS_ALL, Leader
@@ -87,36 +88,6 @@ class Ticket:
         sink, self.sink, self.parked = self.sink, None, None
         if sink is not None:
             sink(self, error)
-
-
-class Watcher(Protocol):
-    """A fetch stream that holds a position here."""
-
-    def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
-        """The bound moved; `urgent`: or an epoch or an end, so look at the position."""
-        ...
-
-
-class EndWatcher(Watcher, Protocol):
-    """A follower's stream: it reads to the log's end, and is told the watermark without hurry."""
-
-    def watermark_moved(self, key: PartitionKey) -> None: ...
-
-
-class Follows(Protocol):
-    """This broker's replica while another broker leads (replicas.py)."""
-
-    def stored(self, size: int) -> None:
-        """`size` fetched bytes are WRITTEN, or SYNCED where the topic asks for that."""
-        ...
-
-    def log_start_moved(self) -> None:
-        """This replica's log start moved, durably."""
-        ...
-
-    def not_stored(self, error: errors.PkError) -> None:
-        """What was decided and not written is undone: fetch it again."""
-        ...
 
 
 class Host(Protocol):
@@ -266,7 +237,13 @@ class Partition:
             self._host.purgatory.check_room()
         elif header.idempotent:
             raise errors.InvalidRequest("an idempotent producer needs acks=all (rule L6)")
-        decided = self.log.decide(header, batch, leader_epoch=leader.leader_epoch, now_ms=now_ms)
+        decided = self.log.decide(
+            header,
+            batch,
+            leader_epoch=leader.leader_epoch,
+            now_ms=now_ms,
+            refusal=self.lane.space.refusal(),
+        )
         ticket.base_offset, ticket.last_offset = decided.base_offset, decided.last_offset
         ticket.append_time_ms = decided.log_append_time_ms
         ticket.log_start = self.log.log_start
@@ -346,6 +323,8 @@ class Partition:
             ticket.answer(self.as_told(error))
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
+        if isinstance(error, errors.StorageFull):
+            self.lane.space.no_room(self._host.now_ms)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
             self._host.storage_failed(self, error)
         elif self.replica is not None:

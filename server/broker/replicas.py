@@ -83,17 +83,20 @@ class Replica:
         return self.partition.replica is self
 
     def stored(self, size: int) -> None:
-        """partition.Follows."""
+        """watchers.Follows."""
         self.fetcher.stored(self, size)
 
     def log_start_moved(self) -> None:
-        """partition.Follows."""
+        """watchers.Follows."""
         self.fetcher.stored(self, 0)
 
     def not_stored(self, error: errors.PkError) -> None:
-        """partition.Follows."""
+        """watchers.Follows."""
         self.fetcher.stored(self, self.owed)
-        self.fetcher.again(self, FULL_MS if isinstance(error, errors.StorageFull) else 0)
+        if isinstance(error, errors.StorageFull):
+            self.fetcher.no_room(self)
+        else:
+            self.fetcher.again(self)
 
 
 class Replicas:
@@ -162,6 +165,7 @@ class LeaderFetcher:
         self._position_id = 0  #: of the newest
         self._confirm: dict[PartitionKey, Replica] = {}
         self._forget: list[PartitionKey] = []
+        self._full: dict[PartitionKey, Replica] = {}  #: what they fetched found no room (L16)
         self._owed = 0  #: credit that comes back when what was fetched is written
         self._credit = 0  #: to be granted with the next request
         self._wake = asyncio.Event()
@@ -180,6 +184,7 @@ class LeaderFetcher:
         if self._replicas.get(replica.key) is replica:
             del self._replicas[replica.key]
             self._confirm.pop(replica.key, None)
+            self._full.pop(replica.key, None)
             self._forget.append(replica.key)
             self._returns(replica, replica.owed)
             self._wake.set()
@@ -196,6 +201,12 @@ class LeaderFetcher:
         wait_ms = max(wait_ms, min(AGAIN_MS[0] << min(replica.refused, 10), AGAIN_MS[1]))
         replica.refused += 1
         self._spawn(self._later(replica, wait_ms))
+
+    def no_room(self, replica: Replica) -> None:
+        """What was fetched could not be stored: the leader must not wait for this replica (L16)."""
+        self._full[replica.key] = replica
+        self._wake.set()
+        self.again(replica, FULL_MS)
 
     async def _later(self, replica: Replica, wait_ms: int) -> None:
         await self.core.clock.sleep_ms(wait_ms * self.core.world.rng.uniform(0.5, 1.0))
@@ -306,6 +317,7 @@ class LeaderFetcher:
         self._positions.clear()
         self._confirm.clear()
         self._forget.clear()
+        self._full.clear()
         self._owed, self._credit = 0, limits.FETCH_CREDIT_BYTES
         for replica in list(self._replicas.values()):
             replica.owed = 0
@@ -338,7 +350,7 @@ class LeaderFetcher:
 
     def _request(self, broker_epoch: int) -> wire.FetchRequest | None:
         """Everything there is to say; None = nothing."""
-        if not (self._positions or self._confirm or self._forget or self._credit):
+        if not (self._positions or self._confirm or self._forget or self._credit or self._full):
             return None
         request = wire.FetchRequest(
             replica_id=self.core.node_id,
@@ -355,6 +367,11 @@ class LeaderFetcher:
             replica = self._positions.popleft()
             if replica.current and replica.placed:
                 self._add_position(request, replica)
+        full, self._full = self._full, {}
+        for key, replica in full.items():
+            request.full.add(
+                topic_id=key.topic_id, partition=key.partition, leader_epoch=replica.leader_epoch
+            )
         confirm, self._confirm = self._confirm, {}
         for key, replica in confirm.items():
             if replica.current and replica.placed:
@@ -471,7 +488,7 @@ class LeaderFetcher:
             del changing[key]
             self._ended(ended)
             if not ended.cancelled() and not ended.exception() and not ended.result():
-                self.again(replica, FULL_MS)
+                self.no_room(replica)
             else:
                 self._place_soon(replica)
 
@@ -484,6 +501,7 @@ class LeaderFetcher:
         except errors.PkError as error:
             if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
                 self.core.metrics.refused(error)
+                replica.partition.lane.space.no_room(self.core.now_ms)
                 return False
             self.core.storage_failed(replica.partition, error)
         return True

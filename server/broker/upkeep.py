@@ -43,6 +43,7 @@ from pk import errors
 from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
 from pk.server.broker.clock_guard import ClockGuard
+from pk.server.broker.lanes import WriteLane
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_health import TierHealth
 from pk.types import NONE, Offset, PartitionKey
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 TICK_MS = 250
 GAUGES_MS = 5_000
+#: Between two measurements of a directory's free space; a full one is measured at every tick (L16).
+SPACE_MS = 1_000
 #: Partitions of one directory whose retention is under way at once.
 VISITS_MAX = 16
 
@@ -82,6 +85,7 @@ class Upkeep:
         )
         self._gauges_at = 0
         self._tier_health = TierHealth()
+        self._measured_ms: dict[Disk, int] = {}  #: when the last measurement of each began
         self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
         self._led_all = 0  #: how many they were when the round began
         self._turns = 0.0
@@ -117,6 +121,7 @@ class Upkeep:
         self._remove_doomed(now_ms)
         self._consider_followers()
         core.notice_failed_directories()
+        self._measure_due(now_ms)
         self._turn_wheel()
         if now_ms >= self._checkpoint_at:
             interval_ms = core.server["log_flush_offset_checkpoint_interval_ms"]
@@ -448,13 +453,30 @@ class Upkeep:
         for lane in core.lanes():
             disk = lane.disk
             metrics.write_queue.labels(disk.storage.root).set(lane.queued_bytes)
-            self._beside("free space", disk, partial(self._measure, disk))
+            metrics.full.labels(disk.storage.root).set(lane.space.full)
 
-    async def _measure(self, disk: Disk) -> None:
+    # -- free space (rule L16) -------------------------------------------------------------------
+
+    async def measure_all(self) -> None:
+        """Every directory, before the wheel turns.  One that cannot tell has failed."""
+        core = self._core
+        for each in core.manager.directories:
+            await self._guarded("free space", self._measure(core.lane_of(each.disk)))
+
+    def _measure_due(self, now_ms: int) -> None:
+        for lane in self._core.lanes():
+            wait_ms = 0 if lane.space.full else SPACE_MS
+            if now_ms - self._measured_ms.get(lane.disk, NONE) >= wait_ms:
+                self._beside("free space", lane.disk, partial(self._measure, lane))
+
+    async def _measure(self, lane: WriteLane) -> None:
         """A file system that is away may hang here, too: not on the loop (U4)."""
-        storage = disk.storage
-        free = 0 if storage.failed else await disk.read(storage.free_bytes)
-        self._core.metrics.free.labels(storage.root).set(free)
+        core, storage = self._core, lane.disk.storage
+        self._measured_ms[lane.disk] = core.now_ms
+        free = 0 if storage.failed else await lane.disk.read(storage.free_bytes)
+        core.metrics.free.labels(storage.root).set(free)
+        if storage.failed is None:
+            lane.space.measured(free - lane.queued_bytes, core.now_ms)
 
 
 def _told(partition: Partition) -> Offset:

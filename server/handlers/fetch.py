@@ -123,7 +123,7 @@ class FetchStream:
             self._stream.close()
 
     def watermark_moved(self, key: PartitionKey) -> None:
-        """partition.EndWatcher."""
+        """watchers.EndWatcher."""
         if self._replica is not None:
             self._replica.watermark_moved(key)
 
@@ -151,6 +151,7 @@ class FetchStream:
             if self._replica is not None:
                 self._replica.check(head.fetch)
                 self._replica.confirmed(head.fetch)
+                self._replica.full(head.fetch)
             removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
             if self._replica is not None:
                 self._replica.forgotten(removed)

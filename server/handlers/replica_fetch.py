@@ -93,6 +93,20 @@ class ReplicaEnd:
             ):
                 self._confirm(key, position, item.log_end, item.log_start)
 
+    def full(self, request: wire.FetchRequest) -> None:
+        """L16: replicas that cannot store what they fetch must not hold the watermark back."""
+        for item in request.full:
+            partition = self._core.partitions.get(PartitionKey(item.topic_id, item.partition))
+            leader = None if partition is None else partition.leader
+            if (
+                partition is not None
+                and leader is not None
+                and leader.leader_epoch == item.leader_epoch
+                and leader.broker_epoch_of(self.replica) in (NONE, self.broker_epoch)
+            ):
+                leader.on_follower_full(self.replica)
+                self._core.isr_changes.consider(partition)
+
     def forgotten(self, keys: list[PartitionKey]) -> None:
         """It does not follow these any more: not as it did on this stream.  On a newer one it may
         do so again, and at rest would not be heard a second time (P1).

@@ -8,7 +8,8 @@ caught up at the earlier time.  So a follower that is always one batch behind, b
 coming, is in sync; one that stands still is not.
 
 Invariants
-  S1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break
+  S1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break, or, if
+      enough others stay, when it says that it is behind because its disk is full (rule L16)
   S2  a replica joins only when it has everything below the high watermark, everything that was
       there when the leader's epoch began, and knows what was deleted (rule T9)
   S3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
@@ -45,6 +46,7 @@ class InSync:
         self._known: dict[NodeId, Progress] = {
             member: Progress(0, now_ms, now_ms, log_end, NONE) for member in isr
         }
+        self._full: dict[NodeId, None] = {}  #: had no room for what they fetched last
 
     def end_of(self, replica: NodeId) -> Offset:
         """What `replica` confirmed; 0 = nothing yet."""
@@ -67,6 +69,8 @@ class InSync:
     ) -> None:
         """`replica` keeps everything of `[log_start, end)`."""
         known = self._known.get(replica)
+        if end >= leader_end or (known is not None and end > known.end):
+            self._full.pop(replica, None)  # it stores again
         if known is None:
             known = self._known[replica] = Progress(end, NONE, now_ms, leader_end, broker_epoch)
         if end >= leader_end:
@@ -89,10 +93,12 @@ class InSync:
         eligible: Mapping[NodeId, int],
         now_ms: int,
         lag_max_ms: int,
+        required: int = 1,
     ) -> tuple[NodeId, ...]:
         """The ISR that should be, in replica order.
 
         `eligible`: broker epochs of the brokers that may join: registered, unfenced, not leaving.
+        `required`: how many must stay, should members leave because their disks are full.
         """
         members: list[NodeId] = []
         for replica in replicas:
@@ -103,7 +109,12 @@ class InSync:
                     members.append(replica)
             elif self._may_join(replica, max(high_watermark, epoch_start), log_start, eligible):
                 members.append(replica)
-        return tuple(members)
+        stays = [each for each in members if each not in self._full or self.end_of(each) >= log_end]
+        return tuple(stays if len(stays) >= required else members)
+
+    def no_room(self, replica: NodeId) -> None:
+        """`replica` cannot store what it fetches (S1)."""
+        self._full[replica] = None
 
     def _lags(self, replica: NodeId, log_end: Offset, now_ms: int, lag_max_ms: int) -> bool:
         """S1."""
@@ -121,7 +132,12 @@ class InSync:
     ) -> bool:
         """S2, S3."""
         known = self._known.get(replica)
-        if known is None or known.end < needed or known.log_start < log_start:
+        if (
+            replica in self._full
+            or known is None
+            or known.end < needed
+            or known.log_start < log_start
+        ):
             return False
         return eligible.get(replica) == known.broker_epoch
 
@@ -137,6 +153,7 @@ class InSync:
     def forget(self, replica: NodeId) -> None:
         """S4: until its log was compared again."""
         self._known.pop(replica, None)
+        self._full.pop(replica, None)
 
     def lag_of(self, replica: NodeId, log_end: Offset) -> int:
         """Records `replica` has not confirmed yet."""

@@ -204,6 +204,7 @@ class Leader:
             eligible=eligible,
             now_ms=now_ms,
             lag_max_ms=lag_max_ms,
+            required=self.in_sync_required,
         )
         return None if set(wanted) == set(self.isr) else wanted
 
@@ -224,6 +225,10 @@ class Leader:
         """`replica` said that it does not follow any more; members of the ISR leave by a record."""
         if replica not in (*self.isr, *self._pending):
             self._followers.forget(replica)
+
+    def on_follower_full(self, replica: NodeId) -> None:
+        """`replica` has no room for what it fetched (rule L16)."""
+        self._followers.no_room(replica)
 
     def counts_on(self, replica: NodeId, end: Offset) -> bool:
         """An ISR was asked for, and may yet be granted, because `replica` had more than `end`."""

@@ -269,8 +269,10 @@ SERVER = Options(
                "how long a fetch waits for the tier", "ms", 0),
         Option("producer_id_expiration_ms", int, DAY_MS,
                "idempotence state of a silent producer is forgotten after this", "ms", 1),
-        Option("disk_reserve_bytes", int, 0,
-               "a directory with less free space than this refuses produce", "bytes", 0),
+        Option("disk_reserve_bytes", int, 64 * MIB,
+               "a directory with less free space refuses produce, and gives leadership to replicas "
+               "with twice as much; followers, metadata and checkpoints go on in it",
+               "bytes", 0),
         Option("shutdown_timeout_ms", int, 10_000,
                "a draining process is stopped after this", "ms", 0),
         Option("cold_cache_bytes", int, 256 * MIB, "memory of the tier's read cache", "bytes", 0),

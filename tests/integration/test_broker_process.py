@@ -200,7 +200,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_pushes_back_and_service_resumes_with_space(small_disk: Path) -> None:
     """A retriable typed error, reads go on, nothing torn is served, nothing acknowledged lost."""
-    with EmbeddedServer(small_disk / "node") as server:
+    with EmbeddedServer(small_disk / "node", settings={"disk_reserve_bytes": 0}) as server:
         ballast = small_disk / "ballast"
         ballast.write_bytes(bytes(32 << 20))
 

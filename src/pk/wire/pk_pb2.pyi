@@ -1998,6 +1998,7 @@ class FetchRequest(_message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: _builtins.int
     RACK_FIELD_NUMBER: _builtins.int
     CONFIRMED_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.int
     """-1 = consumer"""
     isolation: _builtins.int
@@ -2015,6 +2016,10 @@ class FetchRequest(_message.Message):
     def confirmed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaEnd]:
         """of followers (replica_epoch > 0: the broker epoch of `replica_id`): everything below `log_end` is kept there"""
 
+    @_builtins.property
+    def full(self) -> _containers.RepeatedCompositeFieldContainer[Global___FullReplica]:
+        """what was fetched could not be stored: the disk is full (L16)"""
+
     def __init__(
         self,
         *,
@@ -2029,14 +2034,40 @@ class FetchRequest(_message.Message):
         replica_epoch: _builtins.int = ...,
         rack: _builtins.str = ...,
         confirmed: _abc.Iterable[Global___ReplicaEnd] | None = ...,
+        full: _abc.Iterable[Global___FullReplica] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "credit_bytes", b"credit_bytes", "forgotten", b"forgotten", "isolation", b"isolation", "max_bytes", b"max_bytes", "max_wait_ms", b"max_wait_ms", "min_bytes", b"min_bytes", "positions", b"positions", "rack", b"rack", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "credit_bytes", b"credit_bytes", "forgotten", b"forgotten", "full", b"full", "isolation", b"isolation", "max_bytes", b"max_bytes", "max_wait_ms", b"max_wait_ms", "min_bytes", b"min_bytes", "positions", b"positions", "rack", b"rack", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class FullReplica(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    leader_epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FullReplica: _TypeAlias = FullReplica  # noqa: Y015
 
 @_typing.final
 class ReplicaEnd(_message.Message):

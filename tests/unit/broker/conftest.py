@@ -332,7 +332,8 @@ class Cluster:
         self.world = SimWorld(seed)
         self.disks = [f"d{number}" for number in range(1, disks + 1)]
         self.boot = "boot-1"
-        self.server = settings.SERVER.resolve({"listen": LISTEN, **server})
+        given = {"listen": LISTEN, "disk_reserve_bytes": 0, **server}
+        self.server = settings.SERVER.resolve(given)
         self.run = RunConfig(
             dirs=tuple(f"/sim/{name}" for name in self.disks),
             directory_ids=tuple(name.ljust(36, "d") for name in self.disks),

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from pk.server.broker.lanes import WriteLane
+from pk.sim.disk import SimStorage
 
 T = TypeVar("T")
 
@@ -17,6 +18,7 @@ class SlowDisk:
     """A lane whose rounds end when the test says so."""
 
     def __init__(self) -> None:
+        self.storage = SimStorage()
         self.gate = asyncio.Event()
         self.rounds: list[int] = []
 
@@ -117,6 +119,8 @@ def test_a_full_queue_makes_producers_wait_and_wakes_them_in_order() -> None:
 
 def test_a_lane_that_is_gone_fails_its_round() -> None:
     class Closed:
+        storage = SimStorage()
+
         async def write(self, work: Callable[[], Any]) -> Any:
             raise OSError("closed")
 

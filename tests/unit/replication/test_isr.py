@@ -153,3 +153,28 @@ def test_an_undone_write_is_not_waited_for() -> None:
     assert not one.ready
     one.on_undone(8)
     assert one.ready
+
+
+def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
+    """S1, L16: what it cannot store would hold back every acknowledgement."""
+    known = InSync((1, 2, 3), 0, now_ms=0)
+    for member, epoch in ((2, 20), (3, 30)):
+        known.heard(member, 10, 10, now_ms=0, broker_epoch=epoch)
+    known.no_room(2)
+    assert wanted(known, (1, 2, 3)) == (1, 2, 3), "it has everything"
+    assert wanted(known, (1, 2, 3), log_end=11, required=2) == (1, 3)
+    assert wanted(known, (1, 2, 3), log_end=11, required=3) == (1, 2, 3)
+    known.heard(2, 10, 11, now_ms=5, broker_epoch=20)
+    assert wanted(known, (1, 2, 3), log_end=11, required=2) == (1, 3), "it asks again, no more"
+    assert wanted(known, (1, 3), log_end=11, required=2) == (1, 3), "nor does it join so"
+    known.heard(2, 11, 12, now_ms=5, broker_epoch=20)
+    assert wanted(known, (1, 2, 3), log_end=12, required=2) == (1, 2, 3), "it stores again"
+    assert wanted(known, (1, 3), log_end=12, required=2) == (1, 2, 3)
+
+
+def test_who_left_and_was_forgotten_is_not_taken_for_full() -> None:
+    known = InSync((1, 2), 0, now_ms=0)
+    known.no_room(2)
+    known.forget(2)
+    known.heard(2, 10, 11, now_ms=0, broker_epoch=20)
+    assert wanted(known, (1,), log_end=11) == (1, 2)
