@@ -72,6 +72,10 @@ class Extent(NamedTuple):
             crc,
         )
 
+    def beyond(self, size: int, next_offset: int) -> Extent:
+        """The same batches, but the end is another one: damage lies between."""
+        return self._replace(size=size, next_offset=next_offset)
+
 
 class SparseIndex:
     """The entries of one segment in memory."""

@@ -20,6 +20,9 @@ Rules
   O8  a producer snapshot above the end, or an aborted index that goes beyond it, goes for good
       before anything is appended: it knows what was lost, or refused, and other records come to
       stand there.
+  O10 what salvage steps over is told: each damaged range is a note, and `Segment.damage` makes
+      every reader of it a `DataLoss`.  Above the recovery point a power loss may have torn a log:
+      what does not match there is cut (recovery.py: G), never called damage.
   O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later
       would bring back what was cut, at offsets where others have other records.
 """
@@ -34,12 +37,14 @@ from pk import errors
 from pk.log import aborted, checkpoints, columns, index, producers, recovery
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
+from pk.log.damage import Damage
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
 from pk.log.reading import verify_batches
 from pk.log.recovery import Action, IndexState, Stop
+from pk.log.salvage import FAR, bases_of, salvage_map
 from pk.log.segment import (
     DELETED,
     INDEX,
@@ -88,6 +93,8 @@ class Opening:
     changed: bool = False
     rebuilt: list[tuple[Segment, SparseIndex]] = field(default_factory=list)
     epochs_known: bool = False  #: their file is whole: no batch is of a newer one (O6)
+    #: What is known to be damaged, by the base offset of its segment.
+    damage: dict[Offset, tuple[Damage, ...]] = field(default_factory=dict)
 
     def name(self, base_offset: int, suffix: str = LOG) -> str:
         return f"{self.path}/{file_name(base_offset, suffix)}"
@@ -106,9 +113,35 @@ def load(
     recovery_point: int,
     log_start: int,
     now_ms: int,
+    salvage: bool = False,
 ) -> Loaded:
-    """Open or create the log in `path`.  Raises `CorruptLog`, `StorageFailed`, `StorageFull`."""
+    """Open or create the log in `path`.  Raises `CorruptLog`, `StorageFailed`, `StorageFull`.
+
+    `salvage`: a log with damaged ranges is opened, too, if it is known where each ends (O10).
+    """
     opening = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
+    try:
+        return _load(opening, log_start)
+    except errors.CorruptLog:
+        if not salvage:
+            raise
+        again = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
+        trusted_to = FAR if clean or same_boot else recovery_point
+        again.damage = salvage_map(
+            storage, path, trusted=clean, trusted_to=trusted_to, dense=not config.compacted
+        )
+        if not again.damage:
+            raise
+    for ranges in again.damage.values():
+        for each in ranges:
+            again.note("O10", f"offsets {each} are damaged: {each.problem}")
+    return _load(again, log_start)
+
+
+def _load(opening: Opening, log_start: Offset) -> Loaded:
+    storage, path = opening.storage, opening.path
+    clean, same_boot = opening.clean, opening.same_boot
+    recovery_point = opening.recovery_point
     storage.make_dir(path)
     _sweep(opening)
     segments = _segments(opening)
@@ -183,13 +216,12 @@ def _sync(storage: Storage, segment: Segment) -> None:
 
 
 def _segments(opening: Opening) -> list[Segment]:
-    bases = [
-        b for name in opening.storage.list(opening.path) if (b := base_offset_of(name)) is not None
-    ]
+    bases = bases_of(opening.storage, opening.path)
     kept: list[Segment] = []
     for number, base in enumerate(bases):
         segment = Segment(opening.storage, opening.path, base)
-        size = _size(opening, segment)
+        segment.damage = opening.damage.get(base, ())
+        size = segment.stored_bytes()
         if kept:
             row, action = recovery.joint(
                 end_before=kept[-1].written.next_offset,
@@ -224,19 +256,13 @@ def _segments(opening: Opening) -> list[Segment]:
     return kept
 
 
-def _size(opening: Opening, segment: Segment) -> int:
-    file = opening.storage.open(segment.path(), write=False)
-    try:
-        return file.size()
-    finally:
-        file.close()
-
-
 def _examine(
     opening: Opening, segment: Segment, size: int, trusted: bool, later: list[int]
 ) -> bool:
     """Make `segment.written` true, repairing as the table says; True if the log was cut here."""
     sparse, extent, state = _look(segment, size)
+    if state is IndexState.BEYOND and segment.damage:
+        state = IndexState.UNUSABLE  # the end that is missing is known to be
     row, action = recovery.before(trusted=trusted, index=state)
     if action is Action.CORRUPT:
         raise errors.CorruptLog(
@@ -261,13 +287,18 @@ def _examine(
         extent.next_offset,
         verify_from=opening.recovery_point if action is Action.SCAN else None,
         dense=not opening.config.compacted,
+        damage=segment.damage,
     )
     for position, header in walk:
+        if position > extent.size:
+            extent = extent.beyond(position, header.base_offset)
         if position - sparse.last_position >= max(opening.config.index_interval_bytes, 1):
             sparse.add(header.base_offset, position, extent.max_timestamp)
         extent = extent.grown(
             header, header.base_offset, header.max_timestamp, header.crc, opening.now_ms
         )
+    if walk.position > extent.size:
+        extent = extent.beyond(walk.position, walk.next_offset)
     row, action = recovery.after(
         walk.stop,
         trusted=trusted,
@@ -309,6 +340,8 @@ def _look(segment: Segment, size: int) -> tuple[SparseIndex, Extent, IndexState]
 def _accept(
     opening: Opening, segment: Segment, sparse: SparseIndex, extent: Extent, sealed: bool
 ) -> None:
+    if segment.damage and segment.damage[-1].end_position == extent.size:
+        extent = extent.beyond(extent.size, segment.damage[-1].end)
     segment.written = segment.decided = extent
     segment.index = None if sealed else sparse
     segment.synced = opening.clean or (sealed and extent.next_offset <= opening.recovery_point)
@@ -324,7 +357,7 @@ def _remove_index(opening: Opening, segment: Segment) -> None:
 
 
 def _has_data(opening: Opening, base: int) -> bool:
-    return _size(opening, Segment(opening.storage, opening.path, base)) > 0
+    return Segment(opening.storage, opening.path, base).stored_bytes() > 0
 
 
 def _cut(opening: Opening, segment: Segment, size: int, later: list[int]) -> None:
@@ -375,7 +408,7 @@ def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
 
 def _walk(segment: Segment, position: int, next_offset: int | None = None) -> Walk:
     base = segment.base_offset if next_offset is None else next_offset
-    return Walk(segment.read_at, position, segment.written.size, base)
+    return Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
 
 
 def snapshots(storage: Storage, path: str) -> list[int]:

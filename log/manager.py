@@ -271,6 +271,7 @@ class LogManager:
             log_start=directory.log_starts.get(key),
             now_ms=self._world.clock.wall_ms(),
             cache=self._cache,
+            salvage=True,
         )
 
     # -- partitions --------------------------------------------------------------------------------

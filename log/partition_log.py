@@ -126,10 +126,11 @@ class PartitionLog(Writable):
         now_ms: int,
         same_boot: bool = False,
         cache: IndexCache | None = None,
+        salvage: bool = False,
     ) -> PartitionLog:
         """Open or create.  `clean`: it was closed properly; `same_boot`: the page cache outlived
-        the process, so that only the very tail may be torn.  Raises `CorruptLog` (rule L9),
-        `StorageFailed`, `StorageFull`."""
+        the process, so that only the very tail may be torn.  `salvage`: see `loading.load`.
+        Raises `CorruptLog` (rule L9), `StorageFailed`, `StorageFull`."""
         loaded = loading.load(
             storage,
             path,
@@ -139,6 +140,7 @@ class PartitionLog(Writable):
             recovery_point=recovery_point,
             log_start=log_start or 0,
             now_ms=now_ms,
+            salvage=salvage,
         )
         first, end = loaded.segments[0].base_offset, loaded.segments[-1].written.next_offset
         start = min(first if log_start is None else log_start, end)

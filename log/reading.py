@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns
+from pk.log import columns, damage
 from pk.log.batch import Header
+from pk.log.damage import Damage
 from pk.log.encoding import numbers
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import NO_TIMESTAMP, SparseIndex
@@ -71,7 +72,7 @@ class Readable:
         log_start in a segment that is still there: a follower's copy begins where segments do.
 
         Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
-        L9)."""
+        L9), and `DataLoss` in a range that is known to be damaged."""
         segments, end = self._segments, self._written_end
         start = segments[0].base_offset if stored else self._first_of(segments)
         if not start <= offset <= end:
@@ -88,8 +89,9 @@ class Readable:
         for segment in segments[at:]:
             if segment.base_offset >= bound:
                 break
+            limit = _whole_until(segment, offset, bound) if segment.damage else bound
             with self._guarding(segment):
-                piece = segment.piece(self._index(segment), offset, bound, max_bytes, min_one_batch)
+                piece = segment.piece(self._index(segment), offset, limit, max_bytes, min_one_batch)
             if piece is None:
                 continue  # nothing at or above `offset` is left in this segment
             begins = piece.base_offset if piece.data else piece.next_offset
@@ -100,7 +102,9 @@ class Readable:
                     next_offset=str(begins),
                 )
             if verify or verify_first:
-                verify_batches(segment.path(), piece.data, first_only=not verify)
+                verify_batches(
+                    segment.path(), piece.data, first_only=not verify, offset=piece.base_offset
+                )
                 self._check_epoch(segment, piece.data)
             epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
             return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
@@ -142,7 +146,54 @@ class Readable:
             if self._retired:
                 gone = errors.NotLeaderOrFollower(f"{self.topic_partition} was closed or deleted")
                 raise gone from cause
-            raise errors.CorruptLog(f"{segment.path()} is missing", file=segment.path()) from cause
+            raise errors.CorruptLog(
+                f"{segment.path()} is missing",
+                file=segment.path(),
+                offset=str(segment.base_offset),
+            ) from cause
+
+    # -- damage --------------------------------------------------------------------------------
+
+    @property
+    def damage(self) -> list[Damage]:
+        """The ranges that are known to be damaged, ascending."""
+        return [each for segment in self._segments for each in segment.damage]
+
+    def survey(self, offset: int) -> list[Damage]:
+        """Look at every batch of the segment that holds `offset`; the damaged ranges that were not
+        known.  From now on readers get `DataLoss` there, and everything else.  Takes as long as
+        reading the segment; for the read lane.
+        """
+        segments = self._segments
+        at = max(0, bisect_right(segments, offset, key=lambda s: s.base_offset) - 1)
+        segment, extent = segments[at], segments[at].written
+        try:
+            found = damage.survey(
+                segment.read_at,
+                extent.size,
+                segment.base_offset,
+                end_offset=extent.next_offset,
+                index=self._index_if_whole(segment),
+                epoch_of=self.epochs.epoch_of,
+                dense=not self.config.compacted,
+            )
+        except FileNotFoundError:
+            if segment.dropped or self._retired:
+                return []
+            gone = f"{segment.path()} is missing"
+            found = [Damage(segment.base_offset, extent.next_offset, 0, extent.size, gone)]
+        fresh = [each for each in found if each not in segment.damage]
+        if fresh:
+            segment.damage = tuple(found)
+            self._cache.forget(segment)
+        return fresh
+
+    def _index_if_whole(self, segment: Segment) -> SparseIndex | None:
+        """None: it is gone, and cannot be made anew of what is damaged."""
+        try:
+            return self._index(segment)
+        except errors.CorruptLog:
+            return None
 
     def offset_for_time(self, timestamp_ms: int, bound: int) -> TimeOffset | None:
         """The first offset in `[local_log_start, bound)` with a timestamp of at least
@@ -163,7 +214,7 @@ class Readable:
     def _time_in(self, segment: Segment, timestamp_ms: int, start: int) -> TimeOffset | None:
         sparse = self._index(segment)
         position, base = sparse.floor_position(sparse.floor_time(timestamp_ms))
-        walk = Walk(segment.read_at, position, segment.written.size, base)
+        walk = Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
         for at, header in walk:
             if (
                 header.max_timestamp < timestamp_ms
@@ -207,7 +258,7 @@ class Readable:
         sparse = self._index(segment)
         position, base = sparse.floor_position(sparse.floor(start))
         top = NO_TIMESTAMP
-        walk = Walk(segment.read_at, position, segment.written.size, base)
+        walk = Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
         for at, header in walk:
             if header.base_offset >= bound:
                 return top
@@ -263,6 +314,16 @@ class Readable:
         return [(offset, size - sizes[0]) for offset, size in zip(marks, sizes, strict=True)]
 
 
+def _whole_until(segment: Segment, offset: int, bound: int) -> int:
+    """How far batches can be read from `offset` on.  Raises `DataLoss` if that is damaged."""
+    for each in segment.damage:
+        if max(offset, segment.base_offset) < each.end:
+            if each.start <= offset:
+                raise damage.lost(segment.path(), each)
+            return min(bound, each.start)
+    return bound
+
+
 def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers, Numbers]:
     """Offset and timestamp of each record of one batch.  Raises `CorruptLog` (rule L9)."""
     raw = segment.read_at(position, header.length)
@@ -271,18 +332,20 @@ def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers,
     return numbers(rows.column("offset")), numbers(rows.column("timestamp").view("int64"))
 
 
-def verify_batches(path: str, data: bytes, *, first_only: bool = False) -> None:
-    """Raises `CorruptLog` at the first checksum that does not match (rule L9)."""
-    start = end = NONE
+def verify_batches(path: str, data: bytes, *, first_only: bool = False, offset: int = NONE) -> None:
+    """Raises `CorruptLog` at the first checksum that does not match (rule L9); `offset`: where the
+    first batch begins.
+    """
+    start = end = offset
     try:
         for position, header in batches.iter_headers(data):
             start, end = header.base_offset, header.next_offset
             batches.check(memoryview(data)[position : position + header.length])
             if first_only:
                 return
+            start = end = header.next_offset
     except errors.CorruptBatch as cause:
+        where = f"offsets [{start}, {end}) are" if start < end else f"the batch at {start} is"
         raise errors.CorruptLog(
-            f"{path}: offsets [{start}, {end}) are damaged: {cause.message}",
-            offset=str(start),
-            next_offset=str(end),
+            f"{path}: {where} damaged: {cause.message}", offset=str(start), next_offset=str(end)
         ) from cause

@@ -27,6 +27,7 @@ from pk.log import aborted, index
 from pk.log import batch as batches
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import HEADER_BYTES, Header
+from pk.log.damage import Damage
 from pk.log.index import Extent, SparseIndex
 from pk.log.recovery import Stop
 from pk.log.storage import File, Storage
@@ -58,7 +59,8 @@ class Walk:
     it ended where.
 
     `verify_from`: checksums are checked for batches that reach this offset (None = none).  `dense`:
-    offsets must follow each other without gaps, else they must only grow."""
+    offsets must follow each other without gaps, else they must only grow.  `damage`: ranges that
+    are known, and stepped over."""
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class Walk:
         *,
         verify_from: int | None = None,
         dense: bool = False,
+        damage: tuple[Damage, ...] = (),
     ) -> None:
+        self._damage = damage
         self._read = read
         self._end = end
         self._verify_from = verify_from
@@ -82,6 +86,8 @@ class Walk:
     def __iter__(self) -> Iterator[tuple[int, Header]]:
         chunk, start = b"", self.position
         while self.position < self._end:
+            if self._damage and self._step_over():
+                continue
             at = self.position - start
             if len(chunk) - at < HEADER_BYTES:
                 start, at = self.position, 0
@@ -96,6 +102,15 @@ class Walk:
             self.position += header.length
             self.next_offset = header.next_offset
             yield position, header
+
+    def _step_over(self) -> bool:
+        """Leave a damaged range, if this is one; an index entry may even point into it."""
+        for each in self._damage:
+            if each.position <= self.position < each.end_position:
+                self.position = each.end_position
+                self.next_offset = max(self.next_offset, each.end)
+                return True
+        return False
 
     def _good(self, header: Header, chunk: bytes, at: int) -> bool:
         try:
@@ -144,6 +159,7 @@ class Segment:
         "_storage",
         "aborted",
         "base_offset",
+        "damage",
         "decided",
         "directory",
         "dropped",
@@ -167,10 +183,20 @@ class Segment:
         self.file: File | None = None  #: write lane: open for append; None = sealed
         self.synced = False  #: the whole file is SYNCED (sealed segments)
         self.dropped = False
+        self.damage: tuple[Damage, ...] = ()  #: ranges that are known to be damaged; replaced whole
         self.hints: dict[int, int] = {}
 
     def path(self, suffix: str = LOG) -> str:
         return f"{self.directory}/{file_name(self.base_offset, suffix)}"
+
+    def stored_bytes(self) -> int:
+        """Of the log file, whatever is known of its content."""
+        with Opened(self._storage, self.path()) as file:
+            return file.size()
+
+    def read_file(self, suffix: str) -> bytes:
+        """A derived file.  Raises `FileNotFoundError`."""
+        return self._storage.read_file(self.path(suffix))
 
     # -- decide (loop) -----------------------------------------------------------------------------
     def grow(
@@ -269,11 +295,15 @@ class Segment:
         """
         extent = self.written
         if self.file is not None:
-            found = cut(self.read_at, sparse, extent, self.hints, offset, bound, max_bytes, min_one)
+            read: ReadAt = self.read_at
+            found = cut(
+                read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
+            )
         else:
             with Opened(self._storage, self.path()) as opened:
+                read = opened.read
                 found = cut(
-                    opened.read, sparse, extent, self.hints, offset, bound, max_bytes, min_one
+                    read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
                 )
         if found is None:
             return None
@@ -287,8 +317,10 @@ class Segment:
         """
         sparse = SparseIndex(self.base_offset)
         extent = Extent(0, self.base_offset)
-        walk = Walk(self.read_at, 0, self.written.size, self.base_offset)
+        walk = Walk(self.read_at, 0, self.written.size, self.base_offset, damage=self.damage)
         for position, header in walk:
+            if position > extent.size:
+                extent = extent.beyond(position, header.base_offset)
             if position - sparse.last_position >= max(interval, 1):
                 sparse.add(header.base_offset, position, extent.max_timestamp)
             extent = extent.grown(header, header.base_offset, header.max_timestamp, header.crc, 0)
@@ -334,13 +366,18 @@ def cut(
     bound: int,
     max_bytes: int,
     min_one: bool,
+    damage: tuple[Damage, ...] = (),
 ) -> Piece | None:
     """Find the byte range of whole batches in `[offset, bound)` by index and headers, then read it
-    at once.
+    at once.  `damage` is outside of `[offset, bound)`.
     """
+    for each in damage:
+        if offset < each.start:  # to the reader the segment ends there
+            extent = extent.beyond(each.position, each.start)
+            break
     start = hints.get(offset)
     if start is None or start >= extent.size:
-        start = _start_of(read, sparse, extent, offset)
+        start = _start_of(read, sparse, extent, offset, damage)
     if start is None:
         return None
     end, next_offset = _end_of(
@@ -387,9 +424,15 @@ def _damaged(position: int, offset: int) -> errors.CorruptLog:
     )
 
 
-def _start_of(read: ReadAt, sparse: SparseIndex, extent: Extent, offset: int) -> int | None:
+def _start_of(
+    read: ReadAt,
+    sparse: SparseIndex,
+    extent: Extent,
+    offset: int,
+    damage: tuple[Damage, ...],
+) -> int | None:
     position, base = sparse.floor_position(sparse.floor(offset))
-    walk = Walk(read, position, extent.size, base)
+    walk = Walk(read, position, extent.size, base, damage=damage)
     for at, header in walk:
         if header.last_offset >= offset:
             return at

@@ -226,7 +226,9 @@ class Writable(Readable):
         for suffix in loading.DERIVED[:3]:
             self._storage.remove(active.path(suffix))
         size = active.written.size
-        for position, header in Walk(active.read_at, 0, active.written.size, active.base_offset):
+        extent = active.written
+        walk = Walk(active.read_at, 0, extent.size, active.base_offset, damage=active.damage)
+        for position, header in walk:
             if header.last_offset >= offset:
                 size = position
                 break

@@ -1,0 +1,249 @@
+"""Where a segment is damaged, and what is still whole: ranges of offsets and of bytes.
+
+A survey checks every batch: its place in the log, its leader epoch, its checksum.  Where a batch
+fails it looks for the next whole one.  What lies between the two is one damaged range (rule L9).
+
+Three things say where the next whole batch begins:
+  the damaged batch's own header, if it is plausible: a flipped bit in a body leaves it so;
+  the sparse index, whose entries are places where batches begin;
+  a search for the magic number.
+
+A record's value may hold a copy of a batch, which has a valid checksum, too.  So a batch that was
+found by searching counts only if the batches after it lead, one behind the other, to a place that
+is known: an entry of the index, or the segment's end.
+
+Invariants
+  D1  a range begins where the last whole batch ended and ends where the next whole one begins:
+      survey leaves out no batch that is whole, unless its place could not be proven.
+  D2  ranges of one survey are disjoint, ascending, and cover at least one offset each.
+  D3  `end` is UNKNOWN for a tail alone: no batch, and no `end_offset`, says which offsets it held.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pk import errors
+from pk.limits import BATCH_RECORDS_MAX
+from pk.log import batch as batches
+from pk.log.batch import HEADER_BYTES, Header
+from pk.log.index import SparseIndex
+from pk.types import NONE, Epoch, Offset
+
+ReadAt = Callable[[int, int], bytes]
+
+UNKNOWN = NONE
+#: Bytes that are read at a time, at least.
+CHUNK_BYTES = 1024 * 1024
+_MAGIC = struct.pack("<I", batches.MAGIC)
+_MAGIC_AT = 16  #: of a header
+
+
+class Damage(NamedTuple):
+    """A range of offsets that cannot be read.  `position` and `end_position` bound its bytes; they
+    are equal where bytes are missing."""
+
+    start: Offset
+    end: Offset  #: the first offset behind it; UNKNOWN
+    position: int
+    end_position: int
+    problem: str
+
+    def __str__(self) -> str:
+        end = "?" if self.end == UNKNOWN else str(self.end)
+        return f"[{self.start}, {end})"
+
+
+def lost(where: str, damage: Damage) -> errors.DataLoss:
+    """What a reader of the only copy gets for an offset in a damaged range."""
+    return errors.DataLoss(
+        f"{where}: offsets {damage} are damaged: {damage.problem}",
+        offset=str(damage.start),
+        next_offset=str(damage.end),
+    )
+
+
+def corrupt(where: str, damage: Damage) -> errors.CorruptLog:
+    """What the operator gets (rule L9)."""
+    return errors.CorruptLog(
+        f"{where}: offsets {damage} are damaged: {damage.problem}; "
+        "pk log repair goes past them while the broker is stopped",
+        offset=str(damage.start),
+        next_offset=str(damage.end),
+    )
+
+
+def survey(
+    read: ReadAt,
+    size: int,
+    base_offset: Offset,
+    *,
+    end_offset: Offset = UNKNOWN,
+    index: SparseIndex | None = None,
+    epoch_of: Callable[[Offset], Epoch] | None = None,
+    dense: bool = True,
+) -> list[Damage]:
+    """The damaged ranges of a segment of `size` bytes.
+
+    end_offset: where its last batch ends, if that is known.  index: entries whose offset and
+    position agree with the segment.  epoch_of: the leader epoch of an offset, NONE = not known.
+    dense: each batch begins where the one before it ends.
+    """
+    return list(_Survey(read, size, base_offset, end_offset, index, epoch_of, dense).run())
+
+
+class _Survey:
+    """See `survey`."""
+
+    def __init__(
+        self,
+        read: ReadAt,
+        size: int,
+        base_offset: Offset,
+        end_offset: Offset,
+        index: SparseIndex | None,
+        epoch_of: Callable[[Offset], Epoch] | None,
+        dense: bool,
+    ) -> None:
+        self._read_at = read
+        self._size = size
+        self._base_offset = base_offset
+        self._end_offset = end_offset
+        self._epoch_of = epoch_of
+        self._dense = dense
+        positions = index.positions if index is not None else ()
+        offsets = index.offsets if index is not None else ()
+        #: Position → offset of batches, by the index.
+        self._places = {
+            at: base_offset + delta for at, delta in zip(positions, offsets, strict=False)
+        }
+        self._chunk, self._chunk_at = b"", 0
+
+    def run(self) -> Iterator[Damage]:
+        position, offset = 0, self._base_offset
+        while position < self._size:
+            header, problem = self._whole(position, offset)
+            if header is not None:
+                position, offset = position + header.length, header.next_offset
+                continue
+            next_position, next_offset = self._next(position, offset)
+            yield Damage(offset, next_offset, position, next_position, problem)
+            if next_offset == UNKNOWN:
+                return
+            position, offset = next_position, next_offset
+        if self._end_offset != UNKNOWN and offset < self._end_offset:
+            yield Damage(offset, self._end_offset, self._size, self._size, "bytes are missing")
+
+    # -- one batch ---------------------------------------------------------------------------------
+
+    def _bytes(self, position: int, size: int) -> memoryview:
+        """At most `size` bytes of the segment, from a chunk that is kept."""
+        size = max(0, min(size, self._size - position))
+        at = position - self._chunk_at
+        if at < 0 or at + size > len(self._chunk):
+            wanted = min(max(size, CHUNK_BYTES), self._size - position)
+            self._chunk, self._chunk_at, at = self._read_at(position, wanted), position, 0
+        return memoryview(self._chunk)[at : at + size]
+
+    def _header(self, position: int) -> tuple[Header | None, str]:
+        """A header whose fields make sense together and that fits into the segment."""
+        raw = self._bytes(position, HEADER_BYTES)
+        if len(raw) < HEADER_BYTES:
+            return None, f"{len(raw)} bytes are no batch header"
+        header = batches.read_header(raw)
+        try:
+            batches.check_structure(header)
+        except errors.CorruptBatch as cause:
+            return None, cause.message
+        if position + header.length > self._size:
+            left = self._size - position
+            return None, f"{header.length} bytes announced, {left} left"
+        return header, ""
+
+    def _whole(self, position: int, offset: Offset) -> tuple[Header | None, str]:
+        """The batch at `position` if it is whole and continues the log at `offset`."""
+        header, problem = self._header(position)
+        if header is None:
+            return None, problem
+        base = header.base_offset
+        if base < offset or (self._dense and base != offset):
+            return None, f"offset {base} instead of {offset}"
+        if self._end_offset != UNKNOWN and header.next_offset > self._end_offset:
+            return None, f"it reaches beyond {self._end_offset}, where the segment ends"
+        known = NONE if self._epoch_of is None else self._epoch_of(base)
+        if known not in (NONE, header.leader_epoch):
+            return None, f"leader epoch {header.leader_epoch} instead of {known}"
+        raw = self._bytes(position, header.length)
+        found = crc32c(raw[batches.CRC_START :])
+        if len(raw) < header.length or found != header.crc:
+            return None, f"checksum 0x{found:08x} instead of 0x{header.crc:08x}"
+        return header, ""
+
+    # -- the next whole one ------------------------------------------------------------------------
+
+    def _next(self, position: int, offset: Offset) -> tuple[int, Offset]:
+        """Position and offset of the next whole batch; at the end, the segment's own."""
+        following = self._by_its_header(position, offset)
+        if following is not None:
+            return following
+        places = [at for at in self._places if at > position]
+        for place in sorted(places):
+            base = self._places[place]
+            if base > offset and self._whole(place, base)[0] is not None:
+                found = self._search(position + 1, place, offset, base)
+                return (place, base) if found is None else found
+        found = self._search(position + 1, self._size, offset, self._end_offset)
+        return (self._size, self._end_offset) if found is None else found
+
+    def _by_its_header(self, position: int, offset: Offset) -> tuple[int, Offset] | None:
+        """Where the damaged batch itself says that it ends, if a whole one begins there."""
+        header, _ = self._header(position)
+        if header is None:
+            return None
+        end, following = position + header.length, offset + header.last_offset_delta + 1
+        if end == self._size:
+            known = self._end_offset in (UNKNOWN, following)
+            return (end, following) if known and header.base_offset == offset else None
+        return (end, following) if self._whole(end, following)[0] is not None else None
+
+    def _search(
+        self, position: int, limit: int, offset: Offset, limit_offset: Offset
+    ) -> tuple[int, Offset] | None:
+        """The first batch in `[position, limit)` from which a chain of batches leads to `limit`."""
+        origin = position
+        while position < limit:
+            raw = bytes(self._bytes(position, min(CHUNK_BYTES, limit - position)))
+            at = raw.find(_MAGIC, _MAGIC_AT)
+            while at >= 0:
+                start = position + at - _MAGIC_AT
+                header, _ = self._header(start)
+                base = offset if header is None else header.base_offset
+                if (
+                    offset < base <= offset + span(start - origin)
+                    and self._whole(start, base)[0] is not None
+                    and self._leads_to(start, base, limit, limit_offset)
+                ):
+                    return start, base
+                at = raw.find(_MAGIC, at + 1)
+            if position + len(raw) >= limit or len(raw) <= HEADER_BYTES:
+                return None
+            position += len(raw) - HEADER_BYTES
+        return None
+
+    def _leads_to(self, position: int, offset: Offset, limit: int, limit_offset: Offset) -> bool:
+        """Whether batch follows batch from here to `limit`; a damaged one may lie between."""
+        while position < limit:
+            header, _ = self._header(position)
+            if header is None or (self._dense and header.base_offset != offset):
+                return False
+            position, offset = position + header.length, offset + header.last_offset_delta + 1
+        return position == limit and limit_offset in (UNKNOWN, offset)
+
+
+def span(size: int) -> int:
+    """The most offsets that damaged batches of `size` bytes can have had."""
+    return (size // HEADER_BYTES + 1) * BATCH_RECORDS_MAX

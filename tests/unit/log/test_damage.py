@@ -1,0 +1,296 @@
+"""Damaged ranges of a log with one copy: found, read around, gone past (rule L9)."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import columns, damage, repair
+from pk.log.batch import HEADER_BYTES
+from pk.log.partition_log import PartitionLog
+from pk.log.salvage import survey_log
+from pk.log.segment import Segment
+from pk.sim.disk import Crashed
+from tests.unit.log.conftest import NOW, Bench, make_batch
+
+PATH = "topics/t-0"
+#: Of a batch's header: base offset, leader epoch.
+UNCHECKED = (*range(8), *range(12, 16))
+
+
+def flip(bench: Bench, base: int, position: int, bit: int = 4) -> None:
+    """One bit of a segment, on the disk."""
+    path = f"{PATH}/{base:020}.log"
+    bench.storage.rot(path, position, bit)
+
+
+def filled(count: int = 40, records: int = 3) -> Bench:
+    bench = Bench()
+    for number in range(count):
+        bench.append(make_batch(records, 100, producer_id=7, producer_epoch=0,
+                                base_sequence=number * records))  # fmt: skip
+    return bench
+
+
+def places(bench: Bench) -> list[tuple[int, int, batches.Header]]:
+    """Segment, position and header of every batch."""
+    found = []
+    for facts in bench.log.segments:
+        raw = Segment(bench.storage, PATH, facts.base_offset).read_at(0, facts.size)
+        found += [(facts.base_offset, at, header) for at, header in batches.iter_headers(raw)]
+    return found
+
+
+def served(log: PartitionLog) -> tuple[list[int], list[tuple[int, int]]]:
+    """Every offset that can be read, and the ranges that are told as lost."""
+    offset, offsets, lost = log.local_log_start, [], []
+    while offset < log.written_end:
+        try:
+            read = log.read(offset, bound=log.written_end, max_bytes=700, verify=True)
+        except errors.DataLoss as told:
+            lost.append((int(told.details["offset"]), int(told.details["next_offset"])))
+            offset = lost[-1][1]
+            continue
+        except errors.CorruptLog as told:
+            if not log.survey(int(told.details["offset"])):
+                raise
+            continue
+        assert read.next_offset > offset
+        for _, raw in batches.iter_batches(read.data):
+            rows = columns.decode(raw, decoded_bytes_max=10**7)
+            offsets += [o for o in rows.column("offset").to_pylist() if o >= offset]
+        offset = read.next_offset
+    return offsets, lost
+
+
+def all_but(end: int, *gone: tuple[int, int]) -> list[int]:
+    return [o for o in range(end) if not any(start <= o < stop for start, stop in gone)]
+
+
+def range_of(header: batches.Header) -> tuple[int, int]:
+    return header.base_offset, header.next_offset
+
+
+def test_a_running_log_serves_both_sides_of_a_damaged_batch() -> None:
+    """Rule L9: the range is told, everything else is read, and the log is appended to."""
+    bench = filled()
+    base, at, header = places(bench)[11]
+    flip(bench, base, at + HEADER_BYTES + 20)
+    end = bench.log.written_end
+    assert served(bench.log) == (all_but(end, range_of(header)), [range_of(header)])
+    assert [(each.start, each.end) for each in bench.log.damage] == [range_of(header)]
+    bench.append(make_batch(3, 100))
+    assert served(bench.log)[0][-1] == end + 2
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_bit_of_several_batches_costs_those_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = filled()
+    hit = rng.sample(places(bench), 3)
+    for base, at, header in hit:
+        place = rng.choice([p for p in range(header.length) if p not in UNCHECKED])
+        flip(bench, base, at + place, rng.randrange(8))
+    gone = sorted(range_of(header) for _, _, header in hit)
+    offsets, lost = served(bench.log)
+    assert offsets == all_but(bench.log.written_end, *gone)
+    assert sorted({o for a, b in lost for o in range(a, b)}) == sorted(
+        {o for a, b in gone for o in range(a, b)}
+    )
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("field", ["body", "length", "magic"])
+def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
+    """Without salvage it is offline; with it nothing but the range is."""
+    bench = filled()
+    if clean:
+        bench.log.close()
+    base, at, header = places(bench)[11]
+    flip(bench, base, at + {"body": HEADER_BYTES + 9, "length": 9, "magic": 16}[field])
+    if not clean:
+        with pytest.raises(errors.CorruptLog):
+            bench.open()
+    log = bench.open(clean=clean, salvage=True)
+    assert served(log) == (all_but(log.written_end, range_of(header)), [range_of(header)])
+    if not clean:
+        assert any(note.startswith("O10") for note in log.notes)
+    bench.append(make_batch(1, 100))
+    log.close()
+    again = bench.open(clean=True, salvage=True)
+    assert served(again)[0] == all_but(again.written_end, range_of(header))
+
+
+def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
+    """Recovery row G holds: above the recovery point the power may have torn what is bad."""
+    bench = filled()
+    base, at, header = places(bench)[-4]
+    early = places(bench)[2]
+    flip(bench, base, at + 80)
+    flip(bench, early[0], early[1] + 9)
+    log = bench.open(same_boot=False, recovery_point=early[2].next_offset + 6, salvage=True)
+    assert log.written_end == header.base_offset
+    assert served(log)[1] == [range_of(early[2])]
+
+
+def test_a_damaged_tail_whose_end_is_not_known_stays_offline_until_it_is_repaired() -> None:
+    """Its header is hit, too: which offsets it held cannot be told (D3)."""
+    bench = filled()
+    base, at, header = places(bench)[-1]
+    flip(bench, base, at + 16)
+    with pytest.raises(errors.CorruptLog):
+        bench.open(salvage=True)
+    (finding,) = repair.look(bench.storage, PATH, trusted=False, floor=0)
+    assert finding.damage.start == header.base_offset
+    assert finding.damage.end >= header.next_offset + 1_000_000 - 3
+    repair.go_past(bench.storage, PATH, [finding])
+    log = bench.open()
+    assert log.written_end == finding.damage.end  # no offset is given twice
+    assert served(log) == (list(range(header.base_offset)), [])
+
+
+def test_a_torn_tail_is_no_damage() -> None:
+    bench = filled()
+    base, at, header = places(bench)[-1]
+    file = bench.storage.open(f"{PATH}/{base:020}.log")
+    file.truncate(at + 90)
+    file.close()
+    assert repair.look(bench.storage, PATH, trusted=False, floor=0) == []
+    (finding,) = repair.look(bench.storage, PATH, trusted=False, floor=header.next_offset)
+    assert (finding.damage.start, finding.damage.end >= header.next_offset) == (
+        header.base_offset, True,
+    )  # fmt: skip
+
+
+def repaired(bench: Bench) -> list[repair.Finding]:
+    found = repair.look(bench.storage, PATH, trusted=False, floor=0)
+    repair.go_past(bench.storage, PATH, found)
+    return found
+
+
+@pytest.mark.parametrize("where", [0, 11, 25, -1])
+def test_repair_makes_a_known_gap(where: int) -> None:
+    bench = filled()
+    base, at, header = places(bench)[where]
+    flip(bench, base, at + HEADER_BYTES + 5)
+    end = bench.log.written_end
+    (finding,) = repaired(bench)
+    assert (finding.damage.start, finding.damage.end) == range_of(header)
+    assert repair.look(bench.storage, PATH, trusted=False, floor=end) == []
+    log = bench.open()
+    assert log.written_end == end
+    assert served(log) == (all_but(end, range_of(header)), [])
+    bench.append(make_batch(2, 100))
+    assert served(log)[0][-2:] == [end, end + 1]
+    log.close()
+    assert served(bench.open(clean=True))[0] == all_but(end + 2, range_of(header))
+
+
+def test_followers_and_readers_take_the_gap() -> None:
+    """It is an ordinary batch of the log to whoever copies it (rules L12, R4)."""
+    bench = filled()
+    base, at, header = places(bench)[5]
+    flip(bench, base, at + 70)
+    repaired(bench)
+    log, follower = bench.open(), Bench()
+    offset = 0
+    while offset < log.written_end:
+        read = log.read(offset, bound=log.written_end, max_bytes=900, verify=True)
+        for found, raw in batches.iter_batches(read.data):
+            columns.validate_body(raw, batches.check(raw), decoded_bytes_max=10**7)
+            follower.log.append_as_follower(batches.check(raw), raw, now_ms=NOW)
+            assert repair.is_gap(found) == (found.base_offset == header.base_offset)
+        follower.write()
+        offset = read.next_offset
+    assert served(follower.log) == served(log)
+
+
+def test_a_gap_spans_leader_epochs() -> None:
+    bench = Bench(segment_bytes=10**6)
+    for epoch in (0, 0, 3, 3, 5, 5):
+        bench.append(make_batch(2, 100), epoch=epoch)
+    for base, at, _ in places(bench)[1:4]:
+        for place in range(150):
+            flip(bench, base, at + place)
+    (finding,) = repaired(bench)
+    assert (finding.damage.start, finding.damage.end) == (2, 8)
+    log = bench.open()
+    assert [log.epochs.epoch_of(at) for at in range(12)] == [0] * 4 + [3] * 4 + [5] * 4
+    assert served(log)[0] == [0, 1, *range(8, 12)]
+
+
+def test_a_missing_segment_is_a_range() -> None:
+    bench = filled()
+    gone, following = bench.log.segments[1].base_offset, bench.log.segments[2].base_offset
+    for suffix in ("log", "index", "timeindex"):
+        bench.storage.remove(f"{PATH}/{gone:020}.{suffix}")
+    with pytest.raises(errors.CorruptLog):
+        bench.open()
+    log = bench.open(salvage=True)
+    assert served(log) == (all_but(log.written_end, (gone, following)), [(gone, following)])
+    repaired(bench)
+    assert served(bench.open()) == (all_but(log.written_end, (gone, following)), [])
+
+
+def test_a_repair_that_dies_on_the_way_leaves_the_old_or_the_new() -> None:
+    """G1: at each operation, and whatever of what was not SYNCED the power takes."""
+    bench = filled()
+    base, at, header = places(bench)[11]
+    flip(bench, base, at + 70)
+    bench.storage.sync_dir("")
+    bench.storage.sync_dir("topics")
+    bench.storage.sync_dir(PATH)
+    for name in bench.storage.list(PATH):
+        bench.storage.open(f"{PATH}/{name}").sync()
+    end = bench.log.written_end
+    outcomes = set()
+    for fatal in range(40):
+        storage = copy.deepcopy(bench.storage)
+        found = repair.look(storage, PATH, trusted=False, floor=0)
+        storage.crash_at = fatal
+        died = False
+        try:
+            repair.go_past(storage, PATH, found)
+        except Crashed:
+            died = True
+        storage.crash_at = None
+        storage.power_loss()
+        twin = Bench.__new__(Bench)
+        twin.storage, twin.config = storage, bench.config
+        log = twin.open(salvage=True)
+        offsets, lost = served(log)
+        assert offsets == all_but(end, range_of(header))
+        outcomes.add(bool(lost))
+        if not died:
+            assert lost == []
+            break
+    assert outcomes == {True, False}
+
+
+def test_a_copy_of_a_batch_in_a_record_is_never_taken_for_the_log() -> None:
+    """The value holds batches with valid checksums and plausible offsets."""
+    bench = Bench(segment_bytes=10**6, index_interval_bytes=10**6)
+    inner = b""
+    for offset in range(2, 6):
+        inner += b"".join(batches.patched(make_batch(1, 200), offset, 0))
+    bench.append(make_batch(1, 100))
+    bench.append(b"".join(columns.encode_lists([inner], default_timestamp=NOW)))
+    bench.fill(6)
+    base, at, header = places(bench)[1]
+    flip(bench, base, at + 8)  # its length
+    (_, ranges) = survey_log(bench.storage, PATH, trusted=False, dense=True)[0]
+    assert [(each.start, each.end) for each in ranges] == [range_of(header)]
+
+
+def test_survey_needs_no_index() -> None:
+    bench = Bench(segment_bytes=10**6)
+    bench.fill(30)
+    base, at, header = places(bench)[9]
+    raw = bytearray(Segment(bench.storage, PATH, base).read_at(0, 10**6))
+    raw[at + 9] ^= 1
+    found = damage.survey(lambda p, n: bytes(raw[p : p + n]), len(raw), 0)
+    assert [(each.start, each.end) for each in found] == [range_of(header)]
