@@ -95,6 +95,8 @@ class Consumer:
         self._backlog = Backlog(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
+        #: Where a batch did not match its checksum once: place → position.
+        self._doubted: dict[TopicPartition, int] = {}
         connection.close_at_exit(self, self.close, self._lines.clear)
 
     # -- what to read ------------------------------------------------------------------------------
@@ -204,6 +206,9 @@ class Consumer:
         A record that cannot be deserialised raises `SerializationError`, or whatever else its
         deserialiser raises, when it is the next one, every time until a seek passes it; the records
         before it are returned first.
+
+        A range that the broker cannot read, damaged in its only copy, raises `DataLoss` with
+        `details["offset"]` and `details["next_offset"]` once; the next poll goes on behind it.
         """
         lines: Collection[Lines] = self._lines
         if not any(lines):
@@ -319,14 +324,36 @@ class Consumer:
         try:
             return self._backlog.take(self._engine.fetcher.paused, limit)
         except Undecodable as bad:
-            self._seek(bad.place, bad.position)  # never skipped: fetched again, raised again
-            if quiet:
-                return None
-            cause = bad.cause
+            self._unreadable(bad, quiet=quiet)
+            return None
+
+    def _unreadable(self, bad: Undecodable, *, quiet: bool) -> None:
+        """Nothing is skipped without a word (rule L9).
+
+        A batch whose bytes do not match its checksum is fetched again before anybody hears of it:
+        the broker looks at that batch first, and knows whether its disk or the network damaged it.
+        A loss is raised once, and the position moves behind it; everything else is raised again
+        until a seek passes it.
+        """
+        place, cause = bad.place, bad.cause
+        if isinstance(cause, errors.DataLoss) and not quiet:
+            end = int(cause.details.get("next_offset", bad.position))
+            self._seek(place, end)
             raise type(cause)(
-                f"{bad.place} at offset {bad.position}: {cause.message}; seek past it to go on",
-                **{**cause.details, "position": str(bad.position)},
+                f"{place}: {cause.message}; the consumer goes on at offset {end}",
+                **{**cause.details, "position": str(end)},
             ) from cause
+        self._seek(place, bad.position)
+        doubted = isinstance(cause, errors.CorruptBatch | errors.InvalidRecord)
+        if quiet or (doubted and self._doubted.get(place) != bad.position):
+            if doubted:
+                self._doubted[place] = bad.position
+            return
+        self._doubted.pop(place, None)
+        raise type(cause)(
+            f"{place} at offset {bad.position}: {cause.message}; seek past it to go on",
+            **{**cause.details, "position": str(bad.position)},
+        ) from cause
 
     def _raise(self, told: Complaint) -> NoReturn:
         """Tell the application; after a truncation, go on with what it has not seen (KIP-320).

@@ -34,8 +34,11 @@ def rows_of(
 
     The last next position is the frame's `next_offset` (rule L12).  Raises `CorruptBatch` and its
     kin: no row of a bad batch is given out, and all of those before it are.  So who goes back there
-    has the broker look at the bad one first (rule L9).
+    has the broker look at the bad one first (rule L9).  Raises `DataLoss` for a range that the
+    broker cannot read.
     """
+    if fetched.loss is not None:
+        raise fetched.loss
     view = fetched.payload
     headers, damage = _headers(view)
     before = fetched.position

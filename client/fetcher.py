@@ -297,6 +297,9 @@ class Fetcher:
         if isinstance(error, errors.OffsetOutOfRange):
             self._out_of_range(slot, error)
             return
+        if isinstance(error, errors.DataLoss) and slot.next is not None:
+            self._lost(slot, error)
+            return
         slot.attempts += 1
         wait = self._back_off(slot.attempts)
         if isinstance(error, _JUST_ELECTED):
@@ -312,6 +315,17 @@ class Fetcher:
             return
         slot.retry_ms = now_ms + self.options.retry_backoff_max_ms
         self._complain(slot, error)
+
+    def _lost(self, slot: _Slot, error: errors.DataLoss) -> None:
+        """Rule L9: told in its place among the data, once; the reader's seek goes on behind it."""
+        assert slot.next is not None
+        slot.halted = True
+        slot.attempts = 0
+        lost = Fetched(
+            slot.place, slot.position_id, NONE, memoryview(b""), slot.next, slot.next, (), NONE,
+            NONE, error,
+        )  # fmt: skip
+        self._effects.append(Publish("data", lost))
 
     def _out_of_range(self, slot: _Slot, error: errors.PkError) -> None:
         policy = self.options.auto_offset_reset

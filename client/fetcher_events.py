@@ -122,7 +122,8 @@ class OffsetWanted:
 @dataclass(slots=True)
 class Fetched:
     """`Publish("data")`: whole batches that cover `[position, next_offset)`; the first may begin
-    before it.  A position that was looked up is said by one without batches.
+    before it.  A position that was looked up is said by one without batches, and so is a range that
+    the broker cannot read: `loss`, in its place behind what was fetched before it.
     """
 
     place: TopicPartition
@@ -134,6 +135,7 @@ class Fetched:
     aborted: Sequence[AbortedTransaction]
     high_watermark: int
     last_stable_offset: int
+    loss: errors.DataLoss | None = None
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from pk.log.batch import Header
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
 from pk.server.broker.controller_link import ControllerLink
+from pk.server.broker.damage import Damages, unreadable
 from pk.server.broker.isr_changes import IsrChanges
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.metrics import BrokerMetrics
@@ -86,6 +87,7 @@ class BrokerCore:
         self.replicas = Replicas(self)
         self.isr_changes = IsrChanges(self)
         self.purges = Purges(self)
+        self.damages = Damages(self)
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
@@ -237,8 +239,8 @@ class BrokerCore:
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
         """B3: every partition of that directory goes offline; of a full one, this one alone."""
         if isinstance(error, errors.CorruptLog):
-            if self._goes_down(partition):
-                self._damaged(partition, error)
+            if not self.damages.examine(partition, error):
+                self.damaged(partition, error)
             return
         if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on
             self.replica_failed(partition, errors.StorageFailed(error.message, **error.details))
@@ -277,8 +279,10 @@ class BrokerCore:
             self.warn("partition_offline", partition=str(partition), error=error.message)
             self._fail(partition, error)
 
-    def _damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
-        """Rule L9: the range is reported, the partition goes offline, nothing is skipped."""
+    def damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
+        """Rule L9: the range is reported, this replica goes offline, nothing is skipped."""
+        if not self._goes_down(partition):
+            return
         self.metrics.damaged.inc()
         self.warn(
             "partition_offline",
@@ -298,13 +302,13 @@ class BrokerCore:
 
     def suspect(self, partition: Partition, told: errors.PkError) -> None:
         """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
+        copied = max(partition.tier.tiered_end, partition.log.tiered_end)
+        offset = int(told.details.get("offset", copied))
+        if unreadable(partition, offset):
+            return  # known: it waits for `pk log repair`
         if partition.problem is None and partition.key not in self._suspected:
             self._suspected[partition.key] = None
-            copied = max(partition.tier.tiered_end, partition.log.tiered_end)
-            offset = int(told.details.get("offset", copied))
-            task = asyncio.get_running_loop().create_task(self._look(partition, offset))
-            self._tasks[task] = None
-            task.add_done_callback(self._task_done)
+            self.spawn(self._look(partition, offset))
 
     async def _look(self, partition: Partition, offset: Offset) -> None:
         leader = partition.leader
@@ -416,6 +420,12 @@ class BrokerCore:
         self.parked()
 
     # -- background ------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run beside everything else; it ends with the broker."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

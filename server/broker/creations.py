@@ -57,6 +57,7 @@ class Creations:
         topics = self._topics_of(opened)
         for key in opened:
             self._adopt(key, topics[key.topic_id][1])
+            core.damages.opened(core.partitions[key])
         self._miss_failed_directories()
         self._miss_the_tier()
 

@@ -399,6 +399,7 @@ class MetadataFollower:
 
     async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
         core = self._core
+        core.damages.settle(partition, state)
         if state.leader != core.node_id or not self.registered():
             leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:

@@ -40,6 +40,12 @@ class BrokerMetrics:
         self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
         self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
         self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
+        self.damaged_ranges = counter(
+            "damaged_ranges_total", "damaged ranges that were found in the only copy of a partition"
+        )
+        self.damaged_partitions = gauge(
+            "damaged_partitions", "partitions led with damaged ranges: pk log repair goes past them"
+        )
         self.damaged = counter(
             "corrupt_logs_total", "partitions taken offline because their data is damaged"
         )

@@ -408,7 +408,7 @@ class Upkeep:
 
     def _gauges(self) -> None:
         core, metrics = self._core, self._core.metrics
-        hw_lag = lso_lag = tier_lag = problems = offline = leading = 0
+        hw_lag = lso_lag = tier_lag = problems = offline = leading = damaged = 0
         under = under_min = replica_lag = 0
         failing: dict[str, errors.PkError] = {}
         for partition in core.partitions.values():
@@ -436,6 +436,7 @@ class Upkeep:
                 if partition.tier.problem is not None:
                     problems += 1
                     failing[partition.topic] = partition.tier.problem
+            damaged += bool(partition.log.damage)
         for event, facts in self._tier_health.observe(failing, core.clock.monotonic_ms()):
             core.warn(event, **facts)
         metrics.hw_lag.set(hw_lag)
@@ -445,6 +446,7 @@ class Upkeep:
         metrics.lso_lag.set(lso_lag)
         metrics.tier_lag.set(tier_lag)
         metrics.tier_problems.set(problems)
+        metrics.damaged_partitions.set(damaged)
         metrics.partitions.labels("leading").set(leading)
         metrics.partitions.labels("offline").set(offline + len(core.follower.unopened))
         metrics.offline_directories.set(len(core.offline_directories()))

@@ -145,7 +145,7 @@ def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartit
         isr=() if state is None else state.isr,
         replicas=() if state is None else state.replicas,
     )
-    problem = partition.problem
+    problem = partition.problem or core.damages.problem_of(partition)
     if problem is None and state is not None and state.leader == NONE:
         names = ", ".join(map(str, waits_for(state, core.follower.image.available)))
         awaited = f"brokers {names}" if names else "an election"

@@ -29,11 +29,16 @@ def values(consumer: Consumer, count: int) -> list[int]:
     return found
 
 
+def segments(directory: Path) -> list[Path]:
+    return sorted((directory / "data" / "topics" / f"{TOPIC}-0").glob("*.log"))
+
+
 def flip(directory: Path) -> Path:
     """One bit of the value of record FLIPPED of partition 0."""
-    (path,) = (directory / "data" / "topics" / f"{TOPIC}-0").glob("*.log")
+    wanted = b"%03d" % FLIPPED + bytes(1_000)
+    (path,) = [each for each in segments(directory) if wanted in each.read_bytes()]
     raw = path.read_bytes()
-    place = raw.index(b"%03d" % FLIPPED + bytes(1_000)) + 500
+    place = raw.index(wanted) + 500
     with path.open("r+b") as out:
         out.seek(place)
         out.write(bytes([raw[place] ^ 0x10]))
@@ -47,45 +52,45 @@ def refused(consumer: Consumer, kind: type[errors.PkError], says: str) -> errors
     return told.value
 
 
-def test_the_reader_names_the_place_and_the_broker_takes_the_partition_offline(
-    tmp_path: Path,
-) -> None:
-    """First partition and offset from the reader, then, when it asks there again, the file from the
-    broker; nothing is skipped, other partitions go on, and a restart does not hide it.
+def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_path: Path) -> None:
+    """Rule L9 on the only copy: the reader hears of the range, once, and goes on behind it; the
+    partition is led, appended to, and says what is wrong with it; a restart does not hide it.
     """
     with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:
-        admin.create_topic(TOPIC, 2, {"retention_ms": -1})
+        admin.create_topic(TOPIC, 2, {"retention_ms": -1, "segment_bytes": 65_536})
         with Producer(server.address, linger_ms=0) as producer:
             for number in range(BATCHES):
                 for partition in (0, 1):
                     value = b"%03d" % number + bytes(SIZE)
                     producer.send(TOPIC, value, partition=partition).result(PATIENCE_S)
-        path = flip(tmp_path)
-        damage = rf"offsets \[{FLIPPED}, {FLIPPED + 1}\) are damaged: checksum"
-        with Consumer(server.address, auto_offset_reset="earliest", max_poll_records=1) as consumer:
-            consumer.assign([TopicPartition(TOPIC, 0)])
-            assert values(consumer, FLIPPED) == list(range(FLIPPED))
-            refused(consumer, errors.CorruptBatch, rf"{TOPIC}-0 at offset {FLIPPED}: checksum")
-            told = refused(consumer, errors.CorruptLog, damage)
-            assert path.name in told.message
-            assert told.acts == "operator"
-        described = {each.partition: each.error for each in admin.describe_topics([TOPIC])}
-        assert isinstance(described[0], errors.CorruptLog)
-        assert described[1] is None
-        (line,) = [
-            each for each in server.log.read_text().splitlines() if "partition_offline" in each
-        ]
-        assert f"{TOPIC}-0" in line
+        assert len(segments(tmp_path)) > 2
+        flip(tmp_path)
+        place = TopicPartition(TOPIC, 0)
+        whole = [number for number in range(BATCHES) if number != FLIPPED]
         with Consumer(server.address, auto_offset_reset="earliest") as consumer:
-            consumer.assign([TopicPartition(TOPIC, 1)])
-            assert values(consumer, BATCHES) == list(range(BATCHES))
-        with Producer(server.address) as producer:
-            with pytest.raises(errors.CorruptLog):
-                producer.send(TOPIC, b"x", partition=0).result(PATIENCE_S)
-            assert producer.send(TOPIC, b"x", partition=1).result(PATIENCE_S).offset == BATCHES
-        server.kill("broker")
-        with Consumer(server.address, auto_offset_reset="none") as consumer:
-            place = TopicPartition(TOPIC, 0)
             consumer.assign([place])
+            assert values(consumer, FLIPPED) == whole[:FLIPPED]
+            told = refused(consumer, errors.DataLoss, rf"offsets \[{FLIPPED}, {FLIPPED + 1}\)")
+            assert told.details["offset"] == str(FLIPPED)
+            assert told.details["next_offset"] == str(FLIPPED + 1)
+            assert consumer.position(place) == FLIPPED + 1
+            assert values(consumer, BATCHES - FLIPPED - 1) == whole[FLIPPED:]
             consumer.seek(place, FLIPPED)
-            refused(consumer, errors.CorruptLog, "checksum")  # recovery met it, or this reader
+            refused(consumer, errors.DataLoss, "checksum")  # whoever asks there hears of it
+        described = {each.partition: each for each in admin.describe_topics([TOPIC])}
+        assert isinstance(described[0].error, errors.CorruptLog)
+        assert "pk log repair" in described[0].error.message
+        assert described[0].leader == described[1].leader
+        assert described[1].error is None
+        (line,) = [each for each in server.log.read_text().splitlines() if "damaged_range" in each]
+        assert f"{TOPIC}-0" in line
+        with Producer(server.address) as producer:
+            for partition in (0, 1):
+                stored = producer.send(TOPIC, b"%03d" % BATCHES, partition=partition)
+                assert stored.result(PATIENCE_S).offset == BATCHES
+        server.kill("broker")
+        with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([place])
+            assert values(consumer, FLIPPED) == whole[:FLIPPED]
+            refused(consumer, errors.DataLoss, rf"offsets \[{FLIPPED}, {FLIPPED + 1}\)")
+            assert values(consumer, BATCHES - FLIPPED) == [*whole[FLIPPED:], BATCHES]

@@ -354,6 +354,7 @@ def test_one_corrupt_partition_does_not_stop_the_others() -> None:
             await append(manager, PartitionKey("tid", number), 20)
         await manager.close()
         storage.open("topics/t-1/00000000000000000000.log").truncate(100)
+        storage.remove("topics/t-1/00000000000000000000.index")
         storage.remove("topics/t-2/partition.json")
         again = house.manager()
         await again.open()
