@@ -40,7 +40,7 @@ def rows_of(
     if fetched.loss is not None:
         raise fetched.loss
     view = fetched.payload
-    headers, damage = _headers(view)
+    headers, damage = headers_of(view)
     before = fetched.position
     for index, (at, header) in enumerate(headers):
         last = index + 1 == len(headers)
@@ -69,7 +69,7 @@ def rows_of(
         yield fetched.next_offset, None
 
 
-def _headers(
+def headers_of(
     view: memoryview,
 ) -> tuple[list[tuple[int, batches.Header]], errors.CorruptBatch | None]:
     """The headers up to one that does not parse, and what is wrong with that one."""

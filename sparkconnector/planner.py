@@ -267,6 +267,7 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
 
     line = cluster(source.bootstrap, source.client)
     rest = task.range
+    doubted: int | None = None
     while rest.size:
         try:
             for fetched in line.scan(rest, read_committed=task.read_committed):
@@ -287,6 +288,16 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
             left = rest.end if gone or source.fail_on_data_loss else _first_left(line, rest)
             _tell(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
+        except errors.DataLoss as cause:  # damaged in its only copy (rule L9)
+            left = min(rest.end, int(cause.details["next_offset"]))
+            _tell(source, _loss(rest._replace(end=left), cause), cause)
+            rest = rest._replace(start=left)
+        except (errors.CorruptBatch, errors.InvalidRecord) as cause:
+            # The broker looks at the first batch of a position: it knows whose damage this is.
+            rest = rest._replace(start=max(rest.start, int(cause.details["position"])))
+            if doubted == rest.start:
+                raise
+            doubted = rest.start
 
 
 def _first_left(line: Cluster, one: Range) -> int:

@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pk import errors
+from pk.client.fetched import headers_of
 from pk.log import batch as batches
 from pk.log import columns
 from pk.sparkconnector.offsets import Range
@@ -116,24 +118,44 @@ def from_log(
     next_offset: int,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of log batches that lie in `one` (A1); its start is where they were asked for, and
-    `next_offset` where they end.  Raises `CorruptBatch`, `InvalidRecord`."""
-    found, before = list(batches.iter_batches(payload)), one.start
-    for index, (header, raw) in enumerate(found):
-        after = found[index + 1][0].base_offset if index + 1 < len(found) else next_offset
-        batches.check_place(header, before, after, first=not index)
-        before = header.next_offset
-        batches.check(raw)  # before anything it says counts: a bit that rotted may hide it
+    `next_offset` where they end.  Raises `CorruptBatch`, `InvalidRecord`, with the `position` that
+    the bad batch was to continue: everything before it was given out."""
+    found, damage = headers_of(payload)
+    before = one.start
+    for index, (at, header) in enumerate(found):
+        last = index + 1 == len(found)
+        end = next_offset if damage is None else header.next_offset
+        after = end if last else found[index + 1][1].base_offset
+        raw = payload[at : at + header.length]
+        with _placed(before):
+            batches.check_place(header, before, after, first=not index)
+            batches.check(raw)  # before anything it says counts: a bit that rotted may hide it
+        position, before = before, header.next_offset
         if header.next_offset <= one.start or header.base_offset >= one.end:
             continue
         if header.control or not header.record_count or is_aborted(header, aborted):
             continue
-        decoded = columns.decode(
-            raw, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
-        )
+        with _placed(position):
+            decoded = columns.decode(
+                raw, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
+            )
         decoded = clip(decoded, one, header.base_offset if not header.sparse else None)
         if decoded.num_rows:
             kind = LOG_APPEND_TIME if header.log_append_time else CREATE_TIME
             yield shape.assemble(decoded.num_rows, _by_name(decoded), kind)
+    if damage is not None:
+        with _placed(before):
+            raise damage
+
+
+@contextlib.contextmanager
+def _placed(position: int) -> Iterator[None]:
+    """A batch that cannot be read was to continue the rows at `position`."""
+    try:
+        yield
+    except (errors.CorruptBatch, errors.InvalidRecord) as cause:
+        cause.details["position"] = str(position)
+        raise
 
 
 def is_aborted(header: batches.Header, aborted: Sequence[tuple[int, int, int]]) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from pk.clock import monotonic_s
 
 pytestmark = pytest.mark.integration
 
+PK = Path(sys.executable).parent / "pk"
 PATIENCE_S = 60
 TOPIC = "flights"
 BATCHES = 10
@@ -27,6 +32,13 @@ def values(consumer: Consumer, count: int) -> list[int]:
         assert monotonic_s() < deadline, found
         found += [int((record.value or b"")[:3]) for record in consumer.poll(0.5)]
     return found
+
+
+def repair(directory: Path, *options: str) -> Any:
+    """What `pk log repair --json` says."""
+    command = [PK, "log", "repair", "--dir", directory / "data", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    return json.loads(done.stdout)
 
 
 def segments(directory: Path) -> list[Path]:
@@ -94,3 +106,26 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
             assert values(consumer, FLIPPED) == whole[:FLIPPED]
             refused(consumer, errors.DataLoss, rf"offsets \[{FLIPPED}, {FLIPPED + 1}\)")
             assert values(consumer, BATCHES - FLIPPED) == [*whole[FLIPPED:], BATCHES]
+        # Nothing is repaired by itself, nor beside a running broker.
+        (row,) = repair(tmp_path)["ranges"]
+        assert (row["partition"], row["offset"], row["next_offset"]) == (
+            f"{TOPIC}-0", FLIPPED, FLIPPED + 1,
+        )  # fmt: skip
+        refusal = subprocess.run(
+            [PK, "log", "repair", "--dir", tmp_path / "data", "--execute"],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert refusal.returncode == 1
+        assert "is in use by process" in refusal.stderr
+    assert repair(tmp_path)["ranges"] == [row]
+    done = repair(tmp_path, "--execute", f"{TOPIC}-0")
+    assert done["ranges"] == [row]
+    assert repair(tmp_path)["ranges"] == []
+    with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:
+        assert [each.error for each in admin.describe_topics([TOPIC])] == [None, None]
+        with Producer(server.address) as producer:
+            stored = producer.send(TOPIC, b"%03d" % (BATCHES + 1), partition=0)
+            assert stored.result(PATIENCE_S).offset == BATCHES + 1
+        with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([place])
+            assert values(consumer, BATCHES + 1) == [*whole, BATCHES, BATCHES + 1]

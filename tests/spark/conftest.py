@@ -56,6 +56,11 @@ class Cluster:
         for future in sent:
             future.result(0)
 
+    def fill_one(self, topic: str, value: bytes) -> None:
+        """A record that is a batch of its own."""
+        with Producer(self.address) as producer:
+            producer.send(topic, value=value, partition=0).result(60)
+
     def consumed(self, topic: str) -> list[tuple[Any, ...]]:
         """All a plain consumer sees: (partition, offset, key, value, timestamp, headers)."""
         found = []

@@ -12,15 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
+from pk.cli.repair import repair
 from pk.log import dump as dumping
 from pk.server.quorum import snapshot
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look into the files of a log.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Look into the files of a log, and repair them.",
+)
+app.command()(repair)
 
 
 @app.callback()
 def _log() -> None:
-    """Look into the files of a log."""
+    """Look into the files of a log, and repair them."""
 
 
 @app.command()

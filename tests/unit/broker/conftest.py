@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,8 +76,24 @@ class Manager:
             self.logs[key].advance_log_start(to)
 
 
+class Image:
+    """The states that the rig's partitions were led under; `elsewhere` has their data, too."""
+
+    def __init__(self) -> None:
+        self.states: dict[PartitionKey, PartitionState] = {}
+        self.elsewhere: tuple[int, ...] = ()
+
+    def partition(self, key: PartitionKey) -> PartitionState | None:
+        state = self.states.get(key)
+        if state is None:
+            return None
+        every = (*state.replicas, *self.elsewhere)
+        return replace(state, replicas=every, isr=(*state.isr, *self.elsewhere))
+
+
 class Follower:
     def __init__(self) -> None:
+        self.image = Image()
         self.unopened: dict[PartitionKey, errors.PkError] = {}
         self.anew: dict[PartitionKey, int] = {}
         self.listeners: dict[Any, None] = {}
@@ -193,6 +210,7 @@ class Rig:
             leader_epoch=epoch,
             partition_epoch=partition_epoch,
         )
+        self.core.follower.image.states[partition.key] = state
         partition.lead(state, checkpointed=self.manager.high_watermark(partition.key))
 
     async def serve(self, kind: StreamKind, stream: Stream) -> None:

@@ -53,6 +53,12 @@ async def ask(rig: Any, kit: Any, partition: int) -> int:
 
 
 @pytest.fixture
+def another(rig: Any) -> None:
+    """Another replica is in sync: a damaged one goes offline, and is made anew."""
+    rig.core.follower.image.elsewhere = (2,)
+
+
+@pytest.fixture
 def warnings(rig: Any) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     rig.core.warn = lambda event, **facts: found.append((event, facts))
@@ -66,6 +72,7 @@ def offline_once(rig: Any, warnings: list[tuple[str, dict[str, Any]]], says: str
     assert "pk_corrupt_logs_total 1.0" in rig.metrics.text().decode()
 
 
+@pytest.mark.usefixtures("another")
 def test_what_the_copier_found_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
@@ -153,6 +160,7 @@ def test_a_log_that_is_cut_under_a_read_is_not_damaged(
     assert warnings == []
 
 
+@pytest.mark.usefixtures("another")
 @pytest.mark.parametrize("by_time", [False, True])
 def test_what_a_reader_trips_over_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any, by_time: bool
@@ -186,6 +194,7 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
     assert isinstance(damaged.problem, errors.CorruptLog)
 
 
+@pytest.mark.usefixtures("another")
 def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
@@ -210,6 +219,7 @@ def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
     assert isinstance(damaged.problem, errors.CorruptLog)
 
 
+@pytest.mark.usefixtures("another")
 def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
@@ -238,3 +248,103 @@ def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline
 
     rig.run(story)
     assert isinstance(damaged.problem, errors.CorruptLog)
+
+
+# -- the only copy ---------------------------------------------------------------------------------
+
+
+async def entry_at(rig: Any, kit: Any, offset: int, says: int) -> Any:
+    """What a reader of `offset` gets once the broker has looked at the segment."""
+    for _ in range(100):
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position(0, offset=offset)))
+        reply, payload = await kit.fetched(stream)
+        stream.close()
+        (entry,) = reply.partitions
+        if entry.error.code != errors.OffsetNotAvailable.code:
+            assert entry.error.code == says
+            assert bool(len(payload)) == (says == 0)
+            return entry
+        await rig.mine.clock.sleep_ms(10)
+    raise AssertionError("the range is looked for for ever")
+
+
+def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings: Any) -> None:
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        length = damaged.log.size_bytes // 3
+        flip(rig, length + 5_000)
+        for _ in range(2):
+            entry = await entry_at(rig, kit, 1, errors.DataLoss.code)
+            assert dict(entry.error.details) == {"offset": "1", "next_offset": "2"}
+        assert (await entry_at(rig, kit, 0, 0)).next_offset == 1
+        assert (await entry_at(rig, kit, 2, 0)).next_offset == 3
+        await fill(rig, kit, 0)
+        assert (await entry_at(rig, kit, 2, 0)).next_offset == 4
+
+    rig.run(story)
+    assert damaged.problem is None
+    ((event, facts),) = warnings
+    assert (event, facts["offset"], facts["next_offset"]) == ("damaged_range", 1, 2)
+    problem = rig.core.damages.problem_of(damaged)
+    assert "pk log repair" in problem.message
+
+
+def test_what_the_copier_meets_again_is_looked_at_once(rig: Any, kit: Any, warnings: Any) -> None:
+    damaged = rig.partition(0, tiered=True)
+    rig.core.feed.restore(damaged.key)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0)
+        flip(rig, 5_000)
+        caller = rig.caller()
+        for _ in range(3):
+            await tell(caller, kit, 0)
+            await rig.mine.clock.sleep_ms(100)
+        poll = wire.TierPartitionsRequest(session_id="", generation=0)
+        frame = await caller.call(poll, timeout_ms=1_000)
+        (told,) = frame.head.tier_partitions_reply.partitions  # the copier goes on when it can
+        assert told.tiered_end == 0
+        await caller.close()
+
+    rig.run(story)
+    assert [event for event, _ in warnings] == ["damaged_range"]
+
+
+def test_damage_without_a_range_takes_the_only_copy_offline(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    """N2: looking ends."""
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0)
+        rig.core.storage_failed(damaged, errors.CorruptLog("of no range", offset="0"))
+        await rig.mine.clock.sleep_ms(100)
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert [event for event, _ in warnings] == ["partition_offline"]
+
+
+def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    """N3: that one has the range."""
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0)
+        flip(rig, 5_000)
+        await entry_at(rig, kit, 0, errors.DataLoss.code)
+        image = rig.core.follower.image
+        rig.core.damages.settle(damaged, image.partition(damaged.key))
+        assert damaged.problem is None
+        image.elsewhere = (2,)
+        rig.core.damages.settle(damaged, image.partition(damaged.key))
+
+    rig.run(story)
+    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert [event for event, _ in warnings] == ["damaged_range", "partition_offline"]

@@ -81,6 +81,8 @@ def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: 
     """
     partition = rig.partition()
 
+    rig.core.follower.image.elsewhere = (2,)
+
     async def story() -> None:
         producer = await rig.stream(StreamKind.PRODUCE)
         await append(producer, kit, 0)

@@ -407,6 +407,8 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep:
     """They are due together, and none of them is asked for again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
 
+    rig.core.follower.image.elsewhere = (2,)
+
     async def story() -> None:
         await segments(rig, kit, 1)
         await segments(rig, kit, 1, partition=1)

@@ -353,8 +353,11 @@ def test_one_corrupt_partition_does_not_stop_the_others() -> None:
             await manager.create(TopicPartition("t", number), "tid", CONFIG)
             await append(manager, PartitionKey("tid", number), 20)
         await manager.close()
-        storage.open("topics/t-1/00000000000000000000.log").truncate(100)
-        storage.remove("topics/t-1/00000000000000000000.index")
+        for name in storage.list("topics/t-1"):
+            if name.endswith(".log"):
+                storage.open(f"topics/t-1/{name}").truncate(100)
+            if name.endswith(".index"):
+                storage.remove(f"topics/t-1/{name}")
         storage.remove("topics/t-2/partition.json")
         again = house.manager()
         await again.open()

@@ -1,0 +1,114 @@
+"""`pk log repair`: shows the damaged ranges of a broker's logs and, confirmed, goes past them
+(rule L9; log/repair.py).
+
+A look needs no lock and changes nothing; of a running broker it leaves out what is being written.
+`--execute` takes the directory's lock: while a broker runs it is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pk import errors
+from pk.cli.common import AsJson, say, table
+from pk.log import directory as directories
+from pk.log import repair as repairing
+from pk.log.files import RealStorage
+from pk.log.repair import Finding
+from pk.server.formatting import PARTITIONS
+from pk.server.run_config import boot_id
+from pk.types import PartitionKey
+
+
+def repair(
+    directory: Annotated[Path, typer.Option("--dir", help="a data directory of the broker")],
+    partitions: Annotated[
+        list[str] | None,
+        typer.Argument(help="TOPIC-PARTITION …; all of the directory if none is named"),
+    ] = None,
+    execute: Annotated[
+        bool, typer.Option("--execute", help="go past the ranges; without it nothing is changed")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show damaged ranges; with --execute their offsets become a known gap: the rest is served.
+
+    For the only copy of a partition.  With other replicas the broker makes a damaged one anew by
+    itself.  What the ranges held is lost for good: first see whether a backup or another replica
+    has it.
+    """
+    if not (directory / directories.FORMAT_FILE).is_file():
+        raise errors.InvalidOption(
+            f"{directory} is no data directory of pk", directory=str(directory)
+        )
+    storage = RealStorage(str(directory))
+    if execute:
+        storage.lock()
+    try:
+        rows = [
+            row
+            for name in _names(storage, partitions)
+            for row in _one(storage, name, execute=execute)
+        ]
+    finally:
+        if execute:
+            storage.unlock()
+    if as_json:
+        say({"directory": str(directory), "executed": execute, "ranges": rows})
+        return
+    if not rows:
+        typer.echo("no damaged range")
+        return
+    columns = ("partition", "offset", "next_offset", "bytes", "file", "problem")
+    table(columns, [[row[name] for name in columns] for row in rows])
+    if execute:
+        typer.echo("these offsets are gaps now: readers go past them, no offset is given twice")
+    else:
+        typer.echo("nothing was changed: stop the broker and add --execute to go past these ranges")
+
+
+def _names(storage: RealStorage, wanted: list[str] | None) -> list[str]:
+    known = [
+        name
+        for name in storage.list(PARTITIONS)
+        if storage.exists(f"{PARTITIONS}/{name}/{directories.PARTITION_FILE}")
+    ]
+    for name in wanted or ():
+        if name not in known:
+            raise errors.UnknownTopicOrPartition(
+                f"{storage.root} has no log of {name}; it has {', '.join(known) or 'none'}"
+            )
+    return wanted or known
+
+
+def _one(storage: RealStorage, name: str, *, execute: bool) -> list[dict[str, Any]]:
+    path = f"{PARTITIONS}/{name}"
+    identity = directories.read_partition(storage, path)
+    if identity is None:
+        return []
+    key = PartitionKey(identity[0], identity[1].partition)
+    run, closed = directories.read_run(storage)
+    points = directories.read_offsets(storage, directories.RECOVERY_POINTS)
+    marks = directories.read_offsets(storage, directories.HIGH_WATERMARKS)
+    point = points.get(key, 0)
+    found = repairing.look(storage, path, trusted=closed, floor=max(point, marks.get(key, 0)))
+    if not closed and run.boot_id != boot_id():  # a power loss: the next start cuts what it tore
+        found = [each for each in found if each.damage.start < point]
+    if execute:
+        repairing.go_past(storage, path, found)
+    return [_row(name, each) for each in found]
+
+
+def _row(name: str, found: Finding) -> dict[str, Any]:
+    damage = found.damage
+    return {
+        "partition": name,
+        "offset": damage.start,
+        "next_offset": damage.end,
+        "bytes": damage.end_position - damage.position,
+        "file": found.segment.path(),
+        "problem": damage.problem,
+    }
