@@ -373,7 +373,7 @@ class TopicRecreated(UserError):
 
 
 class DataLoss(UserError):
-    """Records the reader has not seen are gone: aged out, deleted, or their topic is."""
+    """Records the reader has not seen are gone: aged out, deleted, damaged, or their topic is."""
 
     code = 1022
 
