@@ -112,19 +112,36 @@ def list_files(
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
     """
-    from pk.tiering.delta import files_of
-    from pk.tiering.layout import app_id
+    from pk.tiering import log_check
+    from pk.tiering.delta_actions import counters_of, files_of
 
     with _table(uri, storage_options) as table:
-        actions = pa.table(table.get_add_actions(flatten=True))
-        counters = {p: table.transaction_version(app_id(topic_id, p, "start")) for p in partitions}
+        files = files_of(pa.table(table.get_add_actions(flatten=True)))
+        counters = counters_of(uri, table, topic_id, partitions)
+        log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
     found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
-    for file in files_of(actions).values():
+    for file in files.values():
         if file.partition in found:
             found[file.partition].append(
                 TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
             )
-    return Listed(found, {partition: int(start or 0) for partition, start in counters.items()})
+    return Listed(found, {partition: each.start for partition, each in counters.items()})
+
+
+def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
+    """Reads a commit's JSON by version; None if the log does not have it any more."""
+    from pk.tiering.layout import commit_file
+
+    source, root = file_system(uri, storage_options)
+
+    def read(version: int) -> bytes | None:
+        try:
+            with source.open_input_stream(f"{root}/{commit_file(version)}") as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            return None
+
+    return read
 
 
 @contextmanager
@@ -141,6 +158,10 @@ def _table(uri: str, storage_options: Mapping[str, str]) -> Iterator[Any]:
         raise errors.TierTableChanged(f"{uri}: there is no table (any more): {cause}") from cause
     except (DeltaError, OSError) as cause:
         raise errors.TierUnavailable(f"{uri}: {cause}") from cause
+    except BaseException as cause:
+        if type(cause).__name__ != "PanicException":
+            raise
+        raise errors.TierTableChanged(f"{uri}: the table's log does not parse: {cause}") from cause
 
 
 def check_protocol(table: Any, uri: str) -> None:

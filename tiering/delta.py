@@ -14,6 +14,8 @@ Invariants
       away.
   E2  a snapshot after our own commit is derived from the one before, not listed again: the commit
       was exact.
+  E4  a version that was loaded is compared with the checksums of pk's commits before it is used
+      (log_check.py); so is a checkpoint, because it gave that version
   E3  a protocol other than reader 1 / writer 2 without features never yields a snapshot that is
       written to.
 """
@@ -22,8 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import datetime
-import json
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,21 +31,30 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
-from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
 from pk import errors
 from pk.clock import Clock
-from pk.tiering import layout, log_sync
-from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
+from pk.tiering import layout, log_check, log_reading, log_sync
+from pk.tiering.delta_actions import (
+    LogUnreadable,
+    add_action,
+    check_columns,
+    check_properties,
+    counters_of,
+    files_of,
+    is_panic,
+    protocol_of,
+    stats_of,
+    translated,
+)
+from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, app_id
 from pk.tiering.objects import ObjectInfo, ObjectStore
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
-    OFFSET_MAX,
     Commit,
     CommitConflict,
-    DataFile,
-    NewFile,
     Snapshot,
     Table,
     TableProtocol,
@@ -58,7 +67,6 @@ THREADS = 4
 DELETES_MAX = 8  #: at once
 #: Deadline of one deltalake call, as a multiple of the store's: it makes several requests.
 DEADLINE_FACTOR = 3
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _HOUR_MS = 3_600_000
 
 
@@ -135,11 +143,11 @@ class DeltaTables:
             DeltaTable.create(uri, schema=schema, storage_options=self.options)
             first = DeltaTable(uri, storage_options=self.options)
             second = DeltaTable(uri, storage_options=self.options)
-            _write(first, [], schema, {"probe": 1}, blind=False)
+            _write(first, [], schema, {"probe": 1}, {})
         except Exception as cause:
             raise translated(self._settings.url, "probing put-if-absent", cause) from cause
         try:
-            _write(second, [], schema, {"probe": 2}, blind=False)
+            _write(second, [], schema, {"probe": 2}, {})
         except CommitFailedError:
             return
         except Exception as cause:
@@ -183,17 +191,32 @@ class DeltaLogTable:
         if handle is not None and known is not None and not await self._is_known(known.version):
             handle = None
         self._handle = None  # E1: until the call came back
-        found = await self._tables.run(
-            f"loading {self._uri}", lambda: self._open_or_update(handle, partitions)
-        )
+        try:
+            found = await self._tables.run(
+                f"loading {self._uri}", lambda: self._open_or_update(handle, partitions)
+            )
+        except LogUnreadable:
+            await log_reading.find_damaged(self._tables.store, self._path, self._uri)
+            raise
         if found is None:
             self._snapshot = self._seen = None
             return None
+        compared = known if handle is not None else None
         handle, snapshot = found
+        if snapshot.protocol == TableProtocol() and (
+            compared is None or snapshot.version != compared.version
+        ):
+            await self._compare(compared, snapshot)
         if known is None or snapshot.version != known.version:
             self._tombstones.foreign(self._tables.wall_ms())
         await self._note(handle, snapshot)
         return snapshot
+
+    async def _compare(self, known: Snapshot | None, snapshot: Snapshot) -> None:
+        """E4: raises `TierTableChanged` unless the version is what was committed."""
+        same = known is not None and known.table_id == snapshot.table_id
+        version = known.version if known is not None and same else -1
+        await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
 
     async def _is_known(self, version: int) -> bool:
         """Whether the commit file of our version is still the one we saw."""
@@ -223,46 +246,40 @@ class DeltaLogTable:
                 fresh = [p for p in partitions if p not in known.counters]
                 if not fresh:
                     return handle, known
-                counters = {**known.counters, **self._counters(handle, fresh)}
+                counters = {
+                    **known.counters,
+                    **counters_of(self._uri, handle, self._topic_id, fresh),
+                }
                 return handle, Snapshot(
                     known.version, known.table_id, known.files, counters, known.protocol
                 )
             return handle, self._read(handle, partitions)
         except TableNotFoundError:
             return None
-        except Exception as cause:
-            raise translated(self._uri, "loading the table", cause) from cause
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and not is_panic(cause):
+                raise
+            error = translated(self._uri, "loading the table", cause)
+            if type(error) is errors.TierUnavailable:
+                error = LogUnreadable(error.message, **error.details)
+            raise error from cause
 
     def _read(self, handle: DeltaTable, partitions: Sequence[int]) -> Snapshot:
         """A snapshot from the log itself."""
-        protocol = _protocol(handle)
+        protocol = protocol_of(handle)
         metadata = handle.metadata()
         if protocol != TableProtocol():
             # T8: not read any further; the owner refuses it by its protocol
             return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
+        check_properties(self._uri, handle, self._topic_id)
         return Snapshot(
             handle.version(),
             str(metadata.id),
             files_of(pa.table(handle.get_add_actions(flatten=True))),
-            self._counters(handle, partitions),
+            counters_of(self._uri, handle, self._topic_id, partitions),
             protocol,
         )
-
-    def _counters(
-        self, handle: DeltaTable, partitions: Sequence[int]
-    ) -> dict[int, PartitionCounters]:
-        found: dict[int, PartitionCounters] = {}
-        for partition in partitions:
-            values: dict[str, int] = {}
-            for name in layout.COUNTERS:
-                value = handle.transaction_version(app_id(self._topic_id, partition, name))
-                if value is None and name == "end":
-                    pass
-                elif value is not None:
-                    values[name] = value
-            found[partition] = PartitionCounters(**values)
-        return found
 
     async def create(self) -> Snapshot:
         async with self._turn:
@@ -282,7 +299,7 @@ class DeltaLogTable:
                 schema=TABLE_SCHEMA,
                 mode="ignore",
                 partition_by=[PARTITION_COLUMN],
-                configuration={**layout.TABLE_PROPERTIES, "pk.topic_id": self._topic_id},
+                configuration={**layout.TABLE_PROPERTIES, layout.TOPIC_ID_PROPERTY: self._topic_id},
                 storage_options=self._tables.options,
                 raise_if_key_not_exists=False,
             )
@@ -306,29 +323,41 @@ class DeltaLogTable:
             return snapshot
 
     def _commit(self, handle: DeltaTable, commit: Commit, now_ms: int) -> None:
-        actions: list[AddAction | RemoveAction] = [add_action(new) for new in commit.adds]
-        for path in commit.removes:
-            file = commit.read.files[path]
+        adds = [(new, stats_of(new)) for new in commit.adds]
+        removes = [commit.read.files[path] for path in commit.removes]
+        actions: list[AddAction | RemoveAction] = [add_action(new, text) for new, text in adds]
+        for file in removes:
             actions.append(
                 RemoveAction(
-                    urllib.parse.quote(path, safe="/="),
+                    log_check.quoted(file.path),
                     commit.data_change,
                     now_ms,
                     file.size,
                     {PARTITION_COLUMN: str(file.partition)},
                 )
             )
-        versions = {
-            app_id(self._topic_id, partition, name): value
-            for partition, counters in commit.counters.items()
-            for name, value in counters._asdict().items()
-            if value >= 0 and value != getattr(commit.read.partition(partition), name)
-        }
+        versions = self._versions(commit)
+        info: dict[str, Any] = {"isBlindAppend": True} if commit.blind else {}
+        info[log_check.FILES] = commit.read.sums_after(commit).text()
+        said = log_check.expected_actions(adds, removes, commit.data_change, now_ms, versions, info)
+        info[log_check.CHECK] = log_check.of_actions(said)
         try:
-            _write(handle, actions, TABLE_SCHEMA, versions, blind=commit.blind)
+            _write(handle, actions, TABLE_SCHEMA, versions, info)
             handle.update_incremental()
         except Exception as cause:
             raise translated(self._uri, "committing", cause) from cause
+
+    def _versions(self, commit: Commit) -> dict[str, int]:
+        """The txn actions of a commit: what changed of the counters, and their hash (T2)."""
+        versions: dict[str, int] = {}
+        for partition, counters in commit.counters.items():
+            before = commit.read.partition(partition)
+            for name, value in counters._asdict().items():
+                if value >= 0 and value != getattr(before, name):
+                    versions[app_id(self._topic_id, partition, name)] = value
+            check = app_id(self._topic_id, partition, layout.COUNTERS_CHECK)
+            versions[check] = log_check.counters_check(counters)
+        return versions
 
     async def vacuum(self, retention_ms: int) -> int:
         """Delete files that commits removed at least `retention_ms` ago; how many.
@@ -389,8 +418,7 @@ def _write(
     actions: list[AddAction | RemoveAction],
     schema: pa.Schema,
     versions: Mapping[str, int],
-    *,
-    blind: bool,
+    info: Mapping[str, Any],
 ) -> None:
     """One exact commit (rule T3)."""
     partitioned = [PARTITION_COLUMN] if PARTITION_COLUMN in schema.names else None
@@ -400,120 +428,9 @@ def _write(
         schema=schema,
         partition_by=partitioned,
         commit_properties=CommitProperties(
-            custom_metadata={"isBlindAppend": True} if blind else {},
+            custom_metadata=dict(info),
             max_commit_retries=0,
             app_transactions=[Transaction(app, version) for app, version in versions.items()],
         ),
         post_commithook_properties=PostCommitHookProperties(),
     )
-
-
-def add_action(new: NewFile) -> AddAction:
-    """The add of a file with the statistics that prune it (rule T10)."""
-    file = new.file
-    stats = {
-        "numRecords": file.rows,
-        "minValues": {"offset": file.min_offset, "timestamp": _iso(file.min_timestamp_ms)},
-        "maxValues": {"offset": file.max_offset, "timestamp": _iso(file.max_timestamp_ms, up=True)},
-        "nullCount": {"offset": 0, "timestamp": 0, "key": new.null_keys, "value": new.null_values},
-    }
-    return AddAction(
-        urllib.parse.quote(file.path, safe="/="),
-        file.size,
-        {PARTITION_COLUMN: str(file.partition)},
-        new.modified_ms,
-        new.data_change,
-        json.dumps(stats),
-    )
-
-
-def _iso(timestamp_ms: int, *, up: bool = False) -> str:
-    """Delta's text of a timestamp; out of its range: the nearest one that does not prune
-    wrongly."""
-    low, high = -62_135_596_800_000, 253_402_300_799_999
-    clamped = min(max(timestamp_ms, low), high)
-    moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{clamped % 1000:03d}Z"
-
-
-def files_of(actions: pa.Table) -> dict[str, DataFile]:
-    """The live files from deltalake's flattened add actions; missing statistics become
-    "anything"."""
-    count = actions.num_rows
-
-    def column(name: str, default: Any) -> list[Any]:
-        if name not in actions.column_names:
-            return [default] * count
-        values = actions.column(name)
-        if pa.types.is_timestamp(values.type):
-            values = values.cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64())
-        return [default if value is None else value for value in values.to_pylist()]
-
-    rows = zip(
-        column("path", ""),
-        column(f"partition.{PARTITION_COLUMN}", 0),
-        column("min.offset", 0),
-        column("max.offset", OFFSET_MAX),
-        column("min.timestamp", -(2**62)),
-        column("max.timestamp", 2**62),
-        column("num_records", 0),
-        column("size_bytes", 0),
-        strict=True,
-    )
-    files = [DataFile(urllib.parse.unquote(row[0]), int(row[1]), *row[2:]) for row in rows]
-    return {file.path: file for file in files}
-
-
-def _protocol(handle: DeltaTable) -> TableProtocol:
-    protocol = handle.protocol()
-    features = {*(protocol.reader_features or ()), *(protocol.writer_features or ())}
-    return TableProtocol(
-        protocol.min_reader_version, protocol.min_writer_version, tuple(sorted(features))
-    )
-
-
-def check_columns(uri: str, handle: DeltaTable) -> None:
-    """Raises `TierTableChanged` unless pk's columns are there with their types (rule T10)."""
-    partitioned = list(handle.metadata().partition_columns)
-    found = {field.name: field.type for field in pa.schema(handle.schema().to_arrow())}
-    problem = ""
-    if partitioned != [PARTITION_COLUMN]:
-        problem = f"is partitioned by {partitioned}, not by {PARTITION_COLUMN}"
-    for field in TABLE_SCHEMA:
-        kind = found.get(field.name)
-        if kind is None:
-            problem = f"has no column {field.name}"
-        elif not pa.types.is_nested(field.type) and pa.field("x", kind).type != field.type:
-            problem = f"has column {field.name} as {kind}, not as {field.type}"
-    if problem:
-        raise errors.TierTableChanged(f"{uri}: the table {problem}; restore its schema", uri=uri)
-
-
-_DENIED = (
-    "permission denied",
-    "access denied",
-    "accessdenied",
-    "read-only file system",
-    "forbidden",
-)
-
-
-def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
-    """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
-    if isinstance(cause, errors.PkError):
-        return cause
-    text = str(cause).strip()
-    low = text.lower()
-    if any(word in low for word in _DENIED):
-        return errors.StoreRefused(
-            f"{uri}: {doing}: {text}; give pk's credentials read and write access", uri=uri
-        )
-    if "nosuchbucket" in low:
-        return errors.StoreRefused(f"{uri}: {doing}: the bucket does not exist: create it", uri=uri)
-    if "unsupported table features" in low or "table has set these" in low:
-        return errors.TierTableChanged(f"{uri}: {doing}: {text}; drop the feature", uri=uri)
-    if isinstance(cause, CommitFailedError):
-        return CommitConflict(f"{uri}: {doing}: {text}")
-    if isinstance(cause, DeltaError | OSError | TimeoutError):
-        return errors.TierUnavailable(f"{uri}: {doing}: {text}", uri=uri)
-    return errors.TierUnavailable(f"{uri}: {doing}: {cause!r}", uri=uri)

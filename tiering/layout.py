@@ -61,11 +61,18 @@ TABLE_PROPERTIES = {
     "delta.deletedFileRetentionDuration": "interval 7 days",
 }
 
+#: Says whose table it is (rule L8).
+TOPIC_ID_PROPERTY = "pk.topic_id"
+#: Properties that break rule T2: with the first one, Delta forgets txn actions.
+REFUSED_PROPERTIES = ("delta.setTransactionRetentionDuration",)
+
 #: Row sums are modulo this (rule T2): the largest range a txn version holds.
 SUM_MODULUS = 2**63
 
 #: Names of the per-partition facts, in the order of `PartitionCounters` (rule T2).
 COUNTERS = ("start", "end", "epoch", "claim", "rows", "sum", "removed")
+#: Name of the hash over them (log_check.py).
+COUNTERS_CHECK = "check"
 
 _PROBE_DIRECTORY = "_pk_probe"
 _NAME = re.compile(
@@ -124,7 +131,7 @@ def parse_data_path(path: str) -> DataName | None:
 
 def app_id(topic_id: TopicId, partition: int, counter: str) -> str:
     """Application id of a `txn` action (rule T2)."""
-    assert counter in COUNTERS, counter
+    assert counter in COUNTERS or counter == COUNTERS_CHECK, counter
     return f"pk:{topic_id}:{partition}:{counter}"
 
 

@@ -22,6 +22,7 @@ from typing import Protocol
 from pk import errors
 from pk.tiering import layout
 from pk.tiering.layout import PartitionCounters
+from pk.tiering.log_check import FileSums
 from pk.types import Offset
 
 #: "no statistics": such a file may hold any offset.
@@ -40,6 +41,7 @@ class DataFile:
     max_timestamp_ms: int
     rows: int
     size: int
+    stats: bool = True  #: the log has its statistics; else they were read from its footer
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +82,7 @@ class TableProtocol:
 class Snapshot:
     """One version of a table (D3)."""
 
-    __slots__ = ("_by_partition", "counters", "files", "protocol", "table_id", "version")
+    __slots__ = ("_by_partition", "_sums", "counters", "files", "protocol", "table_id", "version")
 
     def __init__(
         self,
@@ -96,6 +98,14 @@ class Snapshot:
         self.counters = counters
         self.protocol = protocol or TableProtocol()
         self._by_partition: dict[int, list[DataFile]] | None = None
+        self._sums: FileSums | None = None
+
+    @property
+    def sums(self) -> FileSums:
+        """The live files in numbers, as a commit states them (log_check.py)."""
+        if self._sums is None:
+            self._sums = FileSums().plus(self.files.values())
+        return self._sums
 
     def partition(self, partition: int) -> PartitionCounters:
         """The counters of `partition`; zeros if the table has none yet."""
@@ -130,9 +140,15 @@ class Snapshot:
             files[new.file.path] = new.file
         counters = {**self.counters, **commit.counters}
         later = Snapshot(version, self.table_id, files, counters, self.protocol)
+        later._sums = self.sums_after(commit)
         if self._by_partition is not None:
             later._by_partition = self._regrouped(commit)
         return later
+
+    def sums_after(self, commit: Commit) -> FileSums:
+        """`sums` once `commit` has landed."""
+        left = self.sums.plus([self.files[path] for path in commit.removes], -1)
+        return left.plus([new.file for new in commit.adds])
 
     def _regrouped(self, commit: Commit) -> dict[int, list[DataFile]]:
         """The sorted lists again, only those anew that the commit touches."""

@@ -19,7 +19,8 @@ from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.planner import PkWarning, Planner
 from pk.sparkconnector.ranges import TierFile
 from pk.sparkconnector.tier_scan import ColdRange
-from pk.tiering.layout import FILE_SCHEMA, TABLE_SCHEMA, app_id
+from pk.tiering import log_check
+from pk.tiering.layout import FILE_SCHEMA, TABLE_SCHEMA, PartitionCounters, app_id
 
 NAMES = ("offset", "value", "partition", "topic", "timestampType", "headers")
 
@@ -97,6 +98,22 @@ def delta_table(tmp_path: Path, chunks: list[list[int]]) -> DeltaTable:
     return DeltaTable(str(tmp_path))
 
 
+def expire(table: DeltaTable, before: int) -> None:
+    """The rows go, then the owner's commit says so: only its commits hold pk's counters."""
+    table.delete(f"offset < {before}")
+    counters = PartitionCounters(start=before, end=8, rows=8, removed=before)
+    versions = {app_id("id", 3, name): v for name, v in counters._asdict().items() if v >= 0}
+    versions[app_id("id", 3, "check")] = log_check.counters_check(counters)
+    said = log_check.expected_actions([], [], True, 0, versions, {})
+    properties = CommitProperties(
+        app_transactions=[Transaction(app, version) for app, version in versions.items()],
+        custom_metadata={log_check.CHECK: log_check.of_actions(said)},
+    )
+    table.create_write_transaction(
+        [], mode="append", schema=table.schema(), commit_properties=properties
+    )
+
+
 def test_files_are_listed_with_their_offsets(tmp_path):
     delta_table(tmp_path, [[0, 1, 2], [3, 4]])
     write_deltalake(str(tmp_path), table_of([7], TABLE_SCHEMA, partition=4), mode="append")
@@ -139,8 +156,7 @@ def test_what_was_deleted_before_a_replan_is_told(tmp_path):
     cold, told = ColdRange(tmp_path.as_uri(), {}, tuple(listed)), []
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape, told.append)
     assert next(reading).column("offset").to_pylist() == [0, 1, 2]
-    start = Transaction(app_id("id", 3, "start"), 5)
-    table.delete("offset < 5", commit_properties=CommitProperties(app_transactions=[start]))
+    expire(table, 5)
     table.vacuum(0, enforce_retention_duration=False, dry_run=False)
     assert [o for one in reading for o in one.column("offset").to_pylist()] == [5, 6, 7]
     assert told == [Range("flights", "id", 3, 3, 5)]
@@ -151,8 +167,7 @@ def test_what_was_deleted_before_the_files_were_listed_is_told(tmp_path, monkeyp
     """Retention between the broker's bounds and the table's version: its files are not named, so no
     task would miss them."""
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
-    start = Transaction(app_id("id", 3, "start"), 5)
-    table.delete("offset < 5", commit_properties=CommitProperties(app_transactions=[start]))
+    expire(table, 5)
     wanted = Range("flights", "id", 3, 0, 9)
     known = SimpleNamespace(
         tier_bounds=lambda asked: {wanted: (8, 8)},

@@ -1,0 +1,190 @@
+"""Delta's actions and properties as pk has them, and deltalake's errors as pk's.
+
+The parts of `delta.py` that keep nothing: what a commit states of a file, what a handle says of
+its table, and what of that pk accepts (rule T8).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import AddAction
+
+from pk import errors
+from pk.tiering import layout, log_check
+from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
+from pk.tiering.table import OFFSET_MAX, CommitConflict, DataFile, NewFile, TableProtocol
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+def stats_of(new: NewFile) -> str:
+    """The statistics that prune a file (rule T10)."""
+    file = new.file
+    stats = {
+        "numRecords": file.rows,
+        "minValues": {"offset": file.min_offset, "timestamp": _iso(file.min_timestamp_ms)},
+        "maxValues": {"offset": file.max_offset, "timestamp": _iso(file.max_timestamp_ms)},
+        "nullCount": {"offset": 0, "timestamp": 0, "key": new.null_keys, "value": new.null_values},
+    }
+    return json.dumps(stats)
+
+
+def add_action(new: NewFile, stats: str) -> AddAction:
+    """The add of a file."""
+    file = new.file
+    return AddAction(
+        log_check.quoted(file.path),
+        file.size,
+        {PARTITION_COLUMN: str(file.partition)},
+        new.modified_ms,
+        new.data_change,
+        stats,
+    )
+
+
+def _iso(timestamp_ms: int) -> str:
+    """Delta's text of a timestamp; out of its range: the nearest one that does not prune
+    wrongly."""
+    clamped = log_check.clamped_ms(timestamp_ms)
+    moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{clamped % 1000:03d}Z"
+
+
+def files_of(actions: pa.Table) -> dict[str, DataFile]:
+    """The live files from deltalake's flattened add actions; missing statistics become
+    "anything"."""
+    count = actions.num_rows
+
+    def column(name: str, default: Any) -> list[Any]:
+        if name not in actions.column_names:
+            return [default] * count
+        values = actions.column(name)
+        if pa.types.is_timestamp(values.type):
+            values = values.cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64())
+        return [default if value is None else value for value in values.to_pylist()]
+
+    rows = zip(
+        column("path", ""),
+        column(f"partition.{PARTITION_COLUMN}", 0),
+        column("min.offset", 0),
+        column("max.offset", OFFSET_MAX),
+        column("min.timestamp", -(2**62)),
+        column("max.timestamp", 2**62),
+        column("num_records", 0),
+        column("size_bytes", 0),
+        strict=True,
+    )
+    files = [DataFile(urllib.parse.unquote(row[0]), int(row[1]), *row[2:]) for row in rows]
+    return {file.path: file for file in files}
+
+
+def protocol_of(handle: DeltaTable) -> TableProtocol:
+    protocol = handle.protocol()
+    features = {*(protocol.reader_features or ()), *(protocol.writer_features or ())}
+    return TableProtocol(
+        protocol.min_reader_version, protocol.min_writer_version, tuple(sorted(features))
+    )
+
+
+def counters_of(
+    uri: str, handle: DeltaTable, topic_id: str, partitions: Sequence[int]
+) -> dict[int, PartitionCounters]:
+    """The counters of `partitions` (rule T2); raises `TierTableChanged` if they are damaged."""
+    found: dict[int, PartitionCounters] = {}
+    for partition in partitions:
+        values = {
+            name: handle.transaction_version(app_id(topic_id, partition, name))
+            for name in (*layout.COUNTERS, layout.COUNTERS_CHECK)
+        }
+        check = values.pop(layout.COUNTERS_CHECK)
+        known = {name: value for name, value in values.items() if value is not None}
+        found[partition] = PartitionCounters(**known)
+        log_check.check_counters(uri, handle.version(), partition, found[partition], check)
+    return found
+
+
+def check_columns(uri: str, handle: DeltaTable) -> None:
+    """Raises `TierTableChanged` unless pk's columns are there with their types (rule T10)."""
+    partitioned = list(handle.metadata().partition_columns)
+    found = {field.name: field.type for field in pa.schema(handle.schema().to_arrow())}
+    problem = ""
+    if partitioned != [PARTITION_COLUMN]:
+        problem = f"is partitioned by {partitioned}, not by {PARTITION_COLUMN}"
+    for field in TABLE_SCHEMA:
+        kind = found.get(field.name)
+        if kind is None:
+            problem = f"has no column {field.name}"
+        elif not pa.types.is_nested(field.type) and pa.field("x", kind).type != field.type:
+            problem = f"has column {field.name} as {kind}, not as {field.type}"
+    if problem:
+        raise errors.TierTableChanged(f"{uri}: the table {problem}; restore its schema", uri=uri)
+
+
+def check_properties(uri: str, handle: DeltaTable, topic_id: str) -> None:
+    """Raises `TierTableChanged` unless the table has the properties pk gave it (rule T8)."""
+    found = handle.metadata().configuration
+    wanted = {**layout.TABLE_PROPERTIES, layout.TOPIC_ID_PROPERTY: topic_id}
+    problem = ""
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            problem = (
+                f"property {name} is {found.get(name)!r}, pk set {value!r}: set it back with ALTER "
+                "TABLE … SET TBLPROPERTIES"
+            )
+    for name in layout.REFUSED_PROPERTIES:
+        if name in found:
+            problem = (
+                f"property {name} is set: pk's counters would expire; remove it with ALTER TABLE "
+                "… UNSET TBLPROPERTIES"
+            )
+    if problem:
+        raise errors.TierTableChanged(f"{uri}: the table's {problem}", uri=uri)
+
+
+class LogUnreadable(errors.TierUnavailable):
+    """deltalake could not read the table's log: the store was away, or the log is damaged."""
+
+    code = -1  # never leaves this process
+
+
+def is_panic(cause: BaseException) -> bool:
+    """deltalake meets damage that it did not foresee with a panic, which is no `Exception`."""
+    return type(cause).__name__ == "PanicException"
+
+
+_DENIED = (
+    "permission denied",
+    "access denied",
+    "accessdenied",
+    "read-only file system",
+    "forbidden",
+)
+
+
+def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
+    """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
+    if isinstance(cause, errors.PkError):
+        return cause
+    text = str(cause).strip()
+    low = text.lower()
+    if any(word in low for word in _DENIED):
+        return errors.StoreRefused(
+            f"{uri}: {doing}: {text}; give pk's credentials read and write access", uri=uri
+        )
+    if "nosuchbucket" in low:
+        return errors.StoreRefused(f"{uri}: {doing}: the bucket does not exist: create it", uri=uri)
+    if "unsupported table features" in low or "table has set these" in low:
+        return errors.TierTableChanged(f"{uri}: {doing}: {text}; drop the feature", uri=uri)
+    if isinstance(cause, CommitFailedError):
+        return CommitConflict(f"{uri}: {doing}: {text}")
+    if isinstance(cause, DeltaError | OSError | TimeoutError):
+        return errors.TierUnavailable(f"{uri}: {doing}: {text}", uri=uri)
+    return errors.TierUnavailable(f"{uri}: {doing}: {cause!r}", uri=uri)

@@ -1,0 +1,370 @@
+"""Whether a version of a table is what pk committed (rules T2, T8, T10).  Pure.
+
+Delta's log has no checksums: one flipped bit in a commit's JSON, or in a checkpoint, may drop a
+file, or alter a range or a counter, and every engine takes it.  pk's commits therefore say of
+themselves what they hold:
+
+  commitInfo `pk.check`   CRC-32C of the commit's own actions
+  commitInfo `pk.files`   the live files after the commit: their number, the sum of the hashes of
+                          their paths, the sum of the hashes of their facts
+  txn `<partition>:check` hash of the partition's counters
+
+A load compares: the commits it has not seen with `pk.check`, the files with `pk.files` of pk's
+newest commit, the counters with `check`.  So a checkpoint is not trusted, only compared.
+
+Commits of other engines (OPTIMIZE, Z-order, VACUUM, DELETE) have no checksum.  What they add and
+remove behind pk's newest commit is followed by path.
+
+Invariants
+  H1  a commit without `pk.check` never holds a txn of pk's: such a commit was pk's, and is damaged
+  H2  the hash of a file's facts counts only files whose statistics the log has, so that every
+      reader computes the same sum
+  H3  a walk reads at most WALK_MAX commits; behind that, files are compared with their names only
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from crc32c import crc32c
+
+from pk import errors
+from pk.tiering.layout import PARTITION_COLUMN, SUM_MODULUS, PartitionCounters, parse_data_path
+
+if TYPE_CHECKING:
+    from pk.tiering.table import DataFile, NewFile
+
+#: Keys in a commit's commitInfo.
+CHECK = "pk.check"
+FILES = "pk.files"
+#: Application ids of pk's txn actions begin so (rule T2).
+APP_PREFIX = "pk:"
+#: Commits of other engines that a load follows behind pk's newest one.
+WALK_MAX = 256
+#: Commits read at once.
+WALK_STEP = 8
+_FACTS = struct.Struct("<iqqqqqq")
+#: Delta's text of a timestamp holds the years 1 to 9999.
+_TIME_LEAST, _TIME_MOST = -62_135_596_800_000, 253_402_300_799_999
+
+Action = Mapping[str, Any]
+
+
+def clamped_ms(timestamp_ms: int) -> int:
+    """The nearest timestamp that Delta's statistics hold."""
+    return min(max(timestamp_ms, _TIME_LEAST), _TIME_MOST)
+
+
+def _hash(data: bytes) -> int:
+    """63 bits: a txn version holds no more (rule T2)."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % SUM_MODULUS
+
+
+# -- what commits say ------------------------------------------------------------------------------
+
+
+class FileSums(NamedTuple):
+    """The live files of a version, in numbers."""
+
+    files: int = 0
+    paths: int = 0  #: sum of the hashes of their paths
+    facts: int = 0  #: sum of the hashes of their facts (H2)
+
+    def plus(self, files: Iterable[DataFile], sign: int = 1) -> FileSums:
+        """These and `files`; without `files` if `sign` is -1."""
+        count, paths, facts = self
+        for file in files:
+            count += sign
+            paths += sign * path_hash(file.path)
+            if file.stats:
+                facts += sign * _facts_hash(file)
+        return FileSums(count, paths % SUM_MODULUS, facts % SUM_MODULUS)
+
+    def text(self) -> str:
+        return f"{self.files}-{self.paths:016x}-{self.facts:016x}"
+
+    @staticmethod
+    def parse(text: object) -> FileSums | None:
+        """None if it is no such text."""
+        parts = text.split("-") if isinstance(text, str) else []
+        try:
+            count, paths, facts = parts
+            return FileSums(int(count), int(paths, 16), int(facts, 16))
+        except ValueError:
+            return None
+
+
+def path_hash(path: str) -> int:
+    return _hash(path.encode())
+
+
+def _facts_hash(file: DataFile) -> int:
+    facts = _FACTS.pack(
+        file.partition,
+        file.min_offset,
+        file.max_offset,
+        clamped_ms(file.min_timestamp_ms),
+        clamped_ms(file.max_timestamp_ms),
+        file.rows,
+        file.size,
+    )
+    return _hash(facts + file.path.encode())
+
+
+def counters_check(counters: PartitionCounters) -> int:
+    """The txn `check` of a partition with these counters."""
+    return _hash(b"".join(struct.pack("<q", value) for value in counters))
+
+
+def of_actions(actions: Iterable[Action]) -> str:
+    """`pk.check` of a commit: its actions, whatever their order and layout in the file.
+
+    Of commitInfo only what pk wrote counts: the engine adds its time and name.
+    """
+    lines = []
+    for action in actions:
+        plain = _without_nulls(action)
+        info = plain.get("commitInfo")
+        if isinstance(info, dict):
+            kept = {name: info[name] for name in ("isBlindAppend", FILES) if name in info}
+            plain = {"commitInfo": kept}
+        lines.append(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+    crc = 0
+    for line in sorted(lines):
+        crc = crc32c(line + b"\n", crc)
+    return f"{crc:08x}"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def expected_actions(
+    adds: Sequence[tuple[NewFile, str]],
+    removes: Sequence[DataFile],
+    data_change: bool,
+    now_ms: int,
+    versions: Mapping[str, int],
+    info: Mapping[str, Any],
+) -> list[Action]:
+    """The actions that deltalake writes for a commit; `adds` with the text of their statistics."""
+    actions: list[Action] = [{"commitInfo": dict(info)}]
+    for new, stats in adds:
+        add = {
+            "path": quoted(new.file.path),
+            "partitionValues": {PARTITION_COLUMN: str(new.file.partition)},
+            "size": new.file.size,
+            "modificationTime": new.modified_ms,
+            "dataChange": new.data_change,
+            "stats": stats,
+        }
+        actions.append({"add": add})
+    for file in removes:
+        remove = {
+            "path": quoted(file.path),
+            "dataChange": data_change,
+            "deletionTimestamp": now_ms,
+            "extendedFileMetadata": True,
+            "partitionValues": {PARTITION_COLUMN: str(file.partition)},
+            "size": file.size,
+        }
+        actions.append({"remove": remove})
+    actions += [{"txn": {"appId": app, "version": value}} for app, value in versions.items()]
+    return actions
+
+
+def quoted(path: str) -> str:
+    """A path as Delta's log has it."""
+    return urllib.parse.quote(path, safe="/=")
+
+
+# -- what a load compares --------------------------------------------------------------------------
+
+
+class CommitFacts(NamedTuple):
+    """What one commit's JSON says."""
+
+    ours: bool  #: it has pk's checksum, and the checksum holds
+    files: FileSums | None
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def read_commit(uri: str, version: int, data: bytes) -> CommitFacts:
+    """The facts of a commit; raises `TierTableChanged` if it is damaged."""
+
+    def damaged(what: str) -> errors.TierTableChanged:
+        return errors.TierTableChanged(
+            f"{uri}: version {version} of the table's log {what}; restore "
+            f"_delta_log/{version:020d}.json",
+            uri=uri,
+            version=str(version),
+        )
+
+    try:
+        actions = [json.loads(line) for line in data.split(b"\n") if line.strip()]
+        if not all(isinstance(action, dict) for action in actions):
+            raise ValueError("an action is no object")
+        infos = [action["commitInfo"] for action in actions if "commitInfo" in action]
+        added = tuple(_path(action["add"]) for action in actions if "add" in action)
+        removed = tuple(_path(action["remove"]) for action in actions if "remove" in action)
+        apps = [str(action["txn"]["appId"]) for action in actions if "txn" in action]
+        info = infos[0] if infos else {}
+        check = info.get(CHECK)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        raise damaged(f"is damaged ({cause})") from cause
+    if check is None:
+        if any(app.startswith(APP_PREFIX) for app in apps):  # H1
+            raise damaged("sets pk's counters and has no checksum")
+        return CommitFacts(False, None, added, removed)
+    found = of_actions(actions)
+    if check != found:
+        raise damaged(f"is damaged: its checksum is {check}, its actions give {found}")
+    return CommitFacts(True, FileSums.parse(info.get(FILES)), added, removed)
+
+
+def _path(action: Any) -> str:
+    path = action["path"]
+    if not isinstance(path, str):
+        raise ValueError("a path is no text")
+    return urllib.parse.unquote(path)
+
+
+class Walk:
+    """Reads a table's newest commits backwards and compares its files with them.
+
+    `known` is the newest version that was compared before, -1 if none was.  Ask `wanted`, give
+    each commit to `take`, until `wanted` is empty; then `finish`.
+    """
+
+    def __init__(self, uri: str, version: int, files: Mapping[str, DataFile], known: int) -> None:
+        self._uri = uri
+        self._version = version
+        self._files = files
+        self._known = known
+        self._next = version
+        self._base: FileSums | None = None  #: of pk's newest commit
+        self._behind: list[CommitFacts] = []  #: other engines' commits after it, newest first
+        self._lost = False  #: a commit that should be followed is not there any more
+
+    def wanted(self) -> list[int]:
+        """Versions to read next, newest first."""
+        found = self._base is not None or self._lost
+        least = self._known + 1 if found else 0
+        least = max(least, self._version - WALK_MAX + 1)
+        return list(range(self._next, max(self._next - WALK_STEP, least - 1), -1))
+
+    def take(self, version: int, data: bytes | None) -> None:
+        """The JSON of `version`, None if there is no such object; raises `TierTableChanged`."""
+        assert version == self._next, (version, self._next)
+        self._next -= 1
+        if data is None:
+            self._lost = self._lost or self._base is None
+            return
+        facts = read_commit(self._uri, version, data)
+        if self._base is not None or self._lost:
+            return
+        if facts.ours and facts.files is not None:
+            self._base = facts.files
+        else:
+            self._behind.append(facts)
+            if version == 0:
+                self._base = FileSums()
+
+    def finish(self) -> None:
+        """Raises `TierTableChanged` if the files are not those of the log (H3)."""
+        if self._base is None:
+            return
+        found = FileSums().plus(self._files.values())
+        # An engine may also add a file again that is live, with other statistics.
+        expected = [self._followed(again) for again in (False, True)]
+        same = (found.files, found.paths) in expected
+        facts_differ = not self._behind and found.facts != self._base.facts
+        if not same or facts_differ:
+            count = expected[0][0]
+            what = "states other facts of a file than pk committed"
+            if not same:
+                what = f"names {found.files} files, the commits say {count}"
+                if found.files == count:
+                    what = "names other files than the commits say"
+            raise errors.TierTableChanged(
+                f"{self._uri}: version {self._version} {what}: the log or its checkpoint is "
+                "damaged; restore _delta_log, or remove the damaged checkpoint",
+                uri=self._uri,
+                version=str(self._version),
+            )
+
+    def _followed(self, again: bool) -> tuple[int, int]:
+        """Number and hash of the paths after the commits of other engines; `again`: what they add
+        was live before."""
+        assert self._base is not None
+        count, paths, _ = self._base
+        live: dict[str, bool] = {}
+        for commit in reversed(self._behind):
+            for path in commit.removed:
+                if live.get(path, True):
+                    count, paths = count - 1, paths - path_hash(path)
+                live[path] = False
+            for path in commit.added:
+                if not live.get(path, again):
+                    count, paths = count + 1, paths + path_hash(path)
+                live[path] = True
+        return count, paths % SUM_MODULUS
+
+
+def compare(
+    uri: str,
+    version: int,
+    files: Mapping[str, DataFile],
+    read: Callable[[int], bytes | None],
+) -> None:
+    """Raises `TierTableChanged` unless `files` are what was committed up to `version`; `read`
+    gives the JSON of a version."""
+    check_names(uri, version, files.values())
+    walk = Walk(uri, version, files, -1)
+    while wanted := walk.wanted():
+        for each in wanted:
+            walk.take(each, read(each))
+    walk.finish()
+
+
+def check_counters(
+    uri: str, version: int, partition: int, counters: PartitionCounters, check: int | None
+) -> None:
+    """Raises `TierTableChanged` unless `check` is that of `counters`."""
+    if counters == PartitionCounters() and check is None:
+        return
+    if check != counters_check(counters):
+        raise errors.TierTableChanged(
+            f"{uri}: version {version}: the counters of partition {partition} {counters} do not "
+            f"agree with their checksum ({'none' if check is None else check}): the log or its "
+            "checkpoint is damaged; restore _delta_log",
+            uri=uri,
+            version=str(version),
+        )
+
+
+def check_names(uri: str, version: int, files: Iterable[DataFile]) -> None:
+    """Raises `TierTableChanged` unless the statistics of pk's files lie within their names."""
+    for file in files:
+        name = parse_data_path(file.path)
+        if name is None or not file.stats:
+            continue
+        inside = name.start <= file.min_offset <= file.max_offset < name.end
+        if name.partition != file.partition or not inside or file.rows > name.end - name.start:
+            raise errors.TierTableChanged(
+                f"{uri}: version {version} states partition {file.partition}, offsets "
+                f"{file.min_offset} to {file.max_offset} and {file.rows} rows of {file.path}: its "
+                "name says otherwise; restore _delta_log",
+                uri=uri,
+                version=str(version),
+            )
