@@ -373,7 +373,8 @@ class Copier:
             self._solved(errors.DamagedTierFile)  # what is still missing, the next look names
         elif event.asked is self._hand_over:
             self._hand_over = None
-            self._solved(errors.TierUnavailable, errors.StoreRefused, errors.FencedLeaderEpoch)
+            refused = errors.FencedLeaderEpoch, errors.TierTableChanged  # the last one, perhaps
+            self._solved(errors.TierUnavailable, errors.StoreRefused, *refused)
 
     def _operation_failed(self, event: OperationFailed, now_ms: int) -> None:
         asked, repair = event.asked, self._repair

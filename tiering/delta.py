@@ -174,6 +174,7 @@ class DeltaLogTable:
         self._handle: DeltaTable | None = None
         self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
         self._snapshot: Snapshot | None = None
+        self._table_id = ""  #: of the table that was opened first; another one is refused (T8)
         self._synced = ("", -1)  #: table id and version up to which the log is SYNCED
         self._turn = asyncio.Lock()
         self._tombstones = Tombstones(tables.wall_ms())
@@ -203,9 +204,7 @@ class DeltaLogTable:
             return None
         compared = known if handle is not None else None
         handle, snapshot = found
-        if snapshot.protocol == TableProtocol() and (
-            compared is None or snapshot.version != compared.version
-        ):
+        if snapshot.table_id == self._table_id and snapshot.protocol == TableProtocol():
             await self._compare(compared, snapshot)
         if known is None or snapshot.version != known.version:
             self._tombstones.foreign(self._tables.wall_ms())
@@ -214,9 +213,9 @@ class DeltaLogTable:
 
     async def _compare(self, known: Snapshot | None, snapshot: Snapshot) -> None:
         """E4: raises `TierTableChanged` unless the version is what was committed."""
-        same = known is not None and known.table_id == snapshot.table_id
-        version = known.version if known is not None and same else -1
-        await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
+        version = -1 if known is None else known.version
+        if snapshot.version != version:
+            await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
 
     async def _is_known(self, version: int) -> bool:
         """Whether the commit file of our version is still the one we saw."""
@@ -268,8 +267,9 @@ class DeltaLogTable:
         """A snapshot from the log itself."""
         protocol = protocol_of(handle)
         metadata = handle.metadata()
-        if protocol != TableProtocol():
-            # T8: not read any further; the owner refuses it by its protocol
+        self._table_id = self._table_id or str(metadata.id)
+        if str(metadata.id) != self._table_id or protocol != TableProtocol():
+            # T8: not read any further; the owner refuses it by its protocol or its id
             return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
         check_properties(self._uri, handle, self._topic_id)
@@ -283,6 +283,7 @@ class DeltaLogTable:
 
     async def create(self) -> Snapshot:
         async with self._turn:
+            self._table_id = ""
             try:
                 await self._tables.run(f"creating {self._uri}", self._create)
             except errors.TierUnavailable:

@@ -284,24 +284,10 @@ class Walk:
         """Raises `TierTableChanged` if the files are not those of the log (H3)."""
         if self._base is None:
             return
-        found = FileSums().plus(self._files.values())
         # An engine may also add a file again that is live, with other statistics.
         expected = [self._followed(again) for again in (False, True)]
-        same = (found.files, found.paths) in expected
-        facts_differ = not self._behind and found.facts != self._base.facts
-        if not same or facts_differ:
-            count = expected[0][0]
-            what = "states other facts of a file than pk committed"
-            if not same:
-                what = f"names {found.files} files, the commits say {count}"
-                if found.files == count:
-                    what = "names other files than the commits say"
-            raise errors.TierTableChanged(
-                f"{self._uri}: version {self._version} {what}: the log or its checkpoint is "
-                "damaged; restore _delta_log, or remove the damaged checkpoint",
-                uri=self._uri,
-                version=str(self._version),
-            )
+        facts = None if self._behind else self._base.facts
+        _check_sums(self._uri, self._version, self._files.values(), expected, facts)
 
     def _followed(self, again: bool) -> tuple[int, int]:
         """Number and hash of the paths after the commits of other engines; `again`: what they add
@@ -348,6 +334,36 @@ def check_counters(
             f"{uri}: version {version}: the counters of partition {partition} {counters} do not "
             f"agree with their checksum ({'none' if check is None else check}): the log or its "
             "checkpoint is damaged; restore _delta_log",
+            uri=uri,
+            version=str(version),
+        )
+
+
+def check_sums(uri: str, version: int, files: Iterable[DataFile], said: FileSums) -> None:
+    """Raises `TierTableChanged` unless the live files are those of `said`."""
+    _check_sums(uri, version, files, [(said.files, said.paths)], said.facts)
+
+
+def _check_sums(
+    uri: str,
+    version: int,
+    files: Iterable[DataFile],
+    expected: Sequence[tuple[int, int]],
+    facts: int | None,
+) -> None:
+    """`expected`: what number and hash of the paths may be; `facts` None = nothing says."""
+    found = FileSums().plus(files)
+    what = ""
+    if (found.files, found.paths) not in expected:
+        what = f"names {found.files} files, the commits say {expected[0][0]}"
+        if found.files == expected[0][0]:
+            what = "names other files than the commits say"
+    elif facts not in (None, found.facts):
+        what = "states other facts of a file than pk committed"
+    if what:
+        raise errors.TierTableChanged(
+            f"{uri}: version {version} {what}: the log or its checkpoint is damaged; restore "
+            "_delta_log, or remove the damaged checkpoint",
             uri=uri,
             version=str(version),
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pk import errors
-from pk.tiering import layout
+from pk.tiering import layout, log_check
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
 from pk.types import Offset
@@ -261,6 +261,16 @@ def check_successor(uri: str, old: Snapshot | None, new: Snapshot) -> None:
             )
 
 
+def check_said(uri: str, found: Snapshot, said: Snapshot) -> None:
+    """What a load of the fake compares: the version that was found with the one that its commits
+    say (log_check.py).  Raises `TierTableChanged`."""
+    log_check.check_names(uri, found.version, found.files.values())
+    log_check.check_sums(uri, found.version, found.files.values(), said.sums)
+    for partition, counters in found.counters.items():
+        check = log_check.counters_check(said.partition(partition))
+        log_check.check_counters(uri, found.version, partition, counters, check)
+
+
 # -- the fake --------------------------------------------------------------------------------------
 
 
@@ -305,6 +315,16 @@ class MemoryTables:
             Snapshot(newest.version + 1, newest.table_id, newest.files, newest.counters, protocol)
         )
 
+    def damage(self, uri: str, altered: Callable[[Snapshot], Snapshot]) -> None:
+        """Bits of the log flip: what is loaded from now on is `altered`, of which no commit says
+        so (rule T2)."""
+        self.states[uri].altered = altered
+
+    def mend(self, uri: str) -> None:
+        """Somebody restores the log."""
+        if uri in self.states:
+            self.states[uri].altered = None
+
     def rewrite(self, uri: str, old: Sequence[str], new: Sequence[DataFile]) -> None:
         """Outside maintenance (OPTIMIZE): replaces files without changing the data."""
         state = self.states[uri]
@@ -326,6 +346,7 @@ class MemoryTables:
 @dataclass(slots=True)
 class _TableState:
     versions: list[Snapshot]
+    altered: Callable[[Snapshot], Snapshot] | None = None  #: what flipped bits make of a version
     tombstones: list[str] = field(default_factory=list)
 
 
@@ -346,7 +367,10 @@ class MemoryTable:
         state = self._tables.state(self._uri)
         if state is None:
             return None
-        newest = state.versions[-1]
+        said = newest = state.versions[-1]
+        if state.altered is not None:
+            newest = state.altered(said)
+            check_said(self._uri, newest, said)
         counters = {partition: newest.partition(partition) for partition in partitions}
         return Snapshot(newest.version, newest.table_id, newest.files, counters, newest.protocol)
 

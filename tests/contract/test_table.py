@@ -7,9 +7,10 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,39 @@ class Kit:
     factory: TableFactory
     drop: Callable[[], None]
     roll_back: Callable[[int], None]
+    damage: Callable[[str], Callable[[], None]]  #: what it alters → how it is mended
 
     def table(self) -> Table:
         return self.factory.table(TOPIC, TOPIC_ID)
+
+
+#: What becomes of the newest commit's JSON: a pattern and what stands there afterwards.
+DAMAGE = {
+    "no add": (r'\{"add"', '{"aed"'),
+    "bound": (r"(maxValues.*?offset.*?)\d(\d)", r"\g<1>0\2"),
+    "end": (r'(:0:end","version":)\d', r"\g<1>9"),
+    "row sum": (r'(:0:sum","version":)\d', r"\g<1>3"),
+}
+
+
+def _altered(newest: Snapshot, what: str) -> Snapshot:
+    """The same damage to the fake."""
+    files, counters = dict(newest.files), dict(newest.counters)
+    path = max(files)
+    if what == "no add":
+        del files[path]
+    elif what == "bound":
+        files[path] = replace(files[path], max_offset=files[path].max_offset - 1)
+    elif what == "end":
+        counters[0] = counters[0]._replace(end=counters[0].end + 700)
+    else:
+        counters[0] = counters[0]._replace(sum=counters[0].sum ^ 1)
+    return Snapshot(newest.version, newest.table_id, files, counters, newest.protocol)
+
+
+def alone(tables: TableFactory) -> Kit:
+    """Tables that no outsider touches."""
+    return Kit(tables, lambda: None, lambda _: None, lambda _: lambda: None)
 
 
 Run = Callable[[Callable[[Kit], Awaitable[None]]], None]
@@ -65,12 +96,30 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
         for path in logs[-versions:]:
             path.unlink()
 
+    def damage(what: str) -> Callable[[], None]:
+        path = max((home / "_delta_log").glob("*.json"))
+        before = path.read_text()
+        old, new = DAMAGE[what]
+        path.write_text(re.sub(old, new, before, count=1))
+        assert path.read_text() != before
+        return lambda: path.write_text(before) and None
+
     def go(test: Callable[[Kit], Awaitable[None]]) -> None:
         async def whole() -> None:
             if request.param == "memory":
                 tables = MemoryTables()
                 uri = tables.table(TOPIC, TOPIC_ID).uri
-                kit = Kit(tables, lambda: tables.drop(uri), lambda n: tables.roll_back(uri, n))
+
+                def altered(what: str) -> Callable[[], None]:
+                    tables.damage(uri, lambda newest: _altered(newest, what))
+                    return lambda: tables.mend(uri)
+
+                kit = Kit(
+                    tables,
+                    lambda: tables.drop(uri),
+                    lambda n: tables.roll_back(uri, n),
+                    altered,
+                )
                 await test(kit)
                 return
             clock = SystemClock()
@@ -78,7 +127,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
             store = open_store(chosen, clock)
             real = DeltaTables(chosen, store, clock)
             try:
-                await test(Kit(real, lambda: shutil.rmtree(home), roll_back))
+                await test(Kit(real, lambda: shutil.rmtree(home), roll_back, damage))
             finally:
                 await real.close()
                 await store.close()
@@ -154,7 +203,7 @@ def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.M
     async def test() -> None:
         store = open_store(chosen, clock)
         tables = DeltaTables(chosen, store, clock)
-        kit = Kit(tables, lambda: None, lambda _: None)
+        kit = alone(tables)
         try:
             table, snapshot = await created(kit)
             assert unsynced() == []
@@ -196,7 +245,9 @@ def test_what_a_table_is_opened_by_is_synced_not_all_its_past(
         store = open_store(chosen, clock)
         tables = DeltaTables(chosen, store, clock)
         try:
-            table, snapshot = await created(Kit(tables, lambda: None, lambda _: None))
+            table, snapshot = await created(
+                Kit(tables, lambda: None, lambda _: None, lambda _: lambda: None)
+            )
             for end in range(1, 14):
                 snapshot = await table.commit(append(snapshot, 0, end))
             synced: set[int] = set()
@@ -415,6 +466,30 @@ def test_a_table_that_went_back_is_noticed(run: Run) -> None:
         assert new is not None
         with pytest.raises(errors.TierTableChanged, match="went back"):
             check_successor(table.uri, old, new)
+
+    run(test)
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_version_is_refused_until_it_is_mended(run: Run, what: str) -> None:
+    """Rule T2: by a handle that knows the version before, and by a new one."""
+
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        snapshot = await table.commit(append(snapshot, 0, 100))
+        knows = kit.table()
+        await knows.load([0])
+        snapshot = await table.commit(append(snapshot, 0, 200))
+        mend = kit.damage(what)
+        for reader in (knows, kit.table()):
+            for _ in range(2):
+                with pytest.raises(errors.TierTableChanged, match="version 2"):
+                    await reader.load([0])
+        mend()
+        for reader in (knows, kit.table()):
+            seen = await reader.load([0])
+            assert seen is not None
+            assert (seen.files, seen.counters) == (snapshot.files, snapshot.counters)
 
     run(test)
 

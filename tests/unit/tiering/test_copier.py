@@ -225,6 +225,20 @@ def test_a_changed_table_stops_copying_and_dropping() -> None:
     assert {type(each) for each in it.sent} == {copying.Upload, copying.Confirm}
 
 
+def test_a_hand_over_that_lands_ends_the_trouble_with_the_table() -> None:
+    """The owner refused one, then the table was itself again; nobody else says so."""
+    it = Driver(max_lag_ms=0).table(0).view(500)
+    it.uploaded(it.take(copying.Upload), 500)
+    error = errors.TierTableChanged("the table went back")
+    it.step(copying.OperationFailed(it.take(copying.HandOver), error))
+    assert it.told is not None
+    assert it.told.problem.code == errors.TierTableChanged.code
+    it.wake()
+    it.uploaded(it.take(copying.Upload), 500)
+    it.step(copying.HandedOver(it.take(copying.HandOver))).table(500)
+    assert not it.told.HasField("problem")
+
+
 def test_deleted_records_wait_for_the_owner() -> None:
     """T9, T1: below log_start nothing is copied; the table's end follows first."""
     it = Driver(max_lag_ms=0, drop_delay_ms=10**6).table(10).view(100, start=60)
