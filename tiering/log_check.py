@@ -258,8 +258,10 @@ class Walk:
 
     def wanted(self) -> list[int]:
         """Versions to read next, newest first."""
-        found = self._base is not None or self._lost
-        least = self._known + 1 if found else 0
+        if self._base is None and not self._lost:
+            least = 0
+        else:
+            least = self._known + 1 if self._known >= 0 else self._version + 1
         least = max(least, self._version - WALK_MAX + 1)
         return list(range(self._next, max(self._next - WALK_STEP, least - 1), -1))
 
