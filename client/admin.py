@@ -1,14 +1,15 @@
 """Administration: topics, settings, offsets, the tier, the metadata quorum.
 
-Every call blocks for at most `timeout_s` and raises the typed error of the first thing that went
-wrong.  Setting names may be Kafka's (`retention.ms`).  An admin client is safe to share between
-threads and does not survive a fork.
+Every call blocks for at most `timeout_s`, connecting included, and raises the typed error of the
+first thing that went wrong; `RequestTimedOut` or `BrokerUnavailable` if nothing answered.  Setting
+names may be Kafka's (`retention.ms`).  An admin client is safe to share between threads and does
+not survive a fork.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,8 +28,6 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
 T = TypeVar("T")
-
-_LOOP_SLACK_S = 5.0
 
 #: `list_offsets` by word; a number is a time in ms.
 SPECIAL_OFFSETS = {
@@ -223,7 +222,7 @@ class AdminClient(QuorumCalls):
         """All settings of a topic (or `resource="broker"`, name "" = the cluster's defaults)."""
         request = wire.DescribeConfigsRequest()
         request.resources.add(type=resource, name=name)
-        result = self._ask(request, wire.DescribeConfigsReply, timeout_s).results[0]
+        result = _only(self._ask(request, wire.DescribeConfigsReply, timeout_s).results)
         if result.HasField("error"):
             raise frames.raise_error(result.error)
         return [ConfigEntry(e.name, e.value, e.source, e.read_only, e.doc) for e in result.entries]
@@ -244,7 +243,7 @@ class AdminClient(QuorumCalls):
             set=_settings_of(set or {}), unset=[_dotless(n) for n in unset]
         )
         change.resource.type, change.resource.name = resource, name
-        result = self._ask(request, wire.AlterConfigsReply, timeout_s).results[0]
+        result = _only(self._ask(request, wire.AlterConfigsReply, timeout_s).results)
         if result.HasField("error"):
             raise frames.raise_error(result.error)
 
@@ -279,11 +278,11 @@ class AdminClient(QuorumCalls):
         self, topic: str, spec: str | int = "latest", *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
         """One offset of each partition of a topic: `list_offsets` for all of them."""
+        deadline = self._now_s() + timeout_s
         found = self._run(self._cluster.topic(topic, int(timeout_s * 1000)), timeout_s)
         places = {TopicPartition(topic, p): spec for p in range(found.partitions)}
-        return {
-            place: at[0] for place, at in self.list_offsets(places, timeout_s=timeout_s).items()
-        }
+        listed = self.list_offsets(places, timeout_s=max(0.001, deadline - self._now_s()))
+        return {place: at[0] for place, at in listed.items()}
 
     def delete_records(
         self, before: Mapping[TopicPartition, int], *, timeout_s: float = TIMEOUT_S
@@ -296,8 +295,10 @@ class AdminClient(QuorumCalls):
         self, wanted: dict[TopicPartition, int], timeout_ms: int
     ) -> dict[TopicPartition, int]:
         cluster, found = self._cluster, dict[TopicPartition, int]()
+        clock = cluster.world.clock
+        deadline = clock.monotonic_ms() + timeout_ms
         for name in dict.fromkeys(place.topic for place in wanted):
-            await cluster.topic(name, timeout_ms)
+            await cluster.topic(name, max(1, deadline - clock.monotonic_ms()))
 
         async def attempt(one_ms: int) -> None:
             for place, offset in wanted.items():
@@ -313,12 +314,13 @@ class AdminClient(QuorumCalls):
                     topic_id=key.topic_id, partition=key.partition, before_offset=offset
                 )
                 reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
-                if reply.results[0].HasField("error"):
+                result = _only(reply.results)
+                if result.HasField("error"):
                     cluster.want_metadata()
-                    raise frames.raise_error(reply.results[0].error)
-                found[place] = reply.results[0].log_start
+                    raise frames.raise_error(result.error)
+                found[place] = result.log_start
 
-        await cluster.retrying(attempt, timeout_ms)
+        await cluster.retrying(attempt, max(1, deadline - clock.monotonic_ms()))
         return found
 
     # -- replicas and brokers ----------------------------------------------------------------------
@@ -388,15 +390,20 @@ class AdminClient(QuorumCalls):
             wanted = [TopicPartition(*place) for place in partitions]
             if not wanted:
                 return {}
+            deadline = self._now_s() + timeout_s
             work = self._keys(wanted, int(timeout_s * 1000))
             for key in self._run(work, timeout_s):
                 request.partitions.add(topic_id=key.topic_id, partition=key.partition)
+            timeout_s = max(0.001, deadline - self._now_s())
         return _by_partition(self._ask(request, wire.ElectLeadersReply, timeout_s).results)
 
     async def _keys(self, places: list[TopicPartition], timeout_ms: int) -> list[PartitionKey]:
         ids: dict[str, str] = {}
+        clock = self._cluster.world.clock
+        deadline = clock.monotonic_ms() + timeout_ms
         for name in dict.fromkeys(place.topic for place in places):
-            ids[name] = (await self._cluster.topic(name, timeout_ms)).topic_id
+            left = max(1, deadline - clock.monotonic_ms())
+            ids[name] = (await self._cluster.topic(name, left)).topic_id
         return [PartitionKey(ids[place.topic], place.partition) for place in places]
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -438,6 +445,9 @@ class AdminClient(QuorumCalls):
         work = self._cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
         return self._run(work, timeout_s)
 
+    def _now_s(self) -> float:
+        return self._cluster.world.clock.monotonic_ms() / 1000
+
     def _run(self, work: Awaitable[T], timeout_s: float) -> T:
         async def run() -> T:
             return await work
@@ -445,10 +455,10 @@ class AdminClient(QuorumCalls):
         if self._closed:
             getattr(work, "close", lambda: None)()
             raise errors.ClosedError("the admin client was closed")
-        return self._thread.run(run(), timeout_s + _LOOP_SLACK_S)
+        return self._thread.run(run(), timeout_s)
 
     def close(self) -> None:
-        """Disconnect.  Idempotent."""
+        """Disconnect.  Idempotent; a disconnecting that takes long goes on without the caller."""
         if threading.current_thread() is self._thread.thread:
             raise errors.InvalidRequest("a delivery callback must not block")
         with self._ending:  # of several threads that close, one does it
@@ -457,7 +467,7 @@ class AdminClient(QuorumCalls):
             self._closed = True
         connection.closed(self)
         try:
-            self._thread.run(self._cluster.close(), _LOOP_SLACK_S)
+            self._thread.finish(self._cluster.close())
         finally:
             connection.release(self._thread)
 
@@ -508,9 +518,15 @@ def _by_partition(
     }
 
 
-def _one(results: list[TopicResult]) -> TopicResult:
+def _only(results: Sequence[T]) -> T:
+    """What was answered to a question about one thing."""
     if len(results) != 1:
-        raise errors.InternalError(f"{len(results)} results for one topic")
-    if results[0].error is not None:
-        raise results[0].error
+        raise errors.InternalError(f"{len(results)} results came for one request")
     return results[0]
+
+
+def _one(results: list[TopicResult]) -> TopicResult:
+    result = _only(results)
+    if result.error is not None:
+        raise result.error
+    return result

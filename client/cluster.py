@@ -10,7 +10,8 @@ Invariants
   K1  one round of metadata requests at a time; everybody who waits for news waits for the same one.
       What is to be known besides is asked in the next one: no answer to an older question settles
       it.
-  K2  every call has a deadline; retries back off with jitter and stop at the deadline.
+  K2  every call has a deadline that bounds the whole of it: connecting, every broker that is asked
+      in turn, every retry.  Retries back off with jitter and stop at the deadline.
   K3  a broker that is silent delays nobody for longer than HEDGE_MS while another one answers; one
       that left the metadata (fenced, or moved to another address) keeps no call waiting.
 """
@@ -28,6 +29,8 @@ from google.protobuf.message import Message
 
 import pk
 from pk import errors
+from pk.client.bootstrap import addresses
+from pk.client.endings import ELSEWHERE, check_answers, given_up
 from pk.client.metadata import Metadata, Topic
 from pk.types import PartitionKey
 from pk.wire import frames
@@ -41,7 +44,6 @@ _log = logging.getLogger("pk.client")
 
 #: How long a topic nobody knows is asked for again before that is believed: metadata travels.
 UNKNOWN_TOPIC_MS = 2_000
-DEFAULT_PORT = 9292
 #: The id of no topic: for requests that are about the brokers alone.
 NOBODY = "-"
 #: So many brokers push changes; one more is asked whenever those asked are silent for HEDGE_MS.
@@ -53,49 +55,13 @@ TRUST_MS = 1_000
 #: How often those that push are asked whether they are still there: both may have fallen silent.
 PING_MS = 10_000
 PING_TIMEOUT_MS = 2_000
-#: The broker could not answer, another one may.
-ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
-
-
-def given_up(error: errors.PkError) -> errors.PkError:
-    """`error` after the client's own retries: now a person must act, and the error says who."""
-    if type(error) is errors.UnknownTopicOrPartition:
-        error = errors.UnknownTopicOrPartition(
-            f"{error.message}; create it first (pk topics create …)", **error.details
-        )
-        setattr(error, "acts", "user")  # noqa: B010 - the class says what holds otherwise
-    elif type(error) is errors.BrokerUnavailable:
-        error = errors.BrokerUnavailable(
-            f"{error.message}; is a server running there?", **error.details
-        )
-        setattr(error, "acts", "operator")  # noqa: B010
-    elif error.acts == "client":  # it tried for as long as it may
-        setattr(error, "acts", "operator")  # noqa: B010
-    return error
-
-
-def addresses(bootstrap: str | Iterable[str]) -> list[str]:
-    """`HOST:PORT[,HOST:PORT…]` as a list.  Raises `InvalidOption`."""
-    items = bootstrap.split(",") if isinstance(bootstrap, str) else list(bootstrap)
-    found = []
-    for item in items:
-        text = str(item).strip()
-        if not text:
-            continue
-        if text.startswith("unix:"):
-            found.append(text)
-            continue
-        host, separator, port = text.rpartition(":")
-        if not separator:
-            host, port = text, str(DEFAULT_PORT)
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise errors.InvalidOption(
-                f"bootstrap server {text!r} is not HOST:PORT", option="bootstrap"
-            )
-        found.append(f"{host}:{port}")
-    if not found:
-        raise errors.InvalidOption("no bootstrap server given (HOST:PORT)", option="bootstrap")
-    return found
+#: How much longer than its time-out an attempt may take to say why it failed (K2).
+LAST_WORD_MS = 50
+#: What is kept of a time-out for the last attempt.
+LAST_TRY_MS = 100
+#: A client that reaches no broker for the first time says so in the log, then once a minute.
+UNREACHED_MS = 10_000
+UNREACHED_AGAIN_MS = 60_000
 
 
 class Cluster:
@@ -131,11 +97,13 @@ class Cluster:
         self._poked: asyncio.Event | None = None
         self._news: asyncio.Future[None] | None = None
         self._last_error: errors.PkError | None = None
+        self._say_ms: int | None = None  #: when to log that nobody answers; None = somebody does
         self._watched: dict[str, bool] = {}  #: address → it watches all topics; oldest first
         self._doubted: dict[str, float] = {}  #: address → when it failed to answer
         self._heard: dict[str, float] = {}  #: address → when it answered last
         self._asks: dict[asyncio.Task[Any], None] = {}
         self._closed = False
+        self.reached = False  #: some broker has answered
         self.on_change: list[Callable[[], None]] = []  #: called after every update
 
     # -- calls -------------------------------------------------------------------------------------
@@ -156,13 +124,16 @@ class Cluster:
         """One attempt at one address; who does not answer is tried last for a while (K3)."""
         try:
             frame = await self.caller(address).call(request, timeout_ms=timeout_ms)
+            reply = _body(frame)
+            check_answers(address, request, reply)
         except errors.PkError as cause:
             if isinstance(cause, ELSEWHERE):
                 self._doubt(address)
             raise
         self._doubted.pop(address, None)
         self._heard[address] = self.world.clock.monotonic_ms()
-        return _body(frame)
+        self.reached = True
+        return reply
 
     def _doubt(self, address: str) -> None:
         self._doubted[address] = self.world.clock.monotonic_ms()
@@ -292,16 +263,23 @@ class Cluster:
         clock = self.world.clock
         deadline = clock.monotonic_ms() + timeout_ms
         tries = 0
+        last: errors.PkError = errors.RequestTimedOut("no answer came")
         while True:
-            left = deadline - clock.monotonic_ms()
+            left = max(1, deadline - clock.monotonic_ms())
             try:
-                return await attempt(max(1, min(left, self.request_timeout_ms)))
+                async with asyncio.timeout((left + LAST_WORD_MS) / 1000):
+                    return await attempt(min(left, self.request_timeout_ms))
+            except TimeoutError:  # K2: one attempt may ask several brokers, each in its own time
+                raise given_up(last, timeout_ms) from None
             except errors.RetriableError as cause:
+                hasty = isinstance(cause, errors.RequestTimedOut) and left < self.request_timeout_ms
+                if not (hasty and tries):  # it was given too little time to be the reason
+                    last = cause
                 tries += 1
-                wait = self.backoff(tries)
-                late = clock.monotonic_ms() + wait >= deadline
-                if late or self._closed or isinstance(cause, final):
-                    raise given_up(cause) from cause
+                left = deadline - clock.monotonic_ms()
+                wait = min(self.backoff(tries), left - LAST_TRY_MS)
+                if wait <= 0 or self._closed or isinstance(cause, final):
+                    raise given_up(last, timeout_ms) from cause
                 _log.debug("retrying in %d ms: %s", wait, cause)
                 await clock.sleep_ms(wait)
 
@@ -312,7 +290,11 @@ class Cluster:
     # -- metadata ----------------------------------------------------------------------------------
 
     def watch_topics(self, names: Iterable[str] | None) -> None:
-        """Keep these topics' metadata fresh too; None = all topics."""
+        """Keep these topics' metadata fresh too; None = all topics.  Raises `InvalidTopic`."""
+        names = None if names is None else list(names)
+        for name in names or ():
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise errors.InvalidTopic(f"{name!r} is not a topic name")
         if names is None:
             self._names = None
             self._want_more()
@@ -347,25 +329,25 @@ class Cluster:
         async with asyncio.timeout(timeout_ms / 1000):
             await asyncio.shield(self._news)
 
-    async def topic(self, name: str, timeout_ms: int) -> Topic:
-        """A topic's metadata; waits for brokers, and a moment for topics that were just created."""
+    async def topic(self, name: str, timeout_ms: int, unknown_ms: int | None = None) -> Topic:
+        """A topic's metadata; waits for brokers, and for `unknown_ms` (a moment, unless given) for
+        a topic that does not exist: it may just have been created.
+        """
         self.start()
         self.watch_topics([name])
         clock = self.world.clock
-        deadline = clock.monotonic_ms() + timeout_ms
-        unknown_deadline = clock.monotonic_ms() + min(timeout_ms, UNKNOWN_TOPIC_MS)
+        begun = clock.monotonic_ms()
+        patience = UNKNOWN_TOPIC_MS if unknown_ms is None else unknown_ms
         while name not in self.metadata.topics:
             problem = self.metadata.problem(name)
             now = clock.monotonic_ms()
-            until = unknown_deadline if problem is not None else deadline
+            until = begun + (timeout_ms if problem is None else min(timeout_ms, patience))
             if problem is not None and not isinstance(problem, errors.UnknownTopicOrPartition):
                 raise problem
             if now >= until or self._closed:
-                raise given_up(
-                    problem
-                    or self._last_error
-                    or errors.RequestTimedOut(f"no metadata of topic {name} within {timeout_ms} ms")
-                )
+                silence = f"no metadata of topic {name} from {', '.join(self.bootstrap)}"
+                nothing = errors.RequestTimedOut(silence)
+                raise given_up(problem or self._last_error or nothing, timeout_ms)
             if isinstance(self._last_error, errors.OperatorError | errors.UnsupportedFeature):
                 raise self._last_error
             self.want_metadata()
@@ -374,26 +356,6 @@ class Cluster:
             except TimeoutError:
                 continue
         return self.metadata.topics[name]
-
-    async def refresh(self, timeout_ms: int) -> None:
-        """Ask now, whatever is known already; raises the error if nobody answers in time."""
-        clock = self.world.clock
-        deadline = clock.monotonic_ms() + timeout_ms
-        generation = self.metadata.generation
-        while self.metadata.generation == generation:
-            left = deadline - clock.monotonic_ms()
-            if left <= 0:
-                raise given_up(
-                    self._last_error
-                    or errors.RequestTimedOut(f"no metadata within {timeout_ms} ms")
-                )
-            self.want_metadata()
-            try:
-                await self.news(left)
-            except TimeoutError:
-                continue
-            if isinstance(self._last_error, errors.OperatorError | errors.UnsupportedFeature):
-                raise self._last_error
 
     async def _keep_fresh(self) -> None:
         clock = self.world.clock
@@ -465,14 +427,27 @@ class Cluster:
         try:
             await self._first(attempt, order, at_once=WATCHES)
         except errors.PkError as cause:
-            self._last_error = cause
-            _log.debug("metadata: %s", cause)
+            self._unanswered(cause)
             return False
-        self._last_error = None
+        except Exception as bug:  # the loop goes on: without it every later call would time out
+            _log.exception("metadata")
+            self._unanswered(errors.InternalError(f"metadata: {bug!r}"))
+            return False
+        self._last_error = self._say_ms = None
         self._unwatch()
         if names != []:
             asyncio.get_running_loop().call_later(HEDGE_MS / 1000, self._complete_watch)
         return True
+
+    def _unanswered(self, cause: errors.PkError) -> None:
+        self._last_error = cause
+        _log.debug("metadata: %s", cause)
+        now_ms = self.world.clock.monotonic_ms()
+        if self._say_ms is None:
+            self._say_ms = now_ms + UNREACHED_MS
+        elif now_ms >= self._say_ms:
+            self._say_ms = now_ms + UNREACHED_AGAIN_MS
+            _log.warning("no broker answers at %s: %s", ", ".join(self._order()), cause)
 
     def _complete_watch(self) -> None:
         """One that was asked to watch may have refused, after another one had answered."""

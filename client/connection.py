@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
+import logging
 import os
 import random
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pk import errors
@@ -26,9 +28,17 @@ from pk.world import World
 
 T = TypeVar("T")
 
+_log = logging.getLogger("pk.client")
+
 #: Threads that compress; shared by all producers of the process.
 ENCODERS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
 _JOIN_S = 5.0
+#: What a call may take beyond its time-out: first to say itself why, then because the loop is busy
+#: (a delivery callback, a machine under load).
+_LATE_S = 0.25
+_BUSY_S = 5.0
+#: How long `close` of a client waits for its streams to end.
+_CLOSE_S = 5.0
 _FAREWELL_S = 2.5
 
 
@@ -72,37 +82,78 @@ class LoopThread:
             )
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine on the loop and wait for it; Ctrl-C cancels it."""
+        """Run a coroutine on the loop and wait for it; Ctrl-C cancels it.
+
+        Raises what `bounded` raises, `ClosedError` if the client was closed meanwhile.
+        """
+        return self._wait_for(bounded(work, timeout_s), work, timeout_s)
+
+    def finish(self, work: Coroutine[Any, Any, None], timeout_s: float = _CLOSE_S) -> None:
+        """Run the last work of a client.  What is not done in time goes on, and is logged: the
+        client is closed all the same.
+        """
+        try:
+            self._wait_for(bounded(work, None), work, timeout_s, abandon=False)
+        except errors.RequestTimedOut:
+            _log.warning("closing a client takes longer than %g s; it goes on", timeout_s)
+        except errors.ClosedError:
+            pass  # the loop has ended: so have its streams
+
+    def _wait_for(
+        self,
+        runs: Coroutine[Any, Any, T],
+        work: Coroutine[Any, Any, T],
+        timeout_s: float | None,
+        *,
+        abandon: bool = True,
+    ) -> T:
+        def drop() -> None:
+            runs.close()
+            work.close()
+
         try:
             self.check_process()
-        except errors.UnsupportedFeature:
-            work.close()
+            if threading.current_thread() is self.thread:
+                raise errors.InvalidRequest(
+                    "a delivery callback must not block: it runs on the sending thread"
+                )
+        except errors.PkError:
+            drop()
             raise
-        if threading.current_thread() is self.thread:
-            work.close()
-            raise errors.InvalidRequest(
-                "a delivery callback must not block: it runs on the sending thread"
-            )
         bell = Bell()
         begun: list[asyncio.Task[T]] = []
+        given_up = threading.Event()
 
         def begin() -> None:
-            task = self.loop.create_task(work)
+            if given_up.is_set():
+                drop()
+                return
+            task = self.loop.create_task(runs)
             task.add_done_callback(lambda _: bell.ring())
             begun.append(task)
 
         def ended() -> bool:
             return (bool(begun) and begun[0].done()) or not self.thread.is_alive()
 
-        self.loop.call_soon_threadsafe(begin)
         try:
-            if not bell.wait_for(ended, FOREVER_S if timeout_s is None else timeout_s):
-                raise TimeoutError(f"not within {timeout_s} s")
-        except BaseException:  # Ctrl-C, above all
-            self.loop.call_soon_threadsafe(lambda: begun and begun[0].cancel())
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the last client of another thread took the loop with it
+            drop()
+            raise errors.ClosedError("the client was closed meanwhile") from None
+        patience = FOREVER_S if timeout_s is None else timeout_s + _BUSY_S
+        try:
+            if not bell.wait_for(ended, patience):
+                raise errors.RequestTimedOut(
+                    f"not within {timeout_s:g} s: the client's own thread is busy"
+                )
+        except BaseException as cause:  # Ctrl-C, above all
+            if abandon or not isinstance(cause, errors.RequestTimedOut):
+                given_up.set()
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self.loop.call_soon_threadsafe(lambda: begun and begun[0].cancel())
             raise
         if not begun:
-            work.close()
+            drop()
         if not begun or not begun[0].done() or begun[0].cancelled():
             raise errors.ClosedError("the client was closed meanwhile")
         return begun[0].result()
@@ -188,10 +239,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-async def first(work: Awaitable[T], timeout_ms: float, what: str) -> T:
-    """`work` within `timeout_ms`.  Raises `RequestTimedOut`."""
+async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """The rule of every public call: it ends soon after its time-out, and with a typed error.
+
+    `work` keeps its own deadlines and knows best why it failed; this is for what it overlooks.
+    Raises `RequestTimedOut`; `InternalError` for anything that is no error of pk.
+    """
+    late_s = None if timeout_s is None else timeout_s + _LATE_S
     try:
-        async with asyncio.timeout(timeout_ms / 1000):
+        async with asyncio.timeout(late_s):
             return await work
-    except TimeoutError:
-        raise errors.RequestTimedOut(f"{what}: not within {timeout_ms:g} ms") from None
+    except errors.PkError:
+        raise
+    except TimeoutError as cause:
+        limit = "" if timeout_s is None else f" within {timeout_s:g} s"
+        raise errors.RequestTimedOut(f"no answer{limit}") from cause
+    except Exception as bug:
+        raise errors.InternalError(repr(bug)) from bug

@@ -39,8 +39,6 @@ from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
 
-_LOOP_SLACK_S = 5.0
-_CLOSE_S = 5.0
 #: Credit that is given back at once, as a share of fetch_buffer_bytes, while there is enough.
 _PORTIONS = 8
 
@@ -492,14 +490,14 @@ class Consumer:
         seconds = self._api_s(timeout_s)
         self._check_open()
         work = self._engine.offsets(wanted, wanted, int(seconds * 1000))
-        return self._thread.run(work, seconds + _LOOP_SLACK_S)
+        return self._thread.run(work, seconds)
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> list[TopicPartition]:
         """The partitions of a topic."""
         seconds = self._api_s(timeout_s)
         self._check_open()
         work = self._cluster.topic(topic, int(seconds * 1000))
-        found = self._thread.run(work, seconds + _LOOP_SLACK_S)
+        found = self._thread.run(work, seconds)
         return [TopicPartition(topic, partition) for partition in range(found.partitions)]
 
     def _api_s(self, timeout_s: float | None) -> float:
@@ -519,7 +517,7 @@ class Consumer:
         connection.closed(self)
         self._bell.ring()
         try:
-            self._thread.run(self._engine.close(), _CLOSE_S)
+            self._thread.finish(self._engine.close())
         finally:
             connection.release(self._thread)
 

@@ -7,8 +7,8 @@ leads and who is in sync is taken from the newest metadata that any of them has.
 Invariants
   D1  every partition that the metadata name is described once; one without a leader's view has an
       error that says what it waits for, and the offsets of its longest replica.
-  D2  a broker that does not answer keeps the others' answers waiting for PATIENCE_MS at most, and
-      costs nothing but its own view.
+  D2  a broker that does not answer keeps the others' answers waiting for PATIENCE_MS and a quarter
+      of the call's time at most, and costs nothing but its own view.
   D3  nothing asked here creates a topic.
 """
 
@@ -27,8 +27,10 @@ from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: How long a broker is waited for once another one has answered.
+#: How long a broker is waited for once another one has answered, and at most this share of the
+#: call's own time: a description asks twice, one after the other.
 PATIENCE_MS = 3_000
+PATIENCE_SHARE = 4
 
 Views = dict[int, Any]  #: broker → its reply
 
@@ -129,7 +131,8 @@ async def everyone(cluster: Cluster, request: Message, timeout_ms: int) -> Views
     try:
         left = list(asked.values())
         await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(left, timeout=PATIENCE_MS / 1000)
+        patience_ms = min(PATIENCE_MS, timeout_ms / PATIENCE_SHARE)
+        await asyncio.wait(left, timeout=patience_ms / 1000)
     finally:
         for task in asked.values():
             task.cancel()

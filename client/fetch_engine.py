@@ -22,7 +22,8 @@ from typing import Any
 import pyarrow as pa
 
 from pk import errors
-from pk.client.cluster import UNKNOWN_TOPIC_MS, Cluster, given_up
+from pk.client.cluster import UNKNOWN_TOPIC_MS, Cluster
+from pk.client.endings import given_up
 from pk.client.fetched import rows_of
 from pk.client.fetcher import Fetcher
 from pk.client.fetcher_events import (

@@ -29,10 +29,12 @@ async def lookup_offsets(
     timeout_ms: int,
 ) -> dict[TopicPartition, tuple[int, int]]:
     """`(offset, timestamp)` per partition, from the leaders; retried until all have answered."""
+    clock = cluster.world.clock
+    deadline = clock.monotonic_ms() + timeout_ms
     left = list(dict.fromkeys(places))
     found: dict[TopicPartition, tuple[int, int]] = {}
     for name in dict.fromkeys(place.topic for place in left):
-        await cluster.topic(name, timeout_ms)
+        await cluster.topic(name, max(1, deadline - clock.monotonic_ms()))
 
     async def attempt(one_ms: int) -> None:
         error: errors.PkError | None = None
@@ -51,12 +53,14 @@ async def lookup_offsets(
         for failed in await asyncio.gather(*asks):  # a silent one keeps no other one waiting
             error = failed or error
         left[:] = [place for place in left if place not in found]
+        if left and error is None:
+            error = errors.BrokerUnavailable(f"the leader did not answer for {left[0]}")
         if error is not None:
             if error.retriable:
                 cluster.want_metadata()
             raise error
 
-    await cluster.retrying(attempt, timeout_ms)
+    await cluster.retrying(attempt, max(1, deadline - clock.monotonic_ms()))
     return found
 
 

@@ -9,54 +9,49 @@ Invariants
   E2  a frame the machine gave up is not written any more; frames are encoded ahead of their turn
       and sent in order; a batch is encoded by one thread at a time.
   E3  memory is released exactly once per piece, when its outcome is known.
+  E4  what was sent to a topic that the metadata do not name waits, in order, until they do:
+      `max_block_ms`, at most `delivery_timeout_ms`; only then it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from pk import errors
 from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, cut, place, sizes, split
 from pk.client.cluster import Cluster
+from pk.client.endings import given_up
 from pk.client.futures import Delivery, resolve
 from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake
 from pk.client.partitioner import Sticky
+from pk.client.pending_topics import Handed, PendingTopics
+from pk.client.produce_link import Link
 from pk.client.sender import Sender
 from pk.client.sender_events import (
     Add,
-    Broken,
     Event,
     Fail,
     Frame,
     IdGranted,
     Outcome,
-    Replied,
-    Result,
     SenderOptions,
     Wake,
-    Written,
 )
 from pk.client.waiting import Monitor
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Buffer
 from pk.types import NONE, PartitionKey
-from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import head_of, open_stream
-from pk.world import Disconnected, Stream, StreamKind, World
+from pk.world import World
 
 _log = logging.getLogger("pk.client")
 
-#: So many frames of a broker are encoded at once.
-AHEAD = 3
-#: A broker that lives says hello at once.
-HELLO_TIMEOUT_MS = 5_000
+#: How often a topic that something waits for is asked for again.
+LOOK_AGAIN_MS = 500
 #: Runs CPU-bound work off the loop, a few at a time; in the simulator, at once.
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -104,8 +99,9 @@ class ProduceEngine:
             cluster.metadata,
             world.rng,
         )
+        self._pending = PendingTopics(min(options["max_block_ms"], options["delivery_timeout_ms"]))
         self._outstanding: dict[int, Delivery] = {}
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._encoders: dict[Batch, asyncio.Task[list[Buffer]]] = {}  #: who encodes it last
@@ -122,14 +118,14 @@ class ProduceEngine:
     def start(self) -> None:
         self.cluster.start()
 
-    async def open(self, topic: str, timeout_ms: int) -> Intake:
-        """The door of a topic; asks for its metadata first.  Raises what the broker says of it."""
+    async def open(self, topic: str, timeout_ms: int, unknown_ms: int | None = None) -> Intake:
+        """The door of a topic, once the metadata name it (`Cluster.topic`).  Raises what the broker
+        says of it.
+        """
+        await self.cluster.topic(topic, timeout_ms, unknown_ms)
+        if self.fatal is not None:  # closed meanwhile: no record may enter any more
+            raise self.fatal
         found = self.intakes.get(topic)
-        if found is None:
-            await self.cluster.topic(topic, timeout_ms)
-            found = self.intakes.get(topic)
-            if self.fatal is not None:  # closed meanwhile: no record may enter any more
-                raise self.fatal
         if found is None:
             size = self.options["batch_size"]
             found = Intake(
@@ -211,19 +207,67 @@ class ProduceEngine:
         self.fatal = error
         for intake in self.intakes.values():
             intake.close(error)
+        for topic in self._pending.topics():
+            self._fail(self._pending.take(topic), error)
         self.budget.close(error)
 
     # -- taking ------------------------------------------------------------------------------------
 
     def _admit(self, intake: Intake, taken: Chunk | Columns, now_ms: int) -> None:
+        """To the machine, if it is known where to; else it waits (E4)."""
+        name = intake.topic
+        if self.fatal is None and (name in self._pending or self._unknown(name)):
+            self._outstanding[id(taken)] = taken
+            self._pending.add(intake, taken)
+            self._look_again()
+        else:
+            self._hand_over(intake, taken, now_ms)
+
+    def _unknown(self, name: str) -> bool:
+        """Whether the metadata lack a topic, without another reason than that."""
+        metadata = self.cluster.metadata
+        problem = metadata.problems.get(name)
+        lacks = problem is None or isinstance(problem, errors.UnknownTopicOrPartition)
+        return lacks and name not in metadata.topics
+
+    def _look_again(self) -> None:
+        """Ask for the topics that something waits for, now and until none is left (E4)."""
+        if "pending" not in self._timers:
+            self.cluster.want_metadata()
+            wait = self._pending.next_ms() - self.world.clock.monotonic_ms()
+            self._set_timer("pending", min(wait, LOOK_AGAIN_MS), self._settle_pending)
+
+    def _settle_pending(self) -> None:
+        """Hand over what is known by now, fail what has waited for long enough."""
+        self._cancel_timer("pending")
+        now_ms = self.world.clock.monotonic_ms()
+        for name in self._pending.topics():
+            if self._unknown(name):
+                nothing = errors.UnknownTopicOrPartition(f"topic {name} does not exist any more")
+                error = given_up(self.cluster.metadata.problems.get(name) or nothing)
+                self._fail(self._pending.expired(name, now_ms), error)
+                continue
+            for intake, taken in self._pending.take(name):
+                self._hand_over(intake, taken, now_ms)
+        if self._pending:
+            self._look_again()
+
+    def _fail(self, handed: Iterable[Handed], error: errors.PkError) -> None:
+        """What was never split by partition."""
+        for _, taken in handed:
+            size = _size(taken)
+            if isinstance(taken, Chunk):
+                taken.count = len(taken.values) or taken.count
+            taken.fail_unsplit(error)
+            self.budget.release(size)
+            self._outstanding.pop(id(taken), None)
+
+    def _hand_over(self, intake: Intake, taken: Chunk | Columns, now_ms: int) -> None:
         """Split by partition and hand the pieces to the machine."""
         topic = self.cluster.metadata.topics.get(intake.topic)
-        size = taken.size if isinstance(taken, Chunk) else sum(run[3] for run in taken.pieces)
         try:
             if topic is None:
-                raise self.cluster.metadata.problems.get(
-                    intake.topic
-                ) or errors.UnknownTopicOrPartition(f"topic {intake.topic} does not exist any more")
+                raise self.fatal or self.cluster.metadata.problems[intake.topic]
             batch_size = batch_limit(self.options["batch_size"], topic.configs)
             if isinstance(taken, Chunk):
                 runs = self._runs(intake, taken, batch_size)
@@ -233,10 +277,7 @@ class ProduceEngine:
             error = (
                 cause if isinstance(cause, errors.PkError) else errors.InternalError(repr(cause))
             )
-            if isinstance(taken, Chunk):
-                taken.count = len(taken.values) or taken.count
-            taken.fail_unsplit(error)
-            self.budget.release(size)
+            self._fail([(intake, taken)], error)
             return
         ready_ms = now_ms if taken.ready else int(taken.opened_ms + self._linger_ms)
         pieces = []
@@ -254,6 +295,8 @@ class ProduceEngine:
     def _on_metadata(self) -> None:
         for link in list(self._links.values()):
             link.follow()
+        if self._pending:
+            self._settle_pending()
         self.step(Wake())
 
     def _runs(
@@ -366,10 +409,10 @@ class ProduceEngine:
 
     # -- plumbing ----------------------------------------------------------------------------------
 
-    def _link(self, node: int) -> _Link:
+    def _link(self, node: int) -> Link:
         found = self._links.get(node)
         if found is None:
-            found = self._links[node] = _Link(self, node)
+            found = self._links[node] = Link(self, node)
         return found
 
     def _spawn(self, work: Any) -> None:
@@ -391,182 +434,10 @@ class ProduceEngine:
             timer.cancel()
 
 
-class _Link:
-    """The PRODUCE stream to one broker."""
-
-    def __init__(self, engine: ProduceEngine, node: int) -> None:
-        self._engine = engine
-        self._node = node
-        self._queue: deque[Frame] = deque()
-        self._encoding: dict[int, asyncio.Task[list[Buffer]]] = {}  #: by correlation id
-        self._filled = asyncio.Event()
-        self._stream: Stream | None = None
-        self._address = ""  #: where the stream leads
-        self._reader: asyncio.Task[None] | None = None
-        self._writer = asyncio.get_running_loop().create_task(self._write())
-
-    def put(self, frame: Frame) -> None:
-        self._queue.append(frame)
-        self._filled.set()
-
-    def follow(self) -> None:
-        """A broker that came back elsewhere does not answer where it was."""
-        address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
-        if self._stream is not None and address != self._address:
-            self._broke(errors.BrokerUnavailable(f"broker {self._node} moved to {address}"))
-
-    def reset(self) -> None:
-        """The machine gave up every frame of this broker: forget them, and the stream."""
-        self._clear()
-        self._drop_stream()
-
-    def _clear(self) -> None:
-        self._queue.clear()
-        self._encoding.clear()  # what is under way ends by itself, nobody waits for it
-
-    async def close(self) -> None:
-        self.reset()
-        self._writer.cancel()
-        await asyncio.gather(self._writer, return_exceptions=True)
-
-    def _drop_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        reader, self._reader = self._reader, None
-        if stream is not None:
-            stream.close()
-        if reader is not None and reader is not asyncio.current_task():
-            reader.cancel()
-
-    def _broke(self, error: errors.PkError) -> None:
-        unsent = frozenset(frame.correlation_id for frame in self._queue)
-        self._clear()
-        self._drop_stream()
-        self._engine.step(Broken(self._node, error, unsent))
-
-    async def _write(self) -> None:
-        while True:
-            while not self._queue:
-                self._filled.clear()
-                await self._filled.wait()
-            try:
-                stream = self._stream or await self._connect()
-            except errors.PkError as cause:
-                if not cause.retriable:
-                    _log.error("cannot produce to broker %d: %s", self._node, cause)
-                self._broke(errors.BrokerUnavailable(cause.message))
-                continue
-            if not self._queue:
-                continue  # given up meanwhile (E2)
-            frame = self._queue[0]
-            if not frame.open:  # everything in it went to another leader meanwhile (E2)
-                self._queue.popleft()
-                self._encoding.pop(frame.correlation_id, None)
-                continue
-            try:
-                pieces = await self._encoded(frame)
-            except Exception as cause:
-                if self._queue and self._queue[0] is frame:
-                    self._queue.popleft()
-                    self._refuse(frame, cause)
-                continue
-            if stream is not self._stream or not self._queue or self._queue[0] is not frame:
-                continue
-            self._queue.popleft()
-            try:
-                await stream.send(*pieces)
-            except Disconnected as cause:
-                if stream is self._stream:
-                    self._broke(errors.BrokerUnavailable(f"broker {self._node}: {cause}"))
-                continue
-            if self._engine.acks == 0:
-                self._engine.step(Written(frame.correlation_id))
-
-    def _refuse(self, frame: Frame, cause: Exception) -> None:
-        """The frame cannot be written at all: its batches fail, the others go on."""
-        if not isinstance(cause, errors.PkError):
-            _log.error("cannot encode a batch", exc_info=cause)
-            cause = errors.InternalError(f"cannot encode a batch: {cause!r}")
-        results = [Result(index, cause) for index in range(len(frame.batches))]
-        self._engine.step(Replied(frame.correlation_id, results))
-
-    async def _connect(self) -> Stream:
-        engine = self._engine
-        address = engine.cluster.metadata.brokers.get(self._node)
-        if address is None:
-            raise errors.BrokerUnavailable(f"broker {self._node} is not known any more")
-        try:
-            patience_ms = min(HELLO_TIMEOUT_MS, engine.options["request_timeout_ms"])
-            async with asyncio.timeout(patience_ms / 1000):
-                stream, _ = await open_stream(
-                    engine.world.network, address, StreamKind.PRODUCE, engine.cluster.hello
-                )
-        except TimeoutError:
-            raise errors.BrokerUnavailable(f"{address}: no answer to the hello") from None
-        self._stream, self._address = stream, address
-        self._reader = asyncio.get_running_loop().create_task(self._read(stream))
-        return stream
-
-    async def _encoded(self, frame: Frame) -> list[Buffer]:
-        """The bytes of the first frame; those behind it are begun, too, if they are to be
-        compressed: that takes longer than all else, and has threads of its own."""
-        if self._engine.options["compression"] == "none" or self._engine.compute is None:
-            return self._build(frame)
-        for each in itertools.islice(self._queue, AHEAD):
-            if each.correlation_id not in self._encoding:
-                self._encoding[each.correlation_id] = self._engine.encode(each, self._build)
-        task = self._encoding[frame.correlation_id]
-        await asyncio.wait([task])
-        self._encoding.pop(frame.correlation_id, None)
-        return task.result()
-
-    def _build(self, frame: Frame) -> list[Buffer]:
-        options = self._engine.options
-        codec, level = options["compression"], options["compression_level"]
-        payload: list[Buffer] = []
-        request = wire.ProduceRequest(
-            acks=self._engine.acks,
-            timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
-        )
-        for batch, epoch in zip(frame.batches, frame.epochs, strict=True):
-            parts = batch.encode(codec, level)
-            request.partitions.add(
-                topic_id=batch.key.topic_id,
-                partition=batch.key.partition,
-                current_leader_epoch=epoch,
-                batch_bytes=sum(map(len, parts)),
-            )
-            payload += parts
-        return frames.pieces(head_of(request, correlation_id=frame.correlation_id), payload)
-
-    async def _read(self, stream: Stream) -> None:
-        why: errors.PkError
-        try:
-            while (raw := await stream.recv()) is not None:
-                frame = frames.decode(raw)
-                if frame.head.HasField("error"):
-                    raise frames.raise_error(frame.head.error)
-                reply = frame.head.produce_reply
-                self._engine.step(
-                    Replied(frame.head.correlation_id, list(map(_result, reply.results)))
-                )
-            why = errors.BrokerUnavailable(f"broker {self._node} closed the stream")
-        except Disconnected as cause:
-            why = errors.BrokerUnavailable(f"broker {self._node}: {cause}")
-        except errors.PkError as cause:
-            _log.warning("broker %d refused the produce stream: %s", self._node, cause)
-            why = errors.BrokerUnavailable(f"broker {self._node}: {cause.message}")
-        if stream is self._stream:
-            self._broke(why)
+def _size(taken: Chunk | Columns) -> int:
+    return taken.size if isinstance(taken, Chunk) else sum(run[3] for run in taken.pieces)
 
 
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _result(result: wire.ProduceResult) -> Result:
-    if result.HasField("error"):
-        return Result(result.index, frames.raise_error(result.error), log_start=result.log_start)
-    return Result(
-        result.index, None, result.base_offset, result.log_append_time_ms or NONE, result.log_start
-    )

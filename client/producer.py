@@ -34,6 +34,7 @@ from pk.client.accumulator import (
 from pk.client.cluster import Cluster
 from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture, must_not_block
 from pk.client.intake import Columns, Headers, Intake, record_size
+from pk.client.metadata import Topic
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.serializers import serializer
@@ -42,7 +43,6 @@ from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.log.encoding import numbers
 
 _CLOSE_S = 30.0
-_LOOP_SLACK_S = 5.0
 
 
 class Producer:
@@ -106,7 +106,7 @@ class Producer:
         on_delivery: OnDelivery | None = None,
     ) -> SendFuture:
         """Hand one record over; returns at once unless buffer_memory is full (then up to
-        max_block_ms).
+        max_block_ms), or the topic does not exist: then it may come to be for as long.
 
         `value=None` is a tombstone.  `on_delivery(metadata, error)` is called once, on the loop
         thread. Raises `UnknownTopicOrPartition`, `SerializationError`, `RecordTooLarge`,
@@ -204,20 +204,27 @@ class Producer:
         if not isinstance(topic, str) or not topic:
             raise errors.InvalidTopic(f"{topic!r} is not a topic name")
         wait_ms = max(self._options["max_block_ms"], 1)
-        intake = self._thread.run(self._engine.open(topic, wait_ms), wait_ms / 1000 + _LOOP_SLACK_S)
+        intake = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
         self._intakes[topic] = intake
         if self._plain:
             self._fast[topic] = intake
         return intake
 
     def _check_partition(self, topic: str, partition: int) -> None:
-        known = self._cluster.metadata.topics.get(topic)
-        count = known.partitions if known is not None else 0
+        count = self._topic(topic).partitions
         if not isinstance(partition, int) or not 0 <= partition < count:
             raise errors.InvalidPartitions(
                 f"{topic} has no partition {partition!r}: there are {count}",
                 partition=str(partition),
             )
+
+    def _topic(self, name: str) -> Topic:
+        """As the metadata know it; waits for a topic that was deleted to come back."""
+        known = self._cluster.metadata.topics.get(name)
+        if known is None:
+            self._open(name)
+            known = self._cluster.metadata.topic(name)
+        return known
 
     def _poke(self) -> None:
         """Have the loop look at the doors; many pokes, one look."""
@@ -227,7 +234,7 @@ class Producer:
                 self._thread.loop.call_soon_threadsafe(self._on_poke)
             except RuntimeError:  # another thread closed the producer, and what was sent has failed
                 if not self._closed:
-                    raise
+                    raise errors.ClosedError("the client's thread has ended") from None
 
     def _on_poke(self) -> None:
         self._poked = False
@@ -269,9 +276,7 @@ class Producer:
         self, intake: Intake, batch: pa.RecordBatch, delivery: Delivery
     ) -> list[tuple[int, int, pa.RecordBatch, int]]:
         """`(partition, first position, rows, bytes)` runs of at most batch_size."""
-        topic = self._cluster.metadata.topics.get(intake.topic)
-        if topic is None:
-            raise errors.UnknownTopicOrPartition(f"topic {intake.topic} does not exist any more")
+        topic = self._topic(intake.topic)
         rows, partition = normalise(batch, delivery.stamp_ms)
         explicit = None
         if partition is not None:
@@ -346,11 +351,16 @@ class Producer:
 
     # -- the rest ----------------------------------------------------------------------------------
 
-    def partitions_for(self, topic: str) -> int:
-        """How many partitions a topic has."""
-        if topic not in self._intakes:
-            self._open(topic)
-        return self._cluster.metadata.topic(topic).partitions
+    def partitions_for(self, topic: str, timeout_s: float | None = None) -> int:
+        """How many partitions a topic has; a topic that does not exist is waited for only a moment.
+
+        Waits for brokers for `timeout_s` (None: max_block_ms).
+        """
+        if self._closed:
+            raise errors.ClosedError("the producer was closed")
+        seconds = self._options["max_block_ms"] / 1000 if timeout_s is None else timeout_s
+        work = self._cluster.topic(topic, max(1, int(seconds * 1000)))
+        return self._thread.run(work, seconds).partitions
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -371,7 +381,10 @@ class Producer:
         if self._closed:
             return
         deadline = None if timeout_s is None else monotonic_s() + timeout_s
-        begun = self._thread.run(self._begin_flush(), timeout_s)
+        try:
+            begun = self._thread.run(self._begin_flush(), timeout_s)
+        except errors.RequestTimedOut as cause:
+            raise TimeoutError(cause.message) from None
         with self._engine.done.lock:
             left = [delivery for delivery in begun if not delivery.settled]
             rest_s = None if deadline is None else max(0.0, deadline - monotonic_s())
@@ -383,7 +396,9 @@ class Producer:
 
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
         """Flush for up to `timeout_s`, fail what is left with `ClosedError`, disconnect.
-        Idempotent; all callbacks have returned then.  Raises `InvalidRequest` in a callback.
+
+        Idempotent; all callbacks have returned then, unless they take so long that a warning is
+        logged.  Raises `InvalidRequest` in a callback.
         """
         must_not_block(self._thread.thread)
         if self._closed:
@@ -391,7 +406,7 @@ class Producer:
         try:
             if timeout_s is None or timeout_s > 0:
                 self.flush(timeout_s)
-        except TimeoutError:
+        except (TimeoutError, errors.ClosedError):
             pass
         finally:
             self._end()
@@ -404,7 +419,7 @@ class Producer:
         self._intakes, self._fast = {}, {}
         connection.closed(self)
         try:
-            self._thread.run(self._engine.close(), _LOOP_SLACK_S)
+            self._thread.finish(self._engine.close())
         finally:
             connection.release(self._thread)
 

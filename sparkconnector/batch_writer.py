@@ -9,8 +9,9 @@ At least once: a task that fails after it sent, or is run twice, leaves its rows
 undoes nothing.  Each message names the producer id and epoch and the offsets, which is what a
 commit by participants will need.
 
-`mode("overwrite")` deletes, once everything is stored, what the topic held before the job: the new
-rows are there before the old ones go, and a job that fails deletes nothing.
+`mode("overwrite")` is refused unless the option `truncateTopic` is true: it deletes, once
+everything is stored, what the topic held before the job.  The new rows are there before the old
+ones go, and a job that fails deletes nothing.
 
 Invariants
   B1  a task that returns has every row acknowledged by all in-sync replicas; otherwise it raises.
@@ -125,6 +126,10 @@ class TaskWriter:
             from pk.client.producer import Producer
 
             self._producer = Producer(self._sink.bootstrap, **self._sink.client)
+        if topic not in self._spans:
+            # A dead address and a topic that does not exist are said soon; a send would wait.
+            self._producer.partitions_for(topic, self._sink.connect_timeout_ms / 1000)
+            self._spans[topic] = {}
         self._waiting.append((topic, rows.num_rows, self._producer.send_batch(topic, rows)))
         while len(self._waiting) > SENDS_WAITING_MAX:
             self._settle()
@@ -137,7 +142,8 @@ class TaskWriter:
         while self._waiting:
             self._settle()
         producer_id, epoch = identity(self._producer)
-        return PkCommit(producer_id, epoch, self._spans, self._rows)
+        spans = {topic: found for topic, found in self._spans.items() if found}
+        return PkCommit(producer_id, epoch, spans, self._rows)
 
     def close(self) -> None:
         if self._producer is not None:
@@ -210,6 +216,14 @@ class PkWriter(DataSourceArrowWriter):
         self._sink = sink
         self._columns = Columns(schema, sink)
         self._before: Mapping[tuple[str, int], int] = {}
+        if overwrite and not sink.truncate:
+            raise errors.InvalidOption(
+                'mode("overwrite") would delete what the topic holds: use mode("append"), or give '
+                'option("truncateTopic", "true") beside it to delete the older records',
+                option="truncateTopic",
+            )
+        if sink.truncate and not overwrite:
+            warn('option truncateTopic has no effect without mode("overwrite")')
         if overwrite:
             self._before = self._ends()
 
@@ -221,7 +235,8 @@ class PkWriter(DataSourceArrowWriter):
         if self._before:
             from pk.sparkconnector.connection import cluster
 
-            cluster(self._sink.bootstrap).delete_before(self._before)
+            line = cluster(self._sink.bootstrap, None, self._sink.connect_timeout_ms)
+            line.delete_before(self._before)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         stored = sum(message.rows for message in messages if isinstance(message, PkCommit))
@@ -235,6 +250,6 @@ class PkWriter(DataSourceArrowWriter):
             raise errors.InvalidOption(
                 "mode overwrite needs the option topic: it says what to replace"
             )
-        line = cluster(self._sink.bootstrap)
+        line = cluster(self._sink.bootstrap, None, self._sink.connect_timeout_ms)
         bounds = line.bounds(line.topics([self._sink.topic]), read_committed=False)
         return {(one.topic_id, one.partition): one.latest for one in bounds}

@@ -13,6 +13,8 @@ Invariants
   K2  a scan yields payloads in offset order, without gap or repetition, also across reconnects.
   K3  a stream is reused only if its last scan ended on it cleanly.
   K4  nobody waits for a broker that leads no more, or that the cluster gave up.
+  K6  the first contact of a process takes `connectTimeoutMs` at most, whatever the time-outs are of
+      what follows: an address where nobody answers is said soon.
   K5  what a broker that is behind says of topics is not believed: it may name fewer partitions than
       a query has read, or not know a topic yet.
 """
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
+from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, Fetched, Line, Scan
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
@@ -41,6 +44,8 @@ T = TypeVar("T")
 STREAMS_IDLE_MAX = 8
 #: A broker that lives says hello at once.
 HELLO_TIMEOUT_MS = 5_000
+#: How much longer than its patience an attempt may take to say why it failed.
+LAST_WORD_MS = 50
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
@@ -87,25 +92,38 @@ _process: _Process | None = None
 _lock = threading.Lock()
 
 
-def cluster(bootstrap: str, client: Mapping[str, Any] | None = None) -> Cluster:
+def cluster(
+    bootstrap: str,
+    client: Mapping[str, Any] | None = None,
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+) -> Cluster:
     """This process's connection to the cluster at `bootstrap`, made at the first use."""
     global _process
     settings = CONSUMER.resolve(dict(client or {}))
     with _lock:
         if _process is None or _process.pid != os.getpid():
             _process = _Process()
-        key = (bootstrap, repr(sorted(settings.items())))
+        key = (bootstrap, repr((connect_timeout_ms, sorted(settings.items()))))
         found = _process.clusters.get(key)
         if found is None:
-            found = _process.clusters[key] = Cluster(_process, bootstrap, settings)
+            found = _process.clusters[key] = Cluster(
+                _process, bootstrap, settings, connect_timeout_ms
+            )
         return found
 
 
 class Cluster:
     """Synchronous façade; methods may be called from any thread."""
 
-    def __init__(self, process: _Process, bootstrap: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        process: _Process,
+        bootstrap: str,
+        settings: Mapping[str, Any],
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+    ) -> None:
         self._process = process
+        self._connect_ms = connect_timeout_ms
         from pk.client.cluster import Cluster as Peers
 
         self._settings = settings
@@ -138,15 +156,33 @@ class Cluster:
         wait = min(most, least * 2 ** min(attempt, 10))
         await self._process.clock.sleep_ms(wait * (0.8 + 0.4 * self._process.rng.random()))
 
+    async def _reach(self) -> None:
+        """K6"""
+        if self._peers.reached:
+            return
+        limit = min(self._connect_ms, self.patience_ms)
+        try:
+            await self._peers.retrying(self._peers.brokers, limit)
+        except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
+            setattr(cause, "args", (f"{cause.message} (connectTimeoutMs={limit})",))  # noqa: B010
+            raise
+
     async def _retried(self, work: Callable[[], Awaitable[T]]) -> T:
         """K1 for a call without side effects."""
         clock = self._process.clock
         deadline = clock.monotonic_ms() + self.patience_ms
+        await self._reach()
         attempt = 0
+        last: errors.PkError = errors.RequestTimedOut(f"no answer within {self.patience_ms} ms")
         while True:
+            left = max(1, deadline - clock.monotonic_ms())
             try:
-                return await work()
+                async with asyncio.timeout((left + LAST_WORD_MS) / 1000):
+                    return await work()
+            except TimeoutError:
+                raise last from None
             except errors.RetriableError as cause:
+                last = cause
                 patience = UNKNOWN_TOPIC_WAIT_MS if _unknown(cause) else self.patience_ms
                 now_ms = clock.monotonic_ms()
                 if now_ms >= min(deadline, deadline - self.patience_ms + patience):
@@ -196,6 +232,9 @@ class Cluster:
             self._names[info.topic_id] = info.name
             for partition, address in leaders.items():
                 self._leaders[info.topic_id, partition] = address
+        silent = set(names) - {one.name for one in found}
+        if silent:
+            raise errors.BrokerUnavailable(f"the broker says nothing of topic {min(silent)}")
         return sorted(found)
 
     async def _metadata(self, request: wire.MetadataRequest) -> Any:
@@ -254,7 +293,7 @@ class Cluster:
                     current_leader_epoch=-1,
                 )
             reply = await self._on_leader(address, request)
-            for (key, what), answer in zip(part, reply.answers, strict=True):
+            for (key, what), answer in zip(part, _all(reply.answers, part), strict=True):
                 if answer.HasField("error"):
                     self._leaders.pop(key, None)
                     raise frames.raise_error(answer.error)
@@ -329,7 +368,7 @@ class Cluster:
                     samples_max=samples,
                 )
             reply = await self._on_leader(address, request)
-            for at, answer in zip(part, reply.answers, strict=True):
+            for at, answer in zip(part, _all(reply.answers, part), strict=True):
                 if answer.HasField("error"):
                     raise frames.raise_error(answer.error)
                 found[at] = list(answer.offsets), list(answer.cumulative_bytes)
@@ -425,6 +464,13 @@ class Cluster:
 
 def _unknown(error: errors.PkError) -> bool:
     return isinstance(error, errors.UnknownTopicOrPartition)
+
+
+def _all(answers: Sequence[T], asked: Sequence[Any]) -> Sequence[T]:
+    """One answer to each question, or the broker is asked again."""
+    if len(answers) != len(asked):
+        raise errors.BrokerUnavailable(f"{len(answers)} answers came to {len(asked)} questions")
+    return answers
 
 
 def _named(error: errors.PkError, topic: str) -> errors.PkError:

@@ -65,8 +65,8 @@ SOURCE_NAMES = (
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns",
 )  # fmt: skip
-SINK_NAMES = ("topic",)
-BOTH_NAMES = ("includeHeaders",)
+SINK_NAMES = ("topic", "truncateTopic")
+BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")
 CLIENT_NAMES = ("bootstrap.servers", "isolation.level")
 
 #: Accepted with one warning each: Kafka has them, here they have nothing to do.
@@ -117,6 +117,8 @@ _DURATION_MS = {
     "d": 86_400_000,
 }
 _DEFAULT_TRIGGER_DELAY = "15m"
+#: How long a process tries to reach the first broker; after that pk's own time-outs hold.
+CONNECT_TIMEOUT_MS = 10_000
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,6 +157,7 @@ class Source:
     min_offsets: int = 0
     max_bytes: int = 0
     max_trigger_delay_ms: int = 0
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS
     client: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -167,6 +170,8 @@ class Sink:
     topic: str | None = None
     client: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    truncate: bool = False  #: mode overwrite may delete what the topic holds
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS
 
 
 # -- sorting names --------------------------------------------------------------------------------
@@ -315,12 +320,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
                 "startingOffsets latest would read nothing: a batch starts earlier"
             )
         _refuse(starting.offsets, LATEST, "startingOffsets", "-1 (latest)")
-        ending = _position(names, "ending", "latest")
-        if ending.kind == "earliest":
-            raise errors.InvalidOption(
-                "endingOffsets earliest would read nothing: a batch ends later"
-            )
-        _refuse(ending.offsets, EARLIEST, "endingOffsets", "-2 (earliest)")
+        ending = _ending(names)
         for name in (
             "maxOffsetsPerTrigger",
             "minOffsetsPerTrigger",
@@ -361,11 +361,21 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         max_trigger_delay_ms=duration_ms(
             "maxTriggerDelay", names.values.get("maxTriggerDelay", _DEFAULT_TRIGGER_DELAY)
         ),
+        connect_timeout_ms=names.number("connectTimeoutMs") or CONNECT_TIMEOUT_MS,
         client=names.client,
         warnings=tuple(names.warnings),
     )
     _check_source(read, names)
     return read
+
+
+def _ending(names: _Names) -> Position:
+    """Where a batch ends."""
+    ending = _position(names, "ending", "latest")
+    if ending.kind == "earliest":
+        raise errors.InvalidOption("endingOffsets earliest would read nothing: a batch ends later")
+    _refuse(ending.offsets, EARLIEST, "endingOffsets", "-2 (earliest)")
+    return ending
 
 
 def sink(given: Mapping[str, str]) -> Sink:
@@ -387,7 +397,14 @@ def sink(given: Mapping[str, str]) -> Sink:
     if names.client.pop("transactional_id", ""):
         raise errors.UnsupportedFeature("pk.transactional.id: this build has no transactions")
     topic = names.values.get("topic", "").strip() or None
-    return Sink(names.bootstrap(), topic, names.client, tuple(names.warnings))
+    return Sink(
+        names.bootstrap(),
+        topic,
+        names.client,
+        tuple(names.warnings),
+        names.flag("truncateTopic", False),
+        names.number("connectTimeoutMs") or CONNECT_TIMEOUT_MS,
+    )
 
 
 def _check_source(read: Source, names: _Names) -> None:

@@ -75,7 +75,8 @@ class Planner:
     def cluster(self) -> Cluster:
         from pk.sparkconnector.connection import cluster
 
-        return cluster(self.source.bootstrap, self.source.client)
+        source = self.source
+        return cluster(source.bootstrap, source.client, source.connect_timeout_ms)
 
     # -- what is there -----------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import rows
     from pk.sparkconnector.connection import cluster
 
-    line = cluster(source.bootstrap, source.client)
+    line = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
     rest = task.range
     doubted: int | None = None
     while rest.size:

@@ -66,6 +66,7 @@ class Scan:
         self._owed = 0  # consumed, not yet granted anew; touched on the loop only
         self._line: Line | None = None
         self._epoch = NONE  # of the last batch that was fetched (KIP-320)
+        self._deadline_ms = 0  # without progress until then, the scan fails (K1)
         self._sending: set[asyncio.Task[None]] = set()
 
     # -- the caller's thread -----------------------------------------------------------------------
@@ -108,9 +109,11 @@ class Scan:
         owner._watch(self._range.topic)
         clock = owner._process.clock
         attempt = 0
-        deadline = clock.monotonic_ms() + owner.patience_ms
+        self._deadline_ms = clock.monotonic_ms() + owner.patience_ms
         unknown_ms: float | None = None  # since when nobody knows the topic
+        last: BaseException | None = None
         try:
+            await owner._reach()
             while self._position < self._range.end:
                 before = self._position
                 try:
@@ -124,9 +127,12 @@ class Scan:
                     elif now_ms - unknown_ms >= UNKNOWN_TOPIC_WAIT_MS:
                         raise
                     if self._position > before:
-                        attempt, deadline = 0, now_ms + owner.patience_ms
-                    elif now_ms >= deadline:
-                        raise _final(cause, self._range) from cause
+                        attempt = 0
+                    elif now_ms >= self._deadline_ms:
+                        # The last attempt had too little time to be the reason.
+                        hasty = isinstance(cause, errors.RequestTimedOut)
+                        raise _final((hasty and last) or cause, self._range) from cause
+                    last = cause
                     owner._leaders.pop((self._range.topic_id, self._range.partition), None)
                     await owner._pause(attempt)
                     attempt += 1
@@ -141,7 +147,11 @@ class Scan:
     async def _attempt(self) -> None:
         """Fetch on one stream until the end or an error."""
         owner, one = self._owner, self._range
-        line = await owner._take_line(await owner._leader((one.topic_id, one.partition)))
+        try:
+            async with asyncio.timeout(self._left_s()):
+                line = await owner._take_line(await owner._leader((one.topic_id, one.partition)))
+        except TimeoutError:
+            raise errors.RequestTimedOut(f"nobody says who leads {one}") from None
         clean = False
         try:
             position_id = line.next_position_id
@@ -152,7 +162,7 @@ class Scan:
             self._line = line
             await line.stream.send(frames.encode(head_of(self._request(position_id, granted))))
             while self._position < one.end:
-                async with asyncio.timeout(owner.patience_ms / 1000):
+                async with asyncio.timeout(self._left_s()):
                     raw = await line.stream.recv()
                 if raw is None:
                     raise Disconnected("the broker closed the stream")
@@ -166,6 +176,9 @@ class Scan:
                 owner._keep_line(line)  # K3
             else:
                 line.stream.close()
+
+    def _left_s(self) -> float:
+        return max(1, self._deadline_ms - self._owner._process.clock.monotonic_ms()) / 1000
 
     def _request(self, position_id: int, credit: int) -> wire.FetchRequest:
         settings = self._owner._settings
@@ -207,6 +220,9 @@ class Scan:
                 raise errors.LogTruncated(f"the log of {self._range} was truncated")
             if entry.next_offset < self._position:
                 raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
+            if entry.next_offset > self._position:
+                owner = self._owner
+                self._deadline_ms = owner._process.clock.monotonic_ms() + owner.patience_ms
             position, self._position = self._position, entry.next_offset
             if len(payload):
                 self._epoch = last_epoch(payload)

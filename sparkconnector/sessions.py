@@ -173,8 +173,10 @@ def read_topic(
     tail's source.
     """
     from pk.sparkconnector.connection import cluster
+    from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
 
-    line = cluster(bootstrap)
+    given = {name.lower(): value for name, value in options.items()}
+    line = cluster(bootstrap, None, int(given.get("connecttimeoutms", CONNECT_TIMEOUT_MS)))
     found = line.topics([topic])
     bounds = line.bounds(found, read_committed=True)
     tier = line.tier(topic)

@@ -50,6 +50,7 @@ WORLD_GENERIC = {
     "pk.client.fetch_engine",
     "pk.client.offsets",
     "pk.client.produce_engine",
+    "pk.client.produce_link",
     "pk.tiering.file_watch",
     "pk.tiering.log_reading",
     "pk.tiering.reader",

@@ -61,6 +61,37 @@ def read(address: str, topic: str, count: int, **options: Any) -> list[Any]:
 # -- the producer ----------------------------------------------------------------------------------
 
 
+def test_a_topic_that_is_created_again_takes_what_is_sent_right_after(
+    server: EmbeddedServer, admin: AdminClient
+) -> None:
+    """A long-lived producer hears of both, one after the other; it sends whenever it likes."""
+    admin.create_topic("again", 3)
+    with Producer(server.address, linger_ms=0) as producer:
+        producer.send("again", b"first").result(30)
+        for number in range(25):
+            admin.delete_topic("again")
+            admin.create_topic("again", 3)
+            assert producer.send("again", b"%d" % number).result(30).offset == 0
+    admin.delete_topic("again")
+
+
+def test_a_topic_may_be_created_while_send_waits_for_it(
+    server: EmbeddedServer, admin: AdminClient
+) -> None:
+    """For max_block_ms, not for the moment that metadata travel."""
+    create = threading.Timer(2.5, admin.create_topic, ["late"])
+    with Producer(server.address, max_block_ms=60_000) as producer:
+        create.start()
+        assert producer.send("late", b"v").result(30).offset == 0
+    create.join()
+    with Producer(server.address, max_block_ms=300) as producer:
+        with pytest.raises(errors.UnknownTopicOrPartition, match="create it first"):
+            producer.send("never", b"v")
+        with pytest.raises(errors.UnknownTopicOrPartition):
+            producer.partitions_for("never")
+    admin.delete_topic("late")
+
+
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 def test_every_shape_of_record_survives(
     server: EmbeddedServer, topic: str, compression: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 
 import pytest
 from pyspark.errors import PySparkException
@@ -76,7 +77,7 @@ def test_rows_choose_their_topic_and_overwrite_replaces(spark, cluster):
     assert sorted(row[3] for row in cluster.consumed(one)) == [b"a", b"c"]
     assert [row[3] for row in cluster.consumed(two)] == [b"b"]
     fresh = spark.createDataFrame([("d",)], "value string").coalesce(1)
-    write(fresh, cluster, topic=one).mode("overwrite").save()
+    write(fresh, cluster, topic=one, truncateTopic="true").mode("overwrite").save()
     assert [row[3] for row in cluster.consumed(one)] == [b"d"]
 
 
@@ -88,6 +89,39 @@ def test_bad_writes_are_refused_before_a_task_runs(spark, cluster, options, word
     frame = spark.createDataFrame([("d",)], "value string")
     with pytest.raises(PySparkException, match=words):
         write(frame, cluster, **options).mode("append").save()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("overwrite", r'would delete what the topic holds: use mode\("append"\)'),
+        ("errorifexists", r"""Please use either the "Append" or "Overwrite" mode"""),  # Spark alone
+    ],
+)
+def test_only_append_needs_no_second_thought(spark, cluster, mode, words):
+    topic = cluster.topic(1, tier_enable=False)
+    cluster.fill(topic, 3)
+    frame = spark.createDataFrame([("d",)], "value string")
+    with pytest.raises(PySparkException, match=words):
+        write(frame, cluster, topic=topic).mode(mode).save()
+    assert len(cluster.consumed(topic)) == 3
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["dead port", "black hole"])
+def test_an_address_where_nobody_answers_is_said_soon(spark, listens):
+    """After connectTimeoutMs, which stands in the error: no clock is asked here."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        if listens:
+            sock.listen(64)
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        given = {"pk.bootstrap.servers": address, "connectTimeoutMs": "1200"}
+        reader = spark.read.format("pk").options(subscribe="t", **given)
+        with pytest.raises(PySparkException, match=rf"{address}.*connectTimeoutMs=1200"):
+            reader.load().count()
+        frame = spark.createDataFrame([("d",)], "value string").coalesce(1)
+        with pytest.raises(PySparkException, match=rf"{address}.*tried for 1200 ms"):
+            frame.write.format("pk").options(topic="t", **given).mode("append").save()
 
 
 def test_from_topic_to_topic(spark, cluster, tmp_path, patiently):

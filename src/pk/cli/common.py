@@ -6,18 +6,24 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from pk import errors
+from pk.clock import monotonic_s
+
+C = TypeVar("C", bound=Any)
 
 DEFAULT_BOOTSTRAP = "127.0.0.1:9292"
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+#: After this a command says to whom it is still connecting.
+CONNECTING_S = 1.0
 
 Bootstrap = Annotated[
     str, typer.Option("--bootstrap", envvar="PK_BOOTSTRAP", help="HOST:PORT of any broker")
@@ -27,7 +33,10 @@ Configs = Annotated[
     list[str] | None,
     typer.Option("--config", help="setting=value, Kafka's dotted names too; repeatable"),
 ]
-TimeoutMs = Annotated[int, typer.Option("--timeout-ms", min=1, help="how long the call may take")]
+TimeoutMs = Annotated[
+    int,
+    typer.Option("--timeout-ms", min=1, help="how long the command may take, with connecting"),
+]
 
 
 def pairs(items: Iterable[str] | None, option: str) -> dict[str, str]:
@@ -97,6 +106,37 @@ def size_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def countdown(timeout_ms: int) -> Callable[[], float]:
+    """The seconds left of a command's time-out, which begins with its first call; never none."""
+    begun: list[float] = []
+
+    def left_s() -> float:
+        now = monotonic_s()
+        if not begun:
+            begun.append(now)
+        return max(0.001, begun[0] + timeout_ms / 1000 - now)
+
+    return left_s
+
+
+@contextlib.contextmanager
+def opened(client: C, bootstrap: str) -> Iterator[C]:
+    """The client, closed at the end; if no broker answers it soon, stderr says who is asked."""
+
+    def say_so() -> None:
+        if not client._cluster.reached:
+            typer.echo(f"connecting to {bootstrap} …", err=True)
+
+    timer = threading.Timer(CONNECTING_S, say_so)
+    timer.daemon = True
+    timer.start()
+    try:
+        with client:
+            yield client
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

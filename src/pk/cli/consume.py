@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, quiet_end
+from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, opened, quiet_end
 from pk.clock import monotonic_s
 from pk.types import Record, TopicPartition
 
@@ -39,7 +39,9 @@ def consume(
     timeout_ms: Annotated[
         int | None,
         typer.Option(
-            "--timeout-ms", min=1, help="stop when nothing came for so long; default: never"
+            "--timeout-ms",
+            min=1,
+            help="stop when nothing came, or nobody answered, for so long; default: never",
         ),
     ] = None,
     print_key: Annotated[
@@ -64,10 +66,9 @@ def consume(
     if offset is not None and partition is None:
         raise errors.InvalidOption("--offset needs --partition", option="offset")
     if offset is not None and from_beginning:
-        raise errors.InvalidOption(
-            "--offset and --from-beginning contradict each other", option="offset"
-        )
+        raise errors.InvalidOption("--offset and --from-beginning contradict each other")
     shown = _Line(print_key, print_headers, print_offset, print_timestamp, separator.encode())
+    seconds = None if timeout_ms is None else timeout_ms / 1000
     out = sys.stdout.buffer
     left = max_records if max_records is not None else sys.maxsize
     options: dict[str, Any] = {
@@ -75,12 +76,11 @@ def consume(
         "auto_offset_reset": "earliest" if from_beginning else "latest",
         "max_poll_records": min(10_000, left),
     }
-    with quiet_end(), Consumer(bootstrap, **options) as consumer:
-        _choose(consumer, topic, partition, offset)
+    with quiet_end(), opened(Consumer(bootstrap, **options), bootstrap) as consumer:
+        _choose(consumer, topic, partition, offset, seconds)
         last = monotonic_s()
         while left:
-            wait = _POLL_S if timeout_ms is None else min(_POLL_S, timeout_ms / 1000)
-            records = consumer.poll(wait)[:left]
+            records = consumer.poll(min(_POLL_S, seconds or _POLL_S))[:left]
             for record in records:
                 out.write((_json(record) if as_json else shown.of(record)) + b"\n")
             out.flush()
@@ -88,12 +88,14 @@ def consume(
             now = monotonic_s()
             if records:
                 last = now
-            elif timeout_ms is not None and now - last >= timeout_ms / 1000:
+            elif seconds is not None and now - last >= seconds:
                 return
 
 
-def _choose(consumer: Any, topic: str, partition: int | None, offset: int | None) -> None:
-    places = consumer.partitions_for(topic)  # an unknown topic is said at once
+def _choose(
+    consumer: Any, topic: str, partition: int | None, offset: int | None, seconds: float | None
+) -> None:
+    places = consumer.partitions_for(topic, timeout_s=seconds)  # an unknown topic is said at once
     if partition is None:
         consumer.subscribe([topic])
         return

@@ -12,10 +12,12 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, quiet_end, say
+from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, opened, quiet_end, say
 
 app = typer.Typer(add_completion=False)
 
+#: How long a broker is waited for at most, whatever acknowledgements may take.
+MAX_CONNECT_MS = 60_000
 _BAR_EVERY = 2_000  #: records between two looks of the progress bar
 
 
@@ -37,7 +39,9 @@ def produce(
     timeout_ms: Annotated[
         int,
         typer.Option(
-            "--timeout-ms", min=1, help="how long after the last line to wait for acknowledgements"
+            "--timeout-ms",
+            min=1,
+            help="how long to wait for a broker, and after the last line for acknowledgements",
         ),
     ] = 120_000,
     bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
@@ -51,11 +55,14 @@ def produce(
     separator = None if key_separator is None else key_separator.encode()
     null = None if null_value is None else null_value.encode()
     options: dict[str, Any] = {"acks": acks, "compression": compression, "linger_ms": linger_ms}
-    with quiet_end(), _opened(file) as (lines, total):
+    with quiet_end(), _input(file) as (lines, total):
         count = _Count()
-        with Producer(bootstrap, **options) as producer, _progress(total) as moved:
+        client = Producer(bootstrap, **options)
+        with opened(client, bootstrap) as producer, _progress(total) as moved:
             read = 0
             for line in lines:
+                if not read:  # a dead address and a topic that does not exist are said soon
+                    producer.partitions_for(topic, min(timeout_ms, MAX_CONNECT_MS) / 1000)
                 read += len(line)
                 value: bytes | None = line.rstrip(b"\n").removesuffix(b"\r")
                 key = None
@@ -108,7 +115,7 @@ class _Count:
 
 
 @contextlib.contextmanager
-def _opened(file: Path | None) -> Iterator[tuple[BinaryIO, int | None]]:
+def _input(file: Path | None) -> Iterator[tuple[BinaryIO, int | None]]:
     """The input and its size, if it is known."""
     if file is None:
         yield sys.stdin.buffer, None

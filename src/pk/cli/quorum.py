@@ -15,6 +15,7 @@ from pk.cli.common import (
     AsJson,
     Bootstrap,
     TimeoutMs,
+    opened,
     quiet_end,
     say,
     table,
@@ -36,8 +37,8 @@ def _admin(bootstrap: str, controller: str) -> Any:
     from pk.client.admin import AdminClient
 
     if controller:
-        return AdminClient(bootstrap_controllers=controller)
-    return AdminClient(bootstrap)
+        return opened(AdminClient(bootstrap_controllers=controller), controller)
+    return opened(AdminClient(bootstrap), bootstrap)
 
 
 @app.command()

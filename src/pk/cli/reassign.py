@@ -9,6 +9,8 @@ the same format: given to `execute`, it goes back.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +22,9 @@ from pk.cli.common import (
     AsJson,
     Bootstrap,
     TimeoutMs,
+    countdown,
     error_json,
+    opened,
     quiet_end,
     say,
 )
@@ -78,19 +82,21 @@ def plan_text(assignment: Assignment) -> str:
     return json.dumps({"version": 1, "partitions": partitions})
 
 
-def _admin(bootstrap: str) -> AdminClient:
+def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
     from pk.client.admin import AdminClient
 
-    return AdminClient(bootstrap)
+    return opened(AdminClient(bootstrap), bootstrap)
 
 
-def _alter(admin: AdminClient, wanted: dict[Any, Any], seconds: float) -> dict[Any, Any]:
+def _alter(
+    admin: AdminClient, wanted: dict[Any, Any], seconds: Callable[[], float]
+) -> dict[Any, Any]:
     """Every partition's error or None."""
     found: dict[Any, Any] = {}
     places = list(wanted)
     for start in range(0, len(places), CHUNK):
         chunk = {place: wanted[place] for place in places[start : start + CHUNK]}
-        found.update(admin.alter_partition_reassignments(chunk, timeout_s=seconds))
+        found.update(admin.alter_partition_reassignments(chunk, timeout_s=seconds()))
     return found
 
 
@@ -117,9 +123,9 @@ def execute(
     as_json: AsJson = False,
 ) -> None:
     """Begin a reassignment; the copying goes on after the command (see verify)."""
-    plan, seconds = read_plan(file), timeout_ms / 1000
+    plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
-        before = admin.partition_replicas({place.topic for place in plan}, timeout_s=seconds)
+        before = admin.partition_replicas({place.topic for place in plan}, timeout_s=seconds())
         old = {place: before[place] for place in plan if place in before}
         if not as_json:
             typer.echo(f"to go back, execute this:\n{plan_text(old)}\n")
@@ -135,14 +141,14 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Say which partitions are where the file wants them; exit code 1 until all are."""
-    plan, seconds = read_plan(file), timeout_ms / 1000
+    plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         topics = {place.topic for place in plan}
         moving = {
             (each.topic, each.partition): each
-            for each in admin.list_partition_reassignments(topics, timeout_s=seconds)
+            for each in admin.list_partition_reassignments(topics, timeout_s=seconds())
         }
-        now = admin.partition_replicas(topics, timeout_s=seconds)
+        now = admin.partition_replicas(topics, timeout_s=seconds())
         states: dict[Any, str] = {}
         for place, wanted in plan.items():
             if place in moving:
@@ -172,7 +178,7 @@ def cancel(
     """Go back to the replicas from before, where the reassignment is not complete."""
     plan = read_plan(file)
     with quiet_end(), _admin(bootstrap) as admin:
-        results = _alter(admin, dict.fromkeys(plan), timeout_ms / 1000)
+        results = _alter(admin, dict.fromkeys(plan), countdown(timeout_ms))
         done = {
             place: None if isinstance(error, errors.NoReassignmentInProgress) else error
             for place, error in results.items()

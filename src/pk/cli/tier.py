@@ -13,6 +13,7 @@ from pk.cli.common import (
     Bootstrap,
     TimeoutMs,
     error_json,
+    opened,
     quiet_end,
     say,
     size_text,
@@ -40,7 +41,7 @@ def describe(
     """Show a topic's table: where it is, what it covers, how to open it without pk."""
     from pk.client.admin import AdminClient
 
-    with quiet_end(), AdminClient(bootstrap) as admin:
+    with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
         found = admin.describe_tier(topic, timeout_s=timeout_ms / 1000)
     if as_json:
         say(as_object(found))

@@ -14,7 +14,9 @@ from pk.cli.common import (
     Bootstrap,
     Configs,
     TimeoutMs,
+    countdown,
     error_json,
+    opened,
     pairs,
     quiet_end,
     say,
@@ -36,7 +38,7 @@ _OFFSETS = ("log_start", "local_log_start", "tiered_end", "LSO", "HW", "log_end"
 def _admin(bootstrap: str) -> Any:
     from pk.client.admin import AdminClient
 
-    return AdminClient(bootstrap)
+    return opened(AdminClient(bootstrap), bootstrap)
 
 
 def _report(results: list[TopicResult], done: str, as_json: bool) -> None:
@@ -132,16 +134,16 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Show where each partition's log stands, and the settings that are not defaults."""
-    seconds = timeout_ms / 1000
+    seconds = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
-        found = admin.describe_topics(names or None, timeout_s=seconds)
+        found = admin.describe_topics(names or None, timeout_s=seconds())
         by_name: dict[str, list[PartitionDescription]] = {}
         for each in found:
             by_name.setdefault(each.topic, []).append(each)
         settings = {
             name: {
                 entry.name: entry.value
-                for entry in admin.describe_configs(name, timeout_s=seconds)
+                for entry in admin.describe_configs(name, timeout_s=seconds())
                 if entry.source == "topic"
             }
             for name in by_name
@@ -229,16 +231,16 @@ def alter(
         raise errors.InvalidOption(
             "nothing to alter: give --config, --unset, --partitions or --add-partitions"
         )
-    seconds = timeout_ms / 1000
+    seconds = countdown(timeout_ms)
     notes: list[str] = []
     with quiet_end(), _admin(bootstrap) as admin:
         if changes or unset:
-            admin.alter_configs(name, changes, unset or (), timeout_s=seconds)
+            admin.alter_configs(name, changes, unset or (), timeout_s=seconds())
             notes.append(f"settings changed: {', '.join([*changes, *(unset or ())])}")
         if add_partitions:
-            partitions = len(admin.describe_topics([name], timeout_s=seconds)) + add_partitions
+            partitions = len(admin.describe_topics([name], timeout_s=seconds())) + add_partitions
         if partitions:
-            result = admin.create_partitions(name, partitions, timeout_s=seconds)
+            result = admin.create_partitions(name, partitions, timeout_s=seconds())
             notes.append(f"{partitions} partitions" + (f"; {result.note}" if result.note else ""))
         if as_json:
             say({"name": name, "notes": notes})
@@ -286,10 +288,10 @@ def elect_leaders(
     """Have leaders elected: the preferred ones, or any where there is none."""
     if preferred == unclean:
         raise errors.InvalidOption("give one of --preferred and --unclean")
-    seconds = timeout_ms / 1000
+    seconds = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
-        places = list(admin.partition_replicas(names, timeout_s=seconds)) if names else None
-        results = admin.elect_leaders(places, unclean=unclean, timeout_s=seconds)
+        places = list(admin.partition_replicas(names, timeout_s=seconds())) if names else None
+        results = admin.elect_leaders(places, unclean=unclean, timeout_s=seconds())
         needed = {
             place: error
             for place, error in results.items()

@@ -58,7 +58,9 @@ def error_head(correlation_id: int, error: errors.PkError) -> wire.Head:
 async def open_stream(
     network: Network, address: str, kind: StreamKind, hello: wire.Hello
 ) -> tuple[Stream, wire.HelloReply]:
-    """Connect and exchange hellos.  Raises `BrokerUnavailable` or the error the peer answered."""
+    """Connect and exchange hellos.  Raises what the peer answered; `BrokerUnavailable`, also if it
+    speaks another protocol.
+    """
     try:
         stream = await network.connect(address, kind)
     except (Disconnected, OSError) as cause:
@@ -69,9 +71,16 @@ async def open_stream(
         if raw is None:
             raise Disconnected("closed before the hello")
         head = frames.decode(raw).head
+        if not head.HasField("error") and not head.HasField("hello_reply"):
+            raise errors.CorruptBatch(f"{head.WhichOneof('body')} instead of a hello")
     except Disconnected as cause:
         stream.close()
         raise errors.BrokerUnavailable(f"{address}: {cause}") from cause
+    except errors.CorruptBatch as cause:
+        stream.close()
+        raise errors.BrokerUnavailable(
+            f"{address} does not speak this protocol: {cause.message}"
+        ) from cause
     except BaseException:  # given up: a peer that says nothing must not keep the stream
         stream.close()
         raise

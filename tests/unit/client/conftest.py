@@ -37,9 +37,12 @@ class SimThread:
         self.sim.spawn(self.name, call())
 
     def run(self, work: Any, timeout_s: float | None = None) -> Any:
-        task = self.sim.spawn(self.name, work)
+        task = self.sim.spawn(self.name, connection.bounded(work, timeout_s))
         self.sim.run_until(task.done)
         return task.result()
+
+    def finish(self, work: Any) -> None:
+        self.run(work)
 
     def now_s(self) -> float:
         return self.sim.loop.time()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.cluster import addresses
+from pk.client.bootstrap import addresses
 from pk.client.metadata import Metadata
 from pk.client.options import consumer_options, producer_options
 from pk.types import NONE, PartitionKey, TopicPartition

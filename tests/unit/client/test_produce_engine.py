@@ -16,7 +16,8 @@ from pk.client.cluster import Cluster
 from pk.client.futures import SendFuture
 from pk.client.intake import record_size
 from pk.client.options import producer_options
-from pk.client.produce_engine import AHEAD, ProduceEngine
+from pk.client.produce_engine import ProduceEngine
+from pk.client.produce_link import AHEAD
 from pk.sim.world import SimWorld
 
 

@@ -185,10 +185,17 @@ def test_abort_undoes_nothing_and_says_so(broker):
 def test_overwrite_deletes_what_was_there_once_all_is_stored(broker):
     (log,) = broker.create("out")
     log.append(columns.encode_lists([b"old"] * 4))
-    writer = PkWriter(sink(broker, topic="out"), VALUE, overwrite=True)
+    with pytest.raises(errors.InvalidOption, match=r'use mode\("append"\).*"truncateTopic"'):
+        PkWriter(sink(broker, topic="out"), VALUE, overwrite=True)
+    assert log.end == 4, "nothing was touched"
+    writer = PkWriter(sink(broker, topic="out", truncateTopic="true"), VALUE, overwrite=True)
     message = writer.write(iter([pa.record_batch({"value": pa.array([b"new"], pa.binary())})]))
     assert broker.deleted == {}
     writer.commit([message])
     assert broker.deleted == {("id-of-out", 0): 4}
     with pytest.raises(errors.InvalidOption, match="needs the option topic"):
-        PkWriter(sink(broker), schema_of(topic=StringType(), value=BinaryType()), overwrite=True)
+        PkWriter(
+            sink(broker, truncateTopic="TRUE"),
+            schema_of(topic=StringType(), value=BinaryType()),
+            overwrite=True,
+        )

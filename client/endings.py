@@ -1,0 +1,49 @@
+"""How a client's call ends that does not succeed: which errors another broker may spare the caller,
+what an error says once the client has stopped retrying, and which reply answers which request.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from pk import errors
+
+#: The broker could not answer, another one may.
+ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
+
+#: Requests whose reply is not named after them.
+_REPLIES = {"AddVoterRequest": "ChangeVotersReply", "RemoveVoterRequest": "ChangeVotersReply"}
+
+
+def given_up(error: errors.PkError, after_ms: int | None = None) -> errors.PkError:
+    """`error` after the client's own retries: now a person must act, and the error says who.
+
+    `after_ms`: the time-out that ended the retries; an error about reaching a broker names it.
+    """
+    message = error.message
+    if after_ms is not None and isinstance(error, ELSEWHERE):
+        message = f"{message} (tried for {after_ms} ms)"
+    if type(error) is errors.UnknownTopicOrPartition:
+        error = errors.UnknownTopicOrPartition(
+            f"{message}; create it first (pk topics create …)", **error.details
+        )
+        setattr(error, "acts", "user")  # noqa: B010 - the class says what holds otherwise
+    elif type(error) is errors.BrokerUnavailable:
+        error = errors.BrokerUnavailable(f"{message}; is a server running there?", **error.details)
+        setattr(error, "acts", "operator")  # noqa: B010
+    elif error.acts == "client":  # it tried for as long as it may
+        if message != error.message:
+            error = type(error)(message, **error.details)
+        setattr(error, "acts", "operator")  # noqa: B010
+    return error
+
+
+def check_answers(address: str, request: Message, reply: Message) -> None:
+    """Raises `BrokerUnavailable` if `reply` is of another kind than what `request` asks for: then
+    what answers there is no broker of this protocol, and another address may be one.
+    """
+    asked, came = request.DESCRIPTOR.name, reply.DESCRIPTOR.name
+    if came != _REPLIES.get(asked, asked.removesuffix("Request") + "Reply"):
+        raise errors.BrokerUnavailable(
+            f"{address} answers {asked} with {came}: it does not speak this protocol"
+        )

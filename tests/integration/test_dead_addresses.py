@@ -1,0 +1,80 @@
+"""Addresses where nobody answers: a time-out bounds connecting, too, and says whom it waited for.
+
+A dead port refuses; a black hole accepts and never says a word.  What a command gives up after
+stands in its message: no clock is asked here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+
+pytestmark = pytest.mark.integration
+
+BIN = Path(sys.executable).parent / "pk"
+#: Without the bound every one of these commands takes a minute.
+HANGS_S = 45
+
+
+@pytest.fixture(params=["dead port", "black hole"])
+def nowhere(request: pytest.FixtureRequest) -> Iterator[str]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        if request.param == "black hole":
+            sock.listen(64)  # the kernel accepts; nobody reads
+        yield f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["consume", "t"],
+        ["consume", "t", "--partition", "0", "--from-beginning"],
+        ["produce", "t"],
+        ["topics", "list"],
+        ["topics", "describe", "t"],
+        ["tier", "describe", "t"],
+        ["quorum", "describe"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_gives_up_in_its_time_and_says_where_it_tried(
+    nowhere: str, command: list[str]
+) -> None:
+    done = subprocess.run(
+        [str(BIN), *command, "--bootstrap", nowhere, "--timeout-ms", "1500"],
+        input="line\n", capture_output=True, text=True, timeout=HANGS_S, check=False,
+        env={**os.environ, "PK_BOOTSTRAP": ""},
+    )  # fmt: skip
+    assert done.returncode == 1, done
+    told, error = done.stderr.splitlines()
+    assert told == f"connecting to {nowhere} …"
+    assert error.startswith("error: ")
+    assert nowhere in error
+    assert "tried for 1500 ms" in error
+
+
+def test_clients_give_up_in_their_time(nowhere: str) -> None:
+    """Each call names its own time-out: none waited for another one's."""
+    with AdminClient(nowhere) as admin:
+        with pytest.raises(errors.RetriableError, match="tried for 700 ms"):
+            admin.describe_topics(timeout_s=0.7)
+        with pytest.raises(errors.RetriableError, match="tried for 700 ms"):
+            admin.create_topic("t", timeout_s=0.7)
+    with Consumer(nowhere) as consumer:
+        with pytest.raises(errors.RetriableError, match="tried for 700 ms"):
+            consumer.end_offsets([TopicPartition("t", 0)], timeout_s=0.7)
+        consumer.subscribe(["t"])
+        assert consumer.poll(0.1) == []
+    producer = Producer(nowhere, max_block_ms=700)
+    with pytest.raises(errors.RetriableError, match="tried for 700 ms"):
+        producer.send("t", b"v")
+    producer.close()

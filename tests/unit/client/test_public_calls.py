@@ -1,0 +1,404 @@
+"""Every public call against a broker that hangs, dies or answers garbage, at each of its steps.
+
+What comes of a call is an error of `pk.errors` or a built-in that its docstring names, within the
+call's own time-out.  The calls are found by looking at the classes: a new one needs a line here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_broker import FakeBroker, FakeCluster
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.client import produce_engine, producer
+from pk.client.admin import NewTopic
+from pk.settings import CONSUMER
+from pk.sim.world import SimWorld
+from pk.sparkconnector import connection, scan
+from pk.sparkconnector.offsets import Range
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of
+from pk.world import Disconnected
+
+T0 = TopicPartition("t", 0)
+#: Every time-out there is, and what a call may take beyond it: its last word, and closing.
+LIMIT_MS = 500
+BEYOND_MS = 300
+#: No call takes more steps of its broker before it is done.
+STEPS_MAX = 16
+MODES = ("hangs", "dies", "garbage", "wrong kind", "empty")
+
+_REPLIES = {"AddVoterRequest": "ChangeVotersReply", "RemoveVoterRequest": "ChangeVotersReply"}
+
+
+def reply_to(request: Any) -> Any:
+    """An empty message of the right kind."""
+    name = request.DESCRIPTOR.name
+    return getattr(wire, _REPLIES.get(name, name.removesuffix("Request") + "Reply"))()
+
+
+class Ill:
+    """A stream of a broker that is well for so many steps."""
+
+    def __init__(self, stream: Any, broker: IllBroker) -> None:
+        self._stream = stream
+        self._broker = broker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def recv(self) -> bytes | None:
+        while True:
+            raw = await self._stream.recv()
+            step = self._broker.steps
+            self._broker.steps += 1
+            if raw is None or step < self._broker.well:
+                return raw
+            await self._misbehave(self._broker.mode, frames.decode(raw).head)
+
+    async def _misbehave(self, mode: str, head: Any) -> None:
+        if mode == "hangs":
+            await asyncio.get_running_loop().create_future()
+        elif mode == "dies":
+            self._broker._break(self._stream)
+            raise Disconnected("the broker died")
+        elif mode == "garbage":
+            await self._stream.send(b"\xff" * 32)
+        else:
+            body = getattr(head, head.WhichOneof("body"))
+            if mode == "wrong kind":
+                reply: Any = wire.UnregisterBrokerReply()
+                if head.WhichOneof("body") == "unregister_broker":
+                    reply = wire.MetadataReply()
+            elif head.WhichOneof("body") == "hello":
+                reply = wire.HelloReply()
+            elif head.WhichOneof("body") in ("produce", "fetch"):
+                reply = wire.ProduceReply() if body is head.produce else wire.FetchReply()
+            else:
+                reply = reply_to(body)
+            answer = head_of(reply, correlation_id=head.correlation_id)
+            await self._stream.send(frames.encode(answer))
+
+
+class IllBroker(FakeBroker):
+    """Answers everything, though some of it emptily, until it falls ill."""
+
+    steps = 0
+    well = 1 << 30
+    mode = "hangs"
+
+    async def _serve(self, kind: Any, stream: Any) -> None:
+        await super()._serve(kind, Ill(stream, self))
+
+    def _handlers(self) -> Any:
+        async def empty(request: Any, frame: Any) -> Any:
+            return reply_to(request)
+
+        fields = wire.Head.DESCRIPTOR.oneofs_by_name["body"].fields
+        return {field.name: empty for field in fields} | super()._handlers()
+
+
+class SimMonitor:
+    """A monitor whose waiting runs the simulation."""
+
+    def __init__(self, sim: SimWorld) -> None:
+        self.sim = sim
+        self.lock = threading.RLock()
+
+    def notify_all(self) -> None:
+        pass
+
+    def wait_for(self, holds: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        until = self.sim.loop.time() + (60.0 if timeout_s is None else timeout_s)
+        while not holds() and self.sim.loop.time() < until:
+            self.sim.loop.run_for_ms(1)
+        return holds()
+
+
+class SimQueue:
+    """A queue whose waiting runs the simulation."""
+
+    def __init__(self, sim: SimWorld) -> None:
+        self.sim = sim
+        self.items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+
+    def get(self) -> Any:
+        self.sim.run_until(lambda: bool(self.items))
+        return self.items.pop(0)
+
+
+class World:
+    """A cluster of one ill broker, and a client of it."""
+
+    def __init__(self, sim_thread: Any, patch: pytest.MonkeyPatch, mode: str, well: int) -> None:
+        self.sim = SimWorld(1)
+        self.cluster = FakeCluster()
+        self.broker = IllBroker(self.cluster, self.sim.world_of("b1"), 1)
+        self.sim.spawn("b1", self.broker.listen("b1:9292"))
+        self.sim.loop.run_for_ms(10)
+        self.cluster.create("t", 2)
+        self.broker.mode, self.broker.well = mode, well
+        thread = sim_thread(self.sim)
+        patch.setattr(produce_engine, "Monitor", lambda: SimMonitor(self.sim))
+        patch.setattr(producer, "monotonic_s", thread.now_s)
+        patch.setattr(scan.queue, "SimpleQueue", lambda: SimQueue(self.sim))
+        patch.setattr(
+            connection.asyncio,
+            "run_coroutine_threadsafe",
+            lambda work, loop: self.sim.spawn(thread.name, work),
+        )
+
+    def after_ms(self, wait_ms: int, call: Callable[[], None]) -> None:
+        async def later() -> None:
+            await asyncio.sleep(wait_ms / 1000)
+            call()
+
+        self.sim.spawn("client", later())
+
+
+TIMES = {"request_timeout_ms": 300, "retry_backoff_ms": 10, "retry_backoff_max_ms": 50}
+
+
+def make_producer() -> Producer:
+    return Producer(
+        "b1:9292", max_block_ms=LIMIT_MS, delivery_timeout_ms=LIMIT_MS, linger_ms=0, **TIMES
+    )
+
+
+def make_consumer() -> Consumer:
+    return Consumer(
+        "b1:9292", default_api_timeout_ms=LIMIT_MS, auto_offset_reset="earliest", **TIMES
+    )
+
+
+def make_admin() -> AdminClient:
+    return AdminClient("b1:9292", request_timeout_ms=300)
+
+
+def make_admin_of_controllers() -> AdminClient:
+    return AdminClient(bootstrap_controllers="b1:9292", request_timeout_ms=300)
+
+
+def make_spark() -> connection.Cluster:
+    client = {**TIMES, "default_api_timeout_ms": LIMIT_MS}
+    return connection.Cluster(connection._Process(), "b1:9292", CONSUMER.resolve(client))
+
+
+S = LIMIT_MS / 1000
+
+
+def sent(p: Producer) -> Any:
+    """A record, and what became of it: the sender tells within delivery_timeout_ms."""
+    return p.send("t", b"v").result(2 * S)
+
+
+def batch_sent(p: Producer) -> Any:
+    import pyarrow as pa
+
+    rows = pa.record_batch([pa.array([b"v"], pa.binary())], names=["value"])
+    return p.send_batch("t", rows).result(2 * S)
+
+
+def flushed(p: Producer) -> None:
+    p.send("t", b"v")
+    p.flush(S)
+
+
+def closed(p: Producer) -> None:
+    p.send("t", b"v")
+    p.close(S)
+
+
+def left(client: Any) -> None:
+    with client:
+        pass
+
+
+def assigned(c: Consumer, work: Callable[[], Any]) -> Any:
+    c.assign([T0])
+    return work()
+
+
+def next_of(c: Consumer) -> Any:
+    """It waits for as long as the consumer is open: another thread closes it."""
+    c.subscribe(["t"])
+    sim: SimWorld = c._thread.sim  # type: ignore[attr-defined]
+    sim.loop.call_later(S, lambda: setattr(c, "_closed", True))
+    try:
+        return next(c)
+    finally:
+        c._closed = False
+
+
+def transacting(name: str) -> Callable[[Any], Any]:
+    return lambda client: getattr(client, name)()
+
+
+PRODUCER: dict[str, Callable[[Any], Any]] = {
+    "send": sent,
+    "send_batch": batch_sent,
+    "partitions_for": lambda p: p.partitions_for("t", timeout_s=S),
+    "identity": lambda p: p.identity,
+    "flush": flushed,
+    "close": closed,
+    "__enter__": left,
+    "__exit__": left,
+    **{
+        name: transacting(name)
+        for name in (
+            "init_transactions", "begin_transaction", "send_offsets_to_transaction",
+            "commit_transaction", "abort_transaction",
+        )
+    },
+}  # fmt: skip
+
+CONSUMER_CALLS: dict[str, Callable[[Any], Any]] = {
+    "subscribe": lambda c: c.subscribe(["t"]),
+    "unsubscribe": lambda c: c.unsubscribe(),
+    "assign": lambda c: c.assign([T0]),
+    "assignment": lambda c: c.assignment(),
+    "seek": lambda c: assigned(c, lambda: c.seek(T0, 1)),
+    "seek_to_beginning": lambda c: assigned(c, c.seek_to_beginning),
+    "seek_to_end": lambda c: assigned(c, c.seek_to_end),
+    "pause": lambda c: assigned(c, lambda: c.pause(T0)),
+    "resume": lambda c: assigned(c, lambda: c.resume(T0)),
+    "paused": lambda c: c.paused(),
+    "poll": lambda c: assigned(c, lambda: c.poll(S)),
+    "poll_batches": lambda c: assigned(c, lambda: c.poll_batches(S)),
+    "__iter__": iter,
+    "__next__": next_of,
+    "position": lambda c: assigned(c, lambda: c.position(T0, timeout_s=S)),
+    "beginning_offsets": lambda c: c.beginning_offsets([T0], timeout_s=S),
+    "end_offsets": lambda c: c.end_offsets([T0], timeout_s=S),
+    "offsets_for_times": lambda c: c.offsets_for_times({T0: 1}),
+    "partitions_for": lambda c: c.partitions_for("t", timeout_s=S),
+    "close": lambda c: assigned(c, c.close),
+    "__enter__": left,
+    "__exit__": left,
+    **{name: transacting(name) for name in ("commit", "committed", "group_metadata")},
+}
+
+QUORUM: dict[str, Callable[[Any], Any]] = {
+    "describe_metadata_quorum": lambda a: a.describe_metadata_quorum(timeout_s=S),
+    "add_raft_voter": lambda a: a.add_raft_voter(1, "d", "b1:9292", timeout_s=S),
+    "remove_raft_voter": lambda a: a.remove_raft_voter(1, timeout_s=S),
+}
+
+ADMIN: dict[str, Callable[[Any], Any]] = {
+    **QUORUM,
+    "create_topic": lambda a: a.create_topic("u", timeout_s=S),
+    "create_topics": lambda a: a.create_topics([NewTopic("u")], timeout_s=S),
+    "delete_topic": lambda a: a.delete_topic("t", timeout_s=S),
+    "delete_topics": lambda a: a.delete_topics(["t"], timeout_s=S),
+    "create_partitions": lambda a: a.create_partitions("t", 3, timeout_s=S),
+    "list_topics": lambda a: a.list_topics(timeout_s=S),
+    "describe_topics": lambda a: a.describe_topics(timeout_s=S),
+    "describe_configs": lambda a: a.describe_configs("t", timeout_s=S),
+    "alter_configs": lambda a: a.alter_configs("t", {"retention_ms": 1}, timeout_s=S),
+    "list_offsets": lambda a: a.list_offsets({T0: "latest"}, timeout_s=S),
+    "offsets": lambda a: a.offsets("t", timeout_s=S),
+    "delete_records": lambda a: a.delete_records({T0: 0}, timeout_s=S),
+    "alter_partition_reassignments": lambda a: a.alter_partition_reassignments(
+        {T0: [1]}, timeout_s=S
+    ),
+    "list_partition_reassignments": lambda a: a.list_partition_reassignments(timeout_s=S),
+    "partition_replicas": lambda a: a.partition_replicas(["t"], timeout_s=S),
+    "elect_leaders": lambda a: a.elect_leaders([T0], timeout_s=S),
+    "unregister_broker": lambda a: a.unregister_broker(2, timeout_s=S),
+    "describe_tier": lambda a: a.describe_tier("t", timeout_s=S),
+    "close": lambda a: a.close(),
+    "__enter__": left,
+    "__exit__": left,
+}
+
+
+def known(work: Callable[[Any, str], Any]) -> Callable[[Any], Any]:
+    """A call about a topic that this process has heard of: who leads it is known."""
+    return lambda c: work(c, c.topics(["t"])[0].topic_id)
+
+
+def range_of(topic_id: str) -> Range:
+    return Range("t", topic_id, 0, 0, 9)
+
+
+SPARK: dict[str, Callable[[Any], Any]] = {
+    "patience_ms": lambda c: c.patience_ms,
+    "decoded_bytes_max": lambda c: c.decoded_bytes_max,
+    "topics": lambda c: c.topics(["t"]),
+    "bounds": lambda c: c.bounds(c.topics(["t"]), read_committed=True),
+    "first_at": known(lambda c, topic_id: c.first_at({(topic_id, 0): 1})),
+    "delete_before": known(lambda c, topic_id: c.delete_before({(topic_id, 0): 1})),
+    "curves": known(lambda c, topic_id: c.curves([range_of(topic_id)], 4)),
+    "tier_bounds": known(lambda c, topic_id: c.tier_bounds([range_of(topic_id)])),
+    "tier": lambda c: c.tier("t"),
+    "scan": known(lambda c, topic_id: list(c.scan(range_of(topic_id), read_committed=True))),
+}
+
+WALKS: dict[str, tuple[type, Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
+    "Producer": (Producer, make_producer, PRODUCER),
+    "Consumer": (Consumer, make_consumer, CONSUMER_CALLS),
+    "AdminClient": (AdminClient, make_admin, ADMIN),
+    "spark": (connection.Cluster, make_spark, SPARK),
+    "AdminClient of controllers": (AdminClient, make_admin_of_controllers, QUORUM),
+}
+
+#: Built-ins that a docstring names.
+DOCUMENTED: dict[str, tuple[type[BaseException], ...]] = {
+    "flush": (TimeoutError,),
+    "__next__": (StopIteration,),
+}
+
+
+@pytest.mark.parametrize("walk", [name for name in WALKS if "controllers" not in name])
+def test_every_public_call_has_a_line_here(walk: str) -> None:
+    kind, _, calls = WALKS[walk]
+    dunder = {"__enter__", "__exit__", "__iter__", "__next__"}
+    public = {name for name in dir(kind) if not name.startswith("_") or name in dunder}
+    assert set(calls) == public
+
+
+def steps_of(walk: str, name: str, world: World) -> int:
+    """Make the call; returns how far its broker came."""
+    _, make, calls = WALKS[walk]
+    client = make()
+    begun = world.sim.loop.time()
+    try:
+        calls[name](client)
+    except errors.PkError:
+        pass
+    except DOCUMENTED.get(name, ()):
+        pass
+    took_ms = (world.sim.loop.time() - begun) * 1000
+    assert took_ms <= LIMIT_MS + BEYOND_MS, f"{name} took {took_ms:.0f} ms"
+    steps = world.broker.steps
+    if hasattr(client, "close"):
+        client.close()
+    return steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("walk", list(WALKS))
+def test_a_call_ends_in_time_with_an_error_of_pk(
+    walk: str, mode: str, sim_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in WALKS[walk][2]:
+        for well in range(STEPS_MAX):
+            world = World(sim_thread, monkeypatch, mode, well)
+            try:
+                steps = steps_of(walk, name, world)
+                assert not world.sim.loop.failures, (name, well, world.sim.loop.failures)
+            except Exception as cause:
+                raise AssertionError(f"{name}, a broker that {mode} after {well} steps") from cause
+            finally:
+                world.sim.close()
+            if steps <= well:
+                break
