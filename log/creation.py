@@ -14,14 +14,17 @@ Rules
       partition that has one is complete but for names that are not SYNCED yet, and `load` and the
       first flush see to those.
   C2  a directory without identity that holds no more than a first segment without a byte is an
-      unfinished creation: the next start removes it, the next try goes on with it.  Records without
-      identity are damage (rule L9): nothing is appended before the creation counts.
+      unfinished creation: the next start removes it, the next try goes on with it.  Segments whose
+      identity is missing, damaged or another one's stay (rule L15): a partition of that name is not
+      created beside them.
   C3  a partition that cannot be created does not stop the others of its visit (M4); a disk that
       fails stops them all (rule L2).
   C4  a visit is bounded: appends to other partitions of the directory wait until it is over.
   C5  a partition is created where something has its name: what could not be opened there, for want
       of space, say, or of a whole identity, must not begin anew elsewhere, without its records,
       nor once that directory has failed.
+  C6  a log that a checkpoint names and that is not there is not begun empty: `LogMissing`, until
+      its replica was given up (rule L15)
 """
 
 from __future__ import annotations
@@ -33,14 +36,15 @@ from functools import partial
 from typing import NamedTuple
 
 from pk import errors
-from pk.log import directory as files
+from pk.log import identity
 from pk.log.directory import Directory
+from pk.log.identity import Identity
 from pk.log.loading import Loaded
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.segment import IndexCache, Segment, base_offset_of, file_name
 from pk.log.storage import File, Storage
-from pk.types import PartitionKey, TopicPartition
+from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 #: C4: as many as callers ask for in one go.
 VISIT_MAX = 64
@@ -54,6 +58,8 @@ class NewPartition(NamedTuple):
     topic_id: str
     config: LogConfig
     again: bool = False  #: it could not be created, or opened, before; or nobody knew it
+    genesis: str = ""  #: of the metadata log that knows it
+    created: Offset = NONE  #: where that log is
 
     @property
     def key(self) -> PartitionKey:
@@ -72,6 +78,11 @@ class Site:
     doomed: Callable[[str], str]  #: the name under which what is in the way is removed later
     reopen: Callable[[str, NewPartition], PartitionLog]  #: one that is there already
     cache: IndexCache
+    directory: Directory
+    gone: Callable[[Identity], bool]  #: the metadata know that its log is of no use any more (L15)
+
+    def identity(self, new: NewPartition) -> Identity:
+        return Identity(new.topic_id, new.tp, self.directory.cluster_id, new.genesis, new.created)
 
     def path(self, new: NewPartition) -> str:
         return f"{self.root}/{new.tp}" if self.root else str(new.tp)
@@ -136,10 +147,10 @@ def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str,
     for path, new in wanted.items():
         if storage.exists(path):
             try:
-                known = files.read_partition(storage, path)
-            except (errors.CorruptLog, errors.StorageFailed):
+                known = identity.read(storage, path)
+            except (errors.LogUnidentified, errors.StorageFailed):
                 known = None  # its creation will say so
-            if known is None or known[0] == new.topic_id:
+            if known is None or known.topic_id == new.topic_id:
                 found[path] = known is not None
     return found
 
@@ -161,7 +172,7 @@ def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Out
         storage.sync_all([each.identity for each in begun])
         for each in begun:
             try:
-                files.name_partition(storage, each.segment.directory)
+                identity.name(storage, each.segment.directory)
                 found[each.new.key] = _log_of(site, each)
             except errors.PkError as error:
                 found[each.new.key] = error
@@ -179,15 +190,30 @@ def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Out
 
 
 def _in_place(site: Site, new: NewPartition) -> bool:
-    """Whether this very partition is there; what else has its name goes out of the way."""
+    """Whether this very partition is there.  A deleted topic's directory of its name goes out of
+    the way; any other raises `LogUnidentified` (rule L15).
+    """
     storage, path = site.storage, site.path(new)
     if not storage.exists(path):
         return False
-    known = files.read_partition(storage, path)
-    if known is not None and known[0] == new.topic_id:
+    wanted = site.identity(new)
+    try:
+        second = site.directory.identities.get(str(new.tp))
+        known = identity.read_or_restore(storage, path, second)
+    except errors.LogUnidentified as damage:
+        raise identity.unidentified(storage, path, damage.message, wanted) from damage
+    if known is None:
+        if not unfinished(storage, path):
+            why = f"no {identity.PARTITION_FILE}"
+            raise identity.unidentified(storage, path, why, wanted)
+    elif known.key == new.key:
         return True
-    if known is not None or not unfinished(storage, path):  # the topic's earlier life (rule L8)
+    elif site.gone(known):  # the topic's earlier life (rule L8)
         storage.rename(path, site.doomed(path))
+    else:
+        other = f"{known.topic_partition} ({known.topic_id})"
+        why = f"they are those of {other}, which these metadata never knew"
+        raise identity.unidentified(storage, path, why, wanted)
     return False
 
 
@@ -197,11 +223,11 @@ def _begin(site: Site, new: NewPartition) -> _Begun:
     segment = Segment(storage, path, 0)
     segment.create()
     try:
-        identity = files.begin_partition(storage, path, new.topic_id, new.tp)
+        named = identity.begin(storage, path, site.identity(new))
     except BaseException:
         segment.close()
         raise
-    return _Begun(new, segment, identity)
+    return _Begun(new, segment, named)
 
 
 def _log_of(site: Site, begun: _Begun) -> PartitionLog:
@@ -225,10 +251,13 @@ def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
     missing = []
     for new in wanted:
         try:
-            known = files.read_partition(site.storage, site.path(new))
-        except (errors.CorruptLog, errors.StorageFailed):
+            second = site.directory.identities.get(str(new.tp))
+            known = identity.read_or_restore(site.storage, site.path(new), second)
+        except (errors.LogUnidentified, errors.StorageFailed, errors.StorageFull):
             continue  # its creation will say so
-        if known is None or known[0] != new.topic_id:
+        if known is None and not unfinished(site.storage, site.path(new)):
+            continue  # the same
+        if known is None or known.key != new.key:
             missing.append(new.key)
     return missing
 
@@ -236,7 +265,7 @@ def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
 def unfinished(storage: Storage, path: str) -> bool:
     """Whether a directory without identity is what a creation that died leaves (C2)."""
     return all(
-        name.startswith(files.PARTITION_FILE)
+        name.startswith(identity.PARTITION_FILE)
         or (name == _FIRST and not _size(storage, f"{path}/{name}"))
         for name in storage.list(path)
     )
@@ -245,14 +274,12 @@ def unfinished(storage: Storage, path: str) -> bool:
 def sweep(storage: Storage, path: str) -> None:
     """In the write lane: a directory without identity goes if its creation died (C2).
 
-    Raises `CorruptLog` for somebody's records.
+    Raises `LogUnidentified` for segments (rule L15).
     """
     if unfinished(storage, path):
         storage.remove_tree(path)
     elif any(base_offset_of(name) is not None for name in storage.list(path)):
-        raise errors.CorruptLog(
-            f"{storage.root}/{path} holds segments but no {files.PARTITION_FILE}"
-        )
+        raise identity.unidentified(storage, path, f"no {identity.PARTITION_FILE}")
 
 
 def _size(storage: Storage, path: str) -> int:

@@ -1,13 +1,17 @@
 """One data directory: its format file, clean-shutdown file and checkpoints.  Names, bytes and
 checks; no policy.
 
-pk.json                              who the directory belongs to; written once, when it is
-formatted run.json                             boot id and broker epoch of the running or last
-process (rule L3) clean-shutdown                       exists only while nobody runs and the last
-process closed properly recovery-point-offset-checkpoint     topic id, partition, offset: everything
-below is SYNCED replication-offset-checkpoint        … high watermark log-start-offset-checkpoint
-… log start (rule T9) topics/<topic>-<partition>/          partition.json (topic id, rule L8) and
-the segments"""
+| file | content |
+|---|---|
+| pk.json | who the directory belongs to; written once, when it is formatted |
+| run.json | boot id and broker epoch of the running or last process (rule L3) |
+| clean-shutdown | exists only while no process runs and the last one closed properly |
+| recovery-point-offset-checkpoint | topic id, partition, offset: everything below is SYNCED |
+| replication-offset-checkpoint | … high watermark |
+| log-start-offset-checkpoint | … log start (rule T9) |
+| partition-identity-checkpoint | the identities of all logs once more (rule L15, log/identity.py) |
+| topics/<topic>-<partition>/ | partition.json (the identity, rule L8) and the segments |
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors
-from pk.log import checkpoints
-from pk.log.storage import Disk, File, Storage
+from pk.log import checkpoints, identity
+from pk.log.identity import IDENTITIES, Identities, Identity, Known
+from pk.log.storage import Disk, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 FORMAT = 0
 #: What format 0 means in this build: a hash of a sample of every file as it is written, which
 #: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
-LAYOUT = "29809607514b60ec"
+LAYOUT = "0a4db4c9d811d7bd"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
-PARTITION_FILE = "partition.json"
 RECOVERY_POINTS = "recovery-point-offset-checkpoint"
 HIGH_WATERMARKS = "replication-offset-checkpoint"
 LOG_STARTS = "log-start-offset-checkpoint"
+#: The checkpoints of offsets.
+OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS)
 #: What may stand in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
 
@@ -51,11 +57,14 @@ class Directory:
     previous_broker_epoch: int  #: -1 = none known
     closed_properly: bool = False
     same_boot: bool = False
+    cluster_id: str = ""
     recovery_points: Offsets = field(default_factory=dict)
     log_starts: Offsets = field(default_factory=dict)
     moving: list[dict[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
     high_watermarks: Offsets = field(default_factory=dict)
-    written: dict[str, Offsets] = field(default_factory=dict)  #: checkpoints as they are on disk
+    identities: Identities = field(default_factory=dict)
+    #: Checkpoints as they are on disk.
+    written: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
     failure: Exception | None = None  #: why it could not be opened
     #: Partitions that could not be opened, and may yet be: nobody has looked at their tails.
     unrepaired: dict[PartitionKey, None] = field(default_factory=dict)
@@ -64,24 +73,50 @@ class Directory:
     def failed(self) -> Exception | None:
         return self.failure or self.disk.storage.failed
 
+    @property
+    def _offsets(self) -> dict[str, Offsets]:
+        return {
+            RECOVERY_POINTS: self.recovery_points,
+            LOG_STARTS: self.log_starts,
+            HIGH_WATERMARKS: self.high_watermarks,
+        }
+
     def names(self, key: PartitionKey) -> bool:
-        """Whether a checkpoint, here or on the disk, says anything of it."""
-        now = (self.recovery_points, self.log_starts, self.high_watermarks)
-        return any(key in offsets for offsets in (*now, *self.written.values()))
+        """Whether a checkpoint of offsets, here or on the disk, says anything of it."""
+        kept = [self.written.get(name, {}) for name in self._offsets]
+        return any(key in offsets for offsets in (*self._offsets.values(), *kept))
+
+    def had(self, topic_id: str, tp: TopicPartition) -> bool:
+        """Whether a log of it was here, and was not given up by this process (rule L15)."""
+        key = PartitionKey(topic_id, tp.partition)
+        known = self.identities.get(str(tp))
+        named = known is not None and known.identity.topic_id in ("", topic_id)
+        return named or any(key in offsets for offsets in self._offsets.values())
+
+    def register(self, log: Identity) -> None:
+        """`log` is served from here: the next checkpoint says so (I1 of identity.py)."""
+        known = self.identities.get(str(log.topic_partition))
+        if known is None or known.identity.key != log.key:
+            self.identities[str(log.topic_partition)] = Known(log)
 
     def claims(self, key: PartitionKey, end: Offset) -> bool:
         """Whether a checkpoint on the disk says that the log goes beyond `end`."""
-        return any(offsets.get(key, 0) > end for offsets in self.written.values())
+        return any(self.written.get(name, {}).get(key, 0) > end for name in self._offsets)
 
-    def forget(self, key: PartitionKey) -> None:
+    def forget(self, topic_id: str, tp: TopicPartition) -> None:
         """The next checkpoint will not know it."""
-        for offsets in (self.recovery_points, self.log_starts, self.high_watermarks):
+        key = PartitionKey(topic_id, tp.partition)
+        for offsets in self._offsets.values():
             offsets.pop(key, None)
+        known = self.identities.get(str(tp))
+        if known is not None and known.identity.topic_id in ("", topic_id):
+            del self.identities[str(tp)]
         self.unrepaired.pop(key, None)
 
     def not_opened(self, key: PartitionKey, error: Exception) -> None:
         """For want of space, say: what a death tore is still to be cut when that is over."""
-        if not self.closed_properly and not isinstance(error, errors.CorruptLog):
+        final = errors.CorruptLog | errors.LogUnidentified
+        if not self.closed_properly and not isinstance(error, final):
             self.unrepaired[key] = None
 
     def run(self, boot_id: str, broker_epoch: int) -> Run:
@@ -102,19 +137,67 @@ class Directory:
 
     async def write_checkpoints(self, *names: str) -> None:
         """SYNCED: those that changed, as they are now; all by default."""
-        now = {
-            RECOVERY_POINTS: self.recovery_points,
-            LOG_STARTS: self.log_starts,
-            HIGH_WATERMARKS: self.high_watermarks,
-        }
+        now: dict[str, Mapping[Any, Any]] = {**self._offsets, IDENTITIES: self.identities}
         copies = {name: dict(now[name]) for name in names or now}
         await self.disk.write(partial(self._write, copies))
 
-    def _write(self, wanted: dict[str, Offsets]) -> None:
-        for name, offsets in wanted.items():
-            if self.written.get(name) != offsets:
-                write_offsets(self.disk.storage, name, offsets)
-                self.written[name] = offsets
+    def _write(self, wanted: dict[str, Any]) -> None:
+        for name, content in wanted.items():
+            if self.written.get(name) == content:
+                continue
+            if name == IDENTITIES:
+                identity.write_all(self.disk.storage, content)
+            else:
+                write_offsets(self.disk.storage, name, content)
+            self.written[name] = content
+
+
+def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Directory:
+    """In the write lane: lock and identify it; format it as `wanted` if it is empty.
+
+    `wanted.cluster_id` "" = the one that the directory names.  `root`: of the partition
+    directories.  Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`,
+    `NewerFormat`; then it is not locked.
+    """
+    storage = disk.storage
+    storage.lock()
+    try:
+        found = read_format(storage)
+        fresh = found is None
+        if found is None:
+            assert wanted.cluster_id, "a directory is formatted for a cluster"
+            found = wanted
+            format_directory(storage, found)
+        check_format(
+            storage,
+            found,
+            cluster_id=wanted.cluster_id,
+            node_id=wanted.node_id,
+            build=wanted.build,
+        )
+        before, closed = read_run(storage)
+        if root:
+            storage.make_dir(root)
+            storage.sync_dir("")
+        opened = Directory(
+            disk,
+            found.directory_id,
+            False,
+            before.broker_epoch,
+            closed_properly=closed,
+            same_boot=bool(before.boot_id) and before.boot_id == boot_id,
+            cluster_id=found.cluster_id,
+        )
+        opened.clean = not fresh and (closed or opened.same_boot)
+        for name, into in opened._offsets.items():
+            into.update(read_offsets(storage, name))
+            opened.written[name] = dict(into)
+        opened.identities.update(identity.read_all(storage))
+        opened.written[IDENTITIES] = dict(opened.identities)
+    except BaseException:
+        storage.unlock()
+        raise
+    return opened
 
 
 class Format(NamedTuple):
@@ -248,46 +331,20 @@ def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, in
     storage.replace_file(name, checkpoints.encode(name, lines))
 
 
-def read_partition(storage: Storage, path: str) -> tuple[str, TopicPartition] | None:
-    """`(topic id, partition)` of a partition directory; None = its creation was not finished."""
-    try:
-        found = _object(storage.read_file(f"{path}/{PARTITION_FILE}"), f"{path}/{PARTITION_FILE}")
-        return str(found["topic_id"]), TopicPartition(str(found["topic"]), int(found["partition"]))
-    except FileNotFoundError:
-        return None
-    except (KeyError, TypeError, ValueError) as cause:
-        raise errors.CorruptLog(
-            f"{storage.root}/{path}/{PARTITION_FILE} is damaged: {cause}"
-        ) from cause
-
-
-def begin_partition(storage: Storage, path: str, topic_id: str, tp: TopicPartition) -> File:
-    """The identity beside its place: once the file is SYNCED, `name_partition` puts it there."""
-    content = {"topic_id": topic_id, "topic": tp.topic, "partition": tp.partition}
-    file = storage.open(f"{path}/{PARTITION_FILE}.tmp", create=True)
-    try:
-        file.truncate(0)
-        file.append([json.dumps(content).encode()])
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def name_partition(storage: Storage, path: str) -> None:
-    """WRITTEN: `sync_dir` makes it last."""
-    storage.rename(f"{path}/{PARTITION_FILE}.tmp", f"{path}/{PARTITION_FILE}")
-
-
-def give_up(storage: Storage, path: str, doomed: str, key: PartitionKey) -> bool:
+def give_up(
+    storage: Storage, path: str, doomed: str, key: PartitionKey, *, open_here: bool
+) -> bool:
     """SYNCED: the directory of `key` is called `doomed`.  False if it is gone, or if another life
     began in its place: a job that was queued before may have put it there.
+
+    `open_here`: this process had the log open, so that a directory whose identity was damaged
+    meanwhile is still its own; else such a directory stays (rule L15).
     """
-    with contextlib.suppress(errors.CorruptLog):  # damaged, it is still whose it was
-        known = read_partition(storage, path)
-        if known is not None and PartitionKey(known[0], known[1].partition) != key:
-            return False
-    if not storage.exists(path):
+    known: Identity | None = None
+    with contextlib.suppress(errors.LogUnidentified):
+        known = identity.read(storage, path)
+    ours = known.key == key if known is not None else open_here
+    if not ours or not storage.exists(path):
         return False
     storage.rename(path, doomed)
     storage.sync_dir(path.rpartition("/")[0])

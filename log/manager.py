@@ -16,21 +16,26 @@ Rules
   M3  a partition nobody knows (rule Q2, log/strays.py), or a deleted one, is renamed first and
       removed after a delay; a crash in between leaves the new name, which the next start removes.
   M4  a failed directory takes its own partitions offline and no others.
+  M5  a directory with segments goes only if `gone` says so of its intact identity, or if this
+      process had its log open; a log that a checkpoint names and that is missing is not begun
+      empty (rule L15).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from pk import errors
-from pk.log import creation
+from pk.log import creation, identity
 from pk.log import directory as files
+from pk.log.checkpointing import Checkpointed
 from pk.log.creation import NewPartition, Outcome, Site
 from pk.log.directory import Directory, Format, Run
+from pk.log.identity import ADOPTED, DISCARDED, Identity, Known
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
@@ -47,7 +52,7 @@ DELETING = "-delete"
 STRAY_DELAY_MS = 60_000
 
 
-class LogManager:
+class LogManager(Checkpointed):
     """See the module's docstring."""
 
     def __init__(
@@ -66,24 +71,24 @@ class LogManager:
         """`cluster_id` "" = the one in the format file.  `root`: where the partition directories
         stand.
         """
-        self.directories: list[Directory] = []
+        super().__init__(disks, producer_id_expiration_ms)
         self.cluster_id = cluster_id
         self._disks = disks
         self._node_id = node_id
         self._build = build
         self._world = world
         self._boot_id = boot_id
-        self._expiration_ms = producer_id_expiration_ms
         self._root = root
         self._cache = IndexCache(index_cache_bytes)
-        self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
         self._strays = Strays()
+        #: The metadata know that a log of this identity is of no use any more (M5).
+        self.gone: Callable[[Identity], bool] = lambda found: False
+        self.restored: dict[str, str] = {}  #: directories whose identity was restored, and why
+        #: Replicas whose directory an operator adopted or discarded: the cluster does not know yet.
+        self.by_hand: dict[PartitionKey, None] = {}
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
-        #: Logs being cut or begun anew: a recovery point found before that is void (M2).
-        self._reshaping: dict[PartitionKey, None] = {}
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -110,44 +115,11 @@ class LogManager:
             raise
 
     def _open_directory(self, disk: Disk) -> Directory:
-        storage = disk.storage
-        storage.lock()
-        try:
-            found = files.read_format(storage)
-            fresh = found is None
-            if found is None:
-                assert self.cluster_id, "a directory is formatted for a cluster"
-                found = Format(
-                    files.FORMAT, self._build, self.cluster_id, self._node_id, self._world.new_id()
-                )
-                files.format_directory(storage, found)
-            files.check_format(
-                storage, found, cluster_id=self.cluster_id, node_id=self._node_id, build=self._build
-            )
-            self.cluster_id = found.cluster_id
-            before, closed = files.read_run(storage)
-            if self._root:
-                storage.make_dir(self._root)
-                storage.sync_dir("")
-            opened = Directory(
-                disk,
-                found.directory_id,
-                False,
-                before.broker_epoch,
-                closed_properly=closed,
-                same_boot=bool(before.boot_id) and before.boot_id == self._boot_id,
-            )
-            opened.clean = not fresh and (closed or opened.same_boot)
-            for name, into in (
-                (files.RECOVERY_POINTS, opened.recovery_points),
-                (files.LOG_STARTS, opened.log_starts),
-                (files.HIGH_WATERMARKS, opened.high_watermarks),
-            ):
-                into.update(files.read_offsets(storage, name))
-                opened.written[name] = dict(into)
-        except BaseException:
-            storage.unlock()
-            raise
+        wanted = Format(
+            files.FORMAT, self._build, self.cluster_id, self._node_id, self._world.new_id()
+        )
+        opened = files.open_directory(disk, wanted, boot_id=self._boot_id, root=self._root)
+        self.cluster_id = opened.cluster_id
         return opened
 
     async def load(self, config_of: ConfigOf) -> list[tuple[PartitionKey, Exception]]:
@@ -219,21 +191,23 @@ class LogManager:
         if name.endswith(DELETING):  # M3: an earlier life renamed it
             await directory.disk.write(partial(storage.remove_tree, path))
             return None
-        key = PartitionKey(name, NONE)
+        second = directory.identities.get(name)
+        key = PartitionKey(name, NONE) if second is None else second.identity.key
         try:
-            identity = await directory.disk.read(partial(files.read_partition, storage, path))
-            if identity is None:
+            found = await self._identify(directory, path, second)
+            if found is None:
                 await directory.disk.write(partial(creation.sweep, storage, path))
                 return None
-            topic_id, tp = identity
-            key = PartitionKey(topic_id, tp.partition)
-            config = config_of(topic_id, tp)
+            key, tp = found.key, found.topic_partition
+            if str(tp) != name:
+                raise identity.unidentified(storage, path, f"its identity is that of {tp}")
+            config = config_of(key.topic_id, tp)
             if config is None:
                 now_ms = self._world.clock.wall_ms()
-                await self._strays.note(directory, path, topic_id, tp, now_ms)
+                await self._strays.note(directory, path, found, now_ms)
                 return None
             log = await directory.disk.read(
-                partial(self._open_log, directory, path, tp, topic_id, config)
+                partial(self._open_log, directory, path, tp, key.topic_id, config)
             )
             if key in self._logs:  # only now: they are opened side by side
                 await directory.disk.write(partial(log.close, False))
@@ -244,29 +218,73 @@ class LogManager:
             directory.not_opened(key, error)
             return key, error
         self._logs[key] = (log, directory)
+        self._opened_here(directory, found)
         return None
+
+    async def _identify(
+        self, directory: Directory, path: str, second: Known | None
+    ) -> Identity | None:
+        """The identity of a directory, restored if need be (rule L15)."""
+        storage, disk = directory.disk.storage, directory.disk
+        try:
+            found = await disk.read(partial(identity.read, storage, path))
+            if found is not None or second is None:
+                return found
+            why = "it was missing"
+        except errors.LogUnidentified as damage:
+            if second is None:
+                raise identity.unidentified(storage, path, damage.message) from damage
+            why = damage.message
+        found = await disk.write(partial(identity.read_or_restore, storage, path, second))
+        if found is not None:
+            self.restored[f"{storage.root}/{path}"] = why
+        return found
+
+    def _opened_here(self, directory: Directory, found: Identity) -> None:
+        """The second copies say so, and no other directory's does."""
+        tp = found.topic_partition
+        for each in self.directories:
+            if each is not directory and each.failed is None:
+                each.forget(found.topic_id, tp)
+        directory.register(found)
+        if directory.identities[str(tp)].state == ADOPTED:
+            self.by_hand[found.key] = None
 
     def is_stray(self, key: PartitionKey) -> bool:
         """It was not known when it was looked at, and nothing was said of it since (M3)."""
         return key in self._strays
 
-    async def discard_strays(self) -> None:
-        """M3: whoever calls this knows every partition that was placed here before it began."""
-        for key, directory, path in self._strays.unknown():
-            await self._discard(directory, path, key, STRAY_DELAY_MS)
+    async def discard_strays(self) -> list[str]:
+        """M3: the caller knows every partition that was placed here before it began.
+
+        Returns the directories that are kept (M5).
+        """
+        kept = []
+        for directory, path, found in self._strays.unknown():
+            if self.gone(found):
+                await self._discard(directory, path, found.key, STRAY_DELAY_MS, open_here=False)
+            else:
+                kept.append(f"{directory.disk.storage.root}/{path}")
+        for directory in self.directories:
+            stale = [each.identity for each in directory.identities.values()]
+            for each in [each for each in stale if each.key not in self._logs and self.gone(each)]:
+                directory.forget(each.topic_id, each.topic_partition)
+        return kept
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
     ) -> PartitionLog:
         key = PartitionKey(topic_id, tp.partition)
+        known = directory.identities.get(str(tp))
+        strange = known is not None and known.state == ADOPTED  # verified as after a power loss
         return PartitionLog.open(
             directory.disk.storage,
             path,
             tp,
             topic_id,
             config,
-            clean=directory.closed_properly,
-            same_boot=directory.same_boot,
+            clean=directory.closed_properly and not strange,
+            same_boot=directory.same_boot and not strange,
             recovery_point=directory.recovery_points.get(key, 0),
             log_start=directory.log_starts.get(key),
             now_ms=self._world.clock.wall_ms(),
@@ -331,37 +349,84 @@ class LogManager:
         def reopen(path: str, new: NewPartition) -> PartitionLog:
             return self._open_log(directory, path, new.tp, new.topic_id, new.config)
 
-        site = Site(directory.disk.storage, self._root, self._doomed, reopen, self._cache)
+        site = Site(
+            directory.disk.storage, self._root, self._doomed, reopen, self._cache, directory,
+            self.gone,
+        )  # fmt: skip
         try:
-            await self._forget_earlier(directory, site, group)
-            found = await directory.disk.write(partial(creation.create, site, group))
+            lost = await self._look_for_earlier(directory, site, group)
+            present = [new for new in group if new.key not in lost]
+            found = await directory.disk.write(partial(creation.create, site, present))
         except errors.PkError as error:
             return dict.fromkeys((new.key for new in group), error)
+        found |= lost
         logs = {key: log for key, log in found.items() if isinstance(log, PartitionLog)}
         self._logs |= {key: (log, directory) for key, log in logs.items()}
-        for key in logs:
-            directory.unrepaired.pop(key, None)
+        for new in present:
+            if new.key in logs:
+                directory.unrepaired.pop(new.key, None)
+                self._opened_here(directory, site.identity(new))
         ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
             if ends:  # M2, as for those that were known at once
                 await self._claim_less(directory, ends)
+            else:  # before their first records (I1 of identity.py)
+                await directory.write_checkpoints(identity.IDENTITIES)
         except errors.PkError as error:
-            for key in ends:
+            for key in logs:
                 del self._logs[key]
                 await directory.disk.write(partial(logs[key].close, False))
                 found[key] = error
         return found
 
-    async def _forget_earlier(
+    async def _look_for_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]
-    ) -> None:
-        """M2: what a checkpoint says of an earlier life goes, SYNCED, before the new one begins."""
-        named = [new for new in group if directory.names(new.key)]
-        gone = await directory.disk.write(partial(creation.not_here, site, named)) if named else []
-        if gone:
-            for key in gone:
-                directory.forget(key)
+    ) -> dict[PartitionKey, Outcome]:
+        """M5: those of `group` that had a log which is not there any more.
+
+        M2: what a checkpoint says of one that was given up goes, SYNCED, before the next begins.
+        """
+        had = {new.key: home for new in group if (home := self._had(new)) is not None}
+        named = [new for new in group if new.key in had or directory.names(new.key)]
+        look = partial(creation.not_here, site, named)
+        absent = await directory.disk.write(look) if named else []
+        lost: dict[PartitionKey, Outcome] = {}
+        for new in [new for new in named if new.key in absent]:
+            home = had.get(new.key)
+            if home is None:
+                directory.forget(new.topic_id, new.tp)
+                continue
+            lost[new.key] = identity.missing(home.disk.storage, new.tp, new.topic_id)
+            known = home.identities.get(str(new.tp))
+            if known is not None and known.state == DISCARDED:
+                self.by_hand[new.key] = None
+        if len(lost) < len(absent):
             await directory.write_checkpoints()
+        return lost
+
+    def _had(self, new: NewPartition) -> Directory | None:
+        """The directory that had the log of `new`, as its checkpoints say."""
+        homes = (each for each in self.directories if each.failed is None)
+        return next((each for each in homes if each.had(new.topic_id, new.tp)), None)
+
+    async def told(self, new: NewPartition) -> None:
+        """The cluster counts no more on what an operator adopted or discarded here: an adopted log
+        is like any other from now on, in place of a discarded one another may begin.  SYNCED.
+        """
+        for directory in self.directories:
+            known = directory.identities.get(str(new.tp))
+            if known is None or known.state not in (ADOPTED, DISCARDED):
+                continue
+            if known.state == DISCARDED:
+                directory.forget(new.topic_id, new.tp)
+            else:
+                mine = Identity(*known.identity[:3], new.genesis, new.created)
+                path = f"{self._path(str(new.tp))}/{identity.PARTITION_FILE}"
+                write = partial(directory.disk.storage.replace_file, path, identity.encode(mine))
+                await directory.disk.write(write)
+                directory.identities[str(new.tp)] = Known(mine)
+            await directory.write_checkpoints()
+        self.by_hand.pop(new.key, None)
 
     async def delete(self, key: PartitionKey) -> None:
         """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses
@@ -369,32 +434,42 @@ class LogManager:
         """
         log, directory = self._logs.pop(key)
         log.retire()
-        directory.forget(key)
+        directory.forget(key.topic_id, log.topic_partition)
+        self.by_hand.pop(key, None)
         await directory.disk.write(partial(log.close, False))
-        await self._discard(directory, log.path, key, log.config.file_delete_delay_ms)
+        delay_ms = log.config.file_delete_delay_ms
+        await self._discard(directory, log.path, key, delay_ms, open_here=True)
 
     async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
-        """Out of the way with a partition that is damaged, whether or not it could be opened (L9):
-        its replica is made anew.  What was there stays for `delay_ms`, for people.
+        """Out of the way with a partition that is damaged, whether or not it could be opened (L9),
+        or missing (L15): its replica is made anew.  What was there stays for `delay_ms`, for
+        people.
         """
         key = PartitionKey(topic_id, tp.partition)
         if key in self._logs:
             await self.delete(key)
             return
         for directory in self.directories:
-            path, disk = self._path(str(tp)), directory.disk
-            if directory.failed is None and await disk.read(partial(disk.storage.exists, path)):
-                directory.forget(key)
-                await self._discard(directory, path, key, delay_ms)
+            path = self._path(str(tp))
+            if directory.failed is None:
+                directory.forget(topic_id, tp)
+                await self._discard(directory, path, key, delay_ms, open_here=False)
 
     def _doomed(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{DELETING}"
 
     async def _discard(
-        self, directory: Directory, path: str, key: PartitionKey, delay_ms: int
+        self,
+        directory: Directory,
+        path: str,
+        key: PartitionKey,
+        delay_ms: int,
+        *,
+        open_here: bool,
     ) -> None:
         storage, doomed = directory.disk.storage, self._doomed(path)
-        if await directory.disk.write(partial(files.give_up, storage, path, doomed, key)):
+        give_up = partial(files.give_up, storage, path, doomed, key, open_here=open_here)
+        if await directory.disk.write(give_up):
             self._start(self._remove_later(directory, doomed, delay_ms))
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
@@ -453,99 +528,6 @@ class LogManager:
             await directory.disk.write(partial(log.reopen, point))
         finally:
             del self._reshaping[key]
-
-    async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
-        """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""
-        for key, end in ends.items():
-            log = self._logs[key][0]
-            log.log_start = min(log.log_start, end)
-            for named in (directory.recovery_points, directory.high_watermarks, *directory.moving):
-                if named.get(key, 0) > end:
-                    named[key] = end
-        await self._write_checkpoints(directory)
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def high_watermark(self, key: PartitionKey) -> int:
-        """The checkpointed high watermark; 0 if there is none."""
-        return self._logs[key][1].high_watermarks.get(key, 0)
-
-    def set_high_watermark(self, key: PartitionKey, offset: int) -> None:
-        """Remembered for the next checkpoint."""
-        found = self._logs.get(key)
-        if found is not None:
-            found[1].high_watermarks[key] = offset
-
-    async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED) of a directory, or of all, one
-        after another; producers silent by `now_ms` go.
-
-        Sealed segments are flushed on the way, beside the writer, so that recovery points follow
-        the rolls. Raises the first storage error, after every directory had its turn (M4)."""
-        problems: list[Exception] = []
-        for each in self.directories if of is None else [of]:
-            try:
-                async with self._checkpointing[id(each.disk)]:
-                    if each.failed is None:
-                        await self._checkpoint(each, now_ms)
-            except errors.PkError as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
-
-    async def _checkpoint(self, directory: Directory, now_ms: int | None) -> None:
-        for key, (log, home) in list(self._logs.items()):
-            if home is not directory or key not in self._logs:
-                continue
-            log.producers.expire(now_ms or 0, self._expiration_ms)
-            if directory.recovery_points.get(key) == log.written_end:
-                continue  # nothing new since the last one
-            await directory.disk.read(log.flush_sealed)
-            point = await directory.disk.write(log.checkpoint)
-            mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
-            same = mine is not None and mine[0] is log and not log.torn
-            if same and key not in self._reshaping:
-                directory.recovery_points[key] = point
-        await self._write_checkpoints(directory)
-
-    async def checkpoint_log_starts(self) -> None:
-        """SYNCED: the log starts as they are."""
-        for directory in self.directories:
-            if directory.failed is None:
-                await self._write_log_starts(directory)
-
-    async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
-        """Rule T9's first half: SYNCED first, and only then seen by readers and the tier.
-
-        A start that is not ahead stays.  Raises the disk's failure; then nothing moved.
-        """
-        for directory in self.directories:
-            mine = {key: to for key, to in moves.items() if self._home(key) is directory}
-            if not mine or directory.failed is not None:
-                continue
-            with directory.moves(mine):
-                await self._write_log_starts(directory)
-            for key, to in mine.items():
-                if key in self._logs:
-                    self._logs[key][0].advance_log_start(to)
-
-    def _home(self, key: PartitionKey) -> Directory | None:
-        found = self._logs.get(key)
-        return None if found is None else found[1]
-
-    async def _write_checkpoints(self, directory: Directory) -> None:
-        self._note_log_starts(directory)
-        await directory.write_checkpoints()
-
-    async def _write_log_starts(self, directory: Directory) -> None:
-        self._note_log_starts(directory)
-        await directory.write_checkpoints(files.LOG_STARTS)
-
-    def _note_log_starts(self, directory: Directory) -> None:
-        for key, (log, home) in self._logs.items():
-            if home is directory and not log.start_unknown:
-                moving = (each.get(key, 0) for each in directory.moving)
-                directory.log_starts[key] = max(log.log_start, *moving, 0)
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
         """Soon in run.json, and with the clean-shutdown file (rule L3)."""

@@ -143,7 +143,8 @@ class Term:
     async def start(self) -> None:
         """Replay the log and serve (T1).  Raises `DirectoryOfAnotherCluster`."""
         await self.host.start()
-        cluster_id = await self.host.ask(commands.Bootstrap(self._run.cluster_id))
+        genesis = "" if self.machine.image.cluster_id else self._world.new_id()
+        cluster_id = await self.host.ask(commands.Bootstrap(self._run.cluster_id, genesis))
         if cluster_id != self._run.cluster_id:
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._run.metadata_dir} holds the metadata of cluster {cluster_id}, "

@@ -20,7 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 from pk import errors
-from pk.log import directory, writing
+from pk.log import creation, identity, writing
+from pk.log.directory import Directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
@@ -302,19 +303,42 @@ def _replies_before_the_commit() -> Any:
 
 
 def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
-    read, load = directory.read_partition, MetadataFollower.load
+    read, load = identity.read, MetadataFollower.load
     ids: dict[str, str] = {}
 
     def by_name(storage: Any, path: str) -> Any:
         found = read(storage, path)
-        return found and (ids.get(found[1].topic, found[0]), found[1])
+        if found is None:
+            return None
+        return found._replace(topic_id=ids.get(found.topic_partition.topic, found.topic_id))
 
     async def knowing(self: MetadataFollower) -> None:
         ids.update((topic.name, topic.topic_id) for topic in self.image.topics.values())
         await load(self)
 
-    _put(directory, "read_partition", by_name)(stack)
+    _put(identity, "read", by_name)(stack)
     _put(MetadataFollower, "load", knowing)(stack)
+
+
+def _directory_out_of_the_way(stack: ExitStack) -> None:
+    """As before rule L15: what has no identity is renamed, and its partition begins empty."""
+
+    def read_only(storage: Any, path: str, _second: Any) -> Any:
+        with suppress(errors.LogUnidentified):
+            return identity.read(storage, path)
+        return None
+
+    in_place = creation._in_place
+
+    def careless(site: Any, new: Any) -> bool:
+        try:
+            return in_place(site, new)
+        except errors.LogUnidentified:
+            site.storage.rename(site.path(new), site.doomed(site.path(new)))
+            return False
+
+    _put(identity, "read_or_restore", read_only)(stack)
+    _put(creation, "_in_place", careless)(stack)
 
 
 # -- tier ------------------------------------------------------------------------------------------
@@ -496,6 +520,15 @@ CANARIES: dict[str, Canary] = {
         "L2", _what_was_not_renamed_is_forgotten(), "V5 liveness",
         {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
         ("disk_short", "kill_broker"), unrest_ms=8_000,
+    ),
+    "a directory without identity is out of the way": Canary(
+        "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
+    ),
+    # Both replicas are down, one without its log: it comes back first and leads, for ISR or ELR
+    # name it.
+    "a missing log begun empty in the ISR": Canary(
+        "L15", _put(Directory, "had", lambda *_: False), f"V2 V5 {LOSSES}", SAFE,
+        ("partition_lost", "kill_machine", "kill_leader"), nodes=THREE, copies=2, unrest_ms=20_000,
     ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,

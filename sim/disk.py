@@ -10,9 +10,10 @@ Model (rules D1–D4, L1)
            the creates, renames and removes since its last `sync_dir`.
 
 Faults: `capacity` (StorageFull), `fault` (any exception for an operation), `crash_at` (the process
-dies in the n-th mutation), `rot` (a bit that was written reads as another one), `lag_ms` (all of
-the disk is slow), `stall` (one job of a lane lasts long, while the other lanes go on: what it reads
-is as of its beginning or of its end).  Everything random comes from the `Random` handed in."""
+dies in the n-th mutation), `rot` (a bit that was written reads as another one), `lose` (a file or
+directory is gone), `lag_ms` (all of the disk is slow), `stall` (one job of a lane lasts long, while
+the other lanes go on: what it reads is as of its beginning or of its end).  Everything random comes
+from the `Random` handed in."""
 
 from __future__ import annotations
 
@@ -333,6 +334,13 @@ class SimStorage:
         raise errors.StorageFailed(
             f"{self.root}: {operation} {path}: {error}", directory=self.root
         ) from error
+
+    def lose(self, path: str) -> None:
+        """A file or directory is gone, and no power loss brings it back."""
+        parent, name = self._parent(path)
+        parent.entries.pop(name, None)
+        parent.durable.pop(name, None)
+        parent.pending = [[each for each in edits if each[0] != name] for edits in parent.pending]
 
     # -- Storage -----------------------------------------------------------------------------------
     def _find(self, path: str) -> _Inode | _Dir | None:

@@ -18,6 +18,7 @@ from itertools import combinations
 from pk import errors
 from pk.sim.cluster import SimCluster
 from pk.sim.disk import NO_ROOM
+from pk.sim.identities import LostIdentities
 from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
@@ -72,6 +73,9 @@ class Faults:
         self.met: dict[str, int] = {}  #: what came of faults that may strike or not
         self._operator = operator
         self._rots = Rot(cluster, observer, operator, self._rng, self.met)
+        self._lost = LostIdentities(
+            cluster, observer, self._rng, lambda: list(self._rots.copies()), self._meet
+        )
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:
         return math.exp(self._rng.uniform(*map(math.log, bounds)))
@@ -429,6 +433,15 @@ class Faults:
 
     def _rot(self) -> None:
         self._rots.strike()
+
+    def _identity_lost(self) -> None:
+        self._lost.lose_file()
+
+    def _identity_rot(self) -> None:
+        self._lost.rot_second()
+
+    def _partition_lost(self) -> None:
+        self._lost.lose_directory()
 
     def _store_outage(self) -> None:
         store = self._cluster.store

@@ -52,8 +52,10 @@ _LATER_FAULTS = (
 )
 #: Those that hold back, or refuse, a single thing while all others go on.
 _SINGLE_FAULTS = ("disk_stall", "stream_stall", "disk_short", "store_stall", "clock_jump")
+#: What goes while a broker is down (identities.py).
+_IDENTITY_FAULTS = ("identity_lost", "identity_rot", "partition_lost")
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
-FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS, *_SINGLE_FAULTS)
+FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS, *_SINGLE_FAULTS, *_IDENTITY_FAULTS)
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -207,11 +209,13 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
     expiration_ms = rng.choice(EXPIRATION_MS)
     if expiration_ms != EXPIRATION_MS[0]:
         faults = tuple(name for name in faults if name != "clock_step")
+    recent_bytes = rng.choice(RECENT_BYTES)
+    faults = (*faults, *(name for name in _IDENTITY_FAULTS if rng.random() < 0.3))
     return replace(
         options,
         faults=faults,
         server={**options.server, "producer_id_expiration_ms": expiration_ms},
-        recent_bytes=rng.choice(RECENT_BYTES),
+        recent_bytes=recent_bytes,
     )
 
 

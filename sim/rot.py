@@ -16,14 +16,15 @@ Kafka's format.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log.directory import HIGH_WATERMARKS, PARTITION_FILE, RECOVERY_POINTS
+from pk.log import identity
+from pk.log.directory import HIGH_WATERMARKS, RECOVERY_POINTS
 from pk.log.epochs import FILE as EPOCHS
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX
 from pk.server.quorum.opening import LOG_DIR
@@ -83,16 +84,17 @@ class Rot:
     def _count(self, kind: str) -> None:
         self._counts[f"rot of {kind}"] = self._counts.get(f"rot of {kind}", 0) + 1
 
-    def _copies(self) -> Iterator[_Copy]:
+    def copies(self) -> Iterator[_Copy]:
         """Every replica there is on a disk, with its directory."""
         for facts in self._observer.facts():
             path = f"topics/{facts.topic}-{facts.key.partition}"
             for broker in facts.replicas:
                 machine = self._cluster.by_id[broker]
                 storage = machine.storages[DISKS[BROKER]]
-                raw = storage.peek(f"{path}/{PARTITION_FILE}")
-                if raw and json.loads(raw)["topic_id"] == facts.key.topic_id:
-                    yield facts, machine, path
+                with suppress(errors.LogUnidentified):
+                    raw = storage.peek(f"{path}/{identity.PARTITION_FILE}")
+                    if raw and identity.decode(raw, path).key == facts.key:
+                        yield facts, machine, path
 
     def _flip(self, storage: MortalStorage, path: str, position: int) -> Callable[[], bool]:
         return storage.rot(path, position, self._rng.randrange(8))
@@ -102,7 +104,7 @@ class Rot:
     def _log(self) -> Machine | None:
         promise = self._observer.promise
         found: list[tuple[_Copy, str]] = []
-        for copy in self._copies():
+        for copy in self.copies():
             facts, machine, path = copy
             storage = machine.storages[DISKS[BROKER]]
             if promise.may_rot(facts, machine.node_id):
@@ -162,7 +164,7 @@ class Rot:
     def _derived(self, suffixes: tuple[str, ...]) -> bool:
         found = [
             (machine.storages[DISKS[BROKER]], f"{path}/{name}")
-            for _, machine, path in self._copies()
+            for _, machine, path in self.copies()
             for name in machine.storages[DISKS[BROKER]].names(path)
             if name.endswith(suffixes)
         ]

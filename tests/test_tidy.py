@@ -43,6 +43,7 @@ LAYERS = {
 #: A name covers the modules below it.
 WORLD_GENERIC = {
     "pk.wire.calls",
+    "pk.log.checkpointing",
     "pk.log.manager",
     "pk.log.partition_log",
     "pk.client.cluster",

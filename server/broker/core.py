@@ -335,7 +335,8 @@ class BrokerCore:
 
     def offline_replicas(self) -> list[wire.FetchPartition]:
         """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9), or
-        not open for whatever cause, want of space say; or made anew while their leader may still
+        missing, or not open for whatever cause, want of space say; adopted or discarded by hand
+        (L15); or made anew while their leader may still
         count on what they had (M8 of follower.py).
 
         A partition that waits for its tier's table is none of them: it will be served.
@@ -343,7 +344,7 @@ class BrokerCore:
         lost = errors.StorageFailed | errors.CorruptLog
         broken = {k: None for k, p in self.partitions.items() if isinstance(p.problem, lost)}
         image, anew = self.follower.image, self.follower.anew
-        closed = {**broken, **dict.fromkeys(self.follower.unopened)}
+        closed = {**broken, **dict.fromkeys(self.follower.unopened), **self.manager.by_hand}
         found = []
         for key in {**anew, **closed}:
             state = image.partition(key)

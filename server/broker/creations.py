@@ -13,6 +13,9 @@ Invariants
       it is offline, its records are there (M6)
   C4  a log that a full disk left half-way is offline until there is room; then it is opened as a
       start of the process would, and goes on from what is there
+  C5  a log that this broker had and that is missing, adopted or discarded by hand is offline, and
+      its broker says so in every heartbeat, until the replica is in neither ISR nor ELR: so it
+      leaves both before the broker is unfenced (rule L15)
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.log.creation import VISIT_MAX, NewPartition
+from pk.log.identity import Identity
 from pk.log.plan import LogConfig
 from pk.server.broker.partition import Partition
 from pk.types import PartitionKey, TopicPartition
@@ -48,8 +52,16 @@ class Creations:
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
         core, unopened = self._core, self._follower.unopened
-        for key, failure in await core.manager.load(self._config_of):
-            error = unopened[key] = typed(failure)
+        core.manager.gone = self._gone
+        problems = await core.manager.load(self._config_of)
+        for where, why in core.manager.restored.items():
+            core.warn("identity_restored", directory=where, why=why)
+        for key, failure in problems:
+            error = typed(failure)
+            if isinstance(error, errors.LogUnidentified):  # of what partition: see `joined`
+                self._keep(error.details.get("directory", str(key)), error.message)
+                continue
+            unopened[key] = error
             if isinstance(error, errors.CorruptLog):
                 core.metrics.damaged.inc()
             core.warn("partition_offline", partition=str(key), error=error.message)
@@ -80,9 +92,27 @@ class Creations:
     async def give_up_strays(self) -> None:
         """M3, C1: once everything that is known was opened."""
         try:
-            await self._core.manager.discard_strays()
+            kept = await self._core.manager.discard_strays()
+            for where in kept:
+                self._keep(where, "a partition that these metadata never knew")
         except errors.PkError as error:
             self._core.warn("delete_failed", partition="strays", error=error.message)
+
+    def _gone(self, found: Identity) -> bool:
+        """Rule L15: the metadata can know the partition of that log, and this broker is to have no
+        log of it.  Asked on a write lane, too: it reads the image and changes nothing.
+        """
+        core, image = self._core, self._follower.image
+        if (found.cluster_id, found.genesis) != (core.manager.cluster_id, image.genesis):
+            return False
+        if not 0 <= found.created <= image.offset:
+            return False
+        state = image.partition(found.key)
+        return state is None or core.node_id not in state.replicas
+
+    def _keep(self, where: str, why: str) -> None:
+        self._core.metrics.kept_directories.inc()
+        self._core.warn("directory_kept", directory=where, why=why)
 
     def _miss_failed_directories(self) -> None:
         """M6: what no working directory holds lies in the failed one."""
@@ -146,11 +176,7 @@ class Creations:
                 return
             topics = self._topics_of(missing)
             outcomes = await core.manager.create_all(
-                [
-                    NewPartition(TopicPartition(name, key.partition), key.topic_id, config, again)
-                    for key in missing
-                    for name, _, config in (topics[key.topic_id],)
-                ]
+                [self._new(key, topics[key.topic_id][2], again) for key in missing]
             )
             made = dict(zip(missing, outcomes, strict=True))
             kept = [key for key in missing if self._is_mine(key)]  # the image may have moved on
@@ -168,6 +194,24 @@ class Creations:
                 self._follower.unopened.pop(key, None)
                 if not isinstance(outcome, errors.PkError):
                     await self._follower.discard(key, str(outcome.topic_partition))
+
+    def _new(self, key: PartitionKey, config: LogConfig, again: bool = False) -> NewPartition:
+        image = self._follower.image
+        tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
+        return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
+
+    async def told(self, key: PartitionKey) -> None:
+        """C5: the cluster counts no more on what an operator adopted or discarded here."""
+        core = self._core
+        config = self._topics_of([key])[key.topic_id][2]
+        try:
+            await core.manager.told(self._new(key, config))
+        except errors.PkError as error:  # tried again with the next change
+            core.warn("adoption_failed", partition=str(key), error=error.message)
+            return
+        if isinstance(self._follower.unopened.get(key), errors.LogMissing):
+            del self._follower.unopened[key]
+        core.link.beat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
         """The image gives this broker a replica of it."""

@@ -18,9 +18,10 @@ Invariants
       T4)
   M6  a partition that is in no working directory is not created anew while a directory has failed:
       it is offline, its records are there
-  M7  a damaged replica is set aside and made anew once another broker leads and it is in neither
-      ISR nor ELR, nor can come to be, for the controller has answered that it is offline, and the
-      image has come to that answer: then what it has is nobody's last copy (rule L9)
+  M7  a damaged replica, or one whose log is missing (rule L15), is set aside and made anew once
+      another broker leads and it is in neither ISR nor ELR, nor can come to be, for the controller
+      has answered that it is offline, and the image has come to that answer: then what it has is
+      nobody's last copy (rule L9)
   M8  it stays offline to the controller until the leader of that epoch has compared its new log:
       before, the leader may ask for it on the strength of the old one (rule R2)
 """
@@ -343,6 +344,9 @@ class MetadataFollower:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
             self.unopened.pop(key, None)
             return
+        leaves = core.node_id in (*state.isr, *state.elr)
+        if key in core.manager.by_hand and self.registered() and not leaves:
+            await self._creations.told(key)  # L15
         if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)
             partition = None
@@ -361,7 +365,7 @@ class MetadataFollower:
         problem = self.unopened.get(key) if partition is None else partition.problem
         told = self._core.link.told_offline.get(key)
         return (
-            isinstance(problem, errors.CorruptLog)
+            isinstance(problem, errors.CorruptLog | errors.LogMissing)
             and told is not None
             and (told == self._told.get(key))
         )

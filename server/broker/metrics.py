@@ -49,6 +49,9 @@ class BrokerMetrics:
         self.damaged = counter(
             "corrupt_logs_total", "partitions taken offline because their data is damaged"
         )
+        self.kept_directories = gauge(
+            "kept_log_directories", "directories with segments that no known partition owns (L15)"
+        )
         self.clock_alert = gauge(
             "clock_step_alert", "1 = the wall clock jumped, nothing expires by age"
         )

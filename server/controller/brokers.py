@@ -4,9 +4,10 @@ Rules: L3 (what survived a restart), Q2 (unfenced only when its image holds its 
 (who may join an ISR), R3 (recovery elections), R7 (a lost session fences).  Each function reads
 the image and returns a `Decision`; the elections are in `elections.py`.
 
-A replica that its broker reports as offline (rules L2, L9) is treated like one that may have lost
-its data: it leaves ISR and ELR by a record.  That it is offline is soft (`reports.py`): it is not
-elected while it is said to be, and comes back through an election or the ISR when it no longer is.
+A replica that its broker reports as offline (rules L2, L9, L15) is treated like one that may have
+lost its data: it leaves ISR and ELR by a record, before its broker is unfenced.  That it is offline
+is soft (`reports.py`): it is not elected while it is said to be, and comes back through an election
+or the ISR when it no longer is.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def beat(image: MetadataImage, rules: Rules, command: Beat) -> Out:
         reply.fenced = fences
         sweep.bodies.append(_change(broker, fenced=fences, in_controlled_shutdown=drains))
     elif unfences:  # elections that find no room now are tried again by `Recover`
+        if not sweep.all_of(who, _lost_ones(who, offline)):  # L15: they leave before it may lead
+            return decision(More(), sweep.bodies, sweep.effects)
         reply.fenced = False
         sweep.bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
         sweep.all_of(who, _arrives(who, offline))
@@ -317,16 +320,15 @@ def _loses(who: NodeId) -> StepOf:
     return lambda _key, state: lose if who in state.isr or who in state.elr else None
 
 
-def _arrives(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
-    """`who` is back: what nobody leads may be led again."""
+def _lost_ones(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
+    """What `who` reports as offline it loses."""
     lost = _loses(who)
+    return lambda key, state: lost(key, state) if key in offline else None
 
-    def step_of(key: PartitionKey, state: PartitionState) -> Step | None:
-        if key in offline:
-            return lost(key, state)
-        return _nothing if state.leader == NONE else None
 
-    return step_of
+def _arrives(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
+    """`who` is back: what nobody leads may be led again, but for what it reports as offline."""
+    return lambda key, state: _nothing if state.leader == NONE and key not in offline else None
 
 
 def _fence(who: NodeId) -> Step:

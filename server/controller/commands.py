@@ -23,9 +23,13 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True, frozen=True)
 class Bootstrap:
-    """A term begins: say which cluster this is, if the log does not."""
+    """A term begins: say which cluster this is, if the log does not.
+
+    `genesis`: a fresh id; it tells this metadata log from another one of the same cluster id.
+    """
 
     cluster_id: str
+    genesis: str = ""
 
 
 @dataclass(slots=True, frozen=True)

@@ -124,6 +124,7 @@ class MetadataImage:
 
     offset: int = NONE  #: of the last record applied
     cluster_id: str = ""
+    genesis: str = ""  #: of this metadata log: another one of the same cluster id has another
     brokers: dict[NodeId, BrokerState] = field(default_factory=dict)
     topics: dict[TopicId, TopicState] = field(default_factory=dict)
     topic_ids: dict[str, TopicId] = field(default_factory=dict)
@@ -196,7 +197,7 @@ class MetadataImage:
         self.offset = offset
 
     def _cluster(self, _offset: int, record: wire.ClusterRecord) -> None:
-        self.cluster_id = record.cluster_id
+        self.cluster_id, self.genesis = record.cluster_id, record.genesis
 
     def _register_broker(self, offset: int, record: wire.RegisterBrokerRecord) -> None:
         if record.broker_epoch != offset:

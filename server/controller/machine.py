@@ -71,7 +71,7 @@ def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -
     """
     bodies: list[Message] = []
     if not image.cluster_id:
-        bodies.append(wire.ClusterRecord(cluster_id=command.cluster_id))
+        bodies.append(wire.ClusterRecord(cluster_id=command.cluster_id, genesis=command.genesis))
         bodies.append(wire.FeatureLevelRecord(name=FORMAT_FEATURE, level=0))
     bodies += config_changes.record_min_isr(image, rules)
     return decision(image.cluster_id or command.cluster_id, bodies)

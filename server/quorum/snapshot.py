@@ -111,7 +111,7 @@ def cluster_rows(image: MetadataImage) -> Iterator[Row]:
 
 def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
     if image.cluster_id:
-        yield wire.ClusterRecord(cluster_id=image.cluster_id)
+        yield wire.ClusterRecord(cluster_id=image.cluster_id, genesis=image.genesis)
     for name, level in image.features.items():
         yield wire.FeatureLevelRecord(name=name, level=level)
     if image.leader_epoch != NONE:

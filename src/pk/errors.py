@@ -447,6 +447,18 @@ class CorruptLog(OperatorError):
     code = 1034
 
 
+class LogUnidentified(OperatorError):
+    """A directory holds segments, and whose they are is missing, damaged or unknown (rule L15)."""
+
+    code = 1053
+
+
+class LogMissing(OperatorError):
+    """A log that this broker had is not in its data directory any more (rule L15)."""
+
+    code = 1054
+
+
 class AddressInUse(OperatorError):
     """The listen address cannot be had."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
+from pk.cli import log_directories
 from pk.cli.repair import repair
 from pk.log import dump as dumping
 from pk.server.quorum import snapshot
@@ -22,6 +23,7 @@ app = typer.Typer(
     help="Look into the files of a log, and repair them.",
 )
 app.command()(repair)
+log_directories.add_to(app)
 
 
 @app.callback()

@@ -15,12 +15,12 @@ import typer
 from pk import errors
 from pk.cli.common import AsJson, say, table
 from pk.log import directory as directories
+from pk.log import identity
 from pk.log import repair as repairing
 from pk.log.files import RealStorage
 from pk.log.repair import Finding
 from pk.server.formatting import PARTITIONS
 from pk.server.run_config import boot_id
-from pk.types import PartitionKey
 
 
 def repair(
@@ -74,7 +74,7 @@ def _names(storage: RealStorage, wanted: list[str] | None) -> list[str]:
     known = [
         name
         for name in storage.list(PARTITIONS)
-        if storage.exists(f"{PARTITIONS}/{name}/{directories.PARTITION_FILE}")
+        if storage.exists(f"{PARTITIONS}/{name}/{identity.PARTITION_FILE}")
     ]
     for name in wanted or ():
         if name not in known:
@@ -86,10 +86,10 @@ def _names(storage: RealStorage, wanted: list[str] | None) -> list[str]:
 
 def _one(storage: RealStorage, name: str, *, execute: bool) -> list[dict[str, Any]]:
     path = f"{PARTITIONS}/{name}"
-    identity = directories.read_partition(storage, path)
-    if identity is None:
+    owner = identity.read(storage, path)
+    if owner is None:
         return []
-    key = PartitionKey(identity[0], identity[1].partition)
+    key = owner.key
     run, closed = directories.read_run(storage)
     points = directories.read_offsets(storage, directories.RECOVERY_POINTS)
     marks = directories.read_offsets(storage, directories.HIGH_WATERMARKS)

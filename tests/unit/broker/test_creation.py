@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import identity
 from pk.log.creation import VISIT_MAX, NewPartition, Outcome
-from pk.log.directory import begin_partition, name_partition
+from pk.log.identity import Identity
 from pk.log.manager import LogManager
 from pk.server.broker.follower import MetadataFollower
 from pk.server.controller.image import MetadataImage
@@ -263,22 +264,42 @@ def test_what_an_old_image_does_not_know_is_kept(
     assert cluster.storages["d1"].list("topics") == names
 
 
-def test_a_directory_that_nobody_knows_goes_once_the_broker_has_registered(
-    cluster: Cluster,
+@pytest.mark.parametrize(
+    ("cluster_id", "genesis", "ahead", "goes"),
+    [
+        (None, None, 0, True),
+        ("another", None, 0, False),
+        (None, "another", 0, False),
+        (None, None, 1_000, False),
+        ("", "", NONE, False),
+    ],
+    ids=["deleted", "another cluster", "other metadata", "newer metadata", "adopted by hand"],
+)
+def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
+    cluster: Cluster, cluster_id: str | None, genesis: str | None, ahead: int, goes: bool
 ) -> None:
-    """M3, rule Q2."""
+    """M3, rules Q2, L15: the topic was deleted, or other metadata may know it."""
     cluster.start()
     cluster.do(cluster.create("flights"))
+    image = cluster.broker.core.follower.image
+    found = Identity(
+        "nobody's",
+        TopicPartition("ghosts", 0),
+        image.cluster_id if cluster_id is None else cluster_id,
+        image.genesis if genesis is None else genesis,
+        NONE if ahead == NONE else image.offset + ahead,
+    )
+    assert image.genesis
     cluster.kill("broker", "d1")
     storage = cluster.storages["d1"]
     storage.make_dir("topics/ghosts-0")
-    begin_partition(storage, "topics/ghosts-0", "nobody's", TopicPartition("ghosts", 0)).close()
-    name_partition(storage, "topics/ghosts-0")
+    identity.begin(storage, "topics/ghosts-0", found).close()
+    identity.name(storage, "topics/ghosts-0")
     cluster.start_broker()
     cluster.world.loop.run_for_ms(1_000)
-    assert "ghosts-0" not in storage.list("topics")
+    assert ("ghosts-0" in storage.list("topics")) != goes
     cluster.world.loop.run_for_ms(61_000)
-    assert storage.list("topics") == ["flights-0"]
+    assert storage.list("topics") == ["flights-0", *["ghosts-0"] * (not goes)]
 
 
 def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(

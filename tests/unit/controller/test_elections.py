@@ -8,7 +8,7 @@ import pytest
 
 from pk.effects import Publish
 from pk.server.controller import commands as c
-from pk.server.controller.sweeps import UNCLEAN_ELECTION
+from pk.server.controller.sweeps import UNCLEAN_ELECTION, Sweep
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.controller.controller_bench import Bench, alter_isr, item
@@ -320,6 +320,33 @@ def test_an_offline_replica_of_a_fenced_broker_never_stays_eligible() -> None:
     state = bench.state("t")
     assert (state.leader, state.elr, state.last_known) == (NONE, (3,), (2,))
     assert not bench.image.brokers[2].fenced
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_lost_replicas_leave_before_their_broker_is_unfenced(
+    factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule L15, whatever the replication factor; a decision that has no room for all makes more
+    steps, and only the last one unfences.
+    """
+    monkeypatch.setattr(Sweep.__init__, "__defaults__", (2,))
+    bench = Bench()
+    bench.up(1, 2, 3)
+    bench.topic("t", 5, factor)
+    lost = tuple(PartitionKey("id0", number) for number in range(5))
+    for broker in (2, 3, 1):
+        bench.fence(broker)
+    end = len(bench.log)
+    states = [state for _, _, state in bench.image.partitions_of(1)]
+    held = [state for state in states if 1 in (*state.isr, *state.elr)]
+    bench.beat(1, offline=lost)
+    kinds = [record.WhichOneof("record") for record in bench.log[end:]]
+    assert len(held) > 1
+    assert kinds == ["partition_change"] * len(held) + ["broker_change"]
+    for key in lost:
+        state = bench.image.partition(key)
+        assert state is not None
+        assert (state.leader, 1 in (*state.isr, *state.elr)) == (NONE, False)
 
 
 def test_an_offline_replica_of_a_draining_broker_is_not_kept_eligible() -> None:

@@ -363,10 +363,10 @@ def test_one_corrupt_partition_does_not_stop_the_others() -> None:
         await again.open()
         problems = await again.load(lambda topic_id, tp: CONFIG)
         assert sorted((key, type(error)) for key, error in problems) == [
-            (PartitionKey("t-2", -1), errors.CorruptLog),
             (PartitionKey("tid", 1), errors.CorruptLog),
         ]
-        assert list(again.logs()) == [PartitionKey("tid", 0)]
+        assert list(again.logs()) == [PartitionKey("tid", 0), PartitionKey("tid", 2)]
+        assert list(again.restored) == ["/d0/topics/t-2"], "from the second copy (rule L15)"
         await again.close()
 
     run(main)

@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from pk import errors
+from pk.log import identity
 from pk.log.creation import NewPartition
-from pk.log.directory import PARTITION_FILE, Directory, begin_partition, name_partition
+from pk.log.directory import Directory
+from pk.log.identity import PARTITION_FILE, Identity
 from pk.log.partition_log import PartitionLog
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
@@ -28,6 +30,7 @@ def test_strays_are_renamed_and_removed_later() -> None:
         assert await again.load(lambda topic_id, tp: CONFIG if tp.partition else None) == []
         assert list(again.logs()) == [PartitionKey("tid", 1)]
         assert house.storages[0].list("topics") == ["t-0", "t-1"], "it may be known later"
+        again.gone = lambda found: True
         await again.discard_strays()
         assert len(house.storages[0].list("topics")) == 2
         assert "t-0" not in house.storages[0].list("topics")
@@ -75,6 +78,7 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
         assert third.disk_of(KEY).storage is home
         assert 30 <= log.log_end <= 35 if power else log.log_end == 35
         assert third.high_watermark(KEY) <= log.log_end, "no checkpoint outlives what was torn"
+        third.gone = lambda found: found.topic_partition.partition == 1
         await third.discard_strays()
         await house.clock.advance(0)
         await house.clock.advance(60_001)
@@ -99,6 +103,7 @@ def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: i
         again = house.manager()
         await again.open()
         assert await again.load(lambda topic_id, tp: None) == []
+        again.gone = lambda found: True
         giving_up = asyncio.get_running_loop().create_task(again.discard_strays())
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -171,6 +176,7 @@ def test_a_stray_that_cannot_be_opened_yet_is_tried_again_where_it_stands() -> N
         if steps > step:
             assert isinstance(outcome, errors.StorageFull)
             assert again.get(KEY) is None
+            again.gone = lambda found: found.topic_partition.partition == 1
             await again.discard_strays()
             (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
         assert isinstance(outcome, PartitionLog)
@@ -236,12 +242,13 @@ def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
         home = manager.disk_of(KEY).storage
         await manager.close()
         home.replace_file(f"topics/t-0/{PARTITION_FILE}", b"{")
+        home.remove(identity.IDENTITIES)
         again = house.manager()
         await again.open()
         ((_, failure),) = await again.load(lambda topic_id, tp: None if tp.partition else CONFIG)
         (outcome,) = await again.create_all([NewPartition(TP, "tid", CONFIG)])
-        assert isinstance(failure, errors.CorruptLog)
-        assert isinstance(outcome, errors.CorruptLog)
+        assert isinstance(failure, errors.LogUnidentified)
+        assert isinstance(outcome, errors.LogUnidentified)
         await again.close()
 
     run(main)
@@ -293,8 +300,8 @@ def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) ->
         home, storage = manager.disk_of(KEY).storage, house.storages[older]
         assert home is not storage
         storage.make_dir("topics/t-0")
-        begin_partition(storage, "topics/t-0", "earlier", TP).close()
-        name_partition(storage, "topics/t-0")
+        identity.begin(storage, "topics/t-0", Identity("earlier", TP)).close()
+        identity.name(storage, "topics/t-0")
         for each in house.storages:
             each.crash()
         again = house.manager()

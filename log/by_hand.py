@@ -1,0 +1,215 @@
+"""What an operator decides about the directories of a stopped broker (rule L15): which logs are
+there and which are not, and `adopt` and `discard` of one.
+
+The caller holds the lock of the data directory.  Both decisions leave a mark in the second copy of
+the identities (identity.py) before anything else changes.  The next start of the broker reports the
+replica as offline until it is in neither ISR nor ELR; only then does an adopted log take part
+again, or an empty one begin in place of a discarded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pk import errors
+from pk.log import directory as files
+from pk.log import dump, identity
+from pk.log.directory import Format
+from pk.log.identity import ADOPTED, DISCARDED, Identities, Identity, Known
+from pk.log.segment import LOG, base_offset_of, file_name
+from pk.log.storage import Storage
+from pk.types import Offset, PartitionKey, TopicPartition
+
+ROOT = "topics"
+#: The name under which the next start removes a directory (manager.py, M3).
+DELETING = "-delete"
+
+
+class Found(NamedTuple):
+    """A directory of a log, or a log that has none."""
+
+    name: str
+    status: str  #: one of those below
+    topic_id: str
+    problem: str
+    segments: int
+    bytes: int
+
+
+#: ok             its identity is intact
+#: restorable     its identity is missing or damaged; the next start restores it
+#: unidentified   nobody knows whose it is: adopt or discard it
+#: other          its identity is that of another name or cluster
+#: missing        a checkpoint names the log, and it is not there
+#: adopted, discarded   by hand, and the cluster has not been told yet
+OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
+OTHER, MISSING = "other", "missing"
+
+
+class Extent(NamedTuple):
+    """What a directory holds."""
+
+    segments: int
+    bytes: int
+    first_offset: Offset
+    end_offset: Offset
+    damaged: int  #: batches that do not match their checksum, or cannot be read
+
+
+def opened(storage: Storage) -> Format:
+    """The format file of a data directory.  Raises `InvalidOption` if it is none, and what
+    `check_format` raises.
+    """
+    found = files.read_format(storage)
+    if found is None:
+        raise errors.InvalidOption(
+            f"{storage.root} is no data directory of pk (it has no {files.FORMAT_FILE})",
+            directory=storage.root,
+        )
+    files.check_format(
+        storage, found, cluster_id=found.cluster_id, node_id=found.node_id, build=found.build
+    )
+    return found
+
+
+def survey(storage: Storage) -> Iterator[Found]:
+    """Every directory of a log, then every log that is missing."""
+    cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
+    there = [name for name in storage.list(ROOT) if not name.endswith(DELETING)]
+    for name in there:
+        status, topic_id, problem = _status(storage, name, cluster_id, second)
+        sizes = [size for _, size in _segments(storage, name)]
+        yield Found(name, status, topic_id, problem, len(sizes), sum(sizes))
+    for name, known in sorted(second.items()):
+        if name not in there:
+            status = DISCARDED if known.state == DISCARDED else MISSING
+            yield Found(name, status, known.identity.topic_id, "no such directory", 0, 0)
+
+
+def _status(
+    storage: Storage, name: str, cluster_id: str, second: Identities
+) -> tuple[str, str, str]:
+    known, problem = second.get(name), f"no {identity.PARTITION_FILE}"
+    try:
+        found = identity.read(storage, f"{ROOT}/{name}")
+    except errors.LogUnidentified as damage:
+        found, problem = None, damage.message
+    if found is None:
+        if known is None or known.state == DISCARDED:
+            return UNIDENTIFIED, "", problem
+        return RESTORABLE, known.identity.topic_id, problem
+    if str(found.topic_partition) != name:
+        return OTHER, found.topic_id, f"the identity of {found.topic_partition}"
+    if found.cluster_id not in ("", cluster_id):
+        return OTHER, found.topic_id, f"the identity of cluster {found.cluster_id}"
+    if known is not None and known.identity.key == found.key and known.state == ADOPTED:
+        return ADOPTED, found.topic_id, ""
+    return OK, found.topic_id, ""
+
+
+def extent(storage: Storage, name: str) -> Extent:
+    """Reads every batch."""
+    segments = _segments(storage, name)
+    first = segments[0][0] if segments else 0
+    end, damaged = first, 0
+    for base, size in segments:
+        file = storage.open(f"{ROOT}/{name}/{file_name(base, LOG)}", write=False)
+        try:
+            for batch in dump.dump_log(file.read, size, False):
+                damaged += "corrupt" in batch
+                last = batch.get("last_offset")
+                end = max(end, base, end if last is None else int(last) + 1)
+        finally:
+            file.close()
+    return Extent(len(segments), sum(size for _, size in segments), first, end, damaged)
+
+
+def _segments(storage: Storage, name: str) -> list[tuple[Offset, int]]:
+    """Base offset and size of each."""
+    found = []
+    for each in storage.list(f"{ROOT}/{name}"):
+        base = base_offset_of(each)
+        if base is not None:
+            file = storage.open(f"{ROOT}/{name}/{each}", write=False)
+            found.append((base, file.size()))
+            file.close()
+    return sorted(found)
+
+
+def to_adopt(storage: Storage, name: str, topic_id: str) -> Identity:
+    """The identity that directory `name` is to have.  `topic_id` "" = as the second copy has it.
+
+    Raises `InvalidOption`, and `InvalidRequest` if there is nothing to adopt.
+    """
+    cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
+    tp = _partition_of(name)
+    if not _segments(storage, name):
+        raise errors.InvalidRequest(f"{storage.root}/{ROOT}/{name} holds no segments")
+    status, known_id, _ = _status(storage, name, cluster_id, second)
+    if status == OK and topic_id in ("", known_id):
+        raise errors.InvalidRequest(f"{name} has its identity ({known_id}): nothing to adopt")
+    topic_id = topic_id or ("" if status == OTHER else known_id)
+    if not topic_id:
+        raise errors.InvalidOption(
+            f"nothing here says which topic's {name} is: give its --topic-id "
+            "(pk topics describe shows it)",
+            option="--topic-id",
+        )
+    return Identity(topic_id, tp, cluster_id)
+
+
+def adopt(storage: Storage, name: str, wanted: Identity) -> None:
+    """`name` holds the log of `wanted`.  SYNCED."""
+    _mark(storage, name, Known(wanted, ADOPTED))
+    where = f"{ROOT}/{name}/{identity.PARTITION_FILE}"
+    storage.replace_file(where, identity.encode(wanted))
+
+
+def of_name(storage: Storage, name: str, topic_id: str) -> Found:
+    """The log of that name.  `topic_id`: of a log that only checkpoints of offsets name.
+
+    Raises `InvalidRequest` if there is neither such a directory nor a checkpoint that names it.
+    """
+    found = list(survey(storage))
+    for each in found:
+        if each.name == name:
+            return each
+    if topic_id:
+        key = PartitionKey(topic_id, _partition_of(name).partition)
+        if any(key in files.read_offsets(storage, each) for each in files.OFFSETS):
+            return Found(name, MISSING, topic_id, "no such directory", 0, 0)
+    told = ", ".join(each.name for each in found) or "none"
+    raise errors.InvalidRequest(f"{storage.root} has no log {name!r}; known are: {told}")
+
+
+def discard(storage: Storage, found: Found, new_id: str) -> str:
+    """Give up what `found` holds, or held.  SYNCED.  Returns its new name: the next start removes
+    that; '' if nothing was there.
+    """
+    cluster_id, name = opened(storage).cluster_id, found.name
+    known = identity.read_all(storage).get(name)
+    if found.status != OTHER:  # no log is lost with a directory of another name or cluster
+        wanted = Identity(found.topic_id, _partition_of(name), cluster_id)
+        mine = known.identity if known is not None else wanted
+        _mark(storage, name, Known(mine, DISCARDED))
+    if name not in storage.list(ROOT):
+        return ""
+    doomed = f"{name}.{new_id}{DELETING}"
+    storage.rename(f"{ROOT}/{name}", f"{ROOT}/{doomed}")
+    storage.sync_dir(ROOT)
+    return doomed
+
+
+def _mark(storage: Storage, name: str, known: Known) -> None:
+    identity.write_all(storage, identity.read_all(storage) | {name: known})
+
+
+def _partition_of(name: str) -> TopicPartition:
+    topic, dash, number = name.rpartition("-")
+    if not (topic and dash and number.isdecimal() and str(int(number)) == number):
+        raise errors.InvalidOption(
+            f"{name!r} is no <topic>-<number>: give the directory the name of its partition first",
+            option="NAME",
+        )
+    return TopicPartition(topic, int(number))

@@ -1,0 +1,119 @@
+"""The checkpoints of all data directories of a broker: what is known of their logs, SYNCED.
+
+A part of `LogManager` (manager.py), whose rules M2 and M4 hold here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from pk import errors
+from pk.log import directory as files
+from pk.log.directory import Directory
+from pk.log.partition_log import PartitionLog
+from pk.log.storage import Disk
+from pk.types import Offset, PartitionKey
+
+
+class Checkpointed:
+    """The open logs with their directories, and their checkpoints."""
+
+    def __init__(self, disks: list[Disk], expiration_ms: int) -> None:
+        self.directories: list[Directory] = []
+        self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
+        self._expiration_ms = expiration_ms  #: of producers
+        self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
+        #: Logs being cut or begun anew: a recovery point found before that is void (M2).
+        self._reshaping: dict[PartitionKey, None] = {}
+
+    async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
+        """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""
+        for key, end in ends.items():
+            log = self._logs[key][0]
+            log.log_start = min(log.log_start, end)
+            for named in (directory.recovery_points, directory.high_watermarks, *directory.moving):
+                if named.get(key, 0) > end:
+                    named[key] = end
+        await self._write_checkpoints(directory)
+
+    def high_watermark(self, key: PartitionKey) -> int:
+        """The checkpointed high watermark; 0 if there is none."""
+        return self._logs[key][1].high_watermarks.get(key, 0)
+
+    def set_high_watermark(self, key: PartitionKey, offset: int) -> None:
+        """Remembered for the next checkpoint."""
+        found = self._logs.get(key)
+        if found is not None:
+            found[1].high_watermarks[key] = offset
+
+    async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
+        """Recovery points, log starts, high watermarks (SYNCED) of a directory, or of all, one
+        after another; producers silent by `now_ms` go.
+
+        Sealed segments are flushed on the way, beside the writer, so that recovery points follow
+        the rolls. Raises the first storage error, after every directory had its turn (M4)."""
+        problems: list[Exception] = []
+        for each in self.directories if of is None else [of]:
+            try:
+                async with self._checkpointing[id(each.disk)]:
+                    if each.failed is None:
+                        await self._checkpoint(each, now_ms)
+            except errors.PkError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    async def _checkpoint(self, directory: Directory, now_ms: int | None) -> None:
+        for key, (log, home) in list(self._logs.items()):
+            if home is not directory or key not in self._logs:
+                continue
+            log.producers.expire(now_ms or 0, self._expiration_ms)
+            if directory.recovery_points.get(key) == log.written_end:
+                continue  # nothing new since the last one
+            await directory.disk.read(log.flush_sealed)
+            point = await directory.disk.write(log.checkpoint)
+            mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
+            same = mine is not None and mine[0] is log and not log.torn
+            if same and key not in self._reshaping:
+                directory.recovery_points[key] = point
+        await self._write_checkpoints(directory)
+
+    async def checkpoint_log_starts(self) -> None:
+        """SYNCED: the log starts as they are."""
+        for directory in self.directories:
+            if directory.failed is None:
+                await self._write_log_starts(directory)
+
+    async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
+        """Rule T9's first half: SYNCED first, and only then seen by readers and the tier.
+
+        A start that is not ahead stays.  Raises the disk's failure; then nothing moved.
+        """
+        for directory in self.directories:
+            mine = {key: to for key, to in moves.items() if self._home(key) is directory}
+            if not mine or directory.failed is not None:
+                continue
+            with directory.moves(mine):
+                await self._write_log_starts(directory)
+            for key, to in mine.items():
+                if key in self._logs:
+                    self._logs[key][0].advance_log_start(to)
+
+    def _home(self, key: PartitionKey) -> Directory | None:
+        found = self._logs.get(key)
+        return None if found is None else found[1]
+
+    async def _write_checkpoints(self, directory: Directory) -> None:
+        self._note_log_starts(directory)
+        await directory.write_checkpoints()
+
+    async def _write_log_starts(self, directory: Directory) -> None:
+        self._note_log_starts(directory)
+        await directory.write_checkpoints(files.LOG_STARTS)
+
+    def _note_log_starts(self, directory: Directory) -> None:
+        for key, (log, home) in self._logs.items():
+            if home is directory and not log.start_unknown:
+                moving = (each.get(key, 0) for each in directory.moving)
+                directory.log_starts[key] = max(log.log_start, *moving, 0)

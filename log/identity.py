@@ -1,0 +1,194 @@
+"""Whose log a partition directory holds: its identity, and the second copy of all identities.
+
+`partition.json` in the partition directory names the topic id, the topic and the partition (rule
+L8), the cluster, and the metadata log and the offset in it at which the partition was created.  A
+CRC-32C covers every byte.  The second copy is `partition-identity-checkpoint` at the root of the
+data directory: one line for each log of the directory.  It lies in another place than the first, so
+that it survives the loss of a whole partition directory, and then says that there was a log; and
+many partitions that are created together cost one write of it (log/creation.py).
+
+A partition directory with segments is never discarded because its identity is missing, damaged or
+unknown (rule L15).  The identity is restored from the second copy, or the partition is offline
+until an operator adopts or discards the directory (`pk log adopt | discard`, log/by_hand.py).
+
+Invariants
+  I1  the second copy names a log from the moment its directory is SYNCED and before its first
+      record is acknowledged, until the log is given up; it names one topic id for each partition
+      name
+  I2  an identity is restored only where the file is missing or fails its checksum
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from crc32c import crc32c
+
+from pk import errors
+from pk.log import checkpoints
+from pk.log.storage import File, Storage
+from pk.types import NONE, Offset, PartitionKey, TopicPartition
+
+PARTITION_FILE = "partition.json"
+IDENTITIES = "partition-identity-checkpoint"
+#: What the second copy says of a log: it is served from here; an operator adopted its directory, or
+#: discarded it, and the cluster has not been told of that yet.
+HERE, ADOPTED, DISCARDED = "here", "adopted", "discarded"
+_TAIL = b', "crc32c": "%08x"}'
+
+
+class Identity(NamedTuple):
+    """Whose log it is, and when it came to be."""
+
+    topic_id: str
+    topic_partition: TopicPartition
+    cluster_id: str = ""
+    genesis: str = ""  #: of the metadata log that knew the partition
+    created: Offset = NONE  #: where that log was when the partition was created here
+
+    @property
+    def key(self) -> PartitionKey:
+        return PartitionKey(self.topic_id, self.topic_partition.partition)
+
+
+class Known(NamedTuple):
+    """A line of the second copy."""
+
+    identity: Identity
+    state: str = HERE
+
+
+#: By partition name (I1).
+Identities = dict[str, Known]
+
+
+def encode(identity: Identity) -> bytes:
+    """The content of partition.json: one JSON object whose last field is its checksum."""
+    fields = identity._asdict()
+    fields["topic"], fields["partition"] = fields.pop("topic_partition")
+    body = json.dumps(fields).encode()[:-1]
+    return body + _TAIL % crc32c(body)
+
+
+def decode(raw: bytes, where: str) -> Identity:
+    """Raises `LogUnidentified` for damage."""
+    size = len(_TAIL % 0)
+    body, tail = raw[:-size], raw[-size:]
+    if tail != _TAIL % crc32c(body):
+        raise errors.LogUnidentified(f"{where} is damaged: its checksum does not match")
+    found: dict[str, Any] = json.loads(body + b"}")
+    tp = TopicPartition(found.pop("topic"), found.pop("partition"))
+    return Identity(topic_partition=tp, **found)
+
+
+def read(storage: Storage, path: str) -> Identity | None:
+    """The identity of a partition directory; None = it has none.  Raises `LogUnidentified`."""
+    try:
+        raw = storage.read_file(f"{path}/{PARTITION_FILE}")
+    except FileNotFoundError:
+        return None
+    return decode(raw, f"{storage.root}/{path}/{PARTITION_FILE}")
+
+
+def read_or_restore(storage: Storage, path: str, second: Known | None) -> Identity | None:
+    """In the write lane: `read`, and where that finds nothing whole, what `second` says (I2).
+
+    A directory that an operator discarded is not restored.
+    """
+    try:
+        found = read(storage, path)
+        if found is not None:
+            return found
+    except errors.LogUnidentified:
+        if second is None:
+            raise
+    if second is None or second.state == DISCARDED or not storage.exists(path):
+        return None
+    storage.replace_file(f"{path}/{PARTITION_FILE}", encode(second.identity))
+    return second.identity
+
+
+def begin(storage: Storage, path: str, identity: Identity) -> File:
+    """The identity beside its place: once the file is SYNCED, `name` puts it there."""
+    file = storage.open(f"{path}/{PARTITION_FILE}.tmp", create=True)
+    try:
+        file.truncate(0)
+        file.append([encode(identity)])
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def name(storage: Storage, path: str) -> None:
+    """WRITTEN: `sync_dir` makes it last."""
+    storage.rename(f"{path}/{PARTITION_FILE}.tmp", f"{path}/{PARTITION_FILE}")
+
+
+# -- the second copy -------------------------------------------------------------------------------
+
+
+def lines_of(known: Iterable[Known]) -> list[str]:
+    """The lines of the checkpoint; "-" stands for an empty field."""
+    lines = []
+    for each, state in known:
+        topic, partition = each.topic_partition
+        texts = [text or "-" for text in (each.topic_id, each.cluster_id, each.genesis)]
+        lines.append(" ".join((*texts, f"{each.created} {partition} {topic} {state}")))
+    return sorted(lines)
+
+
+def parse(lines: Iterable[str]) -> Identities:
+    """Raises `ValueError` for what is no such line."""
+    found: Identities = {}
+    for line in lines:
+        *texts, created, partition, topic, state = line.split(" ")
+        topic_id, cluster_id, genesis = ("" if text == "-" else text for text in texts)
+        tp = TopicPartition(topic, int(partition))
+        found[str(tp)] = Known(Identity(topic_id, tp, cluster_id, genesis, int(created)), state)
+    return found
+
+
+def read_all(storage: Storage) -> Identities:
+    """The second copy; missing or damaged = {}: `load` makes it again from the first copies."""
+    try:
+        return parse(checkpoints.decode(IDENTITIES, storage.read_file(IDENTITIES)))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def write_all(storage: Storage, identities: Identities) -> None:
+    """SYNCED."""
+    storage.replace_file(IDENTITIES, checkpoints.encode(IDENTITIES, lines_of(identities.values())))
+
+
+# -- what the errors say ---------------------------------------------------------------------------
+
+
+def unidentified(
+    storage: Storage, path: str, why: str, wanted: Identity | None = None
+) -> errors.LogUnidentified:
+    """`path` holds segments and nothing says whose; `wanted`: the partition that has its name."""
+    name = path.rpartition("/")[2]
+    adopt = f"pk log adopt {storage.root} {name}"
+    if wanted is not None:
+        adopt += f" --topic-id {wanted.topic_id}"
+    return errors.LogUnidentified(
+        f"{storage.root}/{path} holds data, but {why}: nothing is appended, renamed or removed "
+        f"there. Stop the server, then take the data for the partition's ({adopt}) or give it up "
+        f"(pk log discard {storage.root} {name})",
+        directory=f"{storage.root}/{path}",
+    )
+
+
+def missing(storage: Storage, tp: TopicPartition, topic_id: str) -> errors.LogMissing:
+    """A checkpoint of `storage` names the log of `tp`, and it is not there."""
+    return errors.LogMissing(
+        f"the log of {tp} ({topic_id}) was in {storage.root} and is there no more; its acknowledged"
+        " offsets are not given again. Put its directory back and restart; or stop the server, run "
+        f"pk log discard {storage.root} {tp} --topic-id {topic_id} and start: then the log begins "
+        "empty here",
+        directory=storage.root,
+    )

@@ -1,0 +1,137 @@
+"""`pk log list | adopt | discard`: the partition directories of a stopped broker (rule L15)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pk.cli.common import AsJson, quiet_end, say, size_text, table
+from pk.log import by_hand
+from pk.log.files import RealStorage
+from pk.server.formatting import new_id
+
+Home = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a data directory of the server: it holds pk.json")
+]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="the partition's directory in DIR/topics")
+]
+TopicId = Annotated[
+    str, typer.Option("--topic-id", help="whose it is, where nothing on the disk says so")
+]
+Yes = Annotated[bool, typer.Option("--yes", help="do it; without it the plan is shown")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """The commands of this module."""
+    app.command("list")(show)
+    app.command()(adopt)
+    app.command()(discard)
+
+
+@contextmanager
+def locked(home: Path) -> Iterator[RealStorage]:
+    """Nobody else changes it meanwhile.  Raises `DirectoryLocked` while a broker has it."""
+    storage = RealStorage(str(home.absolute()))
+    by_hand.opened(storage)
+    storage.lock()
+    try:
+        yield storage
+    finally:
+        storage.unlock()
+
+
+def show(home: Home, as_json: AsJson = False) -> None:
+    """List the logs of a data directory, and those that are missing."""
+    with quiet_end():
+        found = list(by_hand.survey(RealStorage(str(home.absolute()))))
+        if as_json:
+            say([each._asdict() for each in found])
+            return
+        table(
+            ["name", "status", "topic id", "segments", "size", "problem"],
+            [
+                [f.name, f.status, f.topic_id, f.segments, size_text(f.bytes), f.problem]
+                for f in found
+            ],
+        )
+
+
+def adopt(
+    home: Home,
+    name: Name,
+    topic_id: TopicId = "",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the segments in DIR/topics/NAME for the log of that partition.
+
+    The server is stopped. At its next start the replica leaves the in-sync set before it takes part
+    again: its log may be an older one than the cluster counts on.
+    """
+    with quiet_end(), locked(home) as storage:
+        wanted = by_hand.to_adopt(storage, name, topic_id)
+        found = by_hand.of_name(storage, name, "")
+        plan = {"action": "adopt", **_plan(storage, found), "topic_id": wanted.topic_id}
+        if _confirmed(plan, yes, as_json):
+            by_hand.adopt(storage, name, wanted)
+            plan["done"] = True
+        _told(plan, as_json)
+
+
+def discard(
+    home: Home, name: Name, topic_id: TopicId = "", yes: Yes = False, as_json: AsJson = False
+) -> None:
+    """Give up the log in DIR/topics/NAME, or one that is missing there.
+
+    The server is stopped. At its next start the replica leaves the in-sync set; then its log begins
+    empty and is filled from the leader. The records of an only replica are lost, and its offsets
+    are given again.
+    """
+    with quiet_end(), locked(home) as storage:
+        found = by_hand.of_name(storage, name, topic_id)
+        plan = {"action": "discard", **_plan(storage, found)}
+        if _confirmed(plan, yes, as_json):
+            plan["removed_at_next_start"] = by_hand.discard(storage, found, new_id())
+            plan["done"] = True
+        _told(plan, as_json)
+
+
+def _plan(storage: RealStorage, found: by_hand.Found) -> dict[str, Any]:
+    return {
+        "directory": storage.root,
+        "name": found.name,
+        "status": found.status,
+        "topic_id": found.topic_id,
+        **by_hand.extent(storage, found.name)._asdict(),
+        "done": False,
+    }
+
+
+def _confirmed(plan: dict[str, Any], yes: bool, as_json: bool) -> bool:
+    if yes or as_json or not sys.stdin.isatty():
+        return yes
+    _told(plan, as_json)
+    return typer.confirm(f"{plan['action']} {plan['name']}?")
+
+
+def _told(plan: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        say(plan)
+        return
+    what = (
+        f"{plan['directory']}/topics/{plan['name']} ({plan['status']}, topic id "
+        f"{plan['topic_id'] or 'unknown'}): {plan['segments']} segments, "
+        f"{size_text(plan['bytes'])}, offsets [{plan['first_offset']}, {plan['end_offset']}), "
+        f"{plan['damaged']} damaged batches"
+    )
+    done = {"adopt": "adopted", "discard": "discarded"}[plan["action"]]
+    if plan["done"]:
+        typer.echo(f"{done} {what}; start the server")
+    else:
+        typer.echo(f"would {plan['action']} {what}; nothing was changed, --yes does it")
