@@ -337,6 +337,7 @@ class TierNode:
         known.sort(key=lambda each: not each.led)  # a re-created topic: the live one
         problem = self.problem
         if known:
+            self.worker.suspect(known[0], request.suspects)
             problem = problem or _topic_problem(known[0])
             _fill(reply, known[0])
         reply.status = "ok" if problem is None else "problem"

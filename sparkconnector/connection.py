@@ -392,17 +392,18 @@ class Cluster:
             for one, key in zip(ranges, keys, strict=True)
         }
 
-    def tier(self, topic: str) -> Tier:
-        """The topic's table; an empty uri when it has none (yet) or the tier is away."""
-        return self._process.run(self._tier(topic))
+    def tier(self, topic: str, suspects: Sequence[str] = ()) -> Tier:
+        """The topic's table; an empty uri when it has none (yet) or the tier is away.  `suspects`:
+        files of it that could not be read, so that the servers look at them."""
+        return self._process.run(self._tier(topic, suspects))
 
-    async def _tier(self, topic: str) -> Tier:
+    async def _tier(self, topic: str, suspects: Sequence[str] = ()) -> Tier:
         nothing = Tier("", -1, {}, {})
         try:
-            replies = await self._retried(lambda: self._tier_views(topic))
+            replies = await self._retried(lambda: self._tier_views(topic, suspects))
         except (errors.TierUnavailable, errors.UnsupportedFeature, errors.InvalidRequest):
             return nothing  # the broker serves cold reads too, or says why it cannot
-        there = [r for r in replies if not r.HasField("problem") and r.uri and r.version >= 0]
+        there = [r for r in replies if _readable(r) and r.uri and r.version >= 0]
         if not there:
             return nothing
         newest = max(there, key=lambda reply: reply.version)
@@ -412,13 +413,13 @@ class Cluster:
                 ends[p.partition] = max(p.end, ends.get(p.partition, 0))
         return Tier(newest.uri, newest.version, dict(newest.storage_options), ends)
 
-    async def _tier_views(self, topic: str) -> list[Any]:
+    async def _tier_views(self, topic: str, suspects: Sequence[str]) -> list[Any]:
         """What the leaders of the topic say of its table: a broker that leads nothing of it has
         never seen it.
         """
         (known,) = await self._topics([topic])
         self._watch(topic)
-        request = wire.DescribeTierRequest(topic=topic)
+        request = wire.DescribeTierRequest(topic=topic, suspects=suspects)
         asked = [
             self._on_leader(address, request)
             for address in sorted({address for address in known.leaders.values() if address})
@@ -460,6 +461,11 @@ class Cluster:
         self._idle.append(line)
         while len(self._idle) > STREAMS_IDLE_MAX:
             self._idle.pop(0).stream.close()
+
+
+def _readable(reply: wire.DescribeTierReply) -> bool:
+    """Whether the table may be read: of a damaged file only that file's range is lost."""
+    return not reply.HasField("problem") or reply.problem.code == errors.DamagedTierFile.code
 
 
 def _unknown(error: errors.PkError) -> bool:

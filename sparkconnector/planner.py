@@ -258,8 +258,16 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         cause = errors.OffsetOutOfRange(_AGED_OUT)
         _tell(source, _loss(part, cause), cause)
 
+    def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
+        """What the table cannot give the broker may still have; its tier learns of the file."""
+        from pk.sparkconnector.connection import cluster
+
+        warn(f"{error.message}; {rest} is read through the broker")
+        cluster(source.bootstrap, source.client).tier(rest.topic, [error.details["path"]])
+        return _hot(replace(task, range=rest, cold=None), source, shape)
+
     assert task.cold is not None
-    return tier_scan.scan(task.range, task.cold, shape, lost)
+    return tier_scan.scan(task.range, task.cold, shape, lost, elsewhere)
 
 
 def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:

@@ -25,6 +25,9 @@ _DELTA = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
+#: Spark's Parquet reader compares pages with their checksums only when it is told to; Delta ignores
+#: the option of a read, not the session's configuration.  Nothing makes it verify a footer.
+VERIFY_PAGES = "parquet.page.verify-checksum.enabled"
 #: Arrow's Java vectors check every single access: that the buffer is alive and the index inside,
 #: and once more that the value is not null.  Spark asks for rows that are there, and whether a
 #: value is null before it reads it; without the checks the JVM's side of a read costs a tenth less
@@ -79,6 +82,7 @@ def settings(master: str | None, delta: bool, ui: bool, conf: Mapping[str, Any])
         "spark.ui.enabled": str(ui).lower(),
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.python.filterPushdown.enabled": "true",
+        f"spark.hadoop.{VERIFY_PAGES}": "true",
         **{f"spark.executorEnv.{name}": os.environ.get(name, _ARROW[name]) for name in _ARROW},
     }
     if _is_local(master):
@@ -146,7 +150,8 @@ def _text(value: Any) -> str:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("pk")` known to a session that did not find it by itself.
+    """Make `format("pk")` known to a session that did not find it by itself, and have the session
+    verify the checksums of the pages it reads.
 
     Where PYSPARK_PYTHON was not set when it was built, this interpreter is used from now on.
     """
@@ -155,6 +160,13 @@ def register(spark: SparkSession) -> None:
     if not os.environ.get("PYSPARK_PYTHON"):
         spark.sparkContext.pythonExec = sys.executable
     spark.dataSource.register(DefaultSource)
+    _verify_pages(spark)
+
+
+def _verify_pages(spark: SparkSession) -> None:
+    """Who set it to something else meant it."""
+    if spark.conf.get(VERIFY_PAGES, None) is None:
+        spark.conf.set(VERIFY_PAGES, "true")
 
 
 def read_topic(
@@ -175,6 +187,7 @@ def read_topic(
     from pk.sparkconnector.connection import cluster
     from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
 
+    _verify_pages(spark)
     given = {name.lower(): value for name, value in options.items()}
     line = cluster(bootstrap, None, int(given.get("connecttimeoutms", CONNECT_TIMEOUT_MS)))
     found = line.topics([topic])

@@ -217,12 +217,22 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
 # -- reading --------------------------------------------------------------------------------------
 
 
+def _fail(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
+    """There is nowhere else to read from."""
+    raise error
+
+
 def scan(
-    one: Range, cold: ColdRange, shape: Shape, lost: Callable[[Range], None]
+    one: Range,
+    cold: ColdRange,
+    shape: Shape,
+    lost: Callable[[Range], None],
+    elsewhere: Callable[[Range, errors.DamagedTierFile], Iterator[pa.RecordBatch]] = _fail,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of `one` in offset order, re-planned when a file is gone (Y1).
 
     `lost` is told what the table gave up meanwhile, before what is left of it is read.
+    `elsewhere` reads what is left when a file of the newest version is damaged.
     """
     source, root = file_system(cold.uri, cold.storage_options)
     files: Sequence[TierFile] = cold.files
@@ -240,7 +250,9 @@ def scan(
             now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
             files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
             if replans > REPLANS_MAX or cause.file.path in {file.path for file in files}:
-                raise damaged(cold.uri, cause.file, one.partition, str(cause)) from cause
+                rest = one._replace(start=position)
+                yield from elsewhere(rest, damaged(cold.uri, cause.file, one.partition, str(cause)))
+                return
             if start > position:
                 lost(one._replace(start=position, end=start))
                 position = start

@@ -8,13 +8,13 @@ that an operator who restores a file need tell nobody.
 Invariants
   A1  what is known as damaged counts as missing: the local log keeps what such a file covers (rule
       T6)
-  A2  at most LOOKS_MAX files of a table are read in one turn, one after the other
+  A2  one file is read at a time, at most LOOKS_MAX of a table in one turn
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from pk import errors
@@ -59,6 +59,7 @@ class FileWatch:
         self._tell = tell
         self._spawn = spawn
         self._heading = asyncio.Semaphore(HEADS_MAX)
+        self._reading = asyncio.Semaphore(1)
         self._looking: dict[str, None] = {}  #: homes of tables that are looked at
 
     def met(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
@@ -99,13 +100,17 @@ class FileWatch:
         try:
             while len(topic.damaged):
                 await self._clock.sleep_ms(LOOK_AGAIN_MS)
-                touched = [each.file for each in topic.damaged.next(LOOKS_MAX)]
-                for file in touched:
-                    await self._look_at(topic, file)
-                for partition in sorted({file.partition for file in touched}):
-                    self._tell(topic, partition)
+                await self.look_at(topic, [each.file for each in topic.damaged.next(LOOKS_MAX)])
         finally:
             del self._looking[topic.home]
+
+    async def look_at(self, topic: Watched, files: Sequence[DataFile]) -> None:
+        """Read whole files, one after the other; who copies their partitions hears."""
+        for file in files:
+            async with self._reading:
+                await self._look_at(topic, file)
+        for partition in sorted({file.partition for file in files}):
+            self._tell(topic, partition)
 
     async def _look_at(self, topic: Watched, file: DataFile) -> None:
         try:
@@ -114,6 +119,6 @@ class FileWatch:
                 await self._reader.verify(place, file)
             topic.damaged.whole(file)
         except errors.DamagedTierFile as error:
-            topic.damaged.note(file, error)
+            self._note(topic, file, error)
         except errors.PkError:
             pass  # the store is away, or the table in trouble: nothing is known of the file

@@ -41,6 +41,8 @@ from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 UPLOADS_MAX = 3  #: shell.py builds two at a time: one more is being written
+#: Files that one reader may have looked at.
+SUSPECTS_MAX = 16
 #: Topics that are only read here (no partition is led): the longest unused are forgotten.
 IDLE_TOPICS_MAX = 256
 
@@ -307,6 +309,16 @@ class TierWorker:
         except errors.DamagedTierFile as error:
             self._watch.met(topic, place.snapshot.files[error.details["path"]], error)
             raise
+
+    def suspect(self, topic: TopicTier, paths: Sequence[str]) -> None:
+        """A reader of the table, who is no broker, found files damaged."""
+        snapshot = topic.owner.snapshot
+        if snapshot is None:
+            return
+        files = [snapshot.files[path] for path in paths[:SUSPECTS_MAX] if path in snapshot.files]
+        mine = [file for file in files if file.partition in topic.led]
+        if mine:
+            self._spawn(self._watch.look_at(topic, mine))
 
     def _tell_damage(self, topic: TopicTier, partition: int) -> None:
         led = topic.led.get(partition)

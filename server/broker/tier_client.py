@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
@@ -108,9 +109,10 @@ class TierClient:
         frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
         return list(frame.head.tier_confirm_reply.missing)
 
-    async def describe(self, topic: str) -> wire.DescribeTierReply:
-        """The table of a topic as its owner knows it."""
-        frame = await self._call(wire.DescribeTierRequest(topic=topic), STORE_CALL_TIMEOUT_MS)
+    async def describe(self, topic: str, suspects: Sequence[str] = ()) -> wire.DescribeTierReply:
+        """The table of a topic as its owner knows it, who has a look at the suspects."""
+        request = wire.DescribeTierRequest(topic=topic, suspects=suspects)
+        frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
         return frame.head.describe_tier_reply
 
     async def purge(self, topic_id: str, topic: str) -> wire.TierPurgeReply:

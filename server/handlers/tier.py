@@ -155,7 +155,7 @@ async def describe_tier(
             topic=request.topic, topic_id=topic.topic_id, version=-1, status=f"off: {why}"
         )
     try:
-        reply = await core.tier.describe(request.topic)
+        reply = await core.tier.describe(request.topic, request.suspects)
     except errors.TierUnavailable as error:
         reply = wire.DescribeTierReply(
             version=-1, status="unavailable", problem=frames.error_of(error)

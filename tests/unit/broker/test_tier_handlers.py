@@ -102,7 +102,7 @@ def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) ->
     topic = SimpleNamespace(topic_id="new", partitions={0: None})
     told = wire.DescribeTierReply(topic="t", topic_id=life, uri=f"file:///t/{life}", version=7)
 
-    async def describe(_name: str) -> wire.DescribeTierReply:
+    async def describe(_name: str, _suspects: Any) -> wire.DescribeTierReply:
         return told
 
     follower = SimpleNamespace(
