@@ -263,7 +263,8 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         from pk.sparkconnector.connection import cluster
 
         warn(f"{error.message}; {rest} is read through the broker")
-        cluster(source.bootstrap, source.client).tier(rest.topic, [error.details["path"]])
+        line = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
+        line.tier(rest.topic, [error.details["path"]])
         return _hot(replace(task, range=rest, cold=None), source, shape)
 
     assert task.cold is not None
