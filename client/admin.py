@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from pk import errors, settings
 from pk.client import connection, described
+from pk.client.brokers import BrokerCalls
 from pk.client.cluster import Cluster
 from pk.client.described import PartitionDescription, TierDescription
 from pk.client.offsets import ISOLATION, lookup_offsets
@@ -87,7 +88,7 @@ class ConfigEntry:
     doc: str = ""
 
 
-class AdminClient(QuorumCalls):
+class AdminClient(BrokerCalls, QuorumCalls):
     """Administers a cluster.
 
     With `bootstrap_controllers` instead of brokers it asks controllers directly (KIP-919), also

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors
-from pk.log import checkpoints, identity
+from pk.log import checkpoints, identity, last_run
 from pk.log.identity import IDENTITIES, Identities, Identity, Known
+from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
@@ -66,6 +67,7 @@ class Directory:
     #: Checkpoints as they are on disk.
     written: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
     failure: Exception | None = None  #: why it could not be opened
+    last_run: LastRun | None = None  #: of the process before (rule L10)
     #: Partitions that could not be opened, and may yet be: nobody has looked at their tails.
     unrepaired: dict[PartitionKey, None] = field(default_factory=dict)
 
@@ -187,6 +189,7 @@ def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Di
             closed_properly=closed,
             same_boot=bool(before.boot_id) and before.boot_id == boot_id,
             cluster_id=found.cluster_id,
+            last_run=read_last_run(storage),
         )
         opened.clean = not fresh and (closed or opened.same_boot)
         for name, into in opened._offsets.items():
@@ -289,6 +292,30 @@ def _read_run(storage: Storage, name: str) -> Run | None:
         return Run(str(found["boot_id"]), int(found["broker_epoch"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def read_last_run(storage: Storage) -> LastRun | None:
+    """None = there is none, or it is damaged."""
+    try:
+        return last_run.decode(storage.read_file(last_run.FILE))
+    except FileNotFoundError:
+        return None
+
+
+def note_run(storage: Storage, run: LastRun) -> None:
+    """SYNCED: the broker trusted its wall clock as it is in `run`."""
+    storage.replace_file(last_run.FILE, last_run.encode(run))
+
+
+def last_run_of(directories: Sequence[Directory]) -> LastRun | None:
+    """Of the process before this one; its directories were written one after another."""
+    return max((each.last_run for each in directories if each.last_run is not None), default=None)
+
+
+def heard_at(directories: Sequence[Directory], wall_ms: int) -> int:
+    """When a producer that is read back from a log was heard: not before the last run (L10)."""
+    before = last_run_of(directories)
+    return wall_ms if before is None else max(wall_ms, before.wall_ms)
 
 
 def write_run(storage: Storage, run: Run) -> None:

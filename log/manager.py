@@ -287,7 +287,7 @@ class LogManager(Checkpointed):
             same_boot=directory.same_boot and not strange,
             recovery_point=directory.recovery_points.get(key, 0),
             log_start=directory.log_starts.get(key),
-            now_ms=self._world.clock.wall_ms(),
+            now_ms=files.heard_at(self.directories, self._world.clock.wall_ms()),
             cache=self._cache,
             salvage=True,
         )

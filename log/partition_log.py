@@ -190,6 +190,17 @@ class PartitionLog(Writable):
             for s in self._segments
         )
 
+    def newest_append_ms(self) -> int | None:
+        """When the last batch was appended, as a broker wrote into it (LogAppendTime); None = no
+        broker did.  Reads the disk.
+        """
+        for segment in reversed(self._segments):
+            if segment.written.size:
+                raw = segment.read_at(segment.written.last_position, batches.HEADER_BYTES)
+                last = batches.read_header(raw)
+                return last.max_timestamp if last.log_append_time and not last.control else None
+        return None
+
     @property
     def pending_bytes(self) -> int:
         """Decided, not yet completed: what back-pressure counts."""
@@ -211,13 +222,15 @@ class PartitionLog(Writable):
         from_client: bool = True,
         transactions: bool = False,
         refusal: errors.PkError | None = None,
+        heard_ms: int | None = None,
     ) -> Appended | Duplicate:
         """Give the batch offsets, in memory (the tables of log/validate.py).
 
         `header` comes from `batch.check`, and `columns.validate_body` was run.
         `from_client=False`: the broker's own batches (markers, metadata records).  `batch` must not
         change until the plan that holds it completed.  `refusal`: why nothing may be appended now;
-        what is stored already is answered all the same."""
+        what is stored already is answered all the same.  `heard_ms`: when its producer
+        was heard, and the segment appended to, where that is not `now_ms` (rule L10)."""
         self._check_open()
         if from_client:
             validate.check_batch(header, self.config, now_ms, transactions)
@@ -236,7 +249,10 @@ class PartitionLog(Writable):
         base = self._tail.decided.next_offset
         parts = batches.patched(batch, base, leader_epoch, stamp)
         max_timestamp = header.max_timestamp if stamp is None else stamp
-        return self._assign(header, batch, base, leader_epoch, parts, max_timestamp, now_ms, stamp)
+        heard_ms = now_ms if heard_ms is None else heard_ms
+        return self._assign(
+            header, batch, base, leader_epoch, parts, max_timestamp, heard_ms, stamp
+        )
 
     def append_as_follower(
         self, header: Header, batch: Buffer, *, now_ms: int, newest: int = NONE

@@ -14,6 +14,13 @@ from pk.log.storage import Buffer
 from pk.types import NONE
 
 
+class Now(NamedTuple):
+    """The times of one append (rule L10)."""
+
+    wall_ms: int  #: the broker's clock: LogAppendTime, and what clients' timestamps are held to
+    heard_ms: int  #: when its producer was heard: no clock that was set back makes it seem silent
+
+
 @dataclass(slots=True, frozen=True)
 class LogConfig:
     """The topic settings a log obeys; times in ms, sizes in bytes; -1 = no limit, -2 (local) = like

@@ -145,11 +145,15 @@ class BrokerNode:
             unfit=core.unfit,
             on_contact=core.metrics.contact_age.observe,
             say=self._say,
+            clocks=core.clocks,
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )
         await core.follower.catch_up()
         await core.follower.load()
+        fresh = not self._manager.logs() and not core.follower.unopened
+        appended_ms = await core.clocks.newest_append_ms()
+        core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
         self._upkeep = Upkeep(core)
         await self._upkeep.measure_all()  # L16: before it is asked to lead
         core.link.start()
@@ -259,7 +263,18 @@ class BrokerNode:
         await self._close_parts()
         for lane in core.lanes():
             await lane.idle()
+        await self._note_run()
         await self._manager.close(clean=True)
+
+    async def _note_run(self) -> None:
+        run = self.core.clocks.last_run()
+        if run is None:
+            return
+        for each in self._manager.directories:
+            try:
+                await self.core.clocks.note(each, run)
+            except errors.PkError as error:  # it was noted before, some seconds ago
+                self.core.metrics.refused(error)
 
     async def _close_parts(self) -> None:
         core = self.core

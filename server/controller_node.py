@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pk
 from pk import errors, limits, tracing
 from pk.log.storage import Buffer, Disk
+from pk.server.controller.clocks import RunningSince
 from pk.server.controller.machine import Controller
 from pk.server.controller_term import Term
 from pk.server.quorum import membership
@@ -48,7 +49,7 @@ _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
-    "tier_purged",
+    "tier_purged", "list_brokers",
 )  # fmt: skip
 
 #: What a broker takes for a sign that it is not fenced: not from a leader that another may have
@@ -109,6 +110,7 @@ class ControllerNode:
             say=self._say,
             peers=run.peer_controller_addresses,
         )
+        self._running_since = RunningSince(world.clock)
         self.term: Term | None = None  #: while this node is the active controller
         self._listener: Listener | None = None
         self._terms: asyncio.Task[None] | None = None
@@ -148,7 +150,10 @@ class ControllerNode:
     async def _begin_term(self) -> None:
         """Serve once this node leads.  Raises `ControllerUnavailable` if it is deposed first."""
         await self.metadata.lead()
-        term = Term(self.world, self.run, self.metadata, say=self._say, on_fatal=self._fatal)
+        term = Term(
+            self.world, self.run, self.metadata, say=self._say, on_fatal=self._fatal,
+            running_since=self._running_since,
+        )  # fmt: skip
         try:
             await term.start()
         except BaseException:
@@ -265,8 +270,16 @@ class ControllerNode:
         async def fetch(request: Any, _frame: frames.Frame) -> FetchReply:
             return await self._fetch(request)
 
+        of_quorum = self.metadata.handlers()
+
+        async def fetch_of_voter(request: Any, frame: frames.Frame) -> Any:
+            if self.term is not None:
+                self.term.heard_voter(request)
+            return await of_quorum["quorum_fetch"](request, frame)
+
         table = {
-            **self.metadata.handlers(),
+            **of_quorum,
+            "quorum_fetch": fetch_of_voter,
             **{name: active(name) for name in _ASKED},
             **self._membership(),
             "fetch_metadata_log": fetch,

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.server.controller import commands, leaders, reassignments
+from pk.server.controller.clocks import Clocks, RunningSince
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.events import EVENT
@@ -76,6 +77,7 @@ class Term:
         *,
         say: Say,
         on_fatal: Callable[[BaseException], None],
+        running_since: RunningSince | None = None,
     ) -> None:
         self._world = world
         self._run = run
@@ -91,6 +93,8 @@ class Term:
         )  # fmt: skip
         self.sessions = Sessions(int(run.server["broker_session_timeout_ms"]))
         self.reports: dict[NodeId, Report] = {}
+        self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
+        self._running_since = RunningSince(world.clock) if running_since is None else running_since
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._elections_due_ms: int | None = 0  #: when to try them next (T3); None: nothing is new
         #: (offset, time): the image had come to `offset` by then; what has waited since is over.
@@ -218,6 +222,11 @@ class Term:
                 self._moves_may_end = True  # fewer in-sync replicas are enough, perhaps
                 self._try_elections()
 
+        async def list_brokers(request: Any, _frame: frames.Frame) -> Any:
+            reply: wire.ListBrokersReply = await self._ask(commands.ListBrokers(request))
+            self.clocks.describe(list(reply.brokers), self._world.clock.monotonic_ms())
+            return reply
+
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
             return await self._elect_leaders(request)
 
@@ -236,6 +245,7 @@ class Term:
             "list_reassignments": asks(commands.ListReassignments),
             "elect_leaders": elect_leaders,
             "unregister_broker": asks(commands.UnregisterBroker),
+            "list_brokers": list_brokers,
         }
 
     def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
@@ -268,23 +278,39 @@ class Term:
     async def _heartbeat(
         self, stream: int, request: wire.BrokerHeartbeatRequest
     ) -> wire.BrokerHeartbeatReply:
-        who, now_ms = request.broker_id, self._world.clock.monotonic_ms()
+        clock, who = self._world.clock, request.broker_id
+        now_ms, came_ms = clock.monotonic_ms(), clock.wall_ms()
         broker = self._image.brokers.get(who)
         known = broker is not None and broker.broker_epoch == request.broker_epoch
         if known:  # any other is no sign of life
             self.sessions.beat(who, request.broker_epoch, stream, now_ms)
+            self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         beat = commands.Beat(request, self._known(), retry, unclean)
         if known and (settled := self._settled(beat)) is not None:
-            return settled
+            return self._with_clocks(settled, came_ms)
         try:
-            reply: wire.BrokerHeartbeatReply = await self._ask(beat)
-            return reply
+            return self._with_clocks(await self._ask(beat), came_ms)
         finally:  # the stream may be gone by now, and what was decided stands
             now = self._image.brokers.get(who)
             if broker is not None and broker.fenced and now is not None and not now.fenced:
                 self._try_elections()  # those that found no room in the decision
+
+    def heard_voter(self, request: wire.QuorumFetchRequest) -> None:
+        """L10: another controller told its clock."""
+        clock = self._world.clock
+        now = clock.wall_ms(), clock.monotonic_ms()
+        self.clocks.heard(request.sender.node_id, request.clock, *now, broker=False)
+
+    def _with_clocks(
+        self, reply: wire.BrokerHeartbeatReply, came_ms: int
+    ) -> wire.BrokerHeartbeatReply:
+        """L10: the reply to a request that came at `came_ms`, with the clocks of all nodes."""
+        clock = self._world.clock
+        reply.clocks.extend(self.clocks.samples(clock.monotonic_ms(), self._running_since()))
+        reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
+        return reply
 
     def _settled(self, beat: commands.Beat) -> wire.BrokerHeartbeatReply | None:
         """T4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.

@@ -359,6 +359,8 @@ class SimClock:
     def monotonic_ms(self) -> int:
         return self._loop.now_us // _US_PER_MS
 
+    boottime_ms = monotonic_ms
+
     async def sleep_ms(self, duration_ms: float) -> None:
         future = self._loop.create_future()
         timer = self._loop.call_later(max(0.0, duration_ms) / 1000, _resolve, future)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
@@ -36,6 +37,9 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
 from pk.world import World
+
+if TYPE_CHECKING:
+    from pk.server.broker.clock_watch import ClockWatch
 
 _BACKOFF_MS = (50, 2_000)
 #: Refusals that concern this broker; what else ails a controller is its own affair.
@@ -87,6 +91,7 @@ class ControllerLink:
         unfit: Callable[[], list[wire.Unfit]] = list,
         on_contact: Callable[[int], None] = lambda age_ms: None,
         say: Callable[..., None] = lambda event, **facts: None,
+        clocks: ClockWatch | None = None,
     ) -> None:
         self._world = world
         self._search = Search(addresses)
@@ -101,6 +106,7 @@ class ControllerLink:
         self._positions = positions
         self._offline_replicas = offline_replicas
         self._unfit = unfit
+        self._clocks = clocks
         self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
         self._say = say  #: (event, **facts): one line in the log of the process
         self._lost = True  #: the log does not say that a controller answers
@@ -324,6 +330,7 @@ class ControllerLink:
         asked: Sequence[wire.FetchPartition] = ()  #: whose positions the controller wants (R3)
         while not self._broken:
             sent_ms = clock.monotonic_ms()
+            sent_boottime_ms = clock.boottime_ms()
             offline = self._offline_replicas()
             frame = await self._ask(
                 wire.BrokerHeartbeatRequest(
@@ -335,6 +342,7 @@ class ControllerLink:
                     positions=self._positions(asked),
                     offline_replicas=offline,
                     unfit=self._unfit(),
+                    clock=None if self._clocks is None else self._clocks.reading(),
                 ),
                 self._patience_ms(),
                 registered=True,
@@ -347,6 +355,8 @@ class ControllerLink:
             if reply.fenced != self.fenced:
                 self._say("fenced" if reply.fenced else "unfenced", broker_epoch=self.broker_epoch)
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
+            if self._clocks is not None:
+                self._clocks.heard(reply, sent_boottime_ms)
             if reply.may_shut_down:
                 self.may_shut_down.set()
             asked = reply.report_positions

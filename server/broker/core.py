@@ -24,6 +24,7 @@ from pk.clock import Clock
 from pk.log.batch import Header
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
+from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.controller_link import ControllerLink
 from pk.server.broker.damage import Damages, unreadable
 from pk.server.broker.isr_changes import IsrChanges
@@ -84,6 +85,7 @@ class BrokerCore:
         self.peer_addresses: Mapping[NodeId, str] = {}  #: instead of what brokers advertise
         self.partitions: dict[PartitionKey, Partition] = {}
         self.purgatory: ProducePurgatory[Ticket] = ProducePurgatory()
+        self.clocks = ClockWatch(self)
         self.replicas = Replicas(self)
         self.isr_changes = IsrChanges(self)
         self.purges = Purges(self)
@@ -165,7 +167,9 @@ class BrokerCore:
             )
         partition = self.find(key)
         try:
-            partition.append(header, batch, epoch, self.clock.wall_ms(), ticket)
+            partition.append(header, batch, epoch, self.clocks.now(), ticket)
+        except errors.InvalidRecord as refusal:
+            raise self.clocks.explained(refusal) from None
         except NO_LAST_WORD as refusal:
             if partition.leader is None or partition.leader.settled:
                 raise
@@ -355,13 +359,13 @@ class BrokerCore:
         return found
 
     def unfit(self) -> list[wire.Unfit]:
-        """Which replicas here should not lead, and why (rule L16)."""
+        """Which replicas here should not lead, and why (rules L10, L16)."""
         lanes = [
             self.lane_of(each.disk) for each in self.manager.directories if each.failed is None
         ]
         full = [lane for lane in lanes if lane.space.full]
         short = [lane for lane in lanes if not lane.space.full and not lane.space.roomy]
-        found = []
+        found = self.clocks.unfit()
         for some, gives_up in ((full, True), (short, False)):
             if not some:
                 continue

@@ -53,9 +53,10 @@ class BrokerMetrics:
             "kept_log_directories", "directories with segments that no known partition owns (L15)"
         )
         self.clock_alert = gauge(
-            "clock_step_alert", "1 = the wall clock jumped, nothing expires by age"
+            "clock_step_alert", "1 = the wall clock is not trusted, nothing expires by age"
         )
         self.clock_step = gauge("clock_step_ms", "sum of the jumps of the wall clock")
+        self.clock_skew = gauge("clock_skew_ms", "the wall clock ahead of the median of all nodes")
         self.violations = counter("invariant_violations_total", "offsets found out of order")
         self.dropped = counter(
             "segments_dropped_total", "segments dropped by retention", ("reason",)

@@ -27,7 +27,7 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import Header
 from pk.log.partition_log import PartitionLog
-from pk.log.plan import Completion, Duplicate
+from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
 from pk.server.broker.deletions import Deletions
 from pk.server.broker.fetch_session import READ_COMMITTED
@@ -224,13 +224,8 @@ class Partition:
 
     # -- produce ---------------------------------------------------------------------------------
 
-    def append(
-        self, header: Header, batch: Buffer, epoch: Epoch, now_ms: int, ticket: Ticket
-    ) -> None:
-        """Decide a checked batch and own its ticket from now on.
-
-        Raises typed errors; then nothing happened.
-        """
+    def append(self, header: Header, batch: Buffer, epoch: Epoch, now: Now, ticket: Ticket) -> None:
+        """Decide a checked batch and own its ticket.  If it raises, nothing happened."""
         leader = self.serving(epoch)
         leader.check_acks(ticket.acks)
         if ticket.acks == ACKS_ALL:
@@ -241,7 +236,8 @@ class Partition:
             header,
             batch,
             leader_epoch=leader.leader_epoch,
-            now_ms=now_ms,
+            now_ms=now.wall_ms,
+            heard_ms=now.heard_ms,
             refusal=self.lane.space.refusal(),
         )
         ticket.base_offset, ticket.last_offset = decided.base_offset, decided.last_offset

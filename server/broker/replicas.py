@@ -459,7 +459,9 @@ class LeaderFetcher:
         partition, taken = replica.partition, bool(entry.payload_bytes)
         if taken:
             try:
-                partition.append_fetched(payload, self.core.clock.wall_ms(), entry.leader_epoch)
+                partition.append_fetched(
+                    payload, self.core.clocks.now().heard_ms, entry.leader_epoch
+                )
             except errors.PkError as error:
                 self.core.metrics.refused(error)
                 self.core.warn(

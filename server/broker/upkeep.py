@@ -14,9 +14,9 @@ Retention of a partition, in this order (rules T6, T9, L10)
      covers them
   3. log_start moves first and is SYNCED; then segments are renamed, and removed after
      `file_delete_delay_ms`
-  4. while the wall clock has jumped nothing expires by age, producers neither: one that asks again
-     for what is stored would not be known; deletions that were asked for, and sizes, need no clock:
-     a follower that kept a deletion waiting would hold up whoever asked
+  4. while the wall clock is not trusted (clock_trust.py) nothing expires by age, producers neither:
+     one that asks again for what is stored would not be known; deletions that were asked for, and
+     sizes, need no clock: a follower that kept a deletion waiting would hold up whoever asked
 
 Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
-from pk.server.broker.clock_guard import ClockGuard
 from pk.server.broker.lanes import WriteLane
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_health import TierHealth
@@ -55,6 +54,8 @@ TICK_MS = 250
 GAUGES_MS = 5_000
 #: Between two measurements of a directory's free space; a full one is measured at every tick (L16).
 SPACE_MS = 1_000
+#: How often it is stored that the broker ran and trusted its clock.
+NOTE_RUN_MS = 30_000
 #: Partitions of one directory whose retention is under way at once.
 VISITS_MAX = 16
 
@@ -69,9 +70,6 @@ class Upkeep:
     def __init__(self, core: BrokerCore) -> None:
         self._core = core
         clock = core.clock
-        self.guard = ClockGuard(
-            core.server["clock_step_max_ms"], clock.wall_ms(), clock.monotonic_ms()
-        )
         self._queue: deque[PartitionKey] = deque()
         self._credit = 0.0  #: visits the wheel owes
         #: (due, job): renamed segments that wait for their delay
@@ -86,6 +84,7 @@ class Upkeep:
         self._gauges_at = 0
         self._tier_health = TierHealth()
         self._measured_ms: dict[Disk, int] = {}  #: when the last measurement of each began
+        self._noted = 0  #: boottime of the last run that was stored; 0 = none by this process
         self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
         self._led_all = 0  #: how many they were when the round began
         self._turns = 0.0
@@ -114,9 +113,8 @@ class Upkeep:
     def _tick(self, now_ms: int) -> None:
         """U4: nothing here waits."""
         core = self._core
-        wall_ms = self._time_ms()
-        core.metrics.clock_alert.set(self.guard.alert)
-        core.metrics.clock_step.set(self.guard.stepped_ms)
+        core.clocks.gauges()
+        self._note_run()
         self._flush_due(now_ms)
         self._remove_doomed(now_ms)
         self._consider_followers()
@@ -126,12 +124,23 @@ class Upkeep:
         if now_ms >= self._checkpoint_at:
             interval_ms = core.server["log_flush_offset_checkpoint_interval_ms"]
             self._checkpoint_at = now_ms + interval_ms
+            forget_ms = core.clocks.forget_before_ms()
             for each in core.manager.directories:
-                work = partial(core.manager.checkpoint, each, wall_ms)
+                work = partial(core.manager.checkpoint, each, forget_ms)
                 self._beside("checkpoint", each.disk, work)
         if now_ms >= self._gauges_at:
             self._gauges_at = now_ms + GAUGES_MS
             self._gauges()
+
+    def _note_run(self) -> None:
+        """L10: that the clock is trusted is stored, as soon as it is and then now and then."""
+        core = self._core
+        run = core.clocks.last_run()
+        if run is None or (self._noted and run.boottime_ms - self._noted < NOTE_RUN_MS):
+            return
+        self._noted = run.boottime_ms
+        for each in core.manager.directories:
+            self._beside("last run", each.disk, partial(core.clocks.note, each, run))
 
     def _beside(self, what: str, disk: Disk, work: Callable[[], Awaitable[None]]) -> None:
         """U4: do it beside the tick, unless the last one of its kind is still at it."""
@@ -200,15 +209,6 @@ class Upkeep:
                 core.flushes.set(key, core.now_ms)  # what was decided before that was asked for
 
     # -- retention -------------------------------------------------------------------------------
-
-    def _time_ms(self) -> int | None:
-        """The time by which records and producers expire; None = the clock cannot be trusted (rule
-        L10).  The guard sees the very time that is used: the clock may have jumped since the last
-        tick, or before a job beside it begins.
-        """
-        clock = self._core.clock
-        wall_ms = clock.wall_ms()
-        return wall_ms if self.guard.observe(wall_ms, clock.monotonic_ms()) else None
 
     def _turn_wheel(self) -> None:
         """Start the visits that are due."""
@@ -303,7 +303,7 @@ class Upkeep:
 
     def _plan(self, partition: Partition) -> RetentionPlan:
         log = partition.log
-        plan = log.retention_plan(self._time_ms(), partition.high_watermark)
+        plan = log.retention_plan(self._core.clocks.trusted_ms(), partition.high_watermark)
         return plan if self._may_expire(partition) else plan._replace(log_start=log.log_start)
 
     async def _retain_replica(self, partition: Partition) -> None:
@@ -332,7 +332,7 @@ class Upkeep:
             return
         target: Offset = log.log_start
         local = log.local_log_start  # up to where the tier is asked
-        now_ms = self._time_ms()
+        now_ms = self._core.clocks.trusted_ms()
         if wanted["retention_ms"] >= 0 and now_ms is not None:
             cutoff = now_ms - wanted["retention_ms"]
             found = await self._core.tier.offset_for_time(partition, cutoff)

@@ -19,6 +19,7 @@ from pk.server.controller.commands import (
     AlterPartition,
     Beat,
     Fence,
+    ListBrokers,
     Out,
     Recover,
     Register,
@@ -219,6 +220,21 @@ def unregister(image: MetadataImage, _rules: Rules, command: UnregisterBroker) -
         )
     record = wire.UnregisterBrokerRecord(broker_id=who, broker_epoch=broker.broker_epoch)
     return decision(wire.UnregisterBrokerReply(metadata_offset=image.offset + 1), [record])
+
+
+def list_brokers(image: MetadataImage, _rules: Rules, _command: ListBrokers) -> Out:
+    """Every registered broker, as the records have it."""
+    reply = wire.ListBrokersReply(metadata_offset=NONE)
+    for who, broker in sorted(image.brokers.items()):
+        state = "fenced" if broker.fenced else "active"
+        reply.brokers.add(
+            broker_id=who,
+            address=broker.address,
+            rack=broker.rack,
+            state="shutting down" if broker.in_controlled_shutdown else state,
+            broker_epoch=broker.broker_epoch,
+        )
+    return decision(reply)
 
 
 # -- ISR changes ---------------------------------------------------------------------------------

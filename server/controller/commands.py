@@ -113,6 +113,11 @@ class ListReassignments:
 
 
 @dataclass(slots=True, frozen=True)
+class ListBrokers:
+    request: wire.ListBrokersRequest
+
+
+@dataclass(slots=True, frozen=True)
 class UnregisterBroker:
     request: wire.UnregisterBrokerRequest
 

@@ -59,6 +59,7 @@ Command = (
     | commands.AlterReassignments
     | commands.ListReassignments
     | commands.UnregisterBroker
+    | commands.ListBrokers
 )
 
 
@@ -122,4 +123,5 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.AlterReassignments: reassignments.alter_reassignments,
     commands.ListReassignments: reassignments.list_reassignments,
     commands.UnregisterBroker: brokers.unregister,
+    commands.ListBrokers: brokers.list_brokers,
 }

@@ -38,6 +38,7 @@ POSITIONS_MAX = 10_000
 
 #: The reasons of `Unfit` (rule L16).
 STORAGE_FULL = "storage_full"
+CLOCK_OFF = "clock_off"  #: the wall clock of the broker is off the median (rule L10)
 
 
 @dataclass(slots=True, frozen=True)

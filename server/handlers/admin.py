@@ -82,6 +82,15 @@ async def delete(
     return message
 
 
+def confirm_clock(core: BrokerCore, request: wire.ConfirmClockRequest) -> wire.ConfirmClockReply:
+    """An operator says that this broker's wall clock is right (rule L10)."""
+    if request.broker_id != core.node_id:
+        raise errors.InvalidRequest(
+            f"this is broker {core.node_id}, not {request.broker_id}: ask the broker itself"
+        )
+    return wire.ConfirmClockReply(doubt=core.clocks.confirm().value)
+
+
 class ProducerIds:
     """Hands out producer ids from blocks of the controller (A2)."""
 

@@ -66,6 +66,8 @@ class ControlStream:
             "list_reassignments": lambda request, frame: admin.forward(core, request, frame),
             "elect_leaders": lambda request, frame: admin.forward(core, request, frame),
             "unregister_broker": lambda request, frame: admin.forward(core, request, frame),
+            "list_brokers": lambda request, frame: admin.forward(core, request, frame),
+            "confirm_clock": self._confirm_clock,
         }
         return {name: self._counted(name, handler) for name, handler in table.items()}
 
@@ -90,6 +92,11 @@ class ControlStream:
 
     async def _tier_progress(self, request: wire.TierProgressRequest, _: frames.Frame) -> Message:
         return tier.tier_progress(self._core, request)
+
+    async def _confirm_clock(
+        self, request: wire.ConfirmClockRequest, _: frames.Frame
+    ) -> wire.ConfirmClockReply:
+        return admin.confirm_clock(self._core, request)
 
     async def _describe_partitions(
         self, request: wire.DescribePartitionsRequest, _: frames.Frame

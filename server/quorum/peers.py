@@ -16,6 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.server.controller.clocks import RunningSince
 from pk.server.quorum import codec
 from pk.server.quorum.messages import (
     FetchReply,
@@ -56,6 +57,7 @@ class Peers:
         self._post = post
         self._voters = voters
         self._timeout_ms = timeout_ms
+        self._running_since = RunningSince(world.clock)
         self._callers: dict[NodeId, Caller] = {}
         self._running: dict[NodeId, int] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -84,6 +86,8 @@ class Peers:
             return
         try:
             request = self._voters.naming(codec.encode(message))
+            if isinstance(request, wire.QuorumFetchRequest):
+                request.clock.CopyFrom(self._running_since.reading())
             frame = await caller.call(request, timeout_ms=self._timeout_ms)
             body = getattr(frame.head, frame.head.WhichOneof("body") or "error")
             reply = codec.decode(body, frame.payload)

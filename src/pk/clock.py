@@ -1,8 +1,9 @@
 """Time as an interface: the only module that imports `time`.
 
-Two clocks in one: `wall_ms` is what records and retention carry and may step; `monotonic_ms` never
-goes back and is what timeouts use (docs/PROTOCOL.md L10 compares the two).  The simulator's clock
-implements the same protocol on virtual time.
+Three clocks in one: `wall_ms` is what records and retention carry and may step; `monotonic_ms`
+never goes back and is what timeouts use; `boottime_ms` also counts the time in suspend, and the
+wall clock is compared with it (docs/PROTOCOL.md L10).  The simulator's clock implements the same
+protocol on virtual time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Protocol
+
+#: Elsewhere than on Linux a suspended machine looks like one whose wall clock stepped.
+_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Clock(Protocol):
@@ -21,6 +25,10 @@ class Clock(Protocol):
 
     def monotonic_ms(self) -> int:
         """Milliseconds since an arbitrary start; never goes back."""
+        ...
+
+    def boottime_ms(self) -> int:
+        """Milliseconds since the machine was booted, those in suspend included; never goes back."""
         ...
 
     async def sleep_ms(self, duration_ms: float) -> None:
@@ -36,6 +44,9 @@ class SystemClock:
 
     def monotonic_ms(self) -> int:
         return time.monotonic_ns() // 1_000_000
+
+    def boottime_ms(self) -> int:
+        return time.clock_gettime_ns(_BOOTTIME) // 1_000_000
 
     async def sleep_ms(self, duration_ms: float) -> None:
         await asyncio.sleep(duration_ms / 1000)

@@ -264,7 +264,13 @@ SERVER = Options(
         Option("metadata_log_max_snapshot_interval_ms", int, 3_600_000,
                "… or after this, if there is any new metadata; 0 = only by bytes", "ms", 0),
         Option("clock_step_max_ms", int, 60_000,
-               "a larger step of the wall clock stops retention by age", "ms", 0),
+               "a wall clock that was set by more, or is further ahead of the median of all nodes, "
+               "stops retention by age and the forgetting of producers", "ms", 0),
+        Option("clock_gap_max_ms", int, DAY_MS,
+               "a wall clock further past the broker's last run waits for clock_grace_ms", "ms", 0),
+        Option("clock_grace_ms", int, 3_600_000,
+               "how long a clock that does not fit the last run waits for time synchronisation "
+               "before records and producers expire by it", "ms", 0),
         Option("remote_fetch_max_wait_ms", int, 5_000,
                "how long a fetch waits for the tier", "ms", 0),
         Option("producer_id_expiration_ms", int, DAY_MS,

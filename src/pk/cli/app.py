@@ -29,6 +29,7 @@ from pk import errors
 COMMANDS: Mapping[str, str] = {
     "server": "start a node: controller, broker and tier under one supervisor; format its disks",
     "topics": "create, list, describe, alter and delete topics",
+    "brokers": "list the brokers, confirm a broker's clock",
     "reassign": "give partitions other replicas",
     "produce": "send lines to a topic",
     "consume": "print the records of a topic",

@@ -164,6 +164,8 @@ class Rig:
         self.core.link = link
         self.core.follower = Follower()  # type: ignore[assignment]
         self.core.tier = self.tier  # type: ignore[assignment]
+        self.core.clocks.begin("boot", fresh=True)
+        self.core.clocks.trust.heard((), ())  # it is alone, and its clock right
         self.ids = ProducerIds(self.core)
 
     def partition(

@@ -493,12 +493,13 @@ def test_a_clock_that_jumped_makes_no_producer_unknown(cluster: Any, kit: Any) -
     cluster.do(story())
 
 
-def test_the_time_that_things_expire_by_is_one_that_the_guard_saw(cluster: Any) -> None:
+def test_the_time_that_things_expire_by_is_one_that_was_judged(cluster: Any) -> None:
     """Rule L10: the clock may jump between two ticks."""
     cluster.start()
-    upkeep, clock = cluster.broker._upkeep, cluster.world.clocks["broker"]
-    assert upkeep._time_ms() == clock.wall_ms()
+    clocks, clock = cluster.broker.core.clocks, cluster.world.clocks["broker"]
+    cluster.world.loop.run_for_ms(2_000)
+    assert clocks.trusted_ms() == clock.wall_ms()
     clock.step(48 * 3_600_000)
-    assert upkeep._time_ms() is None
+    assert clocks.trusted_ms() is None
     clock.step(-48 * 3_600_000)
-    assert upkeep._time_ms() == clock.wall_ms()
+    assert clocks.trusted_ms() == clock.wall_ms()

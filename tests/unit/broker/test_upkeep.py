@@ -218,10 +218,10 @@ def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep)
         rig.core.retain_soon(partition.key)
         await rig.mine.clock.sleep_ms(10 * TICK_MS)
         assert partition.log.log_start == 0
-        assert upkeep.guard.alert
+        assert rig.core.clocks.trust.alert
         rig.world.clocks["broker"].step(-10 * HOUR)
         await rig.mine.clock.sleep_ms(10 * TICK_MS)
-        assert not upkeep.guard.alert
+        assert not rig.core.clocks.trust.alert
         await upkeep.close()
 
     rig.run(story)
@@ -258,7 +258,7 @@ def test_a_clock_that_jumped_holds_no_deletion_up(rig: Any, kit: Any, upkeep: Up
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         rig.world.clocks["broker"].step(-10 * HOUR)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
-        assert upkeep.guard.alert
+        assert rig.core.clocks.trust.alert
         partition.heard_log_start(3)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert (partition.log.log_start, leader.told) == (3, 1)
@@ -274,7 +274,7 @@ def test_sizes_count_while_the_clock_cannot_be_trusted(rig: Any, kit: Any, upkee
 
     async def story() -> None:
         await segments(rig, kit, 4)
-        upkeep.guard.stepped_ms = 10 * HOUR
+        rig.world.clocks["broker"].step(10 * HOUR)
         await visit(upkeep, partition)
         assert partition.log.log_start == 2
 

@@ -1,0 +1,82 @@
+"""What a cluster says of its brokers, and the calls of `AdminClient` that concern one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.client.cluster import Cluster
+from pk.client.options import TIMEOUT_S
+from pk.wire import pk_pb2 as wire
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, frozen=True)
+class BrokerDescription:
+    """One registered broker.
+
+    state: "active", "fenced" or "shutting down".
+    clock_skew_ms: its wall clock ahead of the median of all nodes; None = not heard lately.
+    clock_trusted: nothing expires by age on a broker that does not trust its clock (rule L10).
+    clock_doubt: why it does not: "start", "step", "ahead", "not_compared"; "" = it does.
+    """
+
+    broker_id: int
+    address: str
+    rack: str
+    state: str
+    epoch: int
+    clock_skew_ms: int | None
+    clock_trusted: bool
+    clock_doubt: str
+
+
+def description_of(said: wire.BrokerDescription) -> BrokerDescription:
+    """The reply in the client's words."""
+    return BrokerDescription(
+        said.broker_id, said.address, said.rack, said.state, said.broker_epoch,
+        said.clock_skew_ms if said.HasField("clock_skew_ms") else None,
+        said.clock_trusted, said.clock_doubt,
+    )  # fmt: skip
+
+
+class BrokerCalls:
+    """The calls of `AdminClient` that concern brokers."""
+
+    _cluster: Cluster
+
+    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
+        """The client's own: one answer of this kind, from whoever gives it."""
+        raise NotImplementedError
+
+    def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
+        """The client's own: `attempt` until it succeeds."""
+        raise NotImplementedError
+
+    def list_brokers(self, *, timeout_s: float = TIMEOUT_S) -> list[BrokerDescription]:
+        """Every registered broker, by id, as the active controller knows it."""
+        reply = self._ask(wire.ListBrokersRequest(), wire.ListBrokersReply, timeout_s)
+        return [description_of(each) for each in reply.brokers]
+
+    def confirm_clock(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> str:
+        """Tell a broker that its wall clock is right: records and producers expire by it again.
+
+        Returns the doubt that this ended, "" if the broker trusted its clock anyway.  Raises
+        `BrokerUnavailable` if the broker is not in service.
+        """
+
+        async def attempt(one_ms: int) -> Message:
+            cluster = self._cluster
+            if broker_id not in await cluster.brokers(one_ms):
+                raise errors.BrokerUnavailable(f"broker {broker_id} is not in service")
+            request = wire.ConfirmClockRequest(broker_id=broker_id)
+            return await cluster.call_node(broker_id, request, timeout_ms=one_ms)
+
+        reply = self._joined(attempt, timeout_s)
+        assert isinstance(reply, wire.ConfirmClockReply)
+        return reply.doubt

@@ -1,0 +1,315 @@
+"""Whether a broker trusts its wall clock: may records and producers expire by age? (L10)
+
+Sans-IO.  Record time is compared with the broker's clock to decide what has expired: a clock that
+is a day ahead would delete everything.  The clock is compared with four things: CLOCK_BOOTTIME in
+the same process, the last run (`LastRun`, which a broker stores while it trusts its clock), the
+clocks of the other nodes (`Sample`), and the word of an operator.  `log/retention.py` and
+`log/producers.py` get the time from here, or no time at all.
+
+Words
+  line    wall clock − CLOCK_BOOTTIME.  It is constant for as long as nobody sets the wall clock;
+          changes of less than SLEW_MS between two looks are slewing and are followed.
+  median  of the clocks of all nodes that were heard lately, this one included.
+  doubt   why the clock is not trusted.  `START`: it does not fit the last run.  `STEP`: somebody
+          set it by more than `clock_step_max_ms`.  `AHEAD`: it is further ahead of the median than
+          that.  `NOT_COMPARED`: nothing was heard of other nodes since the start.
+
+How a doubt ends
+  | doubt        | by itself                  | by agreement | by time               | by confirm |
+  |--------------|----------------------------|--------------|-----------------------|------------|
+  | NOT_COMPARED | the other nodes were heard | –            | –                     | yes        |
+  | START        | the clock is set right     | yes          | after clock_grace_ms  | yes        |
+  | STEP         | the clock is set back      | yes          | –                     | yes        |
+  | AHEAD        | the clock is set right     | –            | –                     | yes        |
+
+*Agreement*: this clock is at the median, and so is that of a *witness*: another node that trusts
+its own clock, or whose process has run since before this broker's last run.  A cluster that was
+restarted as a whole agrees with itself and has no witness: the grace applies to all of it.
+
+The grace does not run out while a witness contradicts, nor while nothing is heard of the cluster.
+
+Invariants
+  C1  the last run advances only while the clock is trusted: a restart under the same wrong clock
+      finds the same gap again, however often it is tried
+  C2  times that clients wrote (CreateTime) are evidence of nothing; times that brokers wrote
+      (LogAppendTime) were written under a clock that may have been wrong: they only tell whose
+      clock is off (`behind_ms`), and end no doubt
+  C3  after a doubt no producer is forgotten for `producer_id_expiration_ms`: the times at which
+      producers were heard were read from a clock that may have been behind
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from pk.log.last_run import LastRun
+from pk.types import NodeId
+
+#: A difference between two looks at the clock that a slewed clock may have.
+SLEW_MS = 500
+#: A reply that took longer says too little about the clocks of others.
+DELAY_MAX_MS = 5_000
+
+
+class Doubt(enum.Enum):
+    """See the module.  The value is the word in logs."""
+
+    NONE = ""
+    NOT_COMPARED = "not_compared"
+    START = "start"
+    STEP = "step"
+    AHEAD = "ahead"
+
+
+class Sample(NamedTuple):
+    """The clock of one node as it was heard."""
+
+    node_id: NodeId
+    line_ms: int  #: its wall clock − CLOCK_BOOTTIME of this node
+    trusted: bool  #: by itself
+    running_since_ms: int = 0  #: its process, by its wall clock; 0 = not told
+
+
+class Limits(NamedTuple):
+    """The settings that matter here, in ms."""
+
+    step_max: int
+    gap_max: int
+    grace: int
+    fresh: int  #: clocks heard longer ago say nothing
+    producer_expiration: int
+
+
+class ClockTrust:
+    """See the module.  `begin` is called once what is on the disks is known."""
+
+    def __init__(self, node_id: NodeId, limits: Limits, wall_ms: int, boottime_ms: int) -> None:
+        self._node_id = node_id
+        self._limits = limits
+        self.tolerance_ms = max(limits.step_max, SLEW_MS)
+        self._line_ms = wall_ms - boottime_ms
+        self._now_ms = boottime_ms  #: CLOCK_BOOTTIME at the last look
+        self._true_line_ms = self._line_ms  #: the line when the clock was last trusted
+        self.running_since_ms = wall_ms
+        self.stepped_ms = 0  #: the sum of the jumps seen since the clock was last accepted
+        self._own = Doubt.NONE  #: START or STEP
+        self._ahead = False  #: of the median, by the last samples that counted
+        self._compared = False
+        self._confirmed = False
+        self._expected_line: tuple[int, int] | None = None  #: where the last run allows the line
+        self._grace_ends_ms = 0
+        self._last_trusted_ms: int | None = None  #: wall clock of the last run
+        self._appended_ms: int | None = None
+        self._keep_producers_ms = 0  #: C3: until then by CLOCK_BOOTTIME
+        self._samples: dict[NodeId, Sample] = {}
+        self._heard_ms: int | None = None  #: CLOCK_BOOTTIME
+        self._missing: frozenset[NodeId] = frozenset()  #: expected, and not among the samples
+        self._missing_since_ms = 0
+        self._doubted = False  #: since it was last decided whether producers are kept (C3)
+
+    # -- the start ---------------------------------------------------------------------------------
+
+    def begin(
+        self, last: LastRun | None, boot_id: str, *, fresh: bool, appended_ms: int | None = None
+    ) -> None:
+        """Compare the clock with the last run.
+
+        `fresh`: there is no log, so there is nothing that could expire.  `appended_ms`: the newest
+        time that a broker wrote into these logs.
+        """
+        wall_ms, tolerance = self._line_ms + self._now_ms, self.tolerance_ms
+        self._appended_ms = appended_ms
+        if last is None:
+            if not fresh:
+                self._doubt_start()
+            return
+        self._last_trusted_ms = last.wall_ms
+        if boot_id and last.boot_id == boot_id:
+            line = last.wall_ms - last.boottime_ms
+            self._expected_line = (line - tolerance, line + tolerance)
+        else:
+            line = last.wall_ms - self._now_ms
+            self._expected_line = (line - tolerance, line + self._limits.gap_max)
+        self._true_line_ms = line
+        left_ms = min(last.keep_producers_ms - wall_ms, self._limits.producer_expiration)
+        self._keep_producers_ms = self._now_ms + max(0, left_ms)
+        if not self._fits_last_run():
+            self._doubt_start()
+
+    def _doubt_start(self) -> None:
+        self._own, self._doubted = Doubt.START, True
+        self._grace_ends_ms = self._now_ms + self._limits.grace
+
+    def _fits_last_run(self) -> bool:
+        expected = self._expected_line
+        return expected is not None and expected[0] <= self._line_ms <= expected[1]
+
+    # -- what is seen ------------------------------------------------------------------------------
+
+    def observe(self, wall_ms: int, boottime_ms: int) -> bool:
+        """Account for the clocks now.  True if the wall clock is trusted."""
+        line_ms = wall_ms - boottime_ms
+        jump_ms, self._line_ms, self._now_ms = line_ms - self._line_ms, line_ms, boottime_ms
+        if abs(jump_ms) > SLEW_MS:
+            self._jumped(jump_ms)
+        self._judge()
+        if self.doubt is not Doubt.NONE:
+            return False
+        self._true_line_ms, self._last_trusted_ms = line_ms, wall_ms
+        if self._doubted:
+            self._doubted = False
+            self._keep_producers_ms = boottime_ms + self._limits.producer_expiration  # C3
+        return True
+
+    def _jumped(self, by_ms: int) -> None:
+        self.stepped_ms += by_ms
+        if self._own is Doubt.START:
+            self._grace_ends_ms = self._now_ms + self._limits.grace  # another clock to wait for
+            if self._fits_last_run():
+                self._accept()
+        elif abs(self.stepped_ms) > self._limits.step_max:
+            self._own, self._confirmed, self._doubted = Doubt.STEP, False, True
+        else:
+            self._own = Doubt.NONE
+
+    def heard(self, samples: Iterable[Sample], expected: Collection[NodeId]) -> None:
+        """The clocks of all nodes that the active controller has heard lately.
+
+        expected: the nodes of which a clock should be among them.
+        """
+        found = {each.node_id: each for each in samples if each.node_id != self._node_id}
+        self._samples, self._heard_ms = found, self._now_ms
+        missing = frozenset(each for each in expected if each != self._node_id) - found.keys()
+        if not missing <= self._missing:
+            self._missing_since_ms = self._now_ms
+        self._missing = missing
+        self._judge()
+
+    def confirm(self) -> Doubt:
+        """An operator says that the clock is right; returns the doubt that this ends."""
+        before = self.doubt
+        self._accept()
+        self._compared = self._confirmed = True
+        self._ahead, self._appended_ms = False, None
+        return before
+
+    def _accept(self) -> None:
+        self._own, self.stepped_ms = Doubt.NONE, 0
+
+    # -- the judgement -----------------------------------------------------------------------------
+
+    def _fresh(self) -> bool:
+        heard_ms = self._heard_ms
+        return heard_ms is not None and self._now_ms - heard_ms <= self._limits.fresh
+
+    def _settled(self) -> bool:
+        """The samples are fresh, and nodes that are missing among them have had their time."""
+        waited_ms = self._now_ms - self._missing_since_ms
+        return self._fresh() and (not self._missing or waited_ms >= self._limits.fresh)
+
+    def _lines(self) -> list[int]:
+        return sorted([self._line_ms, *(each.line_ms for each in self._samples.values())])
+
+    def _median_ms(self) -> int:
+        lines = self._lines()
+        middle = len(lines) // 2
+        return (lines[middle] + lines[~middle]) // 2
+
+    def _judge(self) -> None:
+        if not self._settled():
+            return  # what was judged before stands
+        self._compared = True
+        tolerance, median_ms = self.tolerance_ms, self._median_ms()
+        self._ahead = not self._confirmed and self._line_ms - median_ms > tolerance
+        self._doubted = self._doubted or self._ahead
+        if self._own is Doubt.NONE:
+            return
+        witnesses = [each.line_ms for each in self._samples.values() if self._is_witness(each)]
+        at_median = any(abs(line - median_ms) <= tolerance for line in witnesses)
+        agreed = at_median and abs(self._line_ms - median_ms) <= tolerance
+        waited = self._own is Doubt.START and self._now_ms >= self._grace_ends_ms
+        contradicted = any(abs(line - self._line_ms) > tolerance for line in witnesses)
+        if agreed or (waited and not contradicted):
+            self._accept()
+
+    def _is_witness(self, sample: Sample) -> bool:
+        since, last = sample.running_since_ms, self._last_trusted_ms
+        return sample.trusted or (last is not None and 0 < since <= last)
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def doubt(self) -> Doubt:
+        if self._own is not Doubt.NONE:
+            return self._own
+        if not self._compared:
+            return Doubt.NOT_COMPARED
+        return Doubt.AHEAD if self._ahead else Doubt.NONE
+
+    @property
+    def alert(self) -> bool:
+        """The clock is not trusted, and somebody should look at it."""
+        return self.doubt not in (Doubt.NONE, Doubt.NOT_COMPARED)
+
+    @property
+    def skew_ms(self) -> int | None:
+        """How far the clock is ahead of the median; None = no other node was heard lately."""
+        if not self._samples or not self._fresh():
+            return None
+        return self._line_ms - self._median_ms()
+
+    @property
+    def nodes(self) -> int:
+        """The nodes whose clocks the median is made of."""
+        return 1 + len(self._samples) if self._fresh() else 1
+
+    @property
+    def gap_ms(self) -> int | None:
+        """How far the clock is past the last run; None = no last run is known."""
+        last = self._last_trusted_ms
+        return None if last is None else self._line_ms + self._now_ms - last
+
+    @property
+    def behind_ms(self) -> int:
+        """How far the clock is behind what brokers wrote before; 0 = it is not."""
+        known = [each for each in (self._last_trusted_ms, self._appended_ms) if each is not None]
+        wall_ms = self._line_ms + self._now_ms
+        behind_ms = max(known, default=wall_ms) - wall_ms
+        expected_ms = self._true_line_ms - self._line_ms
+        return max(behind_ms, expected_ms, 0)
+
+    @property
+    def gives_up_leadership(self) -> bool:
+        """The clock is off the median, and those of two thirds of the nodes are not.
+
+        More would mean that nobody knows which clocks are right.
+        """
+        if not self._settled():
+            return False
+        median_ms, lines = self._median_ms(), self._lines()
+        off = sum(abs(line - median_ms) > self.tolerance_ms for line in lines)
+        return abs(self._line_ms - median_ms) > self.tolerance_ms and 3 * off <= len(lines)
+
+    # -- times to use ------------------------------------------------------------------------------
+
+    def forget_before_ms(self, wall_ms: int) -> int | None:
+        """The time by which silent producers are forgotten; None = none is now (C3)."""
+        trusted = self.doubt is Doubt.NONE and self._now_ms >= self._keep_producers_ms
+        return wall_ms if trusted else None
+
+    def heard_at_ms(self, wall_ms: int, boottime_ms: int) -> int:
+        """The time at which a producer is noted as heard.
+
+        A clock that was set back does not make its producers seem silent for longer (C3).
+        """
+        return max(wall_ms, self._true_line_ms + boottime_ms)
+
+    def last_run(self, boot_id: str) -> LastRun | None:
+        """What to store (C1); None = nothing now."""
+        if self.doubt is not Doubt.NONE:
+            return None
+        wall_ms = self._line_ms + self._now_ms
+        left_ms = self._keep_producers_ms - self._now_ms
+        return LastRun(wall_ms, self._now_ms, boot_id, wall_ms + left_ms if left_ms > 0 else 0)

@@ -1,0 +1,238 @@
+"""A broker's wall clock and what is known about it: feeds `ClockTrust`, tells the outcome (L10).
+
+World-generic.  Whoever in the broker decides by age asks here for the time.  The other nodes'
+clocks come with the replies to heartbeats (controller_link.py); the difference between two clocks
+is known to half of the time that request and reply were on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.log import directory as files
+from pk.log.directory import Directory
+from pk.log.last_run import LastRun
+from pk.log.plan import Now
+from pk.server.broker.clock_trust import DELAY_MAX_MS, ClockTrust, Doubt, Limits, Sample
+from pk.server.controller.reports import CLOCK_OFF
+from pk.types import NodeId
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+#: Rows of log/validate.py that compare a client's timestamp with the broker's clock.
+_BY_THE_CLOCK = ("F", "G")
+
+
+class ClockWatch:
+    """The clock of one broker process."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core = core
+        self._clock = core.clock
+        self._boot_id = ""
+        server = core.server
+        limits = Limits(
+            step_max=server["clock_step_max_ms"],
+            gap_max=server["clock_gap_max_ms"],
+            grace=server["clock_grace_ms"],
+            fresh=server["broker_session_timeout_ms"],
+            producer_expiration=server["producer_id_expiration_ms"],
+        )
+        now = self._clock.wall_ms(), self._clock.boottime_ms()
+        self._limits = limits
+        self._began_ms = now[1]
+        self.trust = ClockTrust(core.node_id, limits, *now)
+        self._said = Doubt.NOT_COMPARED  #: the doubt that the log knows of
+
+    def begin(self, boot_id: str, *, fresh: bool, appended_ms: int | None = None) -> None:
+        """What stood on the disks is known; `fresh`: no log did."""
+        self._boot_id = boot_id
+        before = files.last_run_of(self._core.manager.directories)
+        self.trust.begin(before, boot_id, fresh=fresh, appended_ms=appended_ms)
+        self._look()
+
+    # -- the time ----------------------------------------------------------------------------------
+
+    def _look(self) -> int:
+        """The wall clock now; the very time that is used is judged, it may have jumped just now."""
+        wall_ms = self._clock.wall_ms()
+        self.trust.observe(wall_ms, self._clock.boottime_ms())
+        self._say()
+        return wall_ms
+
+    def trusted_ms(self) -> int | None:
+        """The time by which records expire; None = the clock is not trusted (rule L10)."""
+        wall_ms = self._look()
+        return wall_ms if self.trust.doubt is Doubt.NONE else None
+
+    def forget_before_ms(self) -> int | None:
+        """The time by which silent producers are forgotten; None = none is now."""
+        return self.trust.forget_before_ms(self._look())
+
+    def now(self) -> Now:
+        """For an append."""
+        wall_ms = self._clock.wall_ms()
+        return Now(wall_ms, self.trust.heard_at_ms(wall_ms, self._clock.boottime_ms()))
+
+    # -- other nodes -------------------------------------------------------------------------------
+
+    def reading(self) -> wire.ClockReading:
+        """What a heartbeat says."""
+        wall_ms, trust = self._look(), self.trust
+        return wire.ClockReading(
+            wall_ms=wall_ms,
+            trusted=trust.doubt is Doubt.NONE,
+            doubt=trust.doubt.value,
+            running_since_ms=wall_ms - (self._clock.boottime_ms() - self._began_ms),
+        )
+
+    def heard(self, reply: wire.BrokerHeartbeatReply, sent_ms: int) -> None:
+        """The reply to a heartbeat that was sent at `sent_ms` (boottime)."""
+        if not reply.clock_sent_ms:
+            return
+        self._look()
+        now_ms = self._clock.boottime_ms()
+        took_ms = (now_ms - sent_ms) - (reply.clock_sent_ms - reply.clock_received_ms)
+        if took_ms > min(DELAY_MAX_MS, self.trust.tolerance_ms):
+            return
+        line_ms = (reply.clock_received_ms - sent_ms + reply.clock_sent_ms - now_ms) // 2
+        samples = [
+            Sample(each.node_id, line_ms + each.ahead_ms, each.trusted, each.running_since_ms)
+            for each in reply.clocks
+        ]
+        self.trust.heard(samples, self._expected())
+        self._look()
+
+    def unfit(self) -> list[wire.Unfit]:
+        """L10, L16: whoever leads gives records their time, and refuses timestamps by its clock."""
+        if not self.trust.gives_up_leadership:
+            return []
+        return [wire.Unfit(reason=CLOCK_OFF, all=True, gives_up=True)]
+
+    def _expected(self) -> Collection[NodeId]:
+        return list(self._core.follower.image.brokers)
+
+    # -- people ------------------------------------------------------------------------------------
+
+    def gauges(self) -> None:
+        """The metrics of the clock, as they are now."""
+        self._look()
+        metrics, trust = self._core.metrics, self.trust
+        metrics.clock_alert.set(trust.alert)
+        metrics.clock_step.set(trust.stepped_ms)
+        metrics.clock_skew.set(trust.skew_ms or 0)
+
+    def confirm(self) -> Doubt:
+        """An operator says that the clock is right."""
+        self._look()
+        ended = self.trust.confirm()
+        self._core.warn("clock_confirmed", doubt=ended.value)
+        self._look()
+        return ended
+
+    def _say(self) -> None:
+        """One line whenever the clock is trusted no more, again, or for another reason."""
+        trust, doubt = self.trust, self.trust.doubt
+        if doubt is self._said:
+            return
+        before, self._said = self._said, doubt
+        if trust.alert:
+            why = f"{self.why()}. Nothing expires by age, no producer is forgotten"
+            self._core.warn("clock_not_trusted", doubt=doubt.value, why=why)
+        elif before is not Doubt.NOT_COMPARED:
+            self._core.warn("clock_trusted", doubt_before=before.value)
+
+    def why(self) -> str:
+        """The doubt in words."""
+        trust, limits = self.trust, self._limits
+        if trust.doubt is Doubt.START:
+            gap_ms, wait = trust.gap_ms, f"waiting clock_grace_ms ({for_people(limits.grace)})"
+            if gap_ms is None:
+                found = "it is not known when this broker ran last"
+            else:
+                side = "past" if gap_ms >= 0 else "before"
+                found = f"the clock is {for_people(abs(gap_ms))} {side} this broker's last run"
+            return f"{found}: {wait} for time synchronisation, other nodes' clocks, or an operator"
+        if trust.doubt is Doubt.STEP:
+            by = for_people(abs(trust.stepped_ms))
+            side = "forward" if trust.stepped_ms > 0 else "back"
+            return f"the clock was set {side} by {by}, clock_step_max_ms is {limits.step_max}"
+        if trust.doubt is Doubt.AHEAD:
+            by = for_people(abs(trust.skew_ms or 0))
+            return f"the clock is {by} ahead of the median of {trust.nodes} nodes"
+        return ""
+
+    def whose(self) -> str:
+        """Whose clock is off, as far as this broker knows."""
+        core, trust = self._core, self.trust
+        mine, skew_ms, limit = (
+            f"the clock of broker {core.node_id}",
+            trust.skew_ms,
+            trust.tolerance_ms,
+        )
+        if skew_ms is not None and abs(skew_ms) > limit:
+            side = "ahead of" if skew_ms > 0 else "behind"
+            by = for_people(abs(skew_ms))
+            return f"{mine} is off: it is {by} {side} the median of {trust.nodes} nodes"
+        if skew_ms is not None:
+            return f"{mine} agrees with {trust.nodes - 1} other nodes: the client's clock is off"
+        if trust.behind_ms > limit:
+            return f"{mine} is off: it is {for_people(trust.behind_ms)} behind its own last run"
+        if trust.alert:
+            return f"{mine} may be off: {self.why()}"
+        return f"{mine} is not known to be off: look at the client's clock first"
+
+    def explained(self, refusal: errors.InvalidRecord) -> errors.InvalidRecord:
+        """A timestamp was refused by the clock: say whose is off."""
+        if refusal.details.get("row") not in _BY_THE_CLOCK:
+            return refusal
+        details: dict[str, str] = dict(refusal.details)
+        if self.trust.skew_ms is not None:
+            details["broker_clock_skew_ms"] = str(self.trust.skew_ms)
+        return errors.InvalidRecord(f"{refusal.message}; {self.whose()}", **details)
+
+    # -- the last run ------------------------------------------------------------------------------
+
+    def last_run(self) -> LastRun | None:
+        """What to store; None while the clock is not trusted (C1 of clock_trust.py)."""
+        self._look()
+        return self.trust.last_run(self._boot_id)
+
+    async def note(self, of: Directory, run: LastRun) -> None:
+        """SYNCED in one directory."""
+        if of.failed is None:
+            await of.disk.write(partial(files.note_run, of.disk.storage, run))
+
+    async def newest_append_ms(self) -> int | None:
+        """The newest time that a broker wrote into the logs; None = none did."""
+        manager = self._core.manager
+        looks: list[tuple[Any, Callable[[], int | None]]] = [
+            (manager.disk_of(key), log.newest_append_ms)
+            for key, log in manager.logs().items()
+            if log.config.log_append_time
+        ]
+        found = []
+        for disk, look in looks:
+            try:
+                found.append(await disk.read(look))
+            except (errors.PkError, OSError) as error:  # damage is found by whoever reads there
+                self._core.warn("append_time_unknown", error=str(error))
+        return max((each for each in found if each is not None), default=None)
+
+
+def for_people(ms: int) -> str:
+    """A duration in one or two units."""
+    for unit, size, part, smaller in (
+        ("d", 86_400_000, "h", 3_600_000),
+        ("h", 3_600_000, "min", 60_000),
+        ("min", 60_000, "s", 1_000),
+    ):
+        if ms >= size:
+            rest = ms % size // smaller
+            return f"{ms // size} {unit}" + (f" {rest} {part}" if rest else "")
+    return f"{ms // 1_000} s" if ms >= 1_000 else f"{ms} ms"

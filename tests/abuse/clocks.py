@@ -1,0 +1,277 @@
+"""Wrong clocks: a node whose wall clock is off at its start, or is set while it runs (rule L10).
+
+Real nodes under libfaketime.  Cases
+  a single node that starts a day ahead keeps every record, and goes on when an operator says so;
+  one that starts a day behind refuses timestamps and names its own clock
+  a node of three that starts a day ahead and leads keeps every record; one that is set a day back
+  hands the lead over, and the others take records
+  (long) three nodes that all start a day ahead keep every record; a single node goes on by itself
+  after the grace; 20 s under a clock that is a day ahead
+
+Retention runs ten times a second in these nodes.  That it ran is told by a topic that is bounded by
+size: its log start moves whatever the time is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+
+from real_cluster import Node, RealCluster, run as pk, until  # noqa: I001
+from verdicts import Verdict
+from wrong_clock import LIBRARY, WrongClock
+
+from pk import AdminClient, Producer, TopicPartition, errors
+
+HOUR_MS = 3_600_000
+#: A record of the topics, and how many make a segment.
+VALUE = bytes(1_500)
+RECORDS = 40
+SEGMENT = {"segment_bytes": "14336", "file_delete_delay_ms": "0"}
+AGED = {**SEGMENT, "retention_ms": str(HOUR_MS)}
+STAMPED = {**AGED, "message_timestamp_type": "LogAppendTime"}
+SIZED = {**SEGMENT, "retention_ms": "-1", "retention_bytes": "20000"}
+SERVER = {
+    "log_retention_check_interval_ms": 100,
+    "log_flush_offset_checkpoint_interval_ms": 1_000,
+    "auto_leader_rebalance_enable": False,
+}
+AHEAD, BEHIND = "+1d", "-1d"
+
+
+class Nodes:
+    """A cluster whose nodes have clocks of their own."""
+
+    def __init__(self, home: Path, size: int, **given: Any) -> None:
+        self.cluster = RealCluster(home, **{**SERVER, **given})
+        self.nodes = self.cluster.add(*range(1, size + 1))
+        self.clocks = {}
+        for node in self.nodes:
+            clock = self.clocks[node.node_id] = WrongClock(home / f"clock{node.node_id}")
+            node.env.update(clock.env)
+        self.cluster.start()
+        self.admin = AdminClient(self.cluster.bootstrap)
+
+    def close(self) -> None:
+        self.admin.close()
+        self.cluster.close()
+
+    # -- topics ------------------------------------------------------------------------------------
+
+    def create(self, name: str, configs: dict[str, str], *replicas: int) -> None:
+        """A topic of one partition on these nodes; the first leads."""
+        self.admin.create_topic(name, 1, configs, replication_factor=1)
+        place = TopicPartition(name, 0)
+        moved = self.admin.alter_partition_reassignments({place: replicas})
+        assert moved[place] is None, moved
+        until(lambda: self.state(name).replicas == replicas, f"{name} is moved")
+        until(lambda: set(self.state(name).isr) == set(replicas), f"{name} is in sync")
+        self.admin.elect_leaders([place])
+        until(lambda: self.state(name).leader == replicas[0], f"{replicas[0]} leads {name}")
+
+    def state(self, name: str) -> Any:
+        (found,) = self.admin.describe_topics([name])
+        return found
+
+    def fill(self, name: str, records: int = RECORDS, **options: Any) -> None:
+        """Records of now, by the clock of this machine, which is right."""
+        with Producer(self.cluster.bootstrap, linger_ms=0, **options) as producer:
+            for _ in range(records):
+                producer.send(name, value=VALUE).result(timeout=60)
+
+    # -- clocks ------------------------------------------------------------------------------------
+
+    def restart(self, *ids: int, off: str) -> None:
+        """Stop these nodes; they start again with another clock."""
+        stopped = [node for node in self.nodes if node.node_id in ids]
+        for node in stopped:
+            node.ask_to_stop()
+        for node in stopped:
+            code = node.end()
+            assert code == 0, node.tail()
+        for node in stopped:
+            self.clocks[node.node_id].set(off)
+            node.spawn()
+        for node in stopped:
+            node.wait_ready()
+
+    def brokers(self) -> dict[int, dict[str, Any]]:
+        """What `pk brokers list` says."""
+        told = json.loads(pk(["brokers", "list", "--json", "--bootstrap", self.bootstrap]))
+        return {each["broker_id"]: each for each in told["brokers"]}
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(self.cluster.bootstrap)
+
+    def doubts(self, expected: dict[int, str]) -> None:
+        """Wait until the brokers say so of their clocks."""
+        found: dict[int, str] = {}
+
+        def holds() -> bool:
+            listed = self.brokers()
+            found.update({n: listed[n]["clock_doubt"] for n in expected if n in listed})
+            trusted = all(listed[n]["clock_trusted"] == (not w) for n, w in expected.items())
+            return trusted and found == expected
+
+        until(holds, f"the clocks of brokers are {expected}")
+
+    # -- retention ---------------------------------------------------------------------------------
+
+    def retention_runs(self, *names: str) -> None:
+        """Until each of these topics, which are bounded by size, has lost something anew."""
+        for name in names:
+            before = self.state(name).log_start
+            self.fill(name)
+            until(lambda name=name, before=before: self.state(name).log_start > before, name)
+
+    def expired(self, *names: str) -> int:
+        """How many records retention by age took from these topics; none is old."""
+        return sum(self.state(name).log_start for name in names)
+
+
+@contextmanager
+def nodes_of(home: Path, size: int, **given: Any) -> Iterator[Nodes]:
+    home.mkdir(parents=True, exist_ok=True)
+    nodes = Nodes(home, size, **given)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def a_single_node(home: Path) -> list[Verdict]:
+    """It starts a day ahead, then a day behind; then an operator says that a day ahead is right."""
+    with nodes_of(home, 1) as nodes:
+        for name, configs in (("aged", AGED), ("stamped", STAMPED), ("sized", SIZED)):
+            nodes.create(name, configs, 1)
+            nodes.fill(name)
+        nodes.restart(1, off=AHEAD)
+        nodes.doubts({1: "start"})
+        nodes.retention_runs("sized", "sized")
+        gone, said = nodes.expired("aged", "stamped"), _lines(nodes.nodes[0], "clock_not_trusted")
+        ahead = Verdict(
+            "a single node starts a day ahead", gone == 0 and said == 1, f"{gone} lost, {said} line"
+        )
+        nodes.restart(1, off=BEHIND)
+        nodes.doubts({1: "start"})
+        words = str(_refusal(nodes, "aged"))
+        named = "the clock of broker 1 is off" in words and "behind its own last run" in words
+        behind = Verdict("a single node starts a day behind", named, words)
+        nodes.clocks[1].set("+0d")
+        nodes.doubts({1: ""})
+        nodes.fill("aged", 1)
+        nodes.clocks[1].set(AHEAD)
+        nodes.doubts({1: "step"})
+        nodes.retention_runs("sized", "sized")
+        gone = nodes.expired("aged", "stamped")
+        pk(["brokers", "confirm-clock", "1", "--bootstrap", nodes.bootstrap])
+        until(lambda: nodes.expired("aged") and nodes.expired("stamped"), "records expire again")
+        confirmed = Verdict("nothing goes before the clock is confirmed", gone == 0, f"{gone} lost")
+        return [ahead, behind, confirmed]
+
+
+def one_of_three(home: Path) -> list[Verdict]:
+    """A node starts a day ahead and leads what nobody else has; then it is set a day back."""
+    with nodes_of(home, 3) as nodes:
+        for name, configs in (("aged", STAMPED), ("sized", SIZED)):
+            nodes.create(name, configs, 1)
+            nodes.fill(name)
+        nodes.create("shared", {**AGED, "min_insync_replicas": "2"}, 1, 2, 3)
+        nodes.fill("shared")
+        nodes.restart(1, off=AHEAD)
+        nodes.doubts({1: "start", 2: "", 3: ""})
+        skew_ms = nodes.brokers()[1]["clock_skew_ms"]
+        nodes.retention_runs("sized", "sized")
+        gone = nodes.expired("aged", "shared")
+        led = {nodes.state(name).leader for name in ("aged", "sized")}
+        nodes.clocks[1].set("+0d")
+        nodes.doubts({1: "", 2: "", 3: ""})
+        right = gone == 0 and led == {1} and abs(skew_ms - 24 * HOUR_MS) < 60_000
+        ahead = Verdict("one of three starts a day ahead", right, f"{gone} lost, {skew_ms} ms")
+        place = TopicPartition("shared", 0)
+        until(lambda: nodes.admin.elect_leaders([place])[place] is None, "broker 1 is elected")
+        nodes.clocks[1].set(BEHIND)
+        nodes.doubts({1: "step", 2: "", 3: ""})
+        until(lambda: nodes.state("shared").leader in (2, 3), "another node leads")
+        nodes.fill("shared", 5)
+        words = str(_refusal(nodes, "sized"))
+        named = "the clock of broker 1 is off" in words and "behind the median of 3 nodes" in words
+        return [ahead, Verdict("a leader is set a day back", named, words)]
+
+
+def three_ahead(home: Path) -> list[Verdict]:
+    """A cluster that was restarted together agrees with itself."""
+    with nodes_of(home, 3) as nodes:
+        nodes.create("aged", AGED, 1, 2, 3)
+        nodes.create("sized", SIZED, 2, 3, 1)
+        for name in ("aged", "sized"):
+            nodes.fill(name)
+        nodes.restart(1, 2, 3, off=AHEAD)
+        nodes.doubts({1: "start", 2: "start", 3: "start"})
+        nodes.retention_runs("sized", "sized", "sized")
+        gone = nodes.expired("aged")
+        return [Verdict("three nodes start a day ahead", gone == 0, f"{gone} lost")]
+
+
+def goes_on_after_the_grace(home: Path) -> list[Verdict]:
+    """It may have been switched off: after clock_grace_ms a single node goes on by itself."""
+    with nodes_of(home, 1, clock_grace_ms=15_000) as nodes:
+        nodes.create("aged", AGED, 1)
+        nodes.fill("aged")
+        nodes.restart(1, off=AHEAD)
+        nodes.doubts({1: "start"})
+        first = nodes.expired("aged")
+        until(lambda: nodes.expired("aged") > 0, "records expire after the grace")
+        nodes.doubts({1: ""})
+        return [Verdict("a single node goes on after the grace", first == 0, f"{first} lost")]
+
+
+def _refusal(nodes: Nodes, name: str) -> errors.PkError:
+    """What a producer with the right time is told at once."""
+    with Producer(nodes.cluster.bootstrap, linger_ms=0) as producer:
+        refusal = producer.send(name, value=VALUE).exception(timeout=60)
+    assert isinstance(refusal, errors.InvalidRecord), refusal
+    assert not refusal.retriable
+    return refusal
+
+
+def _lines(node: Node, event: str) -> int:
+    """How often the broker said `event`."""
+    return sum(f" {event} " in line for line in node.log.read_text().splitlines())
+
+
+def twenty_seconds(home: Path) -> list[Verdict]:
+    """The long form: nothing goes within 20 s either."""
+    with nodes_of(home, 3) as nodes:
+        nodes.create("aged", AGED, 1)
+        nodes.fill("aged")
+        nodes.restart(1, off=AHEAD)
+        nodes.doubts({1: "start", 2: "", 3: ""})
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            time.sleep(0.5)
+        gone = nodes.expired("aged")
+        return [Verdict("20 s under a clock a day ahead", gone == 0, f"{gone} lost")]
+
+
+Case = Callable[[Path], list[Verdict]]
+SHORT: tuple[Case, ...] = (a_single_node, one_of_three)
+LONG: tuple[Case, ...] = (*SHORT, three_ahead, goes_on_after_the_grace, twenty_seconds)
+
+
+def run(seed: int, work: Path, short: bool) -> list[Verdict]:
+    """Every case, in an order drawn from the seed."""
+    if LIBRARY is None:
+        return [Verdict("wrong clocks", False, "libfaketime is not installed")]
+    cases = list(SHORT if short else LONG)
+    random.Random(seed).shuffle(cases)
+    return [verdict for case in cases for verdict in case(work / case.__name__)]

@@ -1,0 +1,76 @@
+"""Rule L10: the clocks of all nodes as the active controller heard them."""
+
+from __future__ import annotations
+
+from pk.server.controller.clocks import Clocks
+from pk.wire import pk_pb2 as wire
+
+WALL = 1_800_000_000_000
+DAY = 86_400_000
+
+
+def clocks() -> Clocks:
+    return Clocks(1, 6_000)
+
+
+def tell(
+    to: Clocks, node: int, ahead_ms: int, now_ms: int = 0, *, broker: bool = True, **said: object
+) -> None:
+    reading = wire.ClockReading(wall_ms=WALL + ahead_ms, trusted=True)
+    for name, value in said.items():
+        setattr(reading, name, value)
+    to.heard(node, reading, WALL, now_ms, broker=broker)
+
+
+def ahead(of: Clocks, now_ms: int = 0) -> dict[int, int]:
+    return {each.node_id: each.ahead_ms for each in of.samples(now_ms, WALL)}
+
+
+def test_a_late_request_makes_no_clock_look_behind() -> None:
+    known = clocks()
+    tell(known, 2, -3)
+    tell(known, 2, -90_000)  # this process stood still
+    assert ahead(known) == {1: 0, 2: -3}
+    for _ in range(3):
+        tell(known, 2, -DAY)  # it was set back
+    assert ahead(known)[2] == -DAY
+
+
+def test_what_was_heard_long_ago_is_not_counted() -> None:
+    known = clocks()
+    tell(known, 2, 5)
+    assert ahead(known, 6_000) == {1: 0, 2: 5}
+    assert ahead(known, 6_001) == {1: 0}
+    tell(known, 2, -7, 7_000)
+    assert ahead(known, 7_000)[2] == -7  # what it said before is forgotten
+
+
+def test_a_broker_speaks_for_its_node_and_a_controller_for_one_without() -> None:
+    known = clocks()
+    tell(known, 1, -2)  # the broker of this node: the controller reads the same clock
+    tell(known, 2, 10)
+    tell(known, 2, -20, broker=False, trusted=False)
+    tell(known, 3, 30, broker=False, trusted=False, running_since_ms=17)
+    samples = {each.node_id: each for each in known.samples(0, WALL - DAY)}
+    assert [samples[n].ahead_ms for n in (1, 2, 3)] == [0, 10, 30]
+    assert [samples[n].trusted for n in (1, 2, 3)] == [True, True, False]
+    assert (samples[1].running_since_ms, samples[3].running_since_ms) == (WALL - DAY, 17)
+
+
+def test_a_broker_that_tells_no_clock_is_not_at_1970() -> None:
+    known = clocks()
+    known.heard(2, wire.ClockReading(), WALL, 0, broker=True)
+    assert ahead(known) == {1: 0}
+
+
+def test_the_skew_is_of_the_median() -> None:
+    known = clocks()
+    for node, skew in ((1, 0), (2, 100), (3, DAY)):
+        tell(known, node, skew)
+    tell(known, 3, DAY, trusted=False, doubt="ahead")
+    listed = [wire.BrokerDescription(broker_id=n) for n in (1, 2, 3, 4)]
+    known.describe(listed, 0)
+    assert [each.clock_skew_ms for each in listed[:3]] == [-100, 0, DAY - 100]
+    assert [each.clock_trusted for each in listed] == [True, True, False, False]
+    assert listed[2].clock_doubt == "ahead"
+    assert not listed[3].HasField("clock_skew_ms")
