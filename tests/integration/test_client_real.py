@@ -194,7 +194,7 @@ def test_send_batch_refuses_what_it_cannot_store(
 
 
 def test_bad_records_are_refused_before_they_are_taken(server: EmbeddedServer, topic: str) -> None:
-    with Producer(server.address) as producer:
+    with Producer(server.address, max_block_ms=1_000) as producer:
         with pytest.raises(errors.SerializationError, match="value is str"):
             producer.send(topic, "text")
         with pytest.raises(errors.SerializationError, match="header"):
