@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 POLL_WAIT_MS = 10_000
 CALL_TIMEOUT_MS = 10_000
 BACKOFF_MS = (200, 10_000)
+#: How often the log repeats that the store does not pass its probe.
+REPEAT_MS = 60_000
 PROGRESS_GATHER_MS = 50
 METRICS_TICK_MS = 1_000
 GRACE_MS = 500
@@ -148,6 +150,7 @@ class TierNode:
     async def _probe(self) -> None:
         """Rule T14 (Y1): until the store passes, say why to everybody."""
         backoff_ms = BACKOFF_MS[0]
+        said_ms: int | None = None
         while True:
             try:
                 await self._tables.probe(self.world.new_id())
@@ -158,7 +161,9 @@ class TierNode:
                 if self._log is not None:
                     self._log.info("store_probed", url=self.run.tier_url)
                 return
-            if self._log is not None:
+            now_ms = self.world.clock.monotonic_ms()
+            if self._log is not None and (said_ms is None or now_ms - said_ms >= REPEAT_MS):
+                said_ms = now_ms
                 self._log.error("store_probe_failed", message=self.problem.message)
             await self._tell_problem(self.problem)
             await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))

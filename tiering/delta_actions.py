@@ -20,6 +20,7 @@ from deltalake.transaction import AddAction
 from pk import errors
 from pk.tiering import layout, log_check
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
+from pk.tiering.store_words import in_words
 from pk.tiering.table import OFFSET_MAX, CommitConflict, DataFile, NewFile, TableProtocol
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -173,12 +174,9 @@ def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
     """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
     if isinstance(cause, errors.PkError):
         return cause
-    text = str(cause).strip()
-    low = text.lower()
+    text, low = in_words(str(cause)), str(cause).lower()
     if any(word in low for word in _DENIED):
-        return errors.StoreRefused(
-            f"{uri}: {doing}: {text}; give pk's credentials read and write access", uri=uri
-        )
+        return errors.StoreRefused(f"{uri}: {doing}: {text}", uri=uri)
     if "nosuchbucket" in low:
         return errors.StoreRefused(f"{uri}: {doing}: the bucket does not exist: create it", uri=uri)
     if "unsupported table features" in low or "table has set these" in low:

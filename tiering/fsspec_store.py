@@ -30,6 +30,7 @@ from pk.clock import Clock
 from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
 from pk.tiering.sink import BLOCK_BYTES
 from pk.tiering.store_settings import StoreSettings, check_url
+from pk.tiering.store_words import in_words
 
 T = TypeVar("T")
 
@@ -84,13 +85,11 @@ class _Calls:
                 if isinstance(cause, OSError) and cause.errno in _REFUSED:
                     raise self._refused(doing, cause) from cause
                 last = cause
-        raise errors.TierUnavailable(f"{self.url}: {doing}: {last}", url=self.url) from last
+        why = in_words(_text(last))
+        raise errors.TierUnavailable(f"{self.url}: {doing}: {why}", url=self.url) from last
 
     def _refused(self, doing: str, cause: BaseException) -> errors.StoreRefused:
-        return errors.StoreRefused(
-            f"{self.url}: {doing}: {cause}; give pk's credentials read and write access",
-            url=self.url,
-        )
+        return errors.StoreRefused(f"{self.url}: {doing}: {in_words(_text(cause))}", url=self.url)
 
     def _upload_deadline_ms(self, size: int) -> int:
         """A large upload may take longer: at least 1 MiB/s is asked for."""
@@ -440,6 +439,14 @@ class S3Store(_Calls):
     async def close(self) -> None:
         await self._reads.close()
         await self._uploads.close()
+
+
+def _text(error: BaseException | None) -> str:
+    """What the store said, with its own code, which s3fs leaves out."""
+    response = getattr(getattr(error, "__cause__", None), "response", None)
+    code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
+    text = str(error) or repr(error)
+    return text if not code or str(code) in text else f"{code}: {text}"
 
 
 def _status(error: BaseException) -> int:
