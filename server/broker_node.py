@@ -118,6 +118,7 @@ class BrokerNode:
             protocol=PROTOCOL,
             cluster_id=run.cluster_id,
             node_id=run.node_id,
+            incarnation_id=self._incarnation_id,
         )
         core.hello = hello
         core.peer_addresses = run.peer_addresses
@@ -217,6 +218,7 @@ class BrokerNode:
                 protocol=PROTOCOL,
                 role="broker",
             ),
+            self._proven,
         )
         if said is None:
             return
@@ -232,6 +234,11 @@ class BrokerNode:
             await ProduceStream(self.core, stream).serve()
         else:
             await FetchStream(self.core, stream).serve()
+
+    def _proven(self, hello: wire.Hello) -> bool:
+        """Rule L17: the peer knows what only a registered broker and the controllers know."""
+        broker = self.core.follower.image.brokers.get(hello.node_id)
+        return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     # -- stop ------------------------------------------------------------------------------------
 
@@ -362,6 +369,7 @@ async def _serve_process(process: Process) -> None:
         log=process.log,
         on_fatal=lambda _: process.stopping.set(),
     )
+    process.memory.find_frame_bytes_max = node.core.frame_bytes_max
     stopping = asyncio.create_task(process.stopping.wait())
     starting = asyncio.create_task(node.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -36,6 +36,7 @@ from pk.server.settings import voter_directory_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
+from pk.wire.rooms import proven_by_address
 from pk.world import Listener, Stream, StreamKind, World
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class ControllerNode:
             refusal = errors.UnsupportedFeature("a controller has control streams only")
             await stream.send(frames.encode(error_head(0, refusal)))
             return
-        if await accept_stream(stream, reply) is None:
+        if await accept_stream(stream, reply, lambda hello: self._proven(hello, stream)) is None:
             return
         number = self._next_stream
         self._next_stream += 1
@@ -239,6 +240,15 @@ class ControllerNode:
         finally:
             if self.term is not None:
                 self.term.lost(number)
+
+    def _proven(self, hello: wire.Hello, stream: Stream) -> bool:
+        """Rule L17: a registered broker that knows its incarnation, or the host of a voter."""
+        if proven_by_address(stream.peer, self.metadata.voters.addresses.values()):
+            return True
+        if self.term is None:
+            return False
+        broker = self.term.machine.image.brokers.get(hello.node_id)
+        return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     def _bug(self, where: str, bug: BaseException) -> None:
         if self._log is not None:

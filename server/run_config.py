@@ -36,13 +36,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha1
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pk import errors, tracing
+from pk import errors, settings, tracing
 from pk.clock import Clock, SystemClock
 from pk.server.settings import bootstrap_of, peers_of, roles_of, voters_of
 from pk.types import NodeId
 from pk.world import World
+
+if TYPE_CHECKING:
+    from pk.wire.memory import Memory
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -51,6 +54,7 @@ EXIT_OPERATOR = 3
 UNIX_PATH_MAX = 100
 GC_TICK_MS = 1_000
 TIER_NICENESS = 5
+MESSAGE_BYTES_USUAL = int(settings.TOPIC.by_name["max_message_bytes"].default)
 _PR_SET_PDEATHSIG = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -204,13 +208,15 @@ def boot_id() -> str:
     return str(uuid.uuid4())  # noqa: TID251 - a shell
 
 
-def real_world(on_error: Callable[[str, BaseException], None] | None = None) -> World:
-    """The operating system as a World."""
+def real_world(
+    on_error: Callable[[str, BaseException], None] | None = None, memory: Memory | None = None
+) -> World:
+    """The operating system as a World; `memory`: the budget of inbound frames."""
     from pk.wire.socket_network import PkNetwork  # the supervisor needs no grpc
 
     return World(
         clock=SystemClock(),
-        network=PkNetwork(on_error),
+        network=PkNetwork(on_error, memory=memory),
         rng=random.Random(),
         new_id=lambda: str(uuid.uuid4()),  # noqa: TID251 - this is where ids come from
     )
@@ -220,11 +226,16 @@ class Process:
     """What a role's coroutine gets."""
 
     def __init__(self, role: str, run: RunConfig) -> None:
+        from pk.wire.socket_network import inbound_memory
+
         clock = SystemClock()
         self.role = role
         self.run = run
         self.log = tracing.Log(role, clock.wall_ms)
-        self.world = real_world(self.log.bug)
+        usual = run.topic_defaults.get("max_message_bytes", MESSAGE_BYTES_USUAL)
+        #: of inbound frames (rule L17)
+        self.memory = inbound_memory(int(run.server["inbound_bytes_max"]), int(usual))
+        self.world = real_world(self.log.bug, self.memory)
         self.metrics = tracing.Metrics()
         self.health = tracing.Health()
         self.stopping = asyncio.Event()  #: set by SIGTERM or SIGINT: drain, then return

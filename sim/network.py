@@ -337,6 +337,9 @@ class End:
         self.other.taken(len(frame))
         return frame
 
+    def admit(self, known: bool) -> None:
+        """The simulated network has room for all."""
+
     def close(self) -> None:
         if self.closed:
             return

@@ -78,6 +78,7 @@ SHELLS = {
     "pk.clock",
     "pk.tracing",
     "pk.wire.grpc_network",
+    "pk.wire.memory",
     "pk.wire.socket_network",
     "pk.wire.socket_stream",
     "pk.wire.waiters",

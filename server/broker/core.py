@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pk import errors, settings
+from pk import errors, limits, settings
 from pk.clock import Clock
 from pk.log.batch import Header
 from pk.log.manager import LogManager
@@ -146,6 +146,12 @@ class BrokerCore:
             defaults = settings.TOPIC.by_name
             return defaults["max_message_bytes"].default, defaults["decoded_bytes_max"].default
         return partition.settings["max_message_bytes"], partition.settings["decoded_bytes_max"]
+
+    def frame_bytes_max(self) -> int:
+        """The largest frame that a producer may send (rule L17)."""
+        default = int(settings.TOPIC.by_name["max_message_bytes"].default)
+        sizes = (int(each.settings["max_message_bytes"]) for each in self.partitions.values())
+        return limits.frame_bytes_max(max(sizes, default=default))
 
     def any_disk(self) -> Disk:
         """A disk whose compute lane to use."""

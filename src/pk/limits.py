@@ -18,6 +18,9 @@ FRAME_HEAD_BYTES_MAX = 8 * MIB
 MESSAGE_BYTES_MAX = 256 * MIB
 #: The largest frame any carrier takes: the largest batch, its frame head and some slack.
 WIRE_FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
+#: The largest control request a server takes (rule L17).  A reply may be larger: it comes from a
+#: server that was asked, and the tier's carries batches.
+CONTROL_BYTES_MAX = 4 * MIB
 #: Records of one batch: deltas are u32, Spark wants batches of at most some 10 k rows, memory is
 #: bounded.
 BATCH_RECORDS_MAX = 1_000_000
@@ -29,8 +32,9 @@ WRITE_QUEUE_BYTES_MAX = 64 * MIB
 PURGATORY_MAX = 100_000
 #: Credits a consumer grants one broker at the start.
 FETCH_CREDIT_BYTES = 16 * MIB
-#: Concurrent streams of one kind per client address that the broker accepts.
-STREAMS_PER_PEER_MAX = 1024
+#: Control streams of one connection, each of which may hold a half-received request.  A process of
+#: pk has one connection per peer, and a stream on it per client.
+CONTROL_STREAMS_MAX = 256
 #: Connections a listener keeps at a time, of all peers, if the process may have the descriptors.
 CONNECTIONS_MAX = 16_384
 #: Batches of one producer the broker remembers per partition (KIP-98: five).
@@ -50,3 +54,12 @@ assert PRODUCER_BATCHES_REMEMBERED >= IN_FLIGHT_MAX, (
     "a retry of any batch in flight must be recognised"
 )
 assert FRAME_BYTES + FRAME_HEAD_BYTES_MAX <= WIRE_FRAME_BYTES_MAX
+assert METADATA_RECORDS_PER_APPEND_MAX * 200 <= CONTROL_BYTES_MAX, "one request may fill an append"
+
+
+def frame_bytes_max(message_bytes_max: int) -> int:
+    """The largest frame where batches have at most `message_bytes_max`.
+
+    A frame aims at FRAME_BYTES; one larger batch travels alone (rule P4).
+    """
+    return max(FRAME_BYTES, message_bytes_max) + FRAME_HEAD_BYTES_MAX

@@ -275,6 +275,9 @@ SERVER = Options(
                "how long a fetch waits for the tier", "ms", 0),
         Option("producer_id_expiration_ms", int, DAY_MS,
                "idempotence state of a silent producer is forgotten after this", "ms", 1),
+        Option("inbound_bytes_max", int, 512 * MIB,
+               "memory a process gives to frames that arrive, of all its peers together; at least "
+               "twice the floors of its connections, 16 KiB each", "bytes", 16 * MIB),
         Option("disk_reserve_bytes", int, 64 * MIB,
                "a directory with less free space refuses produce, and gives leadership to replicas "
                "with twice as much; followers, metadata and checkpoints go on in it",

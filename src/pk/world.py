@@ -54,6 +54,13 @@ class Stream(Protocol):
         """The next frame; None when the peer finished cleanly.  Raises `Disconnected`."""
         ...
 
+    def admit(self, known: bool) -> None:
+        """The server accepted the peer's hello; `known`: a proven broker or controller (rule L17).
+
+        Raises `ThrottledError` if there is no room for the peer.
+        """
+        ...
+
     def close(self) -> None:
         """Finish both directions; idempotent, never raises."""
         ...

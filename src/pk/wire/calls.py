@@ -30,7 +30,7 @@ from pk.world import Disconnected, Network, Stream, StreamKind
 PROTOCOL = 1
 CALLS_MAX = 256
 #: Who opened a stream says hello within this; a client gives up after less.
-HELLO_TIMEOUT_MS = 10_000
+HELLO_TIMEOUT_MS = 5_000
 
 #: A handler gets the request message and its frame, and returns the reply, with or without payload.
 Reply = Message | tuple[Message, Iterable[frames.Buffer]]
@@ -90,9 +90,16 @@ async def open_stream(
     return stream, head.hello_reply
 
 
-async def accept_stream(stream: Stream, reply: wire.HelloReply) -> wire.Hello | None:
-    """The serving half of the hello: checks protocol and cluster, and answers.
+def _unknown(_hello: wire.Hello) -> bool:
+    return False
 
+
+async def accept_stream(
+    stream: Stream, reply: wire.HelloReply, known: Callable[[wire.Hello], bool] = _unknown
+) -> wire.Hello | None:
+    """The serving half of the hello: checks protocol and cluster, admits the peer, and answers.
+
+    `known`: whether the hello proves that the peer is a broker or controller (rule L17).
     Returns what the peer said; None if it is gone or was refused.
     """
     try:
@@ -122,8 +129,9 @@ async def accept_stream(stream: Stream, reply: wire.HelloReply) -> wire.Hello | 
             await stream.send(frames.encode(error_head(0, refusal)))
             stream.close()
             return None
+        stream.admit(known(head.hello))
         await stream.send(frames.encode(head_of(reply)))
-    except errors.CorruptBatch as cause:
+    except (errors.CorruptBatch, errors.ThrottledError) as cause:
         await stream.send(frames.encode(error_head(0, cause)))
         stream.close()
         return None

@@ -26,7 +26,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # breaks are reported as `Disconnected`, once
 # grpc's fork handlers kill about one child in four that is forked with a `preexec_fn` while a
@@ -61,7 +61,6 @@ WINDOW_FRAMES = 256
 
 _COMMON: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", limits.WIRE_FRAME_BYTES_MAX),
-    ("grpc.max_receive_message_length", limits.WIRE_FRAME_BYTES_MAX),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -72,12 +71,17 @@ _COMMON: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_http_proxy", 0),
 )
-CLIENT_OPTIONS = (*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+CLIENT_OPTIONS = (
+    *_COMMON,
+    ("grpc.max_receive_message_length", limits.WIRE_FRAME_BYTES_MAX),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
 SERVER_OPTIONS = (
     *_COMMON,
     ("grpc.so_reuseport", 0),  # the default 1 lets two brokers bind one port
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 5),
-    ("grpc.max_concurrent_streams", limits.STREAMS_PER_PEER_MAX),
+    ("grpc.max_concurrent_streams", limits.CONTROL_STREAMS_MAX),
 )
 
 
@@ -164,6 +168,9 @@ class _GrpcStream:
         self._inbox_bytes -= len(frame)
         _wake(self._drained)
         return frame
+
+    def admit(self, known: bool) -> None:
+        """The peer's hello was accepted: nobody's matter on this end."""
 
     def close(self) -> None:
         """Finish both directions: what was sent is delivered, what was not received is dropped."""
@@ -349,10 +356,15 @@ class GrpcNetwork:
     """`pk.world.Network` over grpc.  Belongs to the event loop it is first used on."""
 
     def __init__(
-        self, on_error: Report | None = None, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+        self,
+        on_error: Report | None = None,
+        *,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+        request_bytes_max: int = limits.WIRE_FRAME_BYTES_MAX,
     ) -> None:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
+        self._request_bytes_max = request_bytes_max
         self._channels: dict[tuple[str, bool], _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -402,9 +414,14 @@ class GrpcNetwork:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def listen(self, address: str, handler: StreamHandler) -> Listener:
-        """Serve streams.  Raises `OSError` with the cause if the address cannot be had."""
-        listener = _GrpcListener(handler, self._on_error)
+    async def listen(
+        self, address: str, handler: StreamHandler, front: Front | None = None
+    ) -> Listener:
+        """Serve streams.  Raises `OSError` with the cause if the address cannot be had.
+
+        `front`: the listener whose connections are carried here, if there is one.
+        """
+        listener = _GrpcListener(handler, self._on_error, self._request_bytes_max, front)
         await listener.start(address)
         return listener
 
@@ -420,10 +437,29 @@ class GrpcNetwork:
 # -- the server's end --------------------------------------------------------------------------
 
 
+class Front(Protocol):
+    """What carries connections to this server; `peer` is what grpc calls the peer of one."""
+
+    def peer_of(self, peer: str) -> str:
+        """Its public address."""
+        ...
+
+    def began(self, peer: str) -> None:
+        """A stream began on it."""
+        ...
+
+    def admit(self, peer: str, known: bool) -> None:
+        """A hello on it was accepted.  Raises `ThrottledError`."""
+        ...
+
+
 class _ServerStream(_GrpcStream):
-    def __init__(self, context: Any) -> None:
-        super().__init__(context.peer())
+    def __init__(self, context: Any, front: Front | None) -> None:
+        peer = context.peer()
+        super().__init__(front.peer_of(peer) if front is not None else peer)
         self._context = context
+        self._front = front
+        self._carried = peer
         #: May outlive the call: it learns of a break from recv or send and may wait elsewhere.
         self.handler: asyncio.Task[None] | None = None
 
@@ -438,6 +474,11 @@ class _ServerStream(_GrpcStream):
 
     async def _write_message(self, message: bytes) -> None:
         await self._context.write(message)
+
+    def admit(self, known: bool) -> None:
+        """The peer's hello was accepted.  Raises `ThrottledError` if there is no room for it."""
+        if self._front is not None:
+            self._front.admit(self._carried, known)
 
     async def run(self, handler: Coroutine[Any, Any, None]) -> None:
         """Drive the stream until the handler ends, flush what it sent; status OK follows (N2)."""
@@ -455,10 +496,18 @@ class _ServerStream(_GrpcStream):
 
 
 class _GrpcListener:
-    def __init__(self, handler: StreamHandler, on_error: Report | None) -> None:
+    def __init__(
+        self,
+        handler: StreamHandler,
+        on_error: Report | None,
+        request_bytes_max: int,
+        front: Front | None,
+    ) -> None:
         self._handler = handler
         self._on_error = on_error
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._front = front
+        limit = ("grpc.max_receive_message_length", request_bytes_max)
+        self._server = grpc.aio.server(options=(*SERVER_OPTIONS, limit))
         self._left: dict[asyncio.Task[None], None] = {}
         self._address = ""
         methods = {
@@ -485,8 +534,10 @@ class _GrpcListener:
 
     def _serve(self, kind: StreamKind) -> Callable[[Any, Any], Awaitable[None]]:
         async def serve(_requests: Any, context: Any) -> None:
+            if self._front is not None:
+                self._front.began(context.peer())
             await context.send_initial_metadata(())
-            stream = _ServerStream(context)
+            stream = _ServerStream(context, self._front)
             try:
                 await stream.run(self._guard(kind, stream))
             finally:

@@ -447,7 +447,9 @@ Global___Head: _TypeAlias = Head  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """First frame of every stream, answered before anything else."""
+    """First frame of every stream, answered before anything else.
+    incarnation_id: of a registered broker, drawn at its start; with node_id it proves who is speaking (L17).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -456,11 +458,13 @@ class Hello(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     build: _builtins.str
     protocol: _builtins.int
     cluster_id: _builtins.str
     node_id: _builtins.int
+    incarnation_id: _builtins.str
     def __init__(
         self,
         *,
@@ -469,10 +473,11 @@ class Hello(_message.Message):
         protocol: _builtins.int = ...,
         cluster_id: _builtins.str = ...,
         node_id: _builtins.int = ...,
+        incarnation_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_id", b"client_id", "cluster_id", b"cluster_id", "node_id", b"node_id", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_id", b"client_id", "cluster_id", b"cluster_id", "incarnation_id", b"incarnation_id", "node_id", b"node_id", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,10 +8,12 @@ to a grpc server behind it, so that a broker has one address for everything and 
 rule.  Why data does not travel over grpc: docs/design/0003-carrier.md.
 
 Rules
-  N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed; the opening
-      is answered, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
+  N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed, and one that
+      opens HTTP/2 and begins no stream within `STREAM_TIMEOUT_MS`.  The opening is answered, so
+      `connect` fails on a peer that is stopped or hangs, as it does over grpc.
   N7  What a listener accepted is bounded in number, and leaves descriptors for the logs' files, as
-      many as the limit is; beyond it connections wait in the backlog.
+      many as the limit is, and a floor of the budget for each (pk.wire.inbound).  pk.wire.rooms
+      says who goes when there are more; none waits in the backlog behind a silent one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import stat
 from collections.abc import Coroutine
 from typing import Any
 
-from pk import limits
+from pk import errors, limits
+from pk.clock import SystemClock
 from pk.wire.grpc_network import (
     CONNECT_TIMEOUT_MS,
     HANDLER_GRACE_S,
@@ -35,6 +38,9 @@ from pk.wire.grpc_network import (
     GrpcNetwork,
     Report,
 )
+from pk.wire.inbound import CONNECTION_BYTES, Inbound
+from pk.wire.memory import SCRATCH_BYTES, Memory
+from pk.wire.rooms import Rooms, host_of
 from pk.wire.socket_stream import SocketStream
 from pk.wire.watch import Watch
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
@@ -51,14 +57,28 @@ _SPLICE_BYTES = 64 * limits.KIB
 _ACCEPT_PAUSE_S = 0.2
 #: Of the process's descriptors per connection: a control connection takes three (`_hand_over`).
 _DESCRIPTORS_PER_CONNECTION = 4
+#: N6
+STREAM_TIMEOUT_MS = 5_000
+#: The floors of all connections may take one of so many bytes of the budget.
+_FLOORS_SHARE = 2
 
 
-def _connections_max() -> int:
+def _connections_max(inbound_bytes_max: int | None = None) -> int:
     """N7"""
+    found = limits.CONNECTIONS_MAX
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return limits.CONNECTIONS_MAX
-    return max(1, min(limits.CONNECTIONS_MAX, soft // _DESCRIPTORS_PER_CONNECTION))
+    if soft != resource.RLIM_INFINITY:
+        found = min(found, soft // _DESCRIPTORS_PER_CONNECTION)
+    if inbound_bytes_max is not None:
+        found = min(found, inbound_bytes_max // _FLOORS_SHARE // CONNECTION_BYTES)
+    return max(1, found)
+
+
+def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> Memory:
+    """The budget of a server process; `message_bytes_max` is what topics have by default."""
+    rooms = _connections_max(inbound_bytes_max)
+    frame_bytes_max = limits.frame_bytes_max(message_bytes_max)
+    return Memory(Inbound(inbound_bytes_max, rooms, frame_bytes_max), SystemClock())
 
 
 def _tune(sock: socket.socket) -> None:
@@ -132,12 +152,22 @@ class PkNetwork:
     """`pk.world.Network` of a real process.  Belongs to the event loop it is first used on."""
 
     def __init__(
-        self, on_error: Report | None = None, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+        self,
+        on_error: Report | None = None,
+        *,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+        memory: Memory | None = None,
     ) -> None:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
-        self._control = GrpcNetwork(on_error, connect_timeout_ms=connect_timeout_ms)
+        self._memory = memory
+        self._control = GrpcNetwork(
+            on_error,
+            connect_timeout_ms=connect_timeout_ms,
+            request_bytes_max=limits.CONTROL_BYTES_MAX,
+        )
         self._watch = Watch()
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream.  Raises `Disconnected`, at once if nobody listens."""
@@ -161,13 +191,20 @@ class PkNetwork:
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
                 raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
             raise
-        stream = SocketStream(sock, address, lambda: self._watch.remove(stream))
+        stream = SocketStream(
+            sock,
+            address,
+            lambda: self._watch.remove(stream),
+            memory=self._memory,
+            scratch=self._scratch,
+        )
+        stream.admit(known=True)  # a server dials brokers that are registered, and no other peer
         self._watch.add(stream)
         return stream
 
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
         """Serve streams.  Raises `OSError` with the cause if the address cannot be had."""
-        listener = _PkListener(handler, self._on_error)
+        listener = _PkListener(handler, self._on_error, self._memory, self._scratch)
         await listener.start(address, self._control)
         return listener
 
@@ -178,18 +215,48 @@ class PkNetwork:
         await self._control.close()
 
 
+class _Connection:
+    """One accepted connection."""
+
+    __slots__ = ("began", "peer", "sock", "stream", "task")
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.task: asyncio.Task[None] | None = None
+        self.stream: SocketStream | None = None
+        self.began = False  #: a control stream
+
+    def close(self, why: str) -> None:
+        """Its task ends soon."""
+        if self.stream is not None:
+            self.stream.abort(why)
+        elif self.task is not None:
+            self.task.cancel()
+
+
 class _PkListener:
-    def __init__(self, handler: StreamHandler, on_error: Report | None) -> None:
+    def __init__(
+        self,
+        handler: StreamHandler,
+        on_error: Report | None,
+        memory: Memory | None,
+        scratch: memoryview,
+    ) -> None:
         self._handler = handler
         self._on_error = on_error
+        self._memory = memory
+        self._scratch = scratch
         self._loop = asyncio.get_running_loop()
         self._sock: socket.socket | None = None
         self._address = ""
         self._behind: Listener | None = None  # grpc's own address, for this process alone
         self._accepting: asyncio.Task[None] | None = None
         self._watch = Watch()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # one per accepted connection
-        self._room = asyncio.Semaphore(_connections_max())  # N7
+        self._tasks: dict[asyncio.Task[None], _Connection] = {}  # one per accepted connection
+        self._carried: dict[str, _Connection] = {}  # by what grpc calls their peers
+        bytes_max = None if memory is None else memory.budget.bytes_max
+        self._rooms: Rooms[_Connection] = Rooms(_connections_max(bytes_max))  # N7
 
     @property
     def address(self) -> str:
@@ -202,21 +269,38 @@ class _PkListener:
             if not address.startswith("unix:"):
                 port = self._sock.getsockname()[1]
                 self._address = f"{address.rpartition(':')[0]}:{port}"
-            self._behind = await control.listen(_private_address(), self._handler)
+            self._behind = await control.listen(_private_address(), self._handler, self)
         except BaseException:
             self._sock.close()
             raise
         self._accepting = self._loop.create_task(self._accept(self._sock))
 
+    # -- grpc_network.Front ------------------------------------------------------------------------
+
+    def peer_of(self, peer: str) -> str:
+        """Its public address."""
+        connection = self._carried.get(peer)
+        return peer if connection is None else connection.peer
+
+    def began(self, peer: str) -> None:
+        """A control stream began on it."""
+        if (connection := self._carried.get(peer)) is not None:
+            connection.began = True
+
+    def admit(self, peer: str, known: bool) -> None:
+        """A hello on a control stream was accepted.  Raises `ThrottledError`."""
+        if (connection := self._carried.get(peer)) is not None:
+            self._admit(connection, known)
+
+    # -- connections -------------------------------------------------------------------------------
+
     async def _accept(self, listening: socket.socket) -> None:
         while True:
-            await self._room.acquire()
             try:
                 sock, where = await self._loop.sock_accept(listening)
             except asyncio.CancelledError:
                 raise
             except OSError as cause:
-                self._room.release()
                 if self._on_error is not None:  # out of descriptors or memory: it may pass
                     self._on_error(f"accepting on {self._address}", cause)
                 waiting = self._loop.create_future()
@@ -224,16 +308,32 @@ class _PkListener:
                 await asyncio.wait((waiting,))
                 continue
             peer = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else self._address
-            task = self._loop.create_task(self._serve(sock, peer))
-            self._tasks[task] = None
-            task.add_done_callback(self._done)
+            connection = _Connection(sock, peer)
+            for other in self._rooms.arrive(connection, host_of(peer)):
+                other.close("a newer connection took its place before it said hello")
+                if other is connection:
+                    sock.close()
+                    break
+            else:
+                task = connection.task = self._loop.create_task(self._serve(connection))
+                self._tasks[task] = connection
+                task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-        self._room.release()
+        connection = self._tasks.pop(task)
+        if connection.stream is None:  # a stream owns its socket
+            connection.sock.close()
+        self._rooms.leave(connection)
 
-    async def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _admit(self, connection: _Connection, known: bool) -> None:
+        """Raises `ThrottledError` if clients have all the connections they may."""
+        local = not host_of(connection.peer)  # a Unix socket: its file says who may connect
+        if why := self._rooms.admit(connection, known or local):
+            raise errors.ThrottledError(f"{self._address} takes no more connections: {why}")
+
+    async def _serve(self, connection: _Connection) -> None:
         """One connection, until its handler ends."""
+        sock = connection.sock
         try:
             _tune(sock)
             async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):  # N6
@@ -248,14 +348,21 @@ class _PkListener:
             sock.close()
             raise
         if opening == _HTTP2:
-            await self._hand_over(sock, opening)
+            await self._hand_over(connection, opening)
         elif kind is not None:
-            await self._run(kind, sock, peer)
+            await self._run(kind, connection)
         else:
             sock.close()  # not pk
 
-    async def _run(self, kind: StreamKind, sock: socket.socket, peer: str) -> None:
-        stream = SocketStream(sock, peer, lambda: self._watch.remove(stream))
+    async def _run(self, kind: StreamKind, connection: _Connection) -> None:
+        stream = connection.stream = SocketStream(
+            connection.sock,
+            connection.peer,
+            lambda: self._watch.remove(stream),
+            memory=self._memory,
+            scratch=self._scratch,
+            admitted=lambda known: self._admit(connection, known),
+        )
         self._watch.add(stream)
         try:
             await self._handler(kind, stream)
@@ -263,18 +370,21 @@ class _PkListener:
             pass
         except Exception as bug:
             if self._on_error is not None:
-                self._on_error(f"serving a {kind.value} stream of {peer}", bug)
+                self._on_error(f"serving a {kind.value} stream of {connection.peer}", bug)
         finally:
             stream.close()
 
-    async def _hand_over(self, sock: socket.socket, opening: bytes) -> None:
+    async def _hand_over(self, connection: _Connection, opening: bytes) -> None:
         """Carry a control connection to grpc and back, until either side is through."""
         assert self._behind is not None
+        sock = connection.sock
         try:
-            behind = await _dial(self._behind.address)
+            behind, name = await _dial_named(self._behind.address)
         except OSError:
             sock.close()
             return
+        self._carried[name] = connection
+        silent = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, self._silent, connection)
         ways: list[Coroutine[Any, Any, None]] = [_carry(sock, behind), _carry(behind, sock)]
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -282,11 +392,18 @@ class _PkListener:
             tasks = [self._loop.create_task(way) for way in ways]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            silent.cancel()
+            del self._carried[name]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             sock.close()
             behind.close()
+
+    def _silent(self, connection: _Connection) -> None:
+        """N6"""
+        if not connection.began:
+            connection.close("it began no stream")
 
     async def close(self, grace_ms: int) -> None:
         """Accept nothing new, wait `grace_ms` for open streams, then break them."""
@@ -323,6 +440,25 @@ async def _carry(source: socket.socket, sink: socket.socket) -> None:
             await loop.sock_sendall(sink, data)
     except OSError:
         pass
+
+
+async def _dial_named(address: str) -> tuple[socket.socket, str]:
+    """A connection to a private address, and what the server behind calls its peer."""
+    if not address.startswith(_ABSTRACT):
+        sock = await _dial(address)
+        host, port = sock.getsockname()[:2]
+        return sock, f"ipv4:{host}:{port}"
+    name = f"pk-{os.getpid()}-{secrets.token_hex(8)}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.bind("\0" + name)
+        target = "\0" + address.removeprefix(_ABSTRACT)
+        await asyncio.get_running_loop().sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, _ABSTRACT + name
 
 
 def _private_address() -> str:

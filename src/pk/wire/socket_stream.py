@@ -7,11 +7,14 @@ once when nothing waits before it.  So a small frame costs one system call on ei
 byte of a large one is copied twice, by the kernel: out of the sender's buffer, into the receiver's.
 
 Rules
-  N1  A frame is any bytes, also none; its length is checked before memory is taken for it.
+  N1  A frame is any bytes, also none; its length is checked before memory is taken for it, and
+      memory is taken as its bytes arrive (rule L17).
   N2  The end of a stream is said explicitly.  A connection that ends without it is a break; the
       other side gets `Disconnected`.
   N3  Read-ahead and the send queue are bounded in bytes and in frames; beyond them the socket is
       not read, and `send` waits.
+  N4  A stream that is refused says why in an `Error` frame, then its end.  What still arrives is
+      thrown away as it is read.
   N5  A task that only sends cannot keep the loop to itself, however fast the peer reads.
 """
 
@@ -24,9 +27,11 @@ from collections import deque
 from collections.abc import Callable, Generator
 from types import coroutine
 
-import numpy as np
-
-from pk import limits
+from pk import errors, limits
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.inbound import KEPT_BYTES
+from pk.wire.memory import SCRATCH_BYTES, Assembly, Memory
 from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
 from pk.wire.watch import unheard
 from pk.world import Buffer, Disconnected
@@ -40,8 +45,8 @@ WINDOW_PIECES = 1024
 _LENGTH = struct.Struct("<I")
 _END = 0xFFFFFFFF
 _END_MARK = _LENGTH.pack(_END)
-#: Frames that fit are cut out of one read; the first bytes of larger ones are copied once more.
-_SCRATCH_BYTES = 64 * limits.KIB
+#: The first frame of a stream is its hello; until that is accepted no larger one is taken.
+HELLO_BYTES_MAX = 64 * limits.KIB
 #: What one call-back of the loop reads at most, so that one stream does not starve the others.
 _TURN_BYTES = 4 * limits.MIB
 #: N5: bytes sent without a pause before a task lets others run; each send counts as some more.
@@ -59,10 +64,21 @@ def _breathe() -> Generator[None, None, None]:
 class SocketStream:
     """`pk.world.Stream` over a connected, non-blocking socket, which it owns from now on.
 
-    `finished` is called once, when the socket is closed.
+    `finished` is called once, when the socket is closed.  `memory`: the budget of the process;
+    without one, frames are not counted.  `scratch`: a buffer that the streams of one loop share.
+    `admitted`: who decides whether the peer may stay, once its hello was accepted.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        finished: Callable[[], None],
+        *,
+        memory: Memory | None = None,
+        scratch: memoryview | None = None,
+        admitted: Callable[[bool], None] | None = None,
+    ) -> None:
         self._sock = sock
         self._peer = peer
         self._finished = finished
@@ -76,10 +92,16 @@ class SocketStream:
         self._gone = False  # the socket is closed
         self._readable: Waiters = deque()  # tasks in recv
         self._writable: Waiters = deque()  # tasks in send
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._kept = 0  # bytes at the front of the scratch that are not a whole frame yet
-        self._large: memoryview | None = None  # the frame that is read into its own memory
-        self._large_at = 0
+        self._scratch = scratch or memoryview(bytearray(SCRATCH_BYTES))
+        self._kept = b""  # the part of a short frame that was read
+        self._large: Assembly | None = None  # the frame that is read into its own memory
+        self._skip = 0  # bytes of a frame that are thrown away
+        self._short = 0  # bytes of short frames that arrived and are not charged yet
+        self._memory = memory
+        self._account = memory.open(self) if memory is not None else None
+        self._admitted = admitted
+        self._greeted = memory is None
+        self._refused = ""
         self._reading = self._writing = False
         self._unpaused = 0
         self._abandon: asyncio.TimerHandle | None = None
@@ -115,6 +137,8 @@ class SocketStream:
     async def recv(self) -> bytes | memoryview | None:
         """The next frame, None at the clean end.  Raises `Disconnected`."""
         while not self._inbox:
+            if self._refused:
+                raise Disconnected(self._refused)
             if self._closed:
                 return None
             if self._end is not None:
@@ -124,16 +148,28 @@ class SocketStream:
             await wait_in(self._readable)
         frame = self._inbox.popleft()
         self._inbox_bytes -= len(frame)
+        self._credit(frame)
         if not self._reading and self._end is None and self._has_room():
-            self._set_reading(True)
+            self._set_behind(False)
         return frame
+
+    def admit(self, known: bool) -> None:
+        """The peer's hello was accepted.  Raises `ThrottledError` if there is no room for it."""
+        if self._admitted is not None:
+            self._admitted(known)
+        self._greeted = True
+        if known and self._memory is not None and self._account is not None:
+            self._memory.budget.reserve(self._account)
+            self.resume()
 
     def close(self) -> None:
         """Finish both directions: what was sent is delivered, what was not received is dropped."""
         if self._closed:
             return
         self._closed = True
-        self._inbox.clear()
+        self._stop_receiving()
+        while self._inbox:
+            self._credit(self._inbox.popleft())
         self._inbox_bytes = 0
         if self._gone:
             self._wake_all()
@@ -147,6 +183,22 @@ class SocketStream:
             self._on_writable()
         self._wake_all()
 
+    def refuse(self, why: errors.PkError) -> None:
+        """N4.  The handler gets `Disconnected` from recv and send."""
+        if self._closed or self._gone:
+            return
+        head = wire.Head(error=frames.error_of(why))
+        raw = frames.encode(head)
+        self._refused = why.message
+        self._outbox += (memoryview(_LENGTH.pack(len(raw))), memoryview(raw))
+        self._outbox_bytes += len(raw) + _LENGTH.size
+        self.close()
+
+    def resume(self) -> None:
+        """memory.Reader."""
+        if self._end is None and (self._closed or self._has_room()):
+            self._set_reading(True)
+
     def abort(self, why: str) -> None:
         """Break the stream now; whoever waits on it learns `why`."""
         self._ended(why)
@@ -158,6 +210,33 @@ class SocketStream:
             self.abort("the peer acknowledges nothing any more")
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _stop_receiving(self) -> None:
+        """Free the frame that is being received; its rest is thrown away (N4)."""
+        self._settle()
+        if self._large is not None:
+            self._skip = self._large.size - self._large.filled
+            self._large.end()
+            self._large = None
+        if self._memory is not None and self._account is not None:
+            self._memory.close(self._account)
+
+    def _settle(self) -> None:
+        """Charge the short frames of one read, together."""
+        if self._short and self._memory is not None and self._account is not None:
+            self._memory.budget.arrived(self._account, self._short, self._memory.now_ms())
+        self._short = 0
+
+    def _credit(self, frame: bytes | memoryview) -> None:
+        """A short frame leaves the budget; a large one does when its last view is gone."""
+        if self._memory is not None and self._account is not None and isinstance(frame, bytes):
+            self._memory.freed(self._account, len(frame))
+
+    def _set_behind(self, behind: bool) -> None:
+        """N3"""
+        self._set_reading(not behind)
+        if self._memory is not None and self._account is not None:
+            self._memory.budget.behind(self._account, behind, self._memory.now_ms())
 
     def _has_room(self) -> bool:
         return self._inbox_bytes < WINDOW_BYTES and len(self._inbox) < WINDOW_FRAMES
@@ -191,7 +270,7 @@ class SocketStream:
         if self._abandon is not None:
             self._abandon.cancel()
         self._sock.close()
-        self._large = None
+        self._stop_receiving()
         self._finished()
 
     def _set_reading(self, wanted: bool) -> None:
@@ -213,18 +292,22 @@ class SocketStream:
     # -- reading -----------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        budget = _TURN_BYTES
+        turn = _TURN_BYTES
         try:
-            while budget > 0 and self._reading:
-                room = self._scratch[self._kept :]
-                if self._large is not None:
-                    room = self._large[self._large_at :]
-                got = self._sock.recv_into(room)
+            while turn > 0 and self._reading:
+                into = self._where()
+                if self._memory and self._account and not self._closed:
+                    room = self._memory.room(self._account, len(into))
+                    if not room:
+                        self._set_reading(False)  # until `resume`
+                        return
+                    into = into[:room]
+                got = self._sock.recv_into(into)
                 if not got:
                     raise Disconnected("the peer broke the connection")
-                budget -= got
+                turn -= got
                 self._took(got)
-                if got < len(room):
+                if got < len(into):
                     return  # the socket is empty, or nearly
         except BlockingIOError:
             pass
@@ -233,48 +316,96 @@ class SocketStream:
         except MemoryError:
             self.abort("a frame does not fit into memory")
 
+    def _where(self) -> memoryview:
+        """Where the next bytes are read to."""
+        if self._skip:
+            return self._scratch[: self._skip]
+        if self._large is not None:
+            return self._large.rest()
+        kept = len(self._kept)
+        self._scratch[:kept] = self._kept
+        return self._scratch[kept:]
+
     def _took(self, got: int) -> None:
-        """`got` more bytes lie where `_on_readable` read to."""
-        if self._large is None:
-            self._cut(self._kept + got)
+        """`got` more bytes lie `_where` they were wanted."""
+        if self._skip:
+            self._skip -= got
+        elif self._large is None:
+            self._cut(len(self._kept) + got)
+        else:
+            self._grew(self._large, got)
+
+    def _grew(self, large: Assembly, got: int) -> None:
+        large.filled += got
+        memory, account = self._memory, self._account
+        if memory is not None and account is not None:
+            memory.budget.grew(account, got, memory.now_ms())
+        if large.filled < large.size:
             return
-        self._large_at += got
-        if self._large_at == len(self._large):
-            frame, self._large = self._large, None
-            self._arrived(frame)
+        self._large = None
+        large.end()
+        if memory is not None and account is not None:
+            memory.budget.finished(account, memory.now_ms())
+            memory.watch(account, large.array, large.size)
+        self._arrived(large.array.data)
 
     def _cut(self, filled: int) -> None:
         """Take the frames out of the first `filled` bytes of the scratch."""
         scratch, at = self._scratch, 0
+        self._kept = b""
         while filled - at >= _LENGTH.size and self._end is None:
             (size,) = _LENGTH.unpack_from(scratch, at)
             begin = at + _LENGTH.size
             if size == _END:
                 self._finish()
-                return
-            if size > limits.WIRE_FRAME_BYTES_MAX:
-                raise Disconnected(f"the peer announced a frame of {size} bytes")
+                break
+            if self._closed:  # N4
+                at = begin + size
+                if at > filled:
+                    self._skip = at - filled
+                continue
+            if size > HELLO_BYTES_MAX and not self._may_announce(size):
+                continue
             if begin + size <= filled:
                 at = begin + size
+                self._short += size
                 self._arrived(bytes(scratch[begin:at]))
-            elif _LENGTH.size + size <= _SCRATCH_BYTES:
+            elif _LENGTH.size + size <= KEPT_BYTES:
                 break  # the rest comes with the next read
             else:
-                large = np.empty(size, np.uint8).data  # not zeroed, as a bytearray is
-                large[: filled - begin] = scratch[begin:filled]
-                self._large, self._large_at = large, filled - begin
+                self._begin(size, scratch[begin:filled])
                 at = filled
-        self._kept = filled - at
-        if at and self._kept:
-            scratch[: self._kept] = scratch[at:filled]
+        if at < filled and self._end is None:
+            self._kept = bytes(scratch[at:filled])
+        self._settle()
+
+    def _may_announce(self, size: int) -> bool:
+        """Whether a frame of `size` bytes is taken.  Raises `Disconnected` if that is no frame."""
+        if size > limits.WIRE_FRAME_BYTES_MAX:
+            raise Disconnected(f"the peer announced a frame of {size} bytes")
+        if not self._greeted:
+            bound, what = HELLO_BYTES_MAX, "before a hello was accepted"
+        elif self._memory is None or (self._account is not None and self._account.reserved):
+            return True
+        else:
+            bound, what = self._memory.bound(size), "as max_message_bytes of the topics are"
+        if size > bound:
+            self.refuse(errors.RecordTooLarge(f"a frame of {size} bytes; {bound} are taken {what}"))
+        return size <= bound
+
+    def _begin(self, size: int, first: memoryview) -> None:
+        """A frame that is received into memory of its own."""
+        large = self._large = Assembly(size, self._memory)
+        large.array[: len(first)] = first
+        if self._account is not None and self._memory is not None:
+            self._memory.budget.begin(self._account, size, self._memory.now_ms())
+        self._grew(large, len(first))
 
     def _arrived(self, frame: bytes | memoryview) -> None:
-        if self._closed:
-            return  # read on, for the end only
         self._inbox.append(frame)
         self._inbox_bytes += len(frame)
         if not self._has_room():
-            self._set_reading(False)
+            self._set_behind(True)
         wake_one(self._readable)
 
     def _finish(self) -> None:

@@ -1,0 +1,185 @@
+"""The memory of inbound frames: drives pk.wire.inbound for the streams of a process (rule L17).
+
+A frame is received into memory that grows with it, up to the announced length.  The kernel gives a
+page when it is first written, so what is charged is what arrived.  But an allocator keeps the pages
+that were given back to it in the midst of others: what is allocated counts, too.  While all frames
+that are being received have less than the pool together, each begins with FIRST_BYTES, and a frame
+of the usual size is never copied.  Beyond that a frame begins with SMALL_BYTES, and gets four times
+as much whenever it is full.
+
+Where no budget is given (clients), everything is granted and nothing is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from pk import errors, limits
+from pk.clock import Clock
+from pk.wire.inbound import Account, Inbound
+
+#: A frame of the usual size with its head fits.
+FIRST_BYTES = limits.FRAME_BYTES + limits.MIB
+SMALL_BYTES = 128 * limits.KIB
+GROWTH = 4
+#: Frames up to this size are cut out of the scratch buffer that all streams of a network share.
+SCRATCH_BYTES = 64 * limits.KIB
+#: How often the budget looks for who keeps it without progress, while somebody waits.
+LOOK_MS = 250
+
+
+class Reader(Protocol):
+    """A stream whose frames are counted."""
+
+    def resume(self) -> None:
+        """There is room again."""
+        ...
+
+    def refuse(self, why: errors.PkError) -> None:
+        """Answer with `why` and close."""
+        ...
+
+
+class Memory:
+    """The budget of one process, on its event loop."""
+
+    def __init__(
+        self,
+        budget: Inbound,
+        clock: Clock,
+        *,
+        frame_bytes_max: Callable[[], int] | None = None,
+    ) -> None:
+        self.budget = budget
+        self.now_ms = clock.monotonic_ms
+        #: the bound of a frame as the topics have it now
+        self.find_frame_bytes_max = frame_bytes_max
+        self.allocated = 0  #: bytes for the frames that are being received
+        self.refused = 0  #: streams closed because the budget was exhausted
+        self._usual = budget.frame_bytes_max
+        self._readers: dict[Account, Reader] = {}
+        #: by id: weak references to the memory of whole frames, which have no hash, and its size
+        self._alive: dict[int, tuple[Any, Account, int]] = {}
+        self._freed: deque[int] = deque()  # those that are gone; any thread may add
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.Handle | None = None
+
+    def open(self, reader: Reader) -> Account:
+        account = Account(self.now_ms())
+        self._readers[account] = reader
+        return account
+
+    def close(self, account: Account) -> None:
+        self._readers.pop(account, None)
+        self.budget.close(account)
+        self.turn()
+
+    def bound(self, size: int) -> int:
+        """How large a frame may be; topics are asked only about larger ones than usual."""
+        if size > self._usual and self.find_frame_bytes_max is not None:
+            self.budget.frame_bytes_max = max(self._usual, self.find_frame_bytes_max())
+        return self.budget.frame_bytes_max
+
+    def room(self, account: Account, wanted: int) -> int:
+        """Bytes that may be read now; 0 = not before `resume`."""
+        if self._freed:
+            self._collect()
+        allowed = self.budget.room(account, wanted)
+        if not allowed:
+            self.budget.wait(account)
+            if self._timer is None:
+                self._loop = asyncio.get_running_loop()
+                self._timer = self._loop.call_later(LOOK_MS / 1000, self._look)
+        return allowed
+
+    def watch(self, account: Account, memory: Any, size: int) -> None:
+        """`size` bytes are freed when `memory`, a whole frame's, is."""
+        reference = weakref.ref(memory, self._gone)
+        self._alive[id(reference)] = (reference, account, size)
+
+    def freed(self, account: Account, size: int) -> None:
+        """A handler took short frames."""
+        self.budget.freed(account, size, self.now_ms())
+        self.turn()
+
+    def turn(self) -> None:
+        """Let those read who have room again."""
+        if self._freed:
+            self._collect()
+        if self.budget.contended:
+            for account in self.budget.ready(self.now_ms()):
+                self._readers[account].resume()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _gone(self, reference: Any) -> None:
+        """The last view of a frame is gone; in any thread."""
+        self._freed.append(id(reference))
+        loop = self._loop
+        if loop is not None and self.budget.contended:
+            try:
+                loop.call_soon_threadsafe(self.turn)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits
+
+    def _collect(self) -> None:
+        now_ms = self.now_ms()
+        while self._freed:
+            _, account, size = self._alive.pop(self._freed.popleft())
+            self.budget.freed(account, size, now_ms)
+
+    def _look(self) -> None:
+        """Close who keeps the budget without progress, one after another, until nobody waits."""
+        self._timer = None
+        self.turn()
+        while (victim := self.budget.victim(self.now_ms())) is not None:
+            self.refused += 1
+            self._readers[victim].refuse(
+                errors.ThrottledError(
+                    "the memory for inbound frames is used up (inbound_bytes_max), and this "
+                    "stream makes no progress: send again, more slowly"
+                )
+            )
+            self.turn()
+        if self.budget.contended:
+            assert self._loop is not None
+            self._timer = self._loop.call_later(LOOK_MS / 1000, self._look)
+
+
+class Assembly:
+    """The memory of one frame that is received piece by piece."""
+
+    __slots__ = ("_memory", "array", "filled", "size")
+
+    def __init__(self, size: int, memory: Memory | None) -> None:
+        self.size = size
+        self.filled = 0
+        self._memory = memory
+        begin = FIRST_BYTES
+        if memory is not None and memory.allocated + FIRST_BYTES > memory.budget.pool_bytes:
+            begin = SMALL_BYTES
+        self.array = np.empty(min(size, begin), np.uint8)  # not zeroed, as a bytearray is
+        self._allocated(len(self.array))
+
+    def rest(self) -> memoryview:
+        """Where the next bytes go."""
+        if self.filled == len(self.array) < self.size:
+            larger = np.empty(min(self.size, GROWTH * len(self.array)), np.uint8)
+            larger[: self.filled] = self.array
+            self._allocated(len(larger) - len(self.array))
+            self.array = larger
+        return self.array.data[self.filled :]
+
+    def end(self) -> None:
+        """It is whole, or is given up."""
+        self._allocated(-len(self.array))
+
+    def _allocated(self, size: int) -> None:
+        if self._memory is not None:
+            self._memory.allocated += size
