@@ -54,8 +54,10 @@ _EXPLAINED = (
     errors.UnknownTopicId,
 )
 
+#: Of a replica that rotted, or whose directory is lost (rules L9, L15).
+_DAMAGE = (errors.CorruptLog, errors.LogMissing)
 #: What the last reader, who finds what rotted unseen, may be told.
-_ANOTHER_WILL_LEAD = (errors.RetriableError, errors.CorruptLog)
+_ANOTHER_WILL_LEAD = (errors.RetriableError, *_DAMAGE)
 
 #: Brokers still register; who was asked has not heard of the topic.
 _NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
@@ -304,7 +306,7 @@ class SimConsumer:
 
     def _problem(self, error: errors.PkError, place: TopicPartition | None) -> None:
         self._tell(f"{self.check.name} was told {error!r}")
-        if isinstance(error, errors.CorruptBatch | errors.CorruptLog):
+        if isinstance(error, (errors.CorruptBatch, *_DAMAGE)):
             if place is None or not self._oracle.may_be_damaged(place.topic, place.partition):
                 self._trouble(f"V5: {self.check.name} at {place}, where nothing rotted: {error!r}")
             return
@@ -481,7 +483,7 @@ class SimAdmin:
 
         def passes(error: errors.PkError) -> bool:
             """Looking for the place, the leader tripped over what had rotted (rule L9)."""
-            damaged = isinstance(error, errors.CorruptLog)
+            damaged = isinstance(error, _DAMAGE)
             rotten = damaged and self._oracle.may_be_damaged(plan.name, partition)
             return rotten or isinstance(error, _NOT_YET)
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedServer
 from pk.cli.embedded_cluster import EmbeddedCluster
+from pk.cli.log import app
 from pk.clock import block_s, monotonic_s
 from pk.log.identity import IDENTITIES, PARTITION_FILE, Identity, encode
 
@@ -55,11 +55,11 @@ def whole(partition: int) -> list[tuple[int, bytes | None]]:
 
 def pk(*arguments: str) -> Any:
     """`pk log …`; its JSON, an error's included."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pk.cli", "log", *arguments, "--json"],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    return json.loads(done.stdout or done.stderr)
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    if isinstance(done.exception, errors.PkError):
+        return {"error": {"name": type(done.exception).__name__}}
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
 
 
 def listed(home: Path) -> dict[str, str]:
