@@ -33,6 +33,7 @@ from pk.sim.faults import Faults
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
+from pk.sim.room import RoomWatch
 from pk.sim.samples import Observer
 from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
 from pk.sim.world import SimClock, SimWorld, Stuck
@@ -124,6 +125,7 @@ class Run:
             self._restart_client,
             self.operator,
         )
+        self.room = RoomWatch(self.cluster, int(server.get("disk_reserve_bytes", 0)))
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
         self.checks: list[ReaderCheck] = []
@@ -281,6 +283,7 @@ class Run:
         self._complain()
         if self._ticks % LOOK_EVERY == 0:
             self._look()
+            self.room.look(self.world.loop.now_us / 1000, self.faults.calm_since_ms)
         if self._ticks % IMAGES_EVERY == 0:
             self.observer.check_images()
 

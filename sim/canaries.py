@@ -81,6 +81,7 @@ class Canary:
     session_ms: int = 1_500  #: broker_session_timeout_ms
     expiration_ms: int = 86_400_000  #: producer_id_expiration_ms
     recent_bytes: int | None = None
+    reserve_bytes: int = 0  #: disk_reserve_bytes
 
     @property
     def options(self) -> SimOptions:
@@ -98,6 +99,7 @@ class Canary:
                 "replica_lag_time_max_ms": self.lag_ms,
                 "broker_session_timeout_ms": self.session_ms,
                 "producer_id_expiration_ms": self.expiration_ms,
+                "disk_reserve_bytes": self.reserve_bytes,
             },
             recent_bytes=self.recent_bytes,
         )
@@ -275,6 +277,10 @@ def _follower_begins_at_the_end() -> Any:
 
 
 # -- quorum and controller -------------------------------------------------------------------------
+
+
+def _full_leader_keeps_leading() -> Any:
+    return _put(Draft, "hand_over", lambda *_: False)
 
 
 def _vote_not_saved() -> Any:
@@ -459,6 +465,11 @@ CANARIES: dict[str, Canary] = {
     ),
     "the high watermark goes back": Canary(
         "R2", _watermark_goes_back(), "V2 assertion", SAFE, KILLS, nodes=THREE, copies=3,
+    ),
+    "a full leader keeps leading": Canary(
+        "L16", _full_leader_keeps_leading(), "V16", {**SAFE, "segment_bytes": "14336"},
+        ("leader_full",), nodes=THREE, copies=3, unrest_ms=60_000,
+        fault_every_ms=(5_000, 15_000), reserve_bytes=16_000,
     ),
     "half is a majority": Canary(
         "Q1", _put(Quorum, "majority", property(lambda self: len(self.voters) // 2)), "V10",

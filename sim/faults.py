@@ -43,6 +43,10 @@ STREAM_STALL_MS = (100, 5_000)
 STORE_STALL_MS = (300, 60_000)
 #: Beyond what a clock may step by, and what producers may be silent for (rule L10).
 CLOCK_JUMP_MS = (100_000, 90_000_000)
+#: A leader's disk: long enough that somebody else should lead meanwhile (rule L16).
+LEADER_FULL_MS = (500, 40_000)
+#: What a fault without an end of its own, a stalled stream say, may go on to do.
+AFTERMATH_MS = 9_000
 #: What needs room: the data, and names in directories.
 GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
@@ -68,6 +72,9 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
+        self.calm_since_ms = (
+            0.0  #: no fault but `leader_full` has been at work since; may lie ahead
+        )
         self.rarer = 1  #: times as long between two faults
         self.counts: dict[str, int] = {}
         self.met: dict[str, int] = {}  #: what came of faults that may strike or not
@@ -83,9 +90,14 @@ class Faults:
     def _meet(self, name: str) -> None:
         self.met[name] = self.met.get(name, 0) + 1
 
-    def _after(self, delay_ms: tuple[float, float], undo: Callable[[], None]) -> None:
+    def _after(
+        self, delay_ms: tuple[float, float], undo: Callable[[], None], *, alone: bool = False
+    ) -> None:
+        """`alone`: it leaves everybody else calm."""
         self._number += 1
         due = self._world.loop.now_us / 1000 + self._rng.uniform(*delay_ms)
+        if not alone:
+            self.calm_since_ms = max(self.calm_since_ms, due + AFTERMATH_MS)
         heapq.heappush(self._due, (due, self._number, undo))
 
     def tick(self) -> None:
@@ -99,6 +111,8 @@ class Faults:
             name = self._rng.choice(self._options.faults)
             self.counts[name] = self.counts.get(name, 0) + 1
             self._world.record(f"fault {name}")
+            if name != "leader_full":
+                self.calm_since_ms = max(self.calm_since_ms, now_ms + AFTERMATH_MS)
             getattr(self, f"_{name}")()
 
     def heal(self) -> None:
@@ -369,6 +383,21 @@ class Faults:
             storage.capacity = None
 
         self._after((100, 2_000), undo)
+
+    def _leader_full(self) -> None:
+        """The disk of a broker that leads, and of nobody else; at the reserve, or to the brim."""
+        led = [facts.leader for facts in self._observer.facts() if facts.leader != NONE]
+        machine = self._cluster.by_id[self._rng.choice(led)] if led else self._machine(BROKER)
+        storage = machine.storages[DISKS[BROKER]]
+        if storage.capacity is not None:
+            return
+        storage.capacity = storage.used_bytes() + self._rng.choice([0, self._rng.randint(0, 9_000)])
+        self._meet("full leaders")
+
+        def undo() -> None:
+            storage.capacity = None
+
+        self._after(LEADER_FULL_MS, undo, alone=True)
 
     def _disk_slow(self) -> None:
         storage = self._storage()

@@ -54,8 +54,16 @@ _LATER_FAULTS = (
 _SINGLE_FAULTS = ("disk_stall", "stream_stall", "disk_short", "store_stall", "clock_jump")
 #: What goes while a broker is down (identities.py).
 _IDENTITY_FAULTS = ("identity_lost", "identity_rot", "partition_lost")
+#: Disks of leaders that fill up for so long that others must lead (rule L16).
+_ROOM_FAULTS = ("leader_full",)
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
-FAULTS = (*_FIRST_FAULTS, *_LATER_FAULTS, *_SINGLE_FAULTS, *_IDENTITY_FAULTS)
+FAULTS = (
+    *_FIRST_FAULTS,
+    *_LATER_FAULTS,
+    *_SINGLE_FAULTS,
+    *_IDENTITY_FAULTS,
+    *_ROOM_FAULTS,
+)
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -73,6 +81,8 @@ GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
 EXPIRATION_MS = (86_400_000, 120_000)
 #: What is kept of the ends of logs in memory (log/recent.py); none = every reader needs the disk.
 RECENT_BYTES = (None, None, 0, 4_000)
+#: disk_reserve_bytes: full disks of the simulator have up to 30 kB left; 0 = they fill up entirely.
+RESERVE_BYTES = (0, 4_000, 16_000)
 #: How far the clocks of two machines may be apart from the start.
 SKEW_MS = 2_000
 
@@ -181,7 +191,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         },
         timing={"election_ms": 500 * slow, "fetch_ms": 1_000 * slow, "wait_ms": 250 * slow},
     )
-    options = _drawn_last(rng, _drawn_later(rng, options))
+    options = _drawn_room(rng, _drawn_last(rng, _drawn_later(rng, options)))
     if faults is not None:
         given["faults"] = tuple(faults)
     return replace(options, **given)
@@ -217,6 +227,13 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
         server={**options.server, "producer_id_expiration_ms": expiration_ms},
         recent_bytes=recent_bytes,
     )
+
+
+def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
+    """And behind that: how much room is kept, and whether leaders run out of it."""
+    faults = (*options.faults, *(name for name in _ROOM_FAULTS if rng.random() < 0.4))
+    reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
+    return replace(options, faults=faults, server={**options.server, **reserve})
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:
