@@ -30,6 +30,7 @@ from pk.server.quorum import membership
 from pk.server.quorum.log import MetadataLog
 from pk.server.quorum.messages import Voter
 from pk.server.quorum.opening import SnapshotRules
+from pk.server.quorum.reserve import RESERVE_BYTES
 from pk.server.quorum.snapshot import file_name
 from pk.server.quorum.timing import Timing
 from pk.server.settings import voter_directory_id
@@ -86,6 +87,7 @@ class ControllerNode:
         voters: Mapping[Voter, str] | None = None,
         address: str | None = None,
         timing: Timing | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         self.world = world
         self.run = run
@@ -110,6 +112,7 @@ class ControllerNode:
             ),
             say=self._say,
             peers=run.peer_controller_addresses,
+            reserve_bytes=reserve_bytes,
         )
         self._running_since = RunningSince(world.clock)
         self.term: Term | None = None  #: while this node is the active controller

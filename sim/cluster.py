@@ -28,6 +28,9 @@ CLUSTER_ID = "c" * 36
 #: What a voter and a broker say when the metadata log no longer reached back to where they were.
 SNAPSHOT_LOADED = "metadata_snapshot_loaded"
 
+#: Little beside what a full disk of the simulator has left, so that metadata finds no room, too.
+METADATA_RESERVE = 1_000
+
 
 class SimCluster:
     """See the module."""
@@ -85,7 +88,8 @@ class SimCluster:
 
     def quorum_of(self) -> dict[str, Any]:
         """More of what a controller is given."""
-        return {"voters": self._voters(), "timing": Timing(**self.options.timing)}
+        timing = Timing(**self.options.timing)
+        return {"voters": self._voters(), "timing": timing, "reserve_bytes": METADATA_RESERVE}
 
     # -- what happens ------------------------------------------------------------------------------
 

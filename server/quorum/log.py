@@ -53,6 +53,7 @@ from pk.server.quorum.messages import (
 )
 from pk.server.quorum.opening import QUORUM_STATE, SnapshotRules, recover, state_bytes
 from pk.server.quorum.peers import Peers
+from pk.server.quorum.reserve import RESERVE_BYTES, ReserveDisk
 from pk.server.quorum.snapshot_files import SnapshotFiles
 from pk.server.quorum.snapshot_loading import SnapshotLoader
 from pk.server.quorum.snapshot_making import SnapshotMaker
@@ -93,10 +94,11 @@ class MetadataLog:
         rules: SnapshotRules | None = None,
         say: Callable[..., None] = lambda event, **facts: None,
         peers: Mapping[NodeId, str] | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         first = {me: address} if voters is None else voters
         self._clock = world.clock
-        self._disk = disk
+        self._disk = ReserveDisk(disk, reserve_bytes)
         self._on_fatal = on_fatal
         self.voters = Voters(me, address, first)
         self.quorum = Quorum(me, timing or Timing(), world.rng)
@@ -114,7 +116,7 @@ class MetadataLog:
         )  # fmt: skip
         self._rules = rules or SnapshotRules()
         self._say = say
-        self._files = SnapshotFiles(disk, world.clock)
+        self._files = SnapshotFiles(self._disk, world.clock)
         self._loader = SnapshotLoader(
             self._files, self._peers, world.clock,
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
@@ -140,6 +142,7 @@ class MetadataLog:
         Raises `CorruptLog` if records that were SYNCED are gone or damaged: committed metadata is
         never cut away as if it were a torn tail.
         """
+        await self._disk.prepare()
         opened = await self._disk.write(
             partial(recover, self._disk.storage, self._rules, self._clock.wall_ms())
         )
@@ -197,6 +200,8 @@ class MetadataLog:
 
     async def note_synced(self) -> None:
         """L6.  Raises `StorageFull`: then it is only known later."""
+        if not self._disk.held:
+            await self._disk.prepare()
         if self._noted < self._open_log.synced_end:
             async with self._writing:
                 await self._disk.write(lambda: self._save(self._vote))
@@ -296,8 +301,7 @@ class MetadataLog:
 
     async def _perform(self, op: Any) -> None:
         if isinstance(op, messages.SaveVote):
-            async with self._writing:
-                await self._disk.write(partial(self._save, op.vote))
+            await self._save_vote(op.vote)
         elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
             if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
                 records = self.voters.records(op)
@@ -321,6 +325,17 @@ class MetadataLog:
             self._tasks = [each for each in self._tasks if not each.done()] + [task]
         else:
             raise AssertionError(f"the quorum may not ask for {op!r}")
+
+    async def _save_vote(self, vote: Vote) -> None:
+        """Nothing is voted, or sent, before; so on a full disk this waits for room."""
+        while True:
+            try:
+                async with self._writing:
+                    await self._disk.write(partial(self._save, vote))
+                return
+            except errors.StorageFull as full:
+                self._say("vote_waits_for_room", why=full.message)
+                await self._clock.sleep_ms(FULL_WAIT_MS)
 
     async def _undo(self, job: int) -> None:
         """L2."""
