@@ -23,8 +23,8 @@ Invariants
       in flight).
   N2  a batch that may have been stored is never sent again under another sequence, and without
       idempotence never sent again at all (rule L7).
-  N3  at most `max_in_flight` frames per broker; a partition has batches in flight to one broker
-      only: the leader that the metadata names.
+  N3  at most `max_in_flight` frames per broker that are not stuck (`Node.free_ms`); a partition has
+      batches in flight to one broker only: the leader that the metadata names.
   N4  every piece is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
 """
 
@@ -489,8 +489,9 @@ class Sender:
         if node.retry_ms > now_ms:
             return min(node.retry_ms, horizon)
         frame = frames.get(leader.node)
-        if frame is None and len(node.frames) >= self.options.max_in_flight:
-            return horizon
+        free_ms = node.free_ms(self.options)
+        if frame is None and free_ms > now_ms:
+            return min(free_ms, horizon)
         for gone in partition.out_of_sight(leader):
             self._failed(partition, gone, errors.OutcomeUnknown(OUT_OF_SIGHT))
         batch, later = self._next_batch(partition, now_ms)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from pk import errors
 from pk.client.accumulator import Batch, Waiting
 from pk.client.metadata import Leader, Metadata
-from pk.client.sender_events import Frame
+from pk.client.sender_events import Frame, SenderOptions
 from pk.types import NONE, PartitionKey
 
 
@@ -67,15 +68,31 @@ class Partition:
         return "" if self.problem is None else f"the last attempt: {self.problem.message}"
 
 
+#: A frame that was not answered for so long waits for a replica of one of its partitions.
+STUCK_MS = 500
+
+
 class Node:
     """What the sender knows of one broker."""
 
     __slots__ = ("attempts", "frames", "retry_ms")
 
     def __init__(self) -> None:
-        self.frames: dict[int, Frame] = {}
+        self.frames: dict[int, Frame] = {}  #: in the order in which they were sent
         self.retry_ms = 0
         self.attempts = 0
+
+    def free_ms(self, options: SenderOptions) -> int:
+        """From when on another frame may be sent; 0 = now.
+
+        A stuck frame does not count: else a partition whose replica has stopped fills every place,
+        and all other partitions of the broker wait for it.  The number of stuck frames is bounded
+        by the batches that a partition may have in flight.
+        """
+        if len(self.frames) < options.max_in_flight:
+            return 0
+        oldest = next(islice(reversed(self.frames.values()), options.max_in_flight - 1, None))
+        return oldest.deadline_ms - options.request_timeout_ms + STUCK_MS
 
 
 OUT_OF_SIGHT = (

@@ -65,7 +65,7 @@ class RoomWatch:
         self._since = stands
 
     def _full(self, broker: int) -> bool:
-        return self._storage(broker).free_bytes() < self._reserve
+        return bool(self._storage(broker).free_bytes() < self._reserve)
 
     def _roomy(self, broker: int) -> bool:
         machine = self._cluster.by_id[broker]

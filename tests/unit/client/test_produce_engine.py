@@ -562,3 +562,36 @@ def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None
 def test_a_header_without_utf_8_spoils_no_other_record(bench: Any) -> None:
     with pytest.raises(errors.SerializationError):
         record_size(b"v", None, [("\ud800", b"")], "t")
+
+
+@pytest.mark.parametrize("answer", ["refused", "unanswered"])
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_other_partitions_do_not_wait_behind_one_that_is_not_served(
+    bench: Any, answer: str, idempotent: bool
+) -> None:
+    """L16: refused by a full disk; or unanswered, in every frame that may be in flight."""
+    b = bench(enable_idempotence=idempotent, max_in_flight=5)
+    b.cluster.create("t", 2)
+    verdict = errors.StorageFull("no space") if answer == "refused" else SILENT
+    stuck = [True]
+    b.broker.on_produce = lambda log, header: (
+        verdict if stuck[0] and log.key.partition == 0 else APPEND
+    )
+    clock, waits = b.world.clock, []
+
+    async def work() -> None:
+        blocked = []
+        for _ in range(40):
+            blocked.append(await b.send("t", b"0", partition=0))
+            await clock.sleep_ms(20)
+        assert not any(each.done() for each in blocked)
+        for _ in range(20):
+            sent_ms = clock.monotonic_ms()
+            future = await b.send("t", b"1", partition=1)
+            while not future.done():
+                await clock.sleep_ms(1)
+            waits.append(clock.monotonic_ms() - sent_ms)
+        stuck[0] = False
+
+    b.run(work)
+    assert max(waits) < 1_000, waits
