@@ -4,7 +4,8 @@ A survey checks every batch: its place in the log, its leader epoch, its checksu
 fails it looks for the next whole one.  What lies between the two is one damaged range (rule L9).
 
 Three things say where the next whole batch begins:
-  the damaged batch's own header, if it is plausible: a flipped bit in a body leaves it so;
+  the damaged batch's own length and number of offsets, or these with one bit flipped, if a batch
+  begins there that continues the offsets: a flipped bit anywhere leaves that so;
   the sparse index, whose entries are places where batches begin;
   a search for the magic number.
 
@@ -13,8 +14,9 @@ found by searching counts only if the batches after it lead, one behind the othe
 is known: an entry of the index, or the segment's end.
 
 Invariants
-  D1  a range begins where the last whole batch ended and ends where the next whole one begins:
-      survey leaves out no batch that is whole, unless its place could not be proven.
+  D1  a range begins where the last whole batch ended and ends where the next whole one begins
+      whose place is proven.  One flipped bit costs one batch; a whole batch between several
+      damaged neighbours may be told as lost, up to the next entry of the index.
   D2  ranges of one survey are disjoint, ascending, and cover at least one offset each.
   D3  `end` is UNKNOWN for a tail alone: no batch, and no `end_offset`, says which offsets it held.
 """
@@ -40,7 +42,9 @@ UNKNOWN = NONE
 #: Bytes that are read at a time, at least.
 CHUNK_BYTES = 1024 * 1024
 _MAGIC = struct.pack("<I", batches.MAGIC)
-_MAGIC_AT = 16  #: of a header
+#: Of a header.
+_MAGIC_AT, _LENGTH_AT, _DELTA_AT = 16, 8, 28
+_I32 = struct.Struct("<i")
 
 
 class Damage(NamedTuple):
@@ -200,15 +204,66 @@ class _Survey:
         return (self._size, self._end_offset) if found is None else found
 
     def _by_its_header(self, position: int, offset: Offset) -> tuple[int, Offset] | None:
-        """Where the damaged batch itself says that it ends, if a whole one begins there."""
+        """Where the damaged batch itself says that it ends, if a batch begins there that continues
+        the offsets; one bit of what it says may be the one that rotted.
+        """
+        raw = self._bytes(position, HEADER_BYTES)
+        if len(raw) < HEADER_BYTES:
+            return None
+        (length,) = _I32.unpack_from(raw, _LENGTH_AT)
+        (delta,) = _I32.unpack_from(raw, _DELTA_AT)
+        if self._continues(position, offset, length, delta, said=True):
+            return position + length, offset + delta + 1
+        if self._matches(position):
+            return None  # then both numbers are right, and `offset` is not
+        for size, last in _variants(length, delta):
+            if self._continues(position, offset, size, last, said=False):
+                return position + size, offset + last + 1
+        return None
+
+    def _continues(
+        self, position: int, offset: Offset, size: int, last: int, *, said: bool
+    ) -> bool:
+        """Whether a batch of `size` bytes that ends with offset `offset + last` fits in here.
+
+        The batch behind it must say so by its base offset, or the one behind that.  Both must
+        unless the damaged batch `said` these numbers: no checksum covers a base offset, and a bit
+        of it may be the one that rotted.
+        """
+        end, following = position + size, offset + last + 1
+        if size < HEADER_BYTES or last < 0 or end > self._size:
+            return False
+        if end == self._size:
+            return self._ends_with(position, offset, following)
+        header, _ = self._header(end)
+        if header is None:
+            return False
+        behind, after = end + header.length, following + header.last_offset_delta + 1
+        if behind == self._size:
+            confirmed = after == self._end_offset
+        else:
+            other, _ = self._header(behind)
+            confirmed = other is not None and other.base_offset == after
+        if header.base_offset == following:
+            return said or confirmed
+        return said and confirmed
+
+    def _matches(self, position: int) -> bool:
+        """Whether the checksum of the batch at `position` is right."""
         header, _ = self._header(position)
         if header is None:
-            return None
-        end, following = position + header.length, offset + header.last_offset_delta + 1
-        if end == self._size:
-            known = self._end_offset in (UNKNOWN, following)
-            return (end, following) if known and header.base_offset == offset else None
-        return (end, following) if self._whole(end, following)[0] is not None else None
+            return False
+        return crc32c(self._bytes(position, header.length)[batches.CRC_START :]) == header.crc
+
+    def _ends_with(self, position: int, offset: Offset, following: Offset) -> bool:
+        """Whether the segment's last batch, damaged, ends the segment at `following`."""
+        if self._end_offset != UNKNOWN:
+            return self._end_offset == following
+        header, _ = self._header(position)
+        return header is not None and (header.base_offset, header.next_offset) == (
+            offset,
+            following,
+        )
 
     def _search(
         self, position: int, limit: int, offset: Offset, limit_offset: Offset
@@ -235,13 +290,24 @@ class _Survey:
         return None
 
     def _leads_to(self, position: int, offset: Offset, limit: int, limit_offset: Offset) -> bool:
-        """Whether batch follows batch from here to `limit`; a damaged one may lie between."""
+        """Whether batch follows batch from here to `limit`; damaged ones may lie between."""
         while position < limit:
             header, _ = self._header(position)
-            if header is None or (self._dense and header.base_offset != offset):
+            if header is not None and header.base_offset == offset:
+                position, offset = position + header.length, header.next_offset
+                continue
+            found = self._by_its_header(position, offset)
+            if found is None:
                 return False
-            position, offset = position + header.length, offset + header.last_offset_delta + 1
+            position, offset = found
         return position == limit and limit_offset in (UNKNOWN, offset)
+
+
+def _variants(length: int, delta: int) -> Iterator[tuple[int, int]]:
+    """Both numbers with one bit of either flipped."""
+    for bit in range(31):
+        yield length ^ 1 << bit, delta
+        yield length, delta ^ 1 << bit
 
 
 def span(size: int) -> int:

@@ -294,3 +294,23 @@ def test_survey_needs_no_index() -> None:
     raw[at + 9] ^= 1
     found = damage.survey(lambda p, n: bytes(raw[p : p + n]), len(raw), 0)
     assert [(each.start, each.end) for each in found] == [range_of(header)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_neighbours_that_are_hit_cost_themselves(seed: int) -> None:
+    """Any bit, base offset and leader epoch included, of two batches side by side; no index."""
+    rng = random.Random(seed)
+    bench = Bench(segment_bytes=10**6)
+    for _ in range(30):
+        bench.append(make_batch(rng.randrange(1, 60), 20))
+    found = places(bench)
+    raw = bytearray(Segment(bench.storage, PATH, 0).read_at(0, 10**6))
+    first = rng.randrange(len(found) - 3)
+    hit = found[first : first + 2]
+    for _, at, header in hit:
+        place = rng.randrange(HEADER_BYTES if rng.random() < 0.7 else header.length)
+        raw[at + place] ^= 1 << rng.randrange(8)
+    epochs = bench.log.epochs.epoch_of
+    ranges = damage.survey(lambda p, n: bytes(raw[p : p + n]), len(raw), 0, epoch_of=epochs)
+    lost = {o for each in ranges for o in range(each.start, each.end)}
+    assert lost == {o for _, _, header in hit for o in range(*range_of(header))}

@@ -1,0 +1,226 @@
+"""Flipped bits in the log files of topics with one copy (rule L9).
+
+A server with topics of every codec is filled; bits of batches are flipped in its `.log` files:
+while it runs, after a stop, or after a kill.  Then everything is read.  Kept:
+
+  whole     each acknowledged record outside the damaged batches is read, with its own value
+  told      each damaged batch is told as DataLoss, and nothing beyond it is
+  goes on   the partition takes new records, at offsets that were not given before
+  repaired  `pk log repair --execute` leaves the same records, and no error
+
+One flip a batch; the batch's header is as likely as its body.  No two batches side by side are hit,
+but in the last round of the long form: there a whole batch between such neighbours may be told as
+lost, for nothing proves its place; what is read must still be right.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verdicts import Verdict
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import monotonic_s
+from pk.log import batch as batches
+
+PK = Path(sys.executable).parent / "pk"
+PATIENCE_S = 120
+CODECS = ("none", "lz4", "zstd")
+PARTITIONS = 2
+SETTINGS = {"segment_bytes": 1024 * 1024, "retention_ms": -1}
+#: How the damage meets the broker.
+MODES = ("while it runs", "after a clean stop", "after a kill")
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What was acknowledged, and which offsets were hit."""
+
+    values: dict[TopicPartition, dict[int, bytes]] = field(default_factory=dict)
+    hit: dict[TopicPartition, set[int]] = field(default_factory=dict)
+    anywhere: bool = False  #: neighbours are hit, too
+
+
+@dataclass(slots=True)
+class Readings:
+    """What all readers got."""
+
+    wrong: int = 0
+    missing: int = 0
+    untold: int = 0
+    beyond: int = 0
+    errors: int = 0
+    told: int = 0
+
+    def kept(self, ledger: Ledger) -> bool:
+        """Between neighbours whose headers were hit a whole batch may be told as lost."""
+        if self.wrong or self.untold or self.errors:
+            return False
+        return ledger.anywhere or not (self.missing or self.beyond)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wrong} wrong values, {self.missing} whole records missing, {self.untold} "
+            f"damaged records without DataLoss, {self.beyond} whole records in a DataLoss, "
+            f"{self.errors} other errors; {self.told} DataLoss"
+        )
+
+
+def fill(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int) -> None:
+    """`count` records for every partition, in batches of some records."""
+    for codec in CODECS:
+        options = {"compression": codec, "linger_ms": 5, "batch_size": 16_384}
+        with Producer(server.address, **options) as producer:
+            sent = []
+            for number in range(count):
+                for partition in range(PARTITIONS):
+                    value = b"%d:" % number + rng.randbytes(rng.randrange(1, 400))
+                    future = producer.send(f"t-{codec}", value, partition=partition)
+                    sent.append((partition, value, future))
+            producer.flush(PATIENCE_S)
+        for partition, value, future in sent:
+            place = TopicPartition(f"t-{codec}", partition)
+            offset = future.result(0).offset
+            known = ledger.values.setdefault(place, {})
+            assert offset not in known, f"{place} gave offset {offset} twice"
+            known[offset] = value
+
+
+def batches_of(
+    server: EmbeddedServer, place: TopicPartition
+) -> Iterator[tuple[Path, int, batches.Header]]:
+    """File, position and header of every batch."""
+    directory = server.data / "topics" / f"{place.topic}-{place.partition}"
+    for path in sorted(directory.glob("*.log")):
+        for position, header in batches.iter_headers(path.read_bytes()):
+            yield path, position, header
+
+
+def flip(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int) -> None:
+    """One bit in each of `count` batches, no two side by side unless `ledger.anywhere`; never in a
+    partition's last two: which offsets a damaged tail held is not always known."""
+    found = [
+        (place, *batch)
+        for place in sorted(ledger.values)
+        for batch in list(batches_of(server, place))[:-2]
+    ]
+    rng.shuffle(found)
+    for place, path, position, header in found:
+        hit = ledger.hit.setdefault(place, set())
+        near = {header.base_offset - 1, header.next_offset} & hit
+        if not count or (near and not ledger.anywhere):
+            continue
+        count -= 1
+        offsets = range(header.base_offset, header.next_offset)
+        hit.update(offsets)
+        at = rng.randrange(batches.HEADER_BYTES if rng.random() < 0.5 else header.length)
+        with path.open("r+b") as file:
+            file.seek(position + at)
+            byte = file.read(1)[0] ^ 1 << rng.randrange(8)
+            file.seek(position + at)
+            file.write(bytes([byte]))
+
+
+def read(server: EmbeddedServer, ledger: Ledger, *, repaired: bool) -> Readings:
+    found = Readings()
+    for place, values in ledger.values.items():
+        got, lost = _read_one(server, place, found)
+        hit = ledger.hit.get(place, set())
+        found.wrong += sum(values.get(offset) != value for offset, value in got.items())
+        found.missing += sum(offset not in got for offset in values if offset not in hit)
+        if repaired:
+            found.errors += bool(lost)
+            continue
+        # What the broker still has in memory may be read: it is right, or it counts as wrong.
+        found.untold += len(hit - lost - set(got))
+        found.beyond += len(lost - hit)
+    return found
+
+
+def _read_one(
+    server: EmbeddedServer, place: TopicPartition, found: Readings
+) -> tuple[dict[int, bytes], set[int]]:
+    got: dict[int, bytes] = {}
+    lost: set[int] = set()
+    deadline = monotonic_s() + PATIENCE_S
+    with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+        consumer.assign([place])
+        (end,) = consumer.end_offsets([place], timeout_s=PATIENCE_S).values()
+        while True:
+            try:
+                if consumer.position(place, timeout_s=PATIENCE_S) >= end:
+                    return got, lost
+                for record in consumer.poll(0.2):
+                    got[record.offset] = record.value or b""
+            except errors.DataLoss as told:
+                found.told += 1
+                lost |= set(range(int(told.details["offset"]), int(told.details["next_offset"])))
+            except errors.PkError as error:
+                print(f"{place}: {type(error).__name__}: {error}", flush=True)
+                found.errors += 1
+                return got, lost
+            if monotonic_s() > deadline:
+                print(f"{place}: stands at {consumer.position(place)} of {end}", flush=True)
+                found.errors += 1
+                return got, lost
+
+
+def repair(server: EmbeddedServer) -> int:
+    """Go past every range; how many there were."""
+    command = [PK, "log", "repair", "--dir", server.data, "--json", "--execute"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    return len(json.loads(done.stdout)["ranges"])
+
+
+def one_round(
+    server: EmbeddedServer, rng: random.Random, mode: str, scale: int, *, anywhere: bool
+) -> list[Verdict]:
+    ledger = Ledger(anywhere=anywhere)
+    with server:
+        with AdminClient(server.address) as admin:
+            for codec in CODECS:
+                admin.create_topic(f"t-{codec}", PARTITIONS, SETTINGS)
+        fill(server, ledger, rng, 100 * scale)
+        if mode == "while it runs":
+            flip(server, ledger, rng, 4 * scale)
+            before = read(server, ledger, repaired=False)
+        elif mode == "after a kill":
+            for role in ("supervisor", "broker"):
+                server.kill(role)
+    if mode != "while it runs":
+        flip(server, ledger, rng, 4 * scale)
+        with server:
+            before = read(server, ledger, repaired=False)
+    with server:
+        fill(server, ledger, rng, 20)
+        again = read(server, ledger, repaired=False)
+    ranges = repair(server)
+    with server:
+        fill(server, ledger, rng, 20)
+        after = read(server, ledger, repaired=True)
+    hits = sum(len(hit) for hit in ledger.hit.values())
+    case = f"{4 * scale} flips {'anywhere ' if anywhere else ''}{mode}"
+    return [
+        Verdict(case, before.kept(ledger), f"{hits} records hit: {before}"),
+        Verdict(f"{case}, appended to and restarted", again.kept(ledger), str(again)),
+        Verdict(f"{case}, repaired", after.kept(ledger) and ranges > 0, f"{ranges} gaps: {after}"),
+    ]
+
+
+def run(seed: int, work: Path, short: bool) -> list[Verdict]:
+    rng = random.Random(seed)
+    rounds, scale = (1, 3) if short else (4, 20)
+    verdicts = []
+    for number in range(rounds):
+        for mode in MODES:
+            server = EmbeddedServer(work / f"{number}-{mode.replace(' ', '-')}")
+            anywhere = not short and number == rounds - 1
+            verdicts += one_round(server, rng, mode, scale, anywhere=anywhere)
+    return verdicts

@@ -1,0 +1,127 @@
+"""docs/REPAIR.md's commands, run: each damage is made, told, and put right as the page says.
+
+Only places change: the data directory, and names of topics and files that an operator would read
+off what pk says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import block_s, monotonic_s
+
+pytestmark = pytest.mark.integration
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "REPAIR.md").read_text()
+BIN = Path(sys.executable).parent
+PATIENCE_S = 60
+TOPIC = "flights"
+
+
+def commands(section: str) -> list[str]:
+    """The bash blocks below a heading, one line a command."""
+    text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    found = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return [line for block in found for line in block.splitlines()]
+
+
+def run(command: str, data: Path, **places: str) -> str:
+    """One command of the page; its output."""
+    for name, place in {"/var/lib/pk": str(data), **places}.items():
+        command = command.replace(name, place)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def fill(server: EmbeddedServer, count: int) -> None:
+    """One record a batch: `<n>` and more."""
+    with Producer(server.address, linger_ms=0) as producer:
+        for number in range(count):
+            value = b"<%03d>" % number + bytes(20_000)
+            producer.send(TOPIC, value, partition=0).result(PATIENCE_S)
+
+
+def numbers(server: EmbeddedServer, count: int) -> list[int]:
+    """The next records from the first offset on."""
+    found: list[int] = []
+    deadline = monotonic_s() + PATIENCE_S
+    with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+        consumer.assign([TopicPartition(TOPIC, 0)])
+        while len(found) < count:
+            assert monotonic_s() < deadline, (found, server.tail())
+            found += [int((record.value or b"")[1:4]) for record in consumer.poll(0.5)]
+    return found
+
+
+def flip(path: Path, wanted: bytes) -> None:
+    """One bit behind `wanted` in a file."""
+    raw = path.read_bytes()
+    place = raw.index(wanted) + len(wanted) + 100
+    with path.open("r+b") as out:
+        out.seek(place)
+        out.write(bytes([raw[place] ^ 0x10]))
+
+
+def until(what: str, holds: Callable[[], bool], server: EmbeddedServer) -> None:
+    deadline = monotonic_s() + PATIENCE_S
+    while not holds():
+        assert monotonic_s() < deadline, f"{what}\n{server.tail()}"
+        block_s(0.1)
+
+
+def test_a_damaged_batch_of_the_only_copy(tmp_path: Path) -> None:
+    """In front of the copier: it waits, nothing is tiered past the range until it was repaired, and
+    then the table goes on behind the gap.
+    """
+    look, go_past = commands("A damaged batch: the only copy")
+    tier = (tmp_path / "tier").as_uri()
+    (tmp_path / "tier").mkdir()
+    with EmbeddedServer(tmp_path, tier_url=tier, settings={"tier_max_lag_ms": 3_600_000}) as server:
+        with AdminClient(server.address) as admin:
+            admin.create_topic(TOPIC, 1, {"retention_ms": -1})
+        fill(server, 8)
+    (path,) = (server.data / "topics" / f"{TOPIC}-0").glob("*.log")
+    flip(path, b"<005>")
+    server.settings["tier_max_lag_ms"] = 200
+    with server, AdminClient(server.address) as admin:
+        until(
+            "the copier says nothing",
+            lambda: isinstance(admin.describe_topics([TOPIC])[0].error, errors.CorruptLog),
+            server,
+        )
+        (described,) = admin.describe_topics([TOPIC])
+        assert described.error is not None
+        assert re.search(
+            r"offsets \[5, 6\) are damaged: .*; pk log repair", described.error.message
+        )
+        assert described.tiered_end <= 5
+        out = run(look, server.data)
+        assert re.search(rf"{TOPIC}-0 +5 +6 ", out)
+        assert "nothing was changed" in out
+        assert numbers(server, 5) == list(range(5))
+    assert "gaps now" in run(go_past, server.data)
+    with server, AdminClient(server.address) as admin:
+        until(
+            "the table does not go on",
+            lambda: admin.describe_topics([TOPIC])[0].tiered_end == 8,
+            server,
+        )
+        assert admin.describe_topics([TOPIC])[0].error is None
+        assert numbers(server, 7) == [0, 1, 2, 3, 4, 6, 7]
+        fill(server, 1)
+        assert numbers(server, 8)[-1] == 0
+    assert run(look, server.data).strip() == "no damaged range"
