@@ -91,7 +91,7 @@ class Damages:
                 next_offset=each.end,
                 error=each.problem,
                 directory=partition.lane.disk.storage.root,
-                repair=f"pk log repair {partition}",
+                repair=f"pk log repair {partition.lane.disk.storage.root} {partition}",
             )
 
     def settle(self, partition: Partition, state: PartitionState) -> None:

@@ -6,7 +6,7 @@ while it runs, after a stop, or after a kill.  Then everything is read.  Kept:
   whole     each acknowledged record outside the damaged batches is read, with its own value
   told      each damaged batch is told as DataLoss, and nothing beyond it is
   goes on   the partition takes new records, at offsets that were not given before
-  repaired  `pk log repair --execute` leaves the same records, and no error
+  repaired  `pk log repair --yes` leaves the same records, and no error
 
 One flip a batch; the batch's header is as likely as its body.  No two batches side by side are hit,
 but in the last round of the long form: there a whole batch between such neighbours may be told as
@@ -174,7 +174,7 @@ def _read_one(
 
 def repair(server: EmbeddedServer) -> int:
     """Go past every range; how many there were."""
-    command = [PK, "log", "repair", "--dir", server.data, "--json", "--execute"]
+    command = [PK, "log", "repair", server.data, "--json", "--yes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return len(json.loads(done.stdout)["ranges"])
 

@@ -36,7 +36,7 @@ def values(consumer: Consumer, count: int) -> list[int]:
 
 def repair(directory: Path, *options: str) -> Any:
     """What `pk log repair --json` says."""
-    command = [PK, "log", "repair", "--dir", directory / "data", "--json", *options]
+    command = [PK, "log", "repair", directory / "data", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return json.loads(done.stdout)
 
@@ -112,13 +112,13 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
             f"{TOPIC}-0", FLIPPED, FLIPPED + 1,
         )  # fmt: skip
         refusal = subprocess.run(
-            [PK, "log", "repair", "--dir", tmp_path / "data", "--execute"],
+            [PK, "log", "repair", tmp_path / "data", "--yes"],
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert refusal.returncode == 1
         assert "is in use by process" in refusal.stderr
     assert repair(tmp_path)["ranges"] == [row]
-    done = repair(tmp_path, "--execute", f"{TOPIC}-0")
+    done = repair(tmp_path, "--yes", f"{TOPIC}-0")
     assert done["ranges"] == [row]
     assert repair(tmp_path)["ranges"] == []
     with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:

@@ -2,20 +2,20 @@
 (rule L9; log/repair.py).
 
 A look needs no lock and changes nothing; of a running broker it leaves out what is being written.
-`--execute` takes the directory's lock: while a broker runs it is refused.
+`--yes` takes the directory's lock: while a broker runs it is refused.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pk import errors
-from pk.cli.common import AsJson, say, table
+from pk.cli.common import AsJson, quiet_end, say, table
+from pk.cli.log_directories import Home, locked
+from pk.log import by_hand, identity
 from pk.log import directory as directories
-from pk.log import identity
 from pk.log import repair as repairing
 from pk.log.files import RealStorage
 from pk.log.repair import Finding
@@ -24,50 +24,52 @@ from pk.server.run_config import boot_id
 
 
 def repair(
-    directory: Annotated[Path, typer.Option("--dir", help="a data directory of the broker")],
-    partitions: Annotated[
+    home: Home,
+    names: Annotated[
         list[str] | None,
-        typer.Argument(help="TOPIC-PARTITION …; all of the directory if none is named"),
+        typer.Argument(metavar="NAME…", help="partitions' directories in DIR/topics; default: all"),
     ] = None,
-    execute: Annotated[
-        bool, typer.Option("--execute", help="go past the ranges; without it nothing is changed")
+    yes: Annotated[
+        bool, typer.Option("--yes", help="go past the ranges; without it they are shown")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show damaged ranges; with --execute their offsets become a known gap: the rest is served.
+    """Show damaged ranges; with --yes their offsets become a known gap, and the rest is served.
 
     For the only copy of a partition.  With other replicas the broker makes a damaged one anew by
     itself.  What the ranges held is lost for good: first see whether a backup or another replica
     has it.
     """
-    if not (directory / directories.FORMAT_FILE).is_file():
-        raise errors.InvalidOption(
-            f"{directory} is no data directory of pk", directory=str(directory)
-        )
-    storage = RealStorage(str(directory))
-    if execute:
-        storage.lock()
-    try:
-        rows = [
-            row
-            for name in _names(storage, partitions)
-            for row in _one(storage, name, execute=execute)
-        ]
-    finally:
-        if execute:
-            storage.unlock()
+    with quiet_end():
+        if yes:
+            with locked(home) as storage:
+                rows = _all(storage, names, execute=True)
+        else:
+            storage = RealStorage(str(home.absolute()))
+            by_hand.opened(storage)
+            rows = _all(storage, names, execute=False)
+        _show(storage, rows, executed=yes, as_json=as_json)
+
+
+def _all(storage: RealStorage, names: list[str] | None, *, execute: bool) -> list[dict[str, Any]]:
+    return [row for name in _names(storage, names) for row in _one(storage, name, execute=execute)]
+
+
+def _show(
+    storage: RealStorage, rows: list[dict[str, Any]], *, executed: bool, as_json: bool
+) -> None:
     if as_json:
-        say({"directory": str(directory), "executed": execute, "ranges": rows})
+        say({"directory": storage.root, "done": executed, "ranges": rows})
         return
     if not rows:
         typer.echo("no damaged range")
         return
     columns = ("partition", "offset", "next_offset", "bytes", "file", "problem")
     table(columns, [[row[name] for name in columns] for row in rows])
-    if execute:
+    if executed:
         typer.echo("these offsets are gaps now: readers go past them, no offset is given twice")
     else:
-        typer.echo("nothing was changed: stop the broker and add --execute to go past these ranges")
+        typer.echo("nothing was changed: stop the broker and add --yes to go past these ranges")
 
 
 def _names(storage: RealStorage, wanted: list[str] | None) -> list[str]:
