@@ -314,6 +314,8 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "partition_replicas": lambda a: a.partition_replicas(["t"], timeout_s=S),
     "elect_leaders": lambda a: a.elect_leaders([T0], timeout_s=S),
     "unregister_broker": lambda a: a.unregister_broker(2, timeout_s=S),
+    "list_brokers": lambda a: a.list_brokers(timeout_s=S),
+    "confirm_clock": lambda a: a.confirm_clock(1, timeout_s=S),
     "describe_tier": lambda a: a.describe_tier("t", timeout_s=S),
     "close": lambda a: a.close(),
     "__enter__": left,
