@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow.parquet as pq
+
 from pk import errors
 from pk.log import creation, identity, writing
 from pk.log.directory import Directory
@@ -401,6 +403,15 @@ def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
     return lambda stack: stack.enter_context(patch(name, value)) and None
 
 
+def _pages_not_verified() -> Any:
+    opened = pq.ParquetFile
+
+    def trusting(*given: Any, **more: Any) -> Any:
+        return opened(*given, **{**more, "page_checksum_verification": False})
+
+    return _any("pk.tiering.parquet_parts.pq.ParquetFile", trusting)
+
+
 KILLS = ("kill_broker", "kill_leader", "pause", "isolate")
 LOSSES = "V6 V8 V12 V14"
 
@@ -512,6 +523,11 @@ CANARIES: dict[str, Canary] = {
     ),
     "dropped before the tier has it": Canary(
         "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
+    ),
+    "a page whose checksum is not verified": Canary(
+        "T10", _pages_not_verified(), "V5 V6 V7", TIERED,
+        ("object_rot", "object_rot", "object_rot", "kill_client", "kill_tier"),
+        unrest_ms=10_000, fault_every_ms=(20, 60),
     ),
     # A leader has what nobody else has; the next one misses it, the producer sends it again under
     # another epoch, and the former leader, in sync and never cut, is elected once more.

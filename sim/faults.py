@@ -529,3 +529,17 @@ class Faults:
     def _optimize(self) -> None:
         for topic in list(self._observer.image.topics.values()):
             self._cluster.store.optimize(topic.name, topic.topic_id)
+
+    def _object_rot(self) -> None:
+        """A file of a table rots, until somebody restores it."""
+        store, topics = self._cluster.store, list(self._observer.image.topics.values())
+        if not topics:
+            return
+        topic = self._rng.choice(topics)
+        path = store.rot(topic.name, topic.topic_id, self._rng)
+        if path is None:
+            return
+        self._world.record(f"rot of {path}")
+        self._meet("rot of tier files")
+        self._observer.promise.rotted_file(path)
+        self._after((300, 5_000), lambda: store.restore(path))

@@ -11,18 +11,21 @@ Model
   B4  a request may be held by itself, on its way there or back, for as long as an owner's whole
       office (`stall`); it happens all the same
   B5  a table lives as long as its log: removing the objects below it removes the table
+  B6  a bit of a data file may flip, until an operator restores the file (rule T10)
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from pk import errors
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
+from pk.tiering.footers import footer_size
 from pk.tiering.objects import Buffer, MemoryStore, ObjectInfo
 from pk.tiering.table import Commit, MemoryTables, Snapshot, moved
 from pk.types import TopicId
@@ -43,6 +46,7 @@ class SimObjects:
         self.late_commit: Callable[[], float] | None = None  #: told of the next one; delays it
         #: Asked at each request: how long it is held there, and its reply (B4).
         self.stall: Callable[[str], tuple[float, float]] | None = None
+        self.rotten: dict[str, bytes] = {}  #: what the objects were that rot
         self.counts: dict[str, int] = {}
         self.delay_ms = (0.5, 8.0)
         self.deadline_ms = 300.0
@@ -159,13 +163,35 @@ class SimObjects:
         path = f"partition={file.partition}/part-{self._moves:05d}.parquet"
         home = layout.table_path(topic, topic_id)
         objects = self.memory.objects
-        if f"{home}/{file.path}" not in objects:
-            return False
+        if f"{home}/{file.path}" not in objects or f"{home}/{file.path}" in self.rotten:
+            return False  # who rewrites a file reads it, and is told that it is damaged
         objects[f"{home}/{path}"] = objects[f"{home}/{file.path}"]
         uri = f"{self.url}/{home}"
         self.tables.rewrite(uri, [file.path], [moved(file, path)])
         self.tables.states[uri].tombstones.append(file.path)
         return True
+
+    def rot(self, topic: str, topic_id: TopicId, rng: random.Random) -> str | None:
+        """A bit of a data file that the newest version names flips (B6); the path of the file."""
+        newest = self.snapshot(topic, topic_id)
+        home, objects = layout.table_path(topic, topic_id), self.memory.objects
+        named = [f"{home}/{path}" for path in sorted(newest.files)] if newest is not None else []
+        found = [path for path in named if path in objects and path not in self.rotten]
+        if not found:
+            return None
+        path = rng.choice(found)
+        self.rotten[path] = whole = objects[path]
+        raw = bytearray(whole)
+        pages = len(raw) - footer_size(raw)  # most of a small file is its footer
+        raw[rng.randrange(pages if rng.random() < 0.8 else len(raw))] ^= 1 << rng.randrange(8)
+        objects[path] = bytes(raw)
+        return path
+
+    def restore(self, path: str) -> None:
+        """An operator puts a rotten file back from a backup, unless it was deleted meanwhile."""
+        whole = self.rotten.pop(path)
+        if path in self.memory.objects:
+            self.memory.objects[path] = whole
 
 
 class SimTable:

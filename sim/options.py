@@ -56,6 +56,8 @@ _SINGLE_FAULTS = ("disk_stall", "stream_stall", "disk_short", "store_stall", "cl
 _IDENTITY_FAULTS = ("identity_lost", "identity_rot", "partition_lost")
 #: Disks of leaders that fill up for so long that others must lead (rule L16).
 _ROOM_FAULTS = ("leader_full",)
+#: What happens to objects of the store (objects.py).
+_OBJECT_FAULTS = ("object_rot",)
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (
     *_FIRST_FAULTS,
@@ -63,6 +65,7 @@ FAULTS = (
     *_SINGLE_FAULTS,
     *_IDENTITY_FAULTS,
     *_ROOM_FAULTS,
+    *_OBJECT_FAULTS,
 )
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
@@ -221,6 +224,7 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
         faults = tuple(name for name in faults if name != "clock_step")
     recent_bytes = rng.choice(RECENT_BYTES)
     faults = (*faults, *(name for name in _IDENTITY_FAULTS if rng.random() < 0.3))
+    faults = (*faults, *(name for name in _OBJECT_FAULTS if rng.random() < 0.3))
     return replace(
         options,
         faults=faults,

@@ -102,6 +102,7 @@ class Oracle:
         self.acknowledgements = 0
         self.ahead = False  #: more was acknowledged than the run asks for by now
         self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
+        self.rotten_files: dict[str, None] = {}  #: data files of tables, by their tables' paths
         #: Topics whose durability was changed → the least copies since then, and nothing of them
         #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
         self.weak: dict[str, int] = {}

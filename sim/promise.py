@@ -146,6 +146,10 @@ class Promise:
         if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
             self._costs(facts.key, now_ms)
 
+    def rotted_file(self, path: str) -> None:
+        """A data file of a table is damaged for a while."""
+        self._oracle.rotten_files[path] = None
+
     def made_anew(self, key: PartitionKey, broker: NodeId) -> None:
         """A copy that was damaged once is set aside: retention may have taken the damage before,
         but whoever met it goes on to make the copy anew.

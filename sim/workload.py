@@ -310,6 +310,11 @@ class SimConsumer:
             if place is None or not self._oracle.may_be_damaged(place.topic, place.partition):
                 self._trouble(f"V5: {self.check.name} at {place}, where nothing rotted: {error!r}")
             return
+        if isinstance(error, errors.DamagedTierFile):
+            rotten = any(error.details["path"] in path for path in self._oracle.rotten_files)
+            if not rotten:
+                self._trouble(f"V5: {self.check.name}: no file of a table rotted: {error!r}")
+            return
         if isinstance(error, errors.LogTruncated):
             self._truncated(error)
         elif isinstance(error, errors.TopicRecreated | errors.UnknownTopicId):

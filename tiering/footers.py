@@ -92,7 +92,7 @@ class Footer(NamedTuple):
     size: int  #: bytes it takes in memory, about
 
 
-def footer_size(tail: bytes | memoryview) -> int:
+def footer_size(tail: bytes | bytearray | memoryview) -> int:
     """Bytes from the file's end that hold the footer.  Raises `UnreadableFile`."""
     if len(tail) >= _TRAILER.size:
         length, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
