@@ -29,7 +29,8 @@ from pk.log.creation import VISIT_MAX, NewPartition
 from pk.log.identity import Identity
 from pk.log.plan import LogConfig
 from pk.server.broker.partition import Partition
-from pk.types import PartitionKey, TopicPartition
+from pk.server.controller.image import PartitionState
+from pk.types import NONE, NodeId, PartitionKey, TopicPartition
 
 if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
@@ -287,6 +288,18 @@ class Creations:
             await work
         except Exception as bug:
             self._core.bug("creating a partition", bug)
+
+
+def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
+    """C5: whether a replica that an operator adopted or discarded may be served from here again.
+
+    A discarded log begins empty where it is filled from a leader, or where no other replica has
+    anything.  With nobody leading, a recovery election (rule R3) would take the empty log for the
+    greatest if this replica is the only last-known one; the others would be cut to it.
+    """
+    if me in (*state.isr, *state.elr):
+        return False
+    return has_log or state.leader not in (NONE, me) or state.replicas == (me,)
 
 
 def _half_way(partition: Partition) -> bool:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.log.plan import LogConfig
 from pk.server.broker.claims import Claims
-from pk.server.broker.creations import Creations, together, typed
+from pk.server.broker.creations import Creations, may_take_part, together, typed
 from pk.server.broker.metadata_feed import load_image
 from pk.server.broker.partition import Partition
 from pk.server.controller import records
@@ -344,9 +344,9 @@ class MetadataFollower:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
             self.unopened.pop(key, None)
             return
-        leaves = core.node_id in (*state.isr, *state.elr)
-        if key in core.manager.by_hand and self.registered() and not leaves:
-            await self._creations.told(key)  # L15
+        by_hand = key in core.manager.by_hand and self.registered()
+        if by_hand and may_take_part(state, core.node_id, has_log=partition is not None):
+            await self._creations.told(key)
         if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)
             partition = None

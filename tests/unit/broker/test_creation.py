@@ -17,8 +17,9 @@ from pk.log import identity
 from pk.log.creation import VISIT_MAX, NewPartition, Outcome
 from pk.log.identity import Identity
 from pk.log.manager import LogManager
+from pk.server.broker.creations import may_take_part
 from pk.server.broker.follower import MetadataFollower
-from pk.server.controller.image import MetadataImage
+from pk.server.controller.image import MetadataImage, PartitionState
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
 
@@ -496,3 +497,25 @@ def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     assert key not in core.partitions
     assert isinstance(core.follower.unopened[key], errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
+
+
+@pytest.mark.parametrize(
+    ("isr", "elr", "leader", "replicas", "adopted", "discarded"),
+    [
+        ((1, 2), (), 2, (1, 2, 3), False, False),
+        ((2,), (1,), 2, (1, 2, 3), False, False),
+        ((2,), (), 2, (1, 2, 3), True, True),
+        ((), (2,), NONE, (1, 2, 3), True, False),
+        ((), (), NONE, (1, 2, 3), True, False),
+        ((), (), NONE, (1,), True, True),
+    ],
+    ids=["in sync", "eligible", "another leads", "one is away", "the last known", "alone"],
+)
+def test_when_a_replica_changed_by_hand_takes_part_again(
+    isr: tuple[int, ...], elr: tuple[int, ...], leader: int, replicas: tuple[int, ...],
+    adopted: bool, discarded: bool,
+) -> None:  # fmt: skip
+    """Rule L15: no empty log is elected where other replicas have records."""
+    state = PartitionState(replicas, isr, leader, 5, 5, elr)
+    assert may_take_part(state, 1, has_log=True) == adopted
+    assert may_take_part(state, 1, has_log=False) == discarded
