@@ -404,12 +404,9 @@ def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
 
 
 def _pages_not_verified() -> Any:
-    opened = pq.ParquetFile
-
-    def trusting(*given: Any, **more: Any) -> Any:
-        return opened(*given, **{**more, "page_checksum_verification": False})
-
-    return _any("pk.tiering.parquet_parts.pq.ParquetFile", trusting)
+    opened, off = pq.ParquetFile, {"page_checksum_verification": False}
+    trusting = "pk.tiering.parquet_parts.pq.ParquetFile"
+    return _any(trusting, lambda *given, **more: opened(*given, **more | off))
 
 
 KILLS = ("kill_broker", "kill_leader", "pause", "isolate")
