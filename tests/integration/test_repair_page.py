@@ -125,3 +125,25 @@ def test_a_damaged_batch_of_the_only_copy(tmp_path: Path) -> None:
         fill(server, 1)
         assert numbers(server, 8)[-1] == 0
     assert run(look, server.data).strip() == "no damaged range"
+
+
+def test_a_lost_identity(tmp_path: Path) -> None:
+    """Both copies of it are gone: the log is kept, offline, until an operator adopts it."""
+    look, adopt, _ = commands("The identity of a log")
+    with EmbeddedServer(tmp_path) as server:
+        with AdminClient(server.address) as admin:
+            admin.create_topic(TOPIC, 1, {"retention_ms": -1})
+        fill(server, 4)
+    (server.data / "topics" / f"{TOPIC}-0" / "partition.json").unlink()
+    (server.data / "partition-identity-checkpoint").unlink()
+    with server, AdminClient(server.address) as admin:
+        (described,) = admin.describe_topics([TOPIC])
+        assert isinstance(described.error, errors.LogUnidentified)
+        (topic_id,) = {described.topic_id}
+        assert f"{TOPIC}-0" in run(look, server.data)
+    (given,) = re.findall(r"--topic-id (\S+)", adopt)
+    run(adopt, server.data, **{given: topic_id})
+    with server:
+        assert numbers(server, 4) == [0, 1, 2, 3]
+        fill(server, 1)
+        assert numbers(server, 5) == [0, 1, 2, 3, 0]
