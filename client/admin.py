@@ -24,6 +24,7 @@ from pk.client.described import PartitionDescription, TierDescription
 from pk.client.offsets import ISOLATION, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
+from pk.client.tier_rows import TierRows, tier_rows
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -419,6 +420,16 @@ class AdminClient(BrokerCalls, QuorumCalls):
         return self._joined(
             lambda one_ms: described.describe_tier(self._cluster, topic, one_ms), timeout_s
         )
+
+    def repair_tier(self, topic: str, *, timeout_s: float = 300.0) -> dict[int, TierRows]:
+        """Bring rows that another engine deleted from the table back, as far as the local logs
+        have them; a result for each partition."""
+        return self._run(tier_rows(self._cluster, topic, False, int(timeout_s * 1000)), timeout_s)
+
+    def accept_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> dict[int, TierRows]:
+        """Settle the rows that another engine deleted from the table: they are not missed any
+        more, and readers go past them; a result for each partition."""
+        return self._run(tier_rows(self._cluster, topic, True, int(timeout_s * 1000)), timeout_s)
 
     # -- plumbing ----------------------------------------------------------------------------------
 

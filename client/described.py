@@ -99,6 +99,15 @@ class DamagedRange:
 
 
 @dataclass(slots=True, frozen=True)
+class MissingRows:
+    """Rows that another engine took out of the table; offsets of `ranges` are in no file."""
+
+    partition: int
+    rows: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, frozen=True)
 class TierDescription:
     """The Delta table behind a topic.
 
@@ -114,6 +123,7 @@ class TierDescription:
     storage_options: Mapping[str, str]
     problem: errors.PkError | None = None
     damaged: tuple[DamagedRange, ...] = ()
+    rows_missing: tuple[MissingRows, ...] = ()
 
 
 # -- asking ----------------------------------------------------------------------------------------
@@ -234,6 +244,7 @@ async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDe
     leaders = {p.partition: p.leader for t in metadata.topics for p in t.partitions}
     shares: dict[int, Any] = {}
     damaged: dict[tuple[int, int, str], DamagedRange] = {}
+    missing: dict[int, MissingRows] = {}
     for node, reply in sorted(views.items()):
         for each in reply.damaged:
             if leaders.get(each.partition, NONE) in (node, NONE):
@@ -241,6 +252,10 @@ async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDe
                     each.partition, each.start, each.end, each.path,
                     frames.raise_error(each.problem),
                 )  # fmt: skip
+        for lacking in reply.rows_missing:
+            if leaders.get(lacking.partition, NONE) in (node, NONE):
+                ranges = tuple((each.start, each.end) for each in lacking.ranges)
+                missing[lacking.partition] = MissingRows(lacking.partition, lacking.rows, ranges)
         for share in reply.partitions:
             mine = leaders.get(share.partition) == node
             if mine or share.partition not in shares:
@@ -250,11 +265,14 @@ async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDe
     status = newest.status
     if problems and not newest.HasField("problem"):
         status = next(reply.status for reply in leading if reply.HasField("problem"))
+    elif missing and not problems:
+        status = "rows_missing"
     return TierDescription(
         newest.topic, newest.topic_id, newest.uri, newest.version, status,
         tuple(_share(shares[p]) for p in sorted(shares)), dict(newest.storage_options),
         frames.raise_error(problems[0]) if problems else None,
         tuple(damaged[key] for key in sorted(damaged)),
+        tuple(missing[key] for key in sorted(missing)),
     )  # fmt: skip
 
 

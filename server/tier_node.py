@@ -89,6 +89,7 @@ class TierNode:
             owner_settings=owner_settings(run.server),
             on_report=self._reports.set,
             on_bug=self._bug,
+            on_rows_missing=self._tell_rows_missing,
         )
         hello = wire.Hello(
             client_id=f"tier-{run.node_id}",
@@ -139,6 +140,22 @@ class TierNode:
     def _bug(self, where: str, bug: BaseException) -> None:
         if self._log is not None:
             self._log.bug(where, bug)
+
+    def _tell_rows_missing(self, topic: TopicTier) -> None:
+        """Rule T17: one line for each change."""
+        if self._log is None:
+            return
+        if not topic.missing:
+            self._log.info("tier_rows_complete", topic=topic.topic, uri=topic.table.uri)
+        for partition, each in sorted(topic.missing.items()):
+            self._log.warning(
+                "tier_rows_missing",
+                topic=topic.topic,
+                partition=partition,
+                rows=each.rows,
+                ranges=" ".join(f"[{start}, {end})" for start, end in each.ranges),
+                uri=topic.table.uri,
+            )
 
     async def _run(self) -> None:
         await self._probe()
@@ -271,6 +288,7 @@ class TierNode:
             "tier_claim": ready(self._claim),
             "tier_confirm": ready(self._confirm),
             "tier_purge": ready(self._purge),
+            "tier_rows": ready(self.worker.rows_missing),
             "commit_to_table": ready(self.worker.commit_to_table),
             "describe_tier": self._describe,
         }
@@ -348,6 +366,8 @@ class TierNode:
         reply.status = "ok" if problem is None else "problem"
         if isinstance(problem, errors.DamagedTierFile):
             reply.status = "damaged"
+        if problem is None and reply.rows_missing:
+            reply.status = "rows_missing"
         if problem is None and reply.version == NONE:
             reply.status = "nothing tiered yet"
         if problem is not None:
@@ -365,8 +385,11 @@ class TierNode:
             for name in worker.counts.__slots__
         }
         damaged = metrics.gauge("tier_damaged_files", "data files that are missing or damaged now")
+        missing = metrics.gauge("tier_rows_missing", "rows that other engines took from tables")
         while True:
             await self.world.clock.sleep_ms(METRICS_TICK_MS)
+            lacking = [each for topic in worker.topics.values() for each in topic.missing.values()]
+            missing.set(sum(each.rows for each in lacking))
             cached.set(worker.reader.cached_bytes)
             damaged.set(sum(len(topic.damaged) for topic in worker.topics.values()))
             for name, gauge in totals.items():
@@ -403,6 +426,10 @@ def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
         if led is not None:
             state.lag = max(0, led.told.last_stable_offset - max(state.end, led.told.log_start))
         reply.partitions.append(state)
+    for partition, missing in sorted(topic.missing.items()):
+        told = reply.rows_missing.add(partition=partition, rows=missing.rows)
+        for start, end in missing.ranges:
+            told.ranges.add(start=start, end=end)
     for file, error in topic.damaged.all():
         start, end = range_of(file)
         reply.damaged.add(

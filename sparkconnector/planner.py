@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from pk.sparkconnector.connection import Cluster, Topic
-    from pk.sparkconnector.ranges import Curve, TierFile
+    from pk.sparkconnector.ranges import Curve, Spans, TierFile
     from pk.sparkconnector.tier_scan import ColdRange
 
 #: A stream reads fewer tiered records than this from the broker, if it still has them.
@@ -35,6 +35,7 @@ STREAM_COLD_RECORDS_LEAST = 20_000
 CURVE_SAMPLES = 256
 #: How often a topic that is deleted while we look is looked for again.
 _RESTARTS_MAX = 5
+_TAKEN = errors.DataLoss("another engine deleted its rows from the table (pk tier describe)")
 _AGED_OUT = "it was deleted or aged out while it was read"
 
 
@@ -57,6 +58,7 @@ class _Table(NamedTuple):
     place: ColdRange
     files: Sequence[TierFile]
     start: int
+    missing: Spans  #: offsets whose rows another engine took away (T17)
 
 
 def warn(words: str) -> None:
@@ -186,6 +188,8 @@ class Planner:
                 cause = errors.OffsetOutOfRange(_AGED_OUT)
                 losses.append(_loss(one._replace(end=start), cause))
                 one = one._replace(start=start)
+            if table is not None and one.size:
+                losses += [_loss(part, _TAKEN) for part in ranges.within(table.missing, one)]
             left.append(one)
         self.settle(losses)
         return [one for one in left if one.size]
@@ -233,7 +237,12 @@ class Planner:
                 continue
             place = tier_scan.ColdRange(tier.uri, tier.storage_options)
             for partition in mine:
-                found[topic, partition] = _Table(place, now.files[partition], now.starts[partition])
+                found[topic, partition] = _Table(
+                    place,
+                    now.files[partition],
+                    now.starts[partition],
+                    now.missing.get(partition, ()),
+                )
         return found
 
 

@@ -25,6 +25,10 @@ from pk.sparkconnector.offsets import Range
 COLD_TASK_BYTES = 128 * 1024 * 1024
 
 
+#: Half-open ranges of offsets.
+Spans = Sequence[tuple[int, int]]
+
+
 class Curve(NamedTuple):
     """Cumulative bytes of a partition at growing offsets; the first is a range's start, 0 bytes."""
 
@@ -187,6 +191,12 @@ def _by_bytes(one: Range, known: Curve, max_bytes: int) -> list[Range]:
         pieces.append(one._replace(start=start, end=end))
         start = end
     return pieces
+
+
+def within(spans: Spans, one: Range) -> list[Range]:
+    """The parts of `one` that lie in `spans`."""
+    parts = [(max(low, one.start), min(high, one.end)) for low, high in spans]
+    return [one._replace(start=low, end=high) for low, high in parts if low < high]
 
 
 # -- cold and hot ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import pyarrow.compute as pc
 from pk import errors
 from pk.sparkconnector import rows
 from pk.sparkconnector.offsets import Range
-from pk.sparkconnector.ranges import TierFile
+from pk.sparkconnector.ranges import Spans, TierFile, within
 from pk.sparkconnector.rows import Shape
 from pk.tiering import footers
 from pk.tiering.damage import damaged
@@ -103,6 +103,7 @@ class Listed(NamedTuple):
 
     files: dict[int, list[TierFile]]
     starts: dict[int, int]  #: where its rows begin: what lay below was deleted (T9)
+    missing: dict[int, Spans]  #: offsets whose rows another engine took away (T17)
 
 
 def list_files(
@@ -112,20 +113,25 @@ def list_files(
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
     """
-    from pk.tiering import log_check
+    from pk.tiering import accounting, log_check
     from pk.tiering.delta_actions import counters_of, files_of
+    from pk.tiering.table import Snapshot
 
     with _table(uri, storage_options) as table:
         files = files_of(pa.table(table.get_add_actions(flatten=True)))
         counters = counters_of(uri, table, topic_id, partitions)
         log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
+        snapshot = Snapshot(table.version(), str(table.metadata().id), files, counters)
+    accounting.check_rows(uri, snapshot)
     found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
     for file in files.values():
         if file.partition in found:
             found[file.partition].append(
                 TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
             )
-    return Listed(found, {partition: each.start for partition, each in counters.items()})
+    starts = {partition: each.start for partition, each in counters.items()}
+    missing = accounting.missing_of(snapshot, partitions)
+    return Listed(found, starts, {partition: each.ranges for partition, each in missing.items()})
 
 
 def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
@@ -256,6 +262,8 @@ def scan(
             if start > position:
                 lost(one._replace(start=position, end=start))
                 position = start
+            for part in within(now.missing.get(one.partition, ()), one._replace(start=position)):
+                lost(part)
 
 
 def _scan(

@@ -55,6 +55,7 @@ from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
     CommitConflict,
+    DataFile,
     Snapshot,
     Table,
     TableProtocol,
@@ -174,6 +175,7 @@ class DeltaLogTable:
         self._handle: DeltaTable | None = None
         self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
         self._snapshot: Snapshot | None = None
+        self._counts: dict[str, DataFile] = {}  #: files whose footers were read for their rows
         self._table_id = ""  #: of the table that was opened first; another one is refused (T8)
         self._synced = ("", -1)  #: table id and version up to which the log is SYNCED
         self._turn = asyncio.Lock()
@@ -206,6 +208,7 @@ class DeltaLogTable:
         handle, snapshot = found
         if snapshot.table_id == self._table_id and snapshot.protocol == TableProtocol():
             await self._compare(compared, snapshot)
+            snapshot = await self._counted(snapshot)
         if known is None or snapshot.version != known.version:
             self._tombstones.foreign(self._tables.wall_ms())
         await self._note(handle, snapshot)
@@ -216,6 +219,22 @@ class DeltaLogTable:
         version = -1 if known is None else known.version
         if snapshot.version != version:
             await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
+
+    async def _counted(self, snapshot: Snapshot) -> Snapshot:
+        """Files whose statistics another engine left out: from their footers (rule T17)."""
+        unknown = [file for file in snapshot.files.values() if not file.stats and not file.rows]
+        if not unknown:
+            return snapshot
+        store, cache = self._tables.store, self._counts
+        found = await log_reading.counted(store, self._path, unknown, cache)
+        self._counts = {path: file for path, file in cache.items() if path in snapshot.files}
+        return Snapshot(
+            snapshot.version,
+            snapshot.table_id,
+            {**snapshot.files, **found},
+            snapshot.counters,
+            snapshot.protocol,
+        )
 
     async def _is_known(self, version: int) -> bool:
         """Whether the commit file of our version is still the one we saw."""

@@ -81,10 +81,20 @@ def files_of(actions: pa.Table) -> dict[str, DataFile]:
         column("max.timestamp", 2**62),
         column("num_records", 0),
         column("size_bytes", 0),
+        _have_stats(actions),
         strict=True,
     )
     files = [DataFile(urllib.parse.unquote(row[0]), int(row[1]), *row[2:]) for row in rows]
     return {file.path: file for file in files}
+
+
+def _have_stats(actions: pa.Table) -> list[bool]:
+    """Which files have the statistics that rows are counted and found by."""
+    wanted = ("num_records", "min.offset", "max.offset")
+    if not set(wanted) <= set(actions.column_names):
+        return [False] * actions.num_rows
+    known = [actions.column(name).is_valid().to_pylist() for name in wanted]
+    return [all(each) for each in zip(*known, strict=True)]
 
 
 def protocol_of(handle: DeltaTable) -> TableProtocol:

@@ -7,17 +7,22 @@ used before `compare` has returned.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pk import errors
-from pk.tiering import log_check
+from pk.tiering import footers, log_check
+from pk.tiering.footers import Footer
 from pk.tiering.layout import commit_file
 from pk.tiering.objects import ObjectStore
-from pk.tiering.table import Snapshot
+from pk.tiering.table import DataFile, Snapshot
 
 #: A commit holds at most plan.ACTIONS_PER_COMMIT_MAX actions of pk's; other engines' are larger.
 COMMIT_BYTES_MAX = 64 * 1024 * 1024
 #: Commits that are looked at when deltalake cannot read a log: more than lie between checkpoints.
 SUSPECTS_MAX = 16
+#: Footers read together.
+FOOTERS_AT_ONCE = 8
 _LOG = "_delta_log/"
 
 
@@ -48,6 +53,39 @@ async def find_damaged(store: ObjectStore, home: str, uri: str) -> None:
         data = await _commit(store, home, version)
         if data is not None:
             log_check.read_commit(uri, version, data)
+
+
+async def counted(
+    store: ObjectStore, home: str, files: Sequence[DataFile], cache: dict[str, DataFile]
+) -> dict[str, DataFile]:
+    """The files with rows and bounds from their footers, as far as those can be read."""
+    left = [file for file in files if file.path not in cache]
+    for at in range(0, len(left), FOOTERS_AT_ONCE):
+        some = left[at : at + FOOTERS_AT_ONCE]
+        read = await asyncio.gather(*(_footer(store, home, file) for file in some))
+        for file, footer in zip(some, read, strict=True):
+            if footer is not None and footer.groups:
+                cache[file.path] = replace(
+                    file,
+                    rows=footer.metadata.num_rows,
+                    min_offset=min(group.min_offset for group in footer.groups),
+                    max_offset=max(group.max_offset for group in footer.groups),
+                )
+    return {file.path: cache[file.path] for file in files if file.path in cache}
+
+
+async def _footer(store: ObjectStore, home: str, file: DataFile) -> Footer | None:
+    """None if it cannot be read: the file's rows stay unknown, and its reader hears why."""
+    path = f"{home}/{file.path}"
+    try:
+        size = min(file.size, footers.TAIL_BYTES)
+        tail = await store.get_range(path, file.size - size, size)
+        needed = footers.footer_size(tail)
+        if needed > len(tail):
+            tail = await store.get_range(path, max(0, file.size - needed), needed)
+        return footers.parse_footer(tail)
+    except (FileNotFoundError, footers.UnreadableFile):
+        return None
 
 
 async def _commit(store: ObjectStore, home: str, version: int) -> bytes | None:

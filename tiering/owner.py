@@ -32,6 +32,7 @@ from typing import Any
 
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
+from pk.tiering import accounting
 from pk.tiering.plan import (
     Claim,
     LogStart,
@@ -368,6 +369,8 @@ class Owner:
                 self._ask(Load(self._partitions()), effects)  # W6
                 return
             self._check_covered(snapshot)
+            if state.snapshot is None or snapshot.version != state.snapshot.version:
+                accounting.check_rows(self.uri, snapshot)
         except errors.TierTableChanged as error:
             self._failed(error, now_ms, effects)
             return

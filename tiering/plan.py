@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pk import errors
+from pk.tiering import accounting
+from pk.tiering.accounting import suspects
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_data_path
 from pk.tiering.table import Commit, DataFile, NewFile, Snapshot
 from pk.types import NONE, Epoch, Offset
@@ -144,12 +146,13 @@ def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
         return False  # rule T4: a deposed leader's
     if start.target > counters.start:
         return True
-    for file in snapshot.files_of(partition):
+    files = snapshot.files_of(partition)
+    for file in files:
         if file.min_offset >= counters.start:
             break
         if file.max_offset < counters.start:
             return True
-    return False
+    return accounting.is_due(files, counters)
 
 
 def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
@@ -157,22 +160,22 @@ def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
     counters = draft.partition(partition)
     if counters.claim > start.leader_epoch:
         return  # rule T4: who leads now may not reach so far
+    files = draft.snapshot.files_of(partition)
     if start.target > counters.end:
         # Nothing else of this partition in this version: its files go with the next one.
-        moved = counters._replace(start=start.target, end=start.target)
+        moved = accounting.settled(files, counters, start.target)._replace(end=start.target)
         if start.epoch != NONE:
             moved = moved._replace(epoch=start.epoch)
         draft.counters[partition] = moved
         draft.closed.add(partition)
         return
     low = max(start.target, counters.start)
-    removed = 0
-    for file in draft.snapshot.files_of(partition):
+    for file in files:
         if file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:
             draft.removes[file.path] = True
-            removed += file.rows
-    if removed or low != counters.start:
-        draft.counters[partition] = counters._replace(start=low, removed=counters.removed + removed)
+    moved = accounting.settled(files, counters, low)
+    if moved != counters:
+        draft.counters[partition] = moved
 
 
 def _take_claim(draft: _Draft, claim: Claim, result: Plan) -> None:
@@ -199,6 +202,9 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
     if change.removes and retention != change.data_change and draft.removes:
         result.waiting.append(item)  # one version either changes the data or does not
         return
+    if change.accept:
+        _settle(draft, item, result)
+        return
     if change.adds and all(draft.has(add.path) for add in change.adds):
         result.done.append(item)
         return
@@ -216,6 +222,40 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
     for add in change.adds:
         draft.adds[add.path] = new_file(add, change.data_change or not change.removes)
     result.taken.append(item)
+
+
+def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
+    """Rule T17: what the partitions lack counts as removed from now on."""
+    counters: dict[int, PartitionCounters] = {}
+    for counter in item.change.counters:
+        before = draft.partition(counter.partition)
+        if before.claim > counter.claim:
+            error = _fenced(counter.partition, before.claim, counter.claim)
+            result.refused.append((item, error))
+            return
+        missing = draft.snapshot.rows_missing(counter.partition)
+        if missing is not None:
+            counters[counter.partition] = before._replace(removed=before.removed + missing.rows)
+    draft.counters.update(counters)
+    draft.closed.update(counters)
+    (result.taken if counters else result.done).append(item)
+
+
+def _check_refill(draft: _Draft, change: wire.CommitToTableRequest) -> None:
+    """Rule T17: rows come back only where they are missing, and no more than are missing."""
+    for counter in change.counters:
+        partition = counter.partition
+        adds = [add for add in change.adds if add.partition == partition]
+        spans = [(each.start, each.end) for each in suspects(draft.snapshot, partition)]
+        for add in adds:
+            if not any(start <= add.start and add.end <= end for start, end in spans):
+                raise errors.UnknownTierRange(f"{add.path}: no row is missing there: plan again")
+        removed = sum(draft.snapshot.files[each.path].rows for each in change.removes)
+        missing = draft.snapshot.rows_missing(partition)
+        if missing is None or sum(add.rows for add in adds) - removed > missing.rows:
+            raise errors.UnknownTierRange(
+                f"partition {partition}: more rows than are missing: the log has other records"
+            )
 
 
 def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, PartitionCounters]:
@@ -237,7 +277,7 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
                 table_end=str(before.end),
             )
         adds = [add for add in change.adds if add.partition == counter.partition]
-        if not change.removes:
+        if not change.removes and not change.refill:
             _check_numbers(counter, adds)
         after[counter.partition] = before._replace(
             end=max(before.end, counter.end),
@@ -246,6 +286,9 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
             sum=(before.sum + counter.sum_added) % SUM_MODULUS,
             removed=before.removed + counter.removed_added,
         )
+    if change.refill:
+        _check_refill(draft, change)
+        draft.closed.update(after)
     unclaimed = {add.partition for add in change.adds} - after.keys()
     if unclaimed and not change.removes:
         raise errors.InvalidRequest(f"files of partitions {sorted(unclaimed)} without counters")

@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
-from pk.tiering import convert, footers, parquet_parts
+from pk.tiering import accounting, convert, footers, parquet_parts
 from pk.tiering.damage import damaged
 from pk.tiering.footers import Footer, Group, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
@@ -173,6 +173,12 @@ class TierReader:
                 f"the tier covers [{counters.start}, {counters.end}) of partition "
                 f"{place.partition}, not offset {offset}"
             )
+        missing = place.snapshot.rows_missing(place.partition)
+        lost = accounting.lost_in(missing, offset, limit)
+        if lost is not None and lost[0] == offset:  # T17
+            version = place.snapshot.version
+            raise accounting.data_loss(place.home, place.partition, version, *lost)
+        limit = limit if lost is None else lost[0]  # what lies before it is read first
         batches: list[bytes] = []
         size = 0
         at = offset

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pk import errors
-from pk.tiering import layout, log_check
+from pk.tiering import accounting, layout, log_check
+from pk.tiering.accounting import RowsMissing
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
 from pk.types import Offset
@@ -82,7 +83,16 @@ class TableProtocol:
 class Snapshot:
     """One version of a table (D3)."""
 
-    __slots__ = ("_by_partition", "_sums", "counters", "files", "protocol", "table_id", "version")
+    __slots__ = (
+        "_by_partition",
+        "_missing",
+        "_sums",
+        "counters",
+        "files",
+        "protocol",
+        "table_id",
+        "version",
+    )
 
     def __init__(
         self,
@@ -99,6 +109,13 @@ class Snapshot:
         self.protocol = protocol or TableProtocol()
         self._by_partition: dict[int, list[DataFile]] | None = None
         self._sums: FileSums | None = None
+        self._missing: dict[int, RowsMissing | None] = {}
+
+    def rows_missing(self, partition: int) -> RowsMissing | None:
+        """What this version lacks of `partition` (rule T17); None = nothing."""
+        if partition not in self._missing:
+            self._missing[partition] = accounting.rows_missing(self, partition)
+        return self._missing[partition]
 
     @property
     def sums(self) -> FileSums:
@@ -141,6 +158,8 @@ class Snapshot:
         counters = {**self.counters, **commit.counters}
         later = Snapshot(version, self.table_id, files, counters, self.protocol)
         later._sums = self.sums_after(commit)
+        # Only other engines take rows away without counting them.
+        later._missing = {p: None for p, known in self._missing.items() if known is None}
         if self._by_partition is not None:
             later._by_partition = self._regrouped(commit)
         return later

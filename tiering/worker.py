@@ -23,9 +23,10 @@ from typing import Any
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Storage
+from pk.tiering import accounting, layout, refill, uploads
 from pk.tiering import copier as copying
-from pk.tiering import layout, uploads
 from pk.tiering import owner as owning
+from pk.tiering.accounting import RowsMissing
 from pk.tiering.copier import Copier
 from pk.tiering.damage import DamagedFiles
 from pk.tiering.file_watch import FileWatch
@@ -34,7 +35,7 @@ from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
-from pk.tiering.table import Commit, DataFile, Table, TableFactory
+from pk.tiering.table import Commit, DataFile, Snapshot, Table, TableFactory
 from pk.tiering.told import log_start_of, source_of, view_of
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -93,6 +94,7 @@ class TopicTier:
     owner: Owner
     led: dict[int, _Led] = field(default_factory=dict)
     damaged: DamagedFiles = field(default_factory=DamagedFiles)
+    missing: dict[int, RowsMissing] = field(default_factory=dict)  #: of the partitions led here
 
 
 class TierWorker:
@@ -110,6 +112,7 @@ class TierWorker:
         owner_settings: OwnerSettings,
         on_report: Callable[[], None],
         on_bug: Callable[[str, BaseException], None],
+        on_rows_missing: Callable[[TopicTier], None] = lambda topic: None,
     ) -> None:
         self.world = world
         self.store = store
@@ -123,6 +126,7 @@ class TierWorker:
         self._owner_settings = owner_settings
         self._on_report = on_report
         self._on_bug = on_bug
+        self._on_rows_missing = on_rows_missing
         self._watch = FileWatch(
             store, self.reader, world.clock, self._place, self._tell_damage, self._spawn
         )
@@ -335,6 +339,23 @@ class TierWorker:
         self._tell_damage(topic, partition)
         return [each.file for each in missing]
 
+    async def rows_missing(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+        """Rule T17: bring missing rows back, or settle them; only here, where the log is."""
+        topic = self.topic(request.topic_id, request.topic)
+        led = topic.led.get(request.partition)
+        if led is None:
+            raise errors.NotLeaderOrFollower(f"{request.topic}-{request.partition}: not led here")
+        told, place = (
+            led.told,
+            functools.partial(self._place, topic, led.told.partition, fresh=True),
+        )
+
+        async def copy(asked: copying.Upload) -> copying.Uploaded:
+            async with self._uploading:
+                return await self._copy(topic, told, asked, again=True)
+
+        return await refill.carry_out(self, told, request.accept, place, copy)
+
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
         """Rule T7: remove a deleted topic's table; its URI and how many objects went.  Raises
         `TierUnavailable` if any are left.
@@ -379,11 +400,18 @@ class TierWorker:
                         self._tell_damage(topic, partition)
                     for led in list(topic.led.values()):
                         self._show_table(topic, led)
+                    self._count_missing(topic, snapshot)
                 case Publish(value=problem):
                     for led in list(topic.led.values()):
                         self._step_copier(topic, led, copying.TableProblem(problem))
                 case _:
                     raise AssertionError(effect)
+
+    def _count_missing(self, topic: TopicTier, snapshot: Snapshot) -> None:
+        now = accounting.missing_of(snapshot, topic.led)  # T17: said once for each change
+        if now != topic.missing:
+            topic.missing = now
+            self._on_rows_missing(topic)
 
     def _show_table(self, topic: TopicTier, led: _Led) -> None:
         partition = led.copier.partition
@@ -491,8 +519,13 @@ class TierWorker:
         await self._guarded(topic, led, asked, work())
 
     async def _copy(
-        self, topic: TopicTier, told: wire.TierPartition, asked: copying.Upload
+        self,
+        topic: TopicTier,
+        told: wire.TierPartition,
+        asked: copying.Upload,
+        again: bool = False,
     ) -> copying.Uploaded:
+        again = again or asked.replaces is not None
         source = self._source(told)
         aborted = [
             AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
@@ -501,7 +534,7 @@ class TierWorker:
         sink = self._sinks.pop() if self._sinks else Sink()
 
         def make() -> uploads.Copied:
-            if asked.replaces is not None:
+            if again:
                 aborted.extend(uploads.aborted_from(source, asked.start))
             return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted, sink)
 
@@ -515,7 +548,7 @@ class TierWorker:
                     copied, told.partition, asked.start, asked.leader_epoch, attempt, now_ms
                 )
                 await self.store.put(f"{topic.home}/{add.path}", copied.file.data)
-                self._count_upload(copied, repaired=asked.replaces is not None)
+                self._count_upload(copied, repaired=again)
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise

@@ -28,6 +28,8 @@ from pk.world import World
 CALLS_MAX = 64
 #: A claim reads and commits a table (rule T4), a confirmation HEADs files (rule T6).
 STORE_CALL_TIMEOUT_MS = 30_000
+#: Rows are copied from the local log again (rule T17).
+ROWS_TIMEOUT_MS = 300_000
 
 
 class TierClient:
@@ -114,6 +116,10 @@ class TierClient:
         request = wire.DescribeTierRequest(topic=topic, suspects=suspects)
         frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
         return frame.head.describe_tier_reply
+
+    async def rows(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+        """Bring missing rows back, or settle them (rule T17)."""
+        return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_rows_reply
 
     async def purge(self, topic_id: str, topic: str) -> wire.TierPurgeReply:
         """Remove the table of a deleted topic (rule T7)."""

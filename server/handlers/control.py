@@ -52,6 +52,7 @@ class ControlStream:
             "init_producer_id": lambda request, _: self._ids.init(request),
             "describe_partitions": self._describe_partitions,
             "describe_tier": lambda request, _: tier.describe_tier(core, request),
+            "tier_rows": lambda request, _: tier.tier_rows(core, request),
             "tier_partitions": lambda request, _: tier.tier_partitions(core, request),
             "tier_progress": self._tier_progress,
             "create_topics": lambda request, frame: admin.create(core, request, frame),

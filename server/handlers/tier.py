@@ -137,6 +137,15 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
     return wire.TierProgressReply()
 
 
+async def tier_rows(core: BrokerCore, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+    """Missing rows are brought back, or settled, where the partition is led (rule T17)."""
+    partition = core.find(PartitionKey(request.topic_id, request.partition))
+    partition.serving()
+    if not partition.tiered:
+        raise errors.InvalidRequest(f"{partition}: the topic has no tier")
+    return await core.tier.rows(request)
+
+
 async def describe_tier(
     core: BrokerCore, request: wire.DescribeTierRequest
 ) -> wire.DescribeTierReply:

@@ -21,14 +21,12 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pk.client.described import TierDescription
+    from pk.client.tier_rows import TierRows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `describe` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -48,6 +46,53 @@ def describe(
         return
     with quiet_end():
         show(found)
+
+
+@app.command()
+def repair(
+    topic: Annotated[str, typer.Argument(help="topic name")],
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 300_000,
+    as_json: AsJson = False,
+) -> None:
+    """Bring back rows that another engine deleted from the table, as far as local logs have them.
+
+    Do not run it after a DELETE that was meant: it undoes what can be undone.
+    """
+    from pk.client.admin import AdminClient
+
+    with quiet_end(), AdminClient(bootstrap) as admin:
+        tell(admin.repair_tier(topic, timeout_s=timeout_ms / 1000), "brought back", as_json=as_json)
+
+
+@app.command()
+def accept(
+    topic: Annotated[str, typer.Argument(help="topic name")],
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Settle rows that another engine deleted from the table: they are not missed any more."""
+    from pk.client.admin import AdminClient
+
+    with quiet_end(), AdminClient(bootstrap) as admin:
+        tell(admin.accept_tier(topic, timeout_s=timeout_ms / 1000), "accepted", as_json=as_json)
+
+
+def tell(found: dict[int, TierRows], what: str, *, as_json: bool) -> None:
+    """What became of the missing rows of each partition."""
+    if as_json:
+        say({"partitions": {partition: asdict(each) for partition, each in found.items()}})
+        return
+    table(
+        ["partition", what, "still missing", "offsets in no file"],
+        [[p, each.rows, each.missing, spans(each.ranges)] for p, each in sorted(found.items())],
+    )
+
+
+def spans(ranges: Iterable[tuple[int, int]]) -> str:
+    """Half-open ranges as text."""
+    return " ".join(f"[{start}, {end})" for start, end in ranges)
 
 
 def as_object(found: TierDescription) -> dict[str, Any]:
@@ -70,6 +115,7 @@ def as_object(found: TierDescription) -> dict[str, Any]:
             }
             for each in found.damaged
         ],
+        "rows_missing": [asdict(each) for each in found.rows_missing],
         "storage_options": dict(found.storage_options),
         "open_with": open_with(found.uri, found.storage_options) if found.uri else {},
     }
@@ -96,6 +142,12 @@ def show(found: TierDescription) -> None:
         table(
             ["partition", "start", "end", "file"],
             [[each.partition, each.start, each.end, each.path] for each in found.damaged],
+        )
+    if found.rows_missing:
+        typer.echo("rows that another engine took away (pk tier repair | accept):")
+        table(
+            ["partition", "rows", "offsets in no file"],
+            [[each.partition, each.rows, spans(each.ranges)] for each in found.rows_missing],
         )
     for name, value in sorted(found.storage_options.items()):
         typer.echo(f"{name}={value}")

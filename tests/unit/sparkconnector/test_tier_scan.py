@@ -95,13 +95,19 @@ def delta_table(tmp_path: Path, chunks: list[list[int]]) -> DeltaTable:
         write_deltalake(
             str(tmp_path), table_of(chunk, TABLE_SCHEMA), mode="append", partition_by=["partition"]
         )
+    rows, end = sum(map(len, chunks)), max(map(max, chunks)) + 1
+    count(DeltaTable(str(tmp_path)), PartitionCounters(end=end, rows=rows))
     return DeltaTable(str(tmp_path))
 
 
 def expire(table: DeltaTable, before: int) -> None:
-    """The rows go, then the owner's commit says so: only its commits hold pk's counters."""
+    """The rows go, then the owner's commit says so."""
     table.delete(f"offset < {before}")
-    counters = PartitionCounters(start=before, end=8, rows=8, removed=before)
+    count(table, PartitionCounters(start=before, end=8, rows=8, removed=before))
+
+
+def count(table: DeltaTable, counters: PartitionCounters) -> None:
+    """What the owner does: only its commits hold pk's counters."""
     versions = {app_id("id", 3, name): v for name, v in counters._asdict().items() if v >= 0}
     versions[app_id("id", 3, "check")] = log_check.counters_check(counters)
     said = log_check.expected_actions([], [], True, 0, versions, {})
@@ -160,6 +166,29 @@ def test_what_was_deleted_before_a_replan_is_told(tmp_path):
     table.vacuum(0, enforce_retention_duration=False, dry_run=False)
     assert [o for one in reading for o in one.column("offset").to_pylist()] == [5, 6, 7]
     assert told == [Range("flights", "id", 3, 3, 5)]
+
+
+@pytest.mark.parametrize("fail", [True, False], ids=["raised", "warned"])
+def test_rows_that_another_engine_deleted_are_told(tmp_path, monkeypatch, fail):
+    """Rule T17: nothing counted them as removed."""
+    delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]]).delete("offset > 2 AND offset < 5")
+    wanted = Range("flights", "id", 3, 0, 9)
+    known = SimpleNamespace(
+        tier_bounds=lambda asked: {wanted: (8, 8)},
+        tier=lambda topic: Tier(tmp_path.as_uri(), 3, {}, {3: 8}),
+    )
+    monkeypatch.setattr(Planner, "cluster", known)
+    chosen = {"pk.bootstrap.servers": "x:1", "subscribe": "flights", "failOnDataLoss": str(fail)}
+    planner = Planner(options.source(chosen, streaming=True))
+    if fail:
+        with pytest.raises(errors.DataLoss, match=r"flights-3 \[3, 5\) is gone"):
+            planner.tasks([wanted], streaming=True)
+        return
+    with pytest.warns(PkWarning, match=r"flights-3 \[3, 5\) is gone"):
+        cold, _ = planner.tasks([wanted], streaming=True)
+    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
+    found = scan(tmp_path, listed, cold.range.start, cold.range.end)
+    assert found == [0, 1, 2, 5, 6, 7]
 
 
 @pytest.mark.parametrize("fail", [True, False], ids=["raised", "warned"])

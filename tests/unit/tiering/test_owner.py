@@ -126,7 +126,9 @@ def test_a_log_start_past_the_end_is_txn_only_first() -> None:
     on = snapshot(5, [data(0, 0, 30)], end=30, rows=30)
     result = planned(on, append(30, 60), starts={0: LogStart(50, epoch=2)})
     assert (result.commit.adds, result.commit.removes) == ((), ())
-    assert result.commit.counters[0] == PartitionCounters(start=50, end=50, epoch=2, rows=30)
+    assert result.commit.counters[0] == PartitionCounters(
+        start=50, end=50, epoch=2, rows=30, removed=30
+    )
     assert len(result.waiting) == 1
     later = planned(on.after(result.commit, 6), append(30, 60), starts={0: LogStart(50, 2)})
     assert later.commit.removes == (data(0, 0, 30).path,)
@@ -369,8 +371,10 @@ def test_a_request_does_not_wait_for_ever() -> None:
 
 def test_vacuum_follows_removals_at_its_interval() -> None:
     it = Driver(vacuum_interval_ms=5_000, vacuum_retention_ms=0, commit_interval_ms=0)
-    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
-    it.step(PartitionsSeen({0: LogStart(10)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(
+        snapshot(1, [data(0, 0, 10)], end=10, rows=10)
+    )
     assert it.committed().removes
     seen = []
     while it.now_ms < 20_000:
@@ -389,8 +393,8 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
 def test_vacuum_comes_in_the_pause_between_commits_that_never_end() -> None:
     it = Driver(vacuum_interval_ms=500, vacuum_retention_ms=0, commit_interval_ms=1_000)
     files = [data(0, 0, 10)]
-    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, files, end=10))
-    it.step(PartitionsSeen({0: LogStart(10)})).loaded(snapshot(1, files, end=10))
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, files, end=10, rows=10))
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(snapshot(1, files, end=10, rows=10))
     assert it.committed().removes
     paused_ms = it.now_ms
     it.step(Submit("a", append(10, 20)))  # work waits at any time

@@ -1,0 +1,48 @@
+"""Asks each partition's leader to bring missing rows back, or to settle them (rule T17)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pk.client.cluster import Cluster
+from pk.types import TopicPartition
+from pk.wire import pk_pb2 as wire
+
+
+@dataclass(slots=True, frozen=True)
+class TierRows:
+    """What became of a partition's missing rows."""
+
+    rows: int  #: brought back, or settled
+    missing: int  #: still missing
+    ranges: tuple[tuple[int, int], ...]  #: of those: offsets that are in no file
+    version: int  #: of the table, afterwards
+
+
+async def tier_rows(
+    cluster: Cluster, topic: str, accept: bool, timeout_ms: int
+) -> dict[int, TierRows]:
+    """One request a partition, again while its leader changes."""
+    known: Any = await cluster.topic(topic, timeout_ms)
+    found: dict[int, TierRows] = {}
+
+    async def attempt(one_ms: int) -> None:
+        for partition in sorted(known.partitions):
+            if partition in found:
+                continue
+            place = TopicPartition(topic, partition)
+            key = cluster.metadata.key(place)
+            leader = cluster.metadata.leader(key)
+            if leader is None:
+                cluster.want_metadata()
+                raise cluster.metadata.leaderless(place)
+            request = wire.TierRowsRequest(
+                topic=topic, topic_id=key.topic_id, partition=partition, accept=accept
+            )
+            reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
+            ranges = tuple((each.start, each.end) for each in reply.ranges)
+            found[partition] = TierRows(reply.rows, reply.missing, ranges, reply.version)
+
+    await cluster.retrying(attempt, timeout_ms)
+    return found

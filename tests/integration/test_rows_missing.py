@@ -1,0 +1,160 @@
+"""Rule T17 on a real server: rows that another engine takes out of a topic's table are told, and
+come back or are settled by command only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from deltalake import DeltaTable
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import block_s, monotonic_s
+
+pytestmark = pytest.mark.integration
+
+PATIENCE_S = 90
+TOPIC_SETTINGS = {
+    "retention_ms": -1,
+    "segment_bytes": 32_768,
+    "local_retention_bytes": 0,
+    "tier_max_lag_ms": 100,
+    "tier_file_bytes": 32_768,
+    "file_delete_delay_ms": 0,
+}
+
+
+class Cold:
+    """A topic whose first records stand in the table only, or in both."""
+
+    def __init__(self, server: EmbeddedServer, admin: AdminClient, name: str, kept_ms: int) -> None:
+        self.server, self.admin, self.name = server, admin, name
+        admin.create_topic(name, 1, {**TOPIC_SETTINGS, "local_drop_delay_ms": kept_ms})
+        self.produce(600)
+        if not kept_ms:
+            self.until(lambda: self.state().local_log_start >= 400)
+
+    def produce(self, count: int) -> None:
+        with Producer(self.server.address, batch_size=4_096) as producer:
+            for _ in range(count):
+                producer.send(self.name, b"x" * 400, partition=0)
+            producer.flush()
+        self.until(lambda: self.state().tiered_end == self.state().log_end)
+
+    def state(self) -> Any:
+        (found,) = self.admin.describe_topics([self.name])
+        return found
+
+    def until(self, holds: Callable[[], Any]) -> Any:
+        deadline = monotonic_s() + PATIENCE_S
+        while not (answer := holds()):
+            assert monotonic_s() < deadline, self.server.tail()
+            block_s(0.05)
+        return answer
+
+    def tier(self, status: str) -> Any:
+        """The table's description once it has this status."""
+
+        def there() -> Any:
+            found = self.admin.describe_tier(self.name)
+            return found if found.status == status else None
+
+        return self.until(there)
+
+    def table(self) -> DeltaTable:
+        uri = self.admin.describe_tier(self.name).uri
+        return DeltaTable(unquote(urlsplit(uri).path))
+
+    def read(self, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """The offsets that a consumer gets from the beginning, and the losses it is told."""
+        offsets: list[int] = []
+        losses: list[tuple[int, int]] = []
+        place = TopicPartition(self.name, 0)
+        with Consumer(self.server.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([place])
+
+            def done() -> bool:
+                try:
+                    offsets.extend(record.offset for record in consumer.poll(0.5))
+                except errors.DataLoss as loss:
+                    losses.append((int(loss.details["offset"]), int(loss.details["next_offset"])))
+                return bool(offsets) and offsets[-1] >= end - 1
+
+            self.until(done)
+        return offsets, losses
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, AdminClient]]:
+    made = EmbeddedServer(
+        tmp_path / "pk",
+        tier_url=(tmp_path / "tier").as_uri(),
+        settings={"log_retention_check_interval_ms": 100, "tier_retry_backoff_ms": 50},
+    )
+    with made, AdminClient(made.address) as admin:
+        yield made, admin
+    assert "BUG" not in made.log.read_text(), made.tail()
+
+
+def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, AdminClient]) -> None:
+    """The rows stand nowhere else: nothing can bring them back."""
+    it = Cold(*server, "flights", kept_ms=0)
+    it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
+    found = it.tier("rows_missing")
+    (missing,) = found.rows_missing
+    assert missing.rows == 25
+    assert missing.ranges[0] == (0, 5)
+    offsets, losses = it.read(600)
+    gone = {offset for start, end in losses for offset in range(start, end)}
+    assert set(range(5)) <= gone <= {*range(5), *range(150, 170)}
+    assert offsets == [offset for offset in range(5, 600) if not 150 <= offset < 170]
+    assert it.server.log.read_text().count('"tier_rows_missing"') == 1
+    back = it.admin.repair_tier("flights")[0]
+    assert (back.rows, back.missing) == (0, 25)
+    settled = it.admin.accept_tier("flights")[0]
+    assert (settled.rows, settled.missing) == (25, 0)
+    assert it.tier("ok").partitions[0].removed == 25
+    assert it.read(600) == (offsets, [])
+
+
+def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -> None:
+    """The local log still has them: after a DELETE, and after a RESTORE of an older version."""
+    it = Cold(*server, "flights", kept_ms=3_600_000)
+    whole = it.table().to_pyarrow_table(columns=["offset", "value"]).sort_by("offset")
+    it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
+    it.tier("rows_missing")
+    back = it.admin.repair_tier("flights")[0]
+    assert (back.rows, back.missing) == (25, 0)
+    it.tier("ok")
+    found = it.table().to_pyarrow_table(columns=["offset", "value"]).sort_by("offset")
+    assert found.equals(whole)
+    before = it.table().version()
+    it.produce(100)
+    it.table().restore(before)
+    found = it.tier("rows_missing")
+    assert [(each.rows, each.ranges) for each in found.rows_missing] == [(100, ((600, 700),))]
+    assert it.admin.repair_tier("flights")[0].rows == 100
+    it.produce(100)
+    assert it.tier("ok").partitions[0].end == 800
+    assert it.read(800) == (list(range(800)), [])
+
+
+def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, AdminClient]) -> None:
+    """Deleted records that share a file with later ones: erased by another engine, missed by
+    nobody.  What a RESTORE brings back of them goes again."""
+    it = Cold(*server, "flights", kept_ms=0)
+    version = it.table().version()
+    it.admin.delete_records({TopicPartition("flights", 0): 100})
+    it.until(lambda: it.admin.describe_tier("flights").partitions[0].start == 100)
+    it.table().delete('"offset" < 100')
+    it.until(lambda: it.admin.describe_tier("flights").partitions[0].removed == 100)
+    assert it.tier("ok").rows_missing == ()
+    assert it.read(600) == (list(range(100, 600)), [])
+    it.table().restore(version)
+    it.produce(10)
+    assert it.tier("ok").partitions[0].end == 610
+    assert it.read(610) == (list(range(100, 610)), [])

@@ -1,0 +1,125 @@
+"""Rows that another engine took out of a table: brought back from the local log, or settled (T17).
+
+World-generic.  Both are commands; pk does neither by itself: who ran the DELETE may have meant it.
+
+Invariants
+  F1  a stretch is copied again whole or not at all: a file of the copier's counts as whole
+  F2  all files of a stretch land in one commit with the removal of those they replace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from pk import errors
+from pk.tiering.accounting import Suspect, suspects
+from pk.tiering.copier import Upload, Uploaded
+from pk.tiering.reader import Place
+from pk.tiering.table import Snapshot
+from pk.types import Offset
+from pk.wire import pk_pb2 as wire
+
+#: Stretches that one command copies; the next one goes on.
+STRETCHES_MAX = 100
+
+
+class Host(Protocol):
+    """What the worker does for a refill."""
+
+    async def commit_to_table(
+        self, request: wire.CommitToTableRequest
+    ) -> wire.CommitToTableReply: ...
+
+
+async def carry_out(
+    host: Host,
+    told: wire.TierPartition,
+    accepting: bool,
+    place: Callable[[], Awaitable[Place]],
+    copy: Callable[[Upload], Awaitable[Uploaded]],
+) -> wire.TierRowsReply:
+    """One command for one partition; `place` reads the table afresh."""
+    snapshot = (await place()).snapshot
+    if accepting:
+        rows = await accept(host, snapshot, told)
+    else:
+        rows = await repair(host, snapshot, told, copy)
+    snapshot = (await place()).snapshot
+    reply = wire.TierRowsReply(rows=rows, version=snapshot.version)
+    left = snapshot.rows_missing(told.partition)
+    if left is not None:
+        reply.missing = left.rows
+        for start, end in left.ranges:
+            reply.ranges.add(start=start, end=end)
+    return reply
+
+
+async def accept(host: Host, snapshot: Snapshot, told: wire.TierPartition) -> int:
+    """Settle what the partition lacks; how many rows."""
+    missing = snapshot.rows_missing(told.partition)
+    if missing is None:
+        return 0
+    request = _request(snapshot, told)
+    request.accept = True
+    await host.commit_to_table(request)
+    return missing.rows
+
+
+async def repair(
+    host: Host,
+    snapshot: Snapshot,
+    told: wire.TierPartition,
+    copy: Callable[[Upload], Awaitable[Uploaded]],
+) -> int:
+    """Copy again what the local log still has of the stretches where rows are missing; how many
+    rows came back.  Raises `UnsupportedFeature` for a compacted topic: superseded rows would come
+    back without the tombstones that followed them.
+    """
+    if "compact" in told.configs["cleanup_policy"]:
+        raise errors.UnsupportedFeature(
+            f"{told.topic} is compacted: its deleted rows cannot be told from superseded ones; "
+            "restore the table's version, or accept the loss"
+        )
+    if snapshot.rows_missing(told.partition) is None:
+        return 0
+    back = 0
+    for each in suspects(snapshot, told.partition)[:STRETCHES_MAX]:
+        if told.local_log_start <= each.start:
+            back += await _refill(host, snapshot, told, each, copy)
+    return back
+
+
+async def _refill(
+    host: Host,
+    snapshot: Snapshot,
+    told: wire.TierPartition,
+    stretch: Suspect,
+    copy: Callable[[Upload], Awaitable[Uploaded]],
+) -> int:
+    request = _request(snapshot, told)
+    request.refill = True
+    at: Offset = stretch.start
+    while at < stretch.end:
+        size = int(told.configs["tier_file_bytes"])
+        done = await copy(Upload(at, stretch.end, size, told.leader_epoch))
+        if done.add is not None:
+            request.adds.append(done.add)
+        if done.end <= at:
+            return 0  # the log has nothing there (F1)
+        at = done.end
+    for file in stretch.files:
+        request.removes.add(path=file.path, partition=told.partition, rows=file.rows)
+    rows = sum(add.rows for add in request.adds) - sum(file.rows for file in stretch.files)
+    if rows <= 0 or at > stretch.end:
+        return 0
+    await host.commit_to_table(request)
+    return rows
+
+
+def _request(snapshot: Snapshot, told: wire.TierPartition) -> wire.CommitToTableRequest:
+    request = wire.CommitToTableRequest(
+        topic_id=told.topic_id, topic=told.topic, version_read=snapshot.version, data_change=True
+    )
+    request.counters.add(partition=told.partition, claim=told.leader_epoch)
+    return request
