@@ -24,11 +24,11 @@ async def tier_rows(
     cluster: Cluster, topic: str, accept: bool, timeout_ms: int
 ) -> dict[int, TierRows]:
     """One request a partition, again while its leader changes."""
-    known: Any = await cluster.topic(topic, timeout_ms)
+    known = await cluster.topic(topic, timeout_ms)
     found: dict[int, TierRows] = {}
 
     async def attempt(one_ms: int) -> None:
-        for partition in sorted(known.partitions):
+        for partition in range(known.partitions):
             if partition in found:
                 continue
             place = TopicPartition(topic, partition)

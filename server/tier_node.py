@@ -30,7 +30,8 @@ from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
 from pk.tiering.table import TableFactory
-from pk.tiering.worker import Lanes, StorageViews, TierWorker, TopicTier
+from pk.tiering.topic_tier import TopicTier
+from pk.tiering.worker import Lanes, StorageViews, TierWorker
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

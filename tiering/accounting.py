@@ -13,6 +13,8 @@ Invariants
   R1  files that lie wholly below `:start` do not count: their rows left when `:start` passed them
   R2  missing rows are settled once `:start` has passed `below`: from there on every file is whole,
       and one follows the other up to the table's end
+  R4  rows below `:start` that share a file with later ones may come and go: another engine may
+      erase them, and restore a version that has them
   R3  a version with a file whose rows nothing tells is not judged
 """
 
@@ -44,6 +46,13 @@ class Account(NamedTuple):
 
     missing: int
     below: Offset
+    spare: int  #: rows that may stand below `:start`, in files that straddle it
+
+    @property
+    def settles(self) -> bool:
+        """Whether the difference concerns rows below `:start` only, so that the next commit takes
+        it into the counters (R2, R4)."""
+        return -self.spare <= self.missing < 0
 
 
 class Suspect(NamedTuple):
@@ -60,7 +69,8 @@ def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account |
     if any(_unknown(file) for file in live):
         return None
     missing = counters.rows - counters.removed - sum(file.rows for file in live)
-    return Account(missing, _whole_from(live, counters.end))
+    spare = sum(min(file.rows, max(0, counters.start - held_by(file)[0])) for file in live)
+    return Account(missing, _whole_from(live, counters.end), spare)
 
 
 def _unknown(file: DataFile) -> bool:
@@ -146,7 +156,7 @@ def check_rows(uri: str, snapshot: Snapshot) -> None:
     """Raises `TierTableChanged` if a partition holds rows that pk did not put there."""
     for partition, counters in snapshot.counters.items():
         found = account(snapshot.files_of(partition), counters)
-        if found is not None and found.missing < 0:
+        if found is not None and found.missing < 0 and not found.settles:
             raise errors.TierTableChanged(
                 f"{uri}: version {snapshot.version} holds {-found.missing} rows of partition "
                 f"{partition} more than pk's counters say: another engine inserted them, or "
@@ -164,7 +174,7 @@ def settled(
     is missing below is settled (R2)."""
     left = sum(file.rows for file in files if counters.start <= file.max_offset < start)
     found = account(files, counters)
-    if found is not None and found.missing > 0 and found.below <= start:
+    if found is not None and ((found.missing > 0 and found.below <= start) or found.settles):
         left += found.missing
     return counters._replace(start=start, removed=counters.removed + left)
 
@@ -172,7 +182,9 @@ def settled(
 def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
     """Whether a commit would settle missing rows where `:start` is now (R2)."""
     found = account(files, counters)
-    return found is not None and found.missing > 0 and found.below <= counters.start
+    if found is None:
+        return False
+    return found.settles or (found.missing > 0 and found.below <= counters.start)
 
 
 def suspects(snapshot: Snapshot, partition: int) -> list[Suspect]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pk import errors
@@ -26,17 +26,16 @@ from pk.log.storage import Storage
 from pk.tiering import accounting, layout, refill, uploads
 from pk.tiering import copier as copying
 from pk.tiering import owner as owning
-from pk.tiering.accounting import RowsMissing
 from pk.tiering.copier import Copier
-from pk.tiering.damage import DamagedFiles
 from pk.tiering.file_watch import FileWatch
 from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
-from pk.tiering.table import Commit, DataFile, Snapshot, Table, TableFactory
+from pk.tiering.table import Commit, DataFile, Snapshot, TableFactory
 from pk.tiering.told import log_start_of, source_of, view_of
+from pk.tiering.topic_tier import Counts, Led, TopicTier
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -57,44 +56,6 @@ class Lanes:
 
     read: Lane
     upload: Lane
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals since the start; the node turns them into metrics."""
-
-    uploaded_files: int = 0
-    uploaded_rows: int = 0
-    uploaded_bytes: int = 0
-    failed_uploads: int = 0
-    commits: int = 0
-    failed_commits: int = 0
-    vacuumed_files: int = 0
-    cold_fetches: int = 0
-    cold_bytes: int = 0
-    repaired_files: int = 0
-
-
-@dataclass(slots=True)
-class _Led:
-    """A partition this node copies."""
-
-    copier: Copier
-    told: wire.TierPartition
-
-
-@dataclass(slots=True)
-class TopicTier:
-    """One topic's table and the partitions copied into it."""
-
-    topic: str
-    topic_id: str
-    home: str
-    table: Table
-    owner: Owner
-    led: dict[int, _Led] = field(default_factory=dict)
-    damaged: DamagedFiles = field(default_factory=DamagedFiles)
-    missing: dict[int, RowsMissing] = field(default_factory=dict)  #: of the partitions led here
 
 
 class TierWorker:
@@ -168,7 +129,7 @@ class TierWorker:
         for told in partitions:
             led = topic.led.get(told.partition)
             if led is None:
-                led = _Led(Copier(topic.topic, topic.topic_id, told.partition), told)
+                led = Led(Copier(topic.topic, topic.topic_id, told.partition), told)
                 topic.led[told.partition] = led
                 self._show_table(topic, led)
             led.told, view = told, view_of(told, self._owner_settings.retry_backoff_ms)
@@ -379,7 +340,7 @@ class TierWorker:
             return  # purged or forgotten: its table must not come back
         self._perform_owner(topic, topic.owner.step(event, self._now_ms()))
 
-    def _step_copier(self, topic: TopicTier, led: _Led, event: copying.CopierEvent) -> None:
+    def _step_copier(self, topic: TopicTier, led: Led, event: copying.CopierEvent) -> None:
         if self._closed or topic.led.get(led.copier.partition) is not led:
             return  # the partition is led elsewhere by now
         self._perform_copier(topic, led, led.copier.step(event, self._now_ms()))
@@ -413,7 +374,7 @@ class TierWorker:
             topic.missing = now
             self._on_rows_missing(topic)
 
-    def _show_table(self, topic: TopicTier, led: _Led) -> None:
+    def _show_table(self, topic: TopicTier, led: Led) -> None:
         partition = led.copier.partition
         snapshot = topic.owner.snapshot
         if topic.owner.problem is not None:
@@ -430,7 +391,7 @@ class TierWorker:
         )
         self._step_copier(topic, led, seen)
 
-    def _perform_copier(self, topic: TopicTier, led: _Led, effects: Sequence[Effect]) -> None:
+    def _perform_copier(self, topic: TopicTier, led: Led, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(peer=copying.STORE, message=copying.Upload() as upload):
@@ -486,7 +447,7 @@ class TierWorker:
             event = owning.Failed(errors.TierUnavailable(f"{topic.table.uri}: {bug!r}"))
         self._step_owner(topic, event)
 
-    async def _guarded(self, topic: TopicTier, led: _Led, asked: Any, work: Awaitable[Any]) -> None:
+    async def _guarded(self, topic: TopicTier, led: Led, asked: Any, work: Awaitable[Any]) -> None:
         """Run `work` to the event it returns; any failure is an event too (X3)."""
         event: copying.CopierEvent
         try:
@@ -501,7 +462,7 @@ class TierWorker:
     def _source(self, told: wire.TierPartition) -> uploads.Source:
         return source_of(told, *self._views(told.path))
 
-    async def _measure(self, topic: TopicTier, led: _Led, asked: copying.Measure) -> None:
+    async def _measure(self, topic: TopicTier, led: Led, asked: copying.Measure) -> None:
         async def work() -> copying.Measured:
             told = led.told
             size = await self._lanes.upload(
@@ -511,7 +472,7 @@ class TierWorker:
 
         await self._guarded(topic, led, asked, work())
 
-    async def _upload(self, topic: TopicTier, led: _Led, asked: copying.Upload) -> None:
+    async def _upload(self, topic: TopicTier, led: Led, asked: copying.Upload) -> None:
         async def work() -> copying.Uploaded:
             async with self._uploading:
                 return await self._copy(topic, led.told, asked)
@@ -563,14 +524,14 @@ class TierWorker:
         self.counts.uploaded_bytes += len(copied.file.data)
         self.counts.repaired_files += repaired
 
-    async def _hand_over(self, topic: TopicTier, led: _Led, asked: copying.HandOver) -> None:
+    async def _hand_over(self, topic: TopicTier, led: Led, asked: copying.HandOver) -> None:
         async def work() -> copying.HandedOver:
             await self.commit_to_table(asked.request)
             return copying.HandedOver(asked)
 
         await self._guarded(topic, led, asked, work())
 
-    async def _confirm(self, topic: TopicTier, led: _Led, asked: copying.Confirm) -> None:
+    async def _confirm(self, topic: TopicTier, led: Led, asked: copying.Confirm) -> None:
         async def work() -> copying.Confirmed:
             partition = led.copier.partition
             missing = await self._watch.missing(topic, partition, asked.start, asked.end)

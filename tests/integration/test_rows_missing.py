@@ -4,7 +4,6 @@ come back or are settled by command only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -88,8 +87,11 @@ class Cold:
         return offsets, losses
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, AdminClient]]:
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[EmbeddedServer, AdminClient]]:
+    tmp_path = tmp_path_factory.mktemp("rows")
     made = EmbeddedServer(
         tmp_path / "pk",
         tier_url=(tmp_path / "tier").as_uri(),
@@ -102,7 +104,7 @@ def server(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, AdminClient]]:
 
 def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, AdminClient]) -> None:
     """The rows stand nowhere else: nothing can bring them back."""
-    it = Cold(*server, "flights", kept_ms=0)
+    it = Cold(*server, "settled", kept_ms=0)
     it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
     found = it.tier("rows_missing")
     (missing,) = found.rows_missing
@@ -112,10 +114,10 @@ def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, Adm
     gone = {offset for start, end in losses for offset in range(start, end)}
     assert set(range(5)) <= gone <= {*range(5), *range(150, 170)}
     assert offsets == [offset for offset in range(5, 600) if not 150 <= offset < 170]
-    assert it.server.log.read_text().count('"tier_rows_missing"') == 1
-    back = it.admin.repair_tier("flights")[0]
+    assert it.server.log.read_text().count(" tier_rows_missing topic=settled ") == 1
+    back = it.admin.repair_tier("settled")[0]
     assert (back.rows, back.missing) == (0, 25)
-    settled = it.admin.accept_tier("flights")[0]
+    settled = it.admin.accept_tier("settled")[0]
     assert (settled.rows, settled.missing) == (25, 0)
     assert it.tier("ok").partitions[0].removed == 25
     assert it.read(600) == (offsets, [])
@@ -123,11 +125,11 @@ def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, Adm
 
 def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -> None:
     """The local log still has them: after a DELETE, and after a RESTORE of an older version."""
-    it = Cold(*server, "flights", kept_ms=3_600_000)
+    it = Cold(*server, "restored", kept_ms=3_600_000)
     whole = it.table().to_pyarrow_table(columns=["offset", "value"]).sort_by("offset")
     it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
     it.tier("rows_missing")
-    back = it.admin.repair_tier("flights")[0]
+    back = it.admin.repair_tier("restored")[0]
     assert (back.rows, back.missing) == (25, 0)
     it.tier("ok")
     found = it.table().to_pyarrow_table(columns=["offset", "value"]).sort_by("offset")
@@ -137,7 +139,7 @@ def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -
     it.table().restore(before)
     found = it.tier("rows_missing")
     assert [(each.rows, each.ranges) for each in found.rows_missing] == [(100, ((600, 700),))]
-    assert it.admin.repair_tier("flights")[0].rows == 100
+    assert it.admin.repair_tier("restored")[0].rows == 100
     it.produce(100)
     assert it.tier("ok").partitions[0].end == 800
     assert it.read(800) == (list(range(800)), [])
@@ -146,12 +148,12 @@ def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -
 def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, AdminClient]) -> None:
     """Deleted records that share a file with later ones: erased by another engine, missed by
     nobody.  What a RESTORE brings back of them goes again."""
-    it = Cold(*server, "flights", kept_ms=0)
+    it = Cold(*server, "erased", kept_ms=0)
     version = it.table().version()
-    it.admin.delete_records({TopicPartition("flights", 0): 100})
-    it.until(lambda: it.admin.describe_tier("flights").partitions[0].start == 100)
+    it.admin.delete_records({TopicPartition("erased", 0): 100})
+    it.until(lambda: it.admin.describe_tier("erased").partitions[0].start == 100)
     it.table().delete('"offset" < 100')
-    it.until(lambda: it.admin.describe_tier("flights").partitions[0].removed == 100)
+    it.until(lambda: it.admin.describe_tier("erased").partitions[0].removed == 100)
     assert it.tier("ok").rows_missing == ()
     assert it.read(600) == (list(range(100, 600)), [])
     it.table().restore(version)

@@ -317,6 +317,8 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "list_brokers": lambda a: a.list_brokers(timeout_s=S),
     "confirm_clock": lambda a: a.confirm_clock(1, timeout_s=S),
     "describe_tier": lambda a: a.describe_tier("t", timeout_s=S),
+    "repair_tier": lambda a: a.repair_tier("t", timeout_s=S),
+    "accept_tier": lambda a: a.accept_tier("t", timeout_s=S),
     "close": lambda a: a.close(),
     "__enter__": left,
     "__exit__": left,
