@@ -59,7 +59,8 @@ class Peer:
             assert not account.reserved  # M3
             budget.wait(account)
             return
-        budget.grew(account, room, now_ms)
+        if budget.grew(account, room):
+            budget.mark(account, now_ms)
         if account.assembled == self.size:
             budget.finished(account, now_ms)
             self.whole.append(self.size)
@@ -79,7 +80,7 @@ class Peer:
             self.whole.append(size)
             return
         self.budget.begin(self.account, size, now_ms)
-        self.budget.grew(self.account, first, now_ms)
+        self.budget.grew(self.account, first)
         self.size = size
 
     def speed(self) -> int:
@@ -90,7 +91,9 @@ class Peer:
     def take(self, now_ms: int) -> None:
         """The handler."""
         if self.whole and self.kind != "deaf":
-            self.budget.freed(self.account, self.whole.pop(0), now_ms)
+            size = self.whole.pop(0)
+            if size > 64 * KIB or not self.budget.ebbed(self.account, size):
+                self.budget.freed(self.account, size, now_ms)
             self.done += 1
 
     def close(self, now_ms: int) -> None:

@@ -98,9 +98,17 @@ class Inbound:
         self._waiting: dict[Account, None] = {}
 
     @property
-    def pool_bytes(self) -> int:
-        """The pool takes the largest frame at least, or that frame could never arrive."""
-        return max(self._general, self.frame_bytes_max)
+    def frame_bytes_max(self) -> int:
+        """The largest frame that is taken."""
+        return self._frame_bytes_max
+
+    @frame_bytes_max.setter
+    def frame_bytes_max(self, size: int) -> None:
+        self._frame_bytes_max = size
+        #: the pool takes the largest frame at least, or that frame could never arrive
+        self.pool_bytes = max(self._general, size)
+        #: below this everybody has room
+        self.easy_bytes = self.pool_bytes - size
 
     @property
     def held(self) -> int:
@@ -159,25 +167,47 @@ class Inbound:
         if not account.reserved:
             self._assembling[account] = None
 
-    def grew(self, account: Account, size: int, now_ms: int) -> None:
-        """`size` more bytes of that frame arrived."""
+    def grew(self, account: Account, size: int) -> bool:
+        """`size` more bytes of that frame arrived.  True = it has grown by STALL_BYTES: `mark` it.
+
+        Once a read, and cheap: a large frame takes many.
+        """
         account.assembled += size
-        self._charge(account, size)
-        if account.assembled - account.marked_bytes >= STALL_BYTES:
-            account.marked_ms, account.marked_bytes = now_ms, account.assembled
+        if account.reserved or account.held < FLOOR_BYTES:
+            self._charge(account, size)
+        else:
+            if account.held == FLOOR_BYTES:
+                self._holding[account] = None
+            account.held += size
+            self.pooled += size
+        return account.assembled - account.marked_bytes >= STALL_BYTES
+
+    def mark(self, account: Account, now_ms: int) -> None:
+        """Its frame makes progress."""
+        account.marked_ms, account.marked_bytes = now_ms, account.assembled
 
     def finished(self, account: Account, now_ms: int) -> None:
         """That frame is whole; it is `freed` when its memory is."""
-        if account.held == account.assembled:
+        if account.held - account.assembled <= FLOOR_BYTES:
             account.taken_ms = now_ms
         account.assembled = account.size = 0
         self._assembling.pop(account, None)
 
     def arrived(self, account: Account, size: int, now_ms: int) -> None:
         """Whole short frames arrived; they are `freed` when the handler takes them."""
-        if account.held == account.assembled:
+        if account.held - account.assembled <= FLOOR_BYTES:
             account.taken_ms = now_ms
         self._charge(account, size)
+
+    def ebbed(self, account: Account, size: int) -> bool:
+        """`freed` for who holds no more than its floor: nothing else depends on that.
+
+        False = use `freed`.
+        """
+        if account.held > FLOOR_BYTES or account.reserved or account.waiting:
+            return False
+        account.held -= size
+        return True
 
     def freed(self, account: Account, size: int, now_ms: int) -> None:
         """Memory of whole frames is free again."""

@@ -88,9 +88,12 @@ class Memory:
 
     def room(self, account: Account, wanted: int) -> int:
         """Bytes that may be read now; 0 = not before `resume`."""
+        budget = self.budget
+        if budget.pooled + wanted <= budget.easy_bytes:
+            return wanted
         if self._freed:
             self._collect()
-        allowed = self.budget.room(account, wanted)
+        allowed = budget.room(account, wanted)
         if not allowed:
             self.budget.wait(account)
             if self._timer is None:
@@ -100,13 +103,16 @@ class Memory:
 
     def watch(self, account: Account, memory: Any, size: int) -> None:
         """`size` bytes are freed when `memory`, a whole frame's, is."""
+        if self._freed:
+            self._collect()
         reference = weakref.ref(memory, self._gone)
         self._alive[id(reference)] = (reference, account, size)
 
     def freed(self, account: Account, size: int) -> None:
         """A handler took short frames."""
-        self.budget.freed(account, size, self.now_ms())
-        self.turn()
+        if not self.budget.ebbed(account, size):
+            self.budget.freed(account, size, self.now_ms())
+            self.turn()
 
     def turn(self) -> None:
         """Let those read who have room again."""
@@ -155,7 +161,7 @@ class Memory:
 class Assembly:
     """The memory of one frame that is received piece by piece."""
 
-    __slots__ = ("_memory", "array", "filled", "size")
+    __slots__ = ("_memory", "array", "filled", "size", "view")
 
     def __init__(self, size: int, memory: Memory | None) -> None:
         self.size = size
@@ -165,6 +171,7 @@ class Assembly:
         if memory is not None and memory.allocated + FIRST_BYTES > memory.budget.pool_bytes:
             begin = SMALL_BYTES
         self.array = np.empty(min(size, begin), np.uint8)  # not zeroed, as a bytearray is
+        self.view = self.array.data
         self._allocated(len(self.array))
 
     def rest(self) -> memoryview:
@@ -173,8 +180,8 @@ class Assembly:
             larger = np.empty(min(self.size, GROWTH * len(self.array)), np.uint8)
             larger[: self.filled] = self.array
             self._allocated(len(larger) - len(self.array))
-            self.array = larger
-        return self.array.data[self.filled :]
+            self.array, self.view = larger, larger.data
+        return self.view[self.filled :]
 
     def end(self) -> None:
         """It is whole, or is given up."""

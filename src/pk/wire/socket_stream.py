@@ -53,6 +53,8 @@ _TURN_BYTES = 4 * limits.MIB
 _BREATH_BYTES = limits.MIB
 _SEND_COST_BYTES = 4 * limits.KIB
 _BUFFERS_PER_WRITE = 64
+#: Short frames are credited to the budget together.
+_CREDIT_BYTES = 16 * limits.KIB
 
 
 @coroutine
@@ -96,6 +98,7 @@ class SocketStream:
         self._kept = b""  # the part of a short frame that was read
         self._large: Assembly | None = None  # the frame that is read into its own memory
         self._skip = 0  # bytes of a frame that are thrown away
+        self._taken = 0  # bytes of short frames that were taken and are not credited yet
         self._short = 0  # bytes of short frames that arrived and are not charged yet
         self._memory = memory
         self._account = memory.open(self) if memory is not None else None
@@ -148,7 +151,8 @@ class SocketStream:
             await wait_in(self._readable)
         frame = self._inbox.popleft()
         self._inbox_bytes -= len(frame)
-        self._credit(frame)
+        if self._account is not None and type(frame) is bytes:
+            self._credit(len(frame))
         if not self._reading and self._end is None and self._has_room():
             self._set_behind(False)
         return frame
@@ -168,9 +172,10 @@ class SocketStream:
             return
         self._closed = True
         self._stop_receiving()
-        while self._inbox:
-            self._credit(self._inbox.popleft())
+        short = sum(len(frame) for frame in self._inbox if isinstance(frame, bytes))
+        self._inbox.clear()
         self._inbox_bytes = 0
+        self._credit(short)
         if self._gone:
             self._wake_all()
             return
@@ -227,10 +232,13 @@ class SocketStream:
             self._memory.budget.arrived(self._account, self._short, self._memory.now_ms())
         self._short = 0
 
-    def _credit(self, frame: bytes | memoryview) -> None:
-        """A short frame leaves the budget; a large one does when its last view is gone."""
-        if self._memory is not None and self._account is not None and isinstance(frame, bytes):
-            self._memory.freed(self._account, len(frame))
+    def _credit(self, size: int) -> None:
+        """Short frames leave the budget; a large one does when its last view is gone."""
+        self._taken += size
+        if (self._taken >= _CREDIT_BYTES or not self._inbox) and self._account is not None:
+            assert self._memory is not None
+            self._memory.freed(self._account, self._taken)
+            self._taken = 0
 
     def _set_behind(self, behind: bool) -> None:
         """N3"""
@@ -338,8 +346,8 @@ class SocketStream:
     def _grew(self, large: Assembly, got: int) -> None:
         large.filled += got
         memory, account = self._memory, self._account
-        if memory is not None and account is not None:
-            memory.budget.grew(account, got, memory.now_ms())
+        if memory is not None and account is not None and memory.budget.grew(account, got):
+            memory.budget.mark(account, memory.now_ms())
         if large.filled < large.size:
             return
         self._large = None
@@ -347,7 +355,7 @@ class SocketStream:
         if memory is not None and account is not None:
             memory.budget.finished(account, memory.now_ms())
             memory.watch(account, large.array, large.size)
-        self._arrived(large.array.data)
+        self._arrived(large.view)
 
     def _cut(self, filled: int) -> None:
         """Take the frames out of the first `filled` bytes of the scratch."""
@@ -396,7 +404,7 @@ class SocketStream:
     def _begin(self, size: int, first: memoryview) -> None:
         """A frame that is received into memory of its own."""
         large = self._large = Assembly(size, self._memory)
-        large.array[: len(first)] = first
+        large.view[: len(first)] = first
         if self._account is not None and self._memory is not None:
             self._memory.budget.begin(self._account, size, self._memory.now_ms())
         self._grew(large, len(first))
