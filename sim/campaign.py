@@ -48,6 +48,10 @@ EVENTS_MAX = 5_000_000
 AHEAD = 1.2
 #: After so many times the unrest that was asked for, faults come so many times more rarely.
 LATE, RARER = 1.5, 20
+#: Longer than a broker is away in a run, and not longer than its clock jumps by (rule L10).
+GAP_MAX_MS = 100_000
+#: Longer than a clock is wrong in a run (faults.CLOCK_WRONG_MS).
+GRACE_MS = 30_000
 
 
 @dataclass(slots=True)
@@ -98,6 +102,8 @@ class Run:
             "broker_session_timeout_ms": 1_500,
             "broker_heartbeat_interval_ms": 300,
             "unclean_recovery_wait_ms": 500,
+            "clock_gap_max_ms": GAP_MAX_MS,
+            "clock_grace_ms": GRACE_MS,
             "remote_fetch_max_wait_ms": 2_000,
             "tier_retry_backoff_ms": 50,
             "cold_cache_bytes": 200_000,
@@ -315,6 +321,7 @@ class Run:
             if begun and (enough or left_ms > options.tick_ms):
                 left_ms -= options.tick_ms  # the clock runs once there is work
         self.faults.heal()
+        self.operator.clocks_are_right()
         self.admin.resting = True
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
         chores.result()

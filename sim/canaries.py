@@ -28,6 +28,7 @@ from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
 from pk.log.writing import Writable
+from pk.server.broker.clock_trust import ClockTrust
 from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
@@ -201,6 +202,14 @@ def _clock_trusted_for_producers() -> Any:
         await checkpoint(self, directory, self._world.clock.wall_ms())
 
     return _put(LogManager, "checkpoint", trusting)
+
+
+def _clock_believed_after_a_start(stack: ExitStack) -> None:
+    def judge(self: ClockTrust) -> None:
+        self._compared = True
+
+    _put(ClockTrust, "begin", lambda self, last, boot_id, **_: None)(stack)
+    _put(ClockTrust, "_judge", judge)(stack)
 
 
 def _what_was_not_renamed_is_forgotten() -> Any:
@@ -538,6 +547,11 @@ CANARIES: dict[str, Canary] = {
     "a clock that jumped makes producers unknown": Canary(
         "L10", _clock_trusted_for_producers(), "V5 V6 V7", HOT,
         ("clock_jump", "break_streams", "late_frames"), unrest_ms=8_000, expiration_ms=120_000,
+    ),
+    "retention believes the clock after a start": Canary(
+        "L10", _clock_believed_after_a_start, "V3 V5 V6",
+        {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
+        ("wrong_start",), unrest_ms=8_000, fault_every_ms=(500, 2_000),
     ),
     # The names of dropped segments find no room; the next drop takes later ones.
     "a dropped segment that keeps its name": Canary(

@@ -9,7 +9,8 @@ Checked
       synced end (rules L2, L11)
   V2  HW never goes back within a leader epoch
   V3  log_start never goes back on one broker that keeps its copy, of an only replica never behind
-      what was deleted by request, and moves only as far as somebody asked for (rule T9)
+      what was deleted by request, and moves only as far as somebody asked for (rule T9): by true
+      time no record of a run expires, whatever the clocks say (rule L10)
   V4  what is not local any more is in the table: table start ≤ the largest log_start or what was
       asked to be deleted, local_log_start ≤ table end (rules T1, T6); the table never passes the
       LSO of a leader whose HW has caught up

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pk.server.broker.clock_trust import Doubt
 from pk.server.broker_node import BrokerNode
 from pk.server.controller_node import ControllerNode
 from pk.server.quorum.messages import Voter
@@ -168,6 +169,8 @@ class SimCluster:
             broker, tier = machine.broker, machine.tier
             if broker is None or not machine.serving:
                 return f"{machine.name} is not serving"
+            if broker.core.clocks.trust.doubt is not Doubt.NONE:
+                return f"{machine.name} doubts its clock: {broker.core.clocks.trust.doubt}"
             if broker.core.follower.image.offset < offset:
                 return f"{machine.name} is behind in the metadata log"
             if tier is not None and tier.problem is not None:

@@ -47,6 +47,11 @@ CLOCK_JUMP_MS = (100_000, 90_000_000)
 LEADER_FULL_MS = (500, 40_000)
 #: What a fault without an end of its own, a stalled stream say, may go on to do.
 AFTERMATH_MS = 9_000
+#: A broker this far behind still takes what right clients send (message_timestamp_after_max_ms).
+CLOCK_BEHIND_MS = (100_000, 1_500_000)
+#: A wrong clock is right again before the grace is over (campaign.GRACE_MS): beyond that a node may
+#: believe it.
+CLOCK_WRONG_MS = (500, 20_000)
 #: What needs room: the data, and names in directories.
 GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
@@ -231,11 +236,35 @@ class Faults:
         machine.clock.step(by_ms)
 
     def _clock_jump(self) -> None:
-        """A clock is far ahead for a while, or until the broker starts (K4 of machine.py)."""
-        machine = self._machine(BROKER)
-        by_ms = round(self._log_uniform(CLOCK_JUMP_MS))
-        machine.jump(by_ms)
-        self._after((500, 20_000), machine.right)
+        """A clock is far ahead for a while, also when its broker starts (K4 of machine.py)."""
+        self._jump([self._machine(BROKER)], self._ahead_ms())
+
+    def _ahead_ms(self) -> int:
+        return round(self._log_uniform(CLOCK_JUMP_MS))
+
+    def _jump(self, machines: Sequence[Machine], by_ms: int) -> None:
+        for machine in machines:
+            if machine.knows_time:
+                machine.jump(by_ms)
+                self._after(CLOCK_WRONG_MS, machine.right)
+
+    def _wrong_start(self) -> None:
+        """Machines go down, or lose their power, and come back under a wrong clock: ahead, or a
+        little behind; one, or all by as much.
+        """
+        rng, machines = self._rng, list(self._cluster.with_role(BROKER))
+        if rng.random() < 0.7:
+            machines = [rng.choice(machines)]
+        power = rng.random() < 0.5
+        for machine in machines:
+            if power:
+                self._observer.hit(machine)
+                machine.power_loss(rng.uniform(*POWER_OFF_MS))
+            else:
+                machine.kill_all(rng.uniform(*RESTART_MS))
+        behind = rng.random() < 0.2
+        self._jump(machines, -rng.randint(*CLOCK_BEHIND_MS) if behind else self._ahead_ms())
+        self._meet(f"starts {'behind' if behind else 'ahead'}")
 
     # -- network -----------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ Rules
       one, so that is a failure of the run
   K2  what processes log goes into the trace; a reported bug is a failure of the run
   K3  a machine without power runs nothing; with it comes another boot id
-  K4  a clock that jumped is right again when the broker starts: to start it says that the time is
-      right (rule L10)
+  K4  a clock that jumped is wrong across starts, too, until it is set right (rule L10).  With an
+      empty disk it is right: nothing there could say that it is not
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pk import errors, tracing
+from pk.log.last_run import FILE as LAST_RUN
 from pk.log.storage import Storage
 from pk.server.broker_node import BrokerNode
 from pk.server.controller_node import ControllerNode
@@ -113,7 +114,7 @@ class Machine:
         self.clock = SimClock(self._world.loop, plan.skew_ms)
         for process in self.processes.values():
             self._world.clocks[process.name] = self.clock
-        self._jumped_ms = 0  #: by how much the clock is wrong (K4)
+        self._jumped_ms = 0  #: by how much the clock is wrong
         self.run: RunConfig = cluster.run_of(plan)
         self._rng = self._world.random(f"{plan.name}/supervisor")
 
@@ -181,7 +182,6 @@ class Machine:
 
     async def _start_broker(self, world: World) -> None:
         process, disk = self.processes[BROKER], self._disk(BROKER, world)
-        self.right()  # K4
         process.node = BrokerNode(
             world,
             [disk],
@@ -237,6 +237,11 @@ class Machine:
         process.start = self._world.start(process.name, main)
         process.start.add_done_callback(_seen, context=contextvars.Context())
 
+    @property
+    def knows_time(self) -> bool:
+        """Whether its broker has stored a last run (K4)."""
+        return self.storages[DISKS[BROKER]].exists(LAST_RUN)
+
     def jump(self, by_ms: int) -> None:
         """The wall clock is wrong by so much more, until `right`."""
         self._world.record(f"clock jump {self.name} {by_ms}")
@@ -281,6 +286,7 @@ class Machine:
         self.kill(role, restart_ms)
         if role == BROKER:  # it reads that disk
             self.kill(TIER, restart_ms)
+            self.right()  # K4
         self.processes[role].due_ms = self._now_ms() + restart_ms
         self.disks_replaced += 1
         self._insert(DISKS[role], role)

@@ -4,6 +4,9 @@ A partition whose last known copies were hit, a rotten one among them, waits for
 that the rest may be lost (rules R3, L9): an unclean election.  It is asked for where the promise
 (promise.py) allows it, and only while nobody of ISR or ELR can come back.
 
+Where every fault is over and a broker still does not trust its clock, which was set apart from the
+others' for good, it is told that it is right (rule L10).
+
 A controller whose metadata is damaged gets an empty disk, and one with an empty disk another vote
 (rule Q1, KIP-853): the voter of the old directory is removed, that of the new one is added when it
 has caught up.  One at a time: `free` says when the next metadata disk may be taken.
@@ -16,9 +19,10 @@ import random
 from typing import Any
 
 from pk import errors
-from pk.sim.cluster import CONTROLLER_PORT
+from pk.server.broker.clock_trust import Doubt
+from pk.sim.cluster import BROKER_PORT, CONTROLLER_PORT
 from pk.sim.machine import Machine
-from pk.sim.options import CONTROLLER
+from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 from pk.sim.workload import ADMIN_TIMEOUT_MS, cluster_of
@@ -28,6 +32,8 @@ from pk.world import World
 
 #: Between two looks, in ms.
 LOOK_MS = (300.0, 900.0)
+#: So long after all faults ended the grace of every start is over (campaign.GRACE_MS).
+GRACE_OVER_MS = 40_000
 
 
 class Operator:
@@ -47,8 +53,40 @@ class Operator:
         self._rng = rng
         self._counts = counts
         self._begun = False
+        self._right_since_ms: int | None = None
         self._disks: dict[NodeId, str] = {}  # node whose disk was replaced → its old directory
         observer.cluster.on_damage = self._damaged
+
+    # -- clocks ------------------------------------------------------------------------------------
+
+    def clocks_are_right(self) -> None:
+        """From now on no clock is wrong; a broker that still doubts its own may be told so."""
+        self._right_since_ms = self._world.clock.monotonic_ms()
+
+    def _doubting(self) -> list[Machine]:
+        """Brokers whose doubt nothing else may end (rule L10): a start's ends by the grace, or by
+        agreement, unless the others' clocks were set apart.
+        """
+        since_ms = self._right_since_ms
+        if since_ms is None:
+            return []
+        late = self._world.clock.monotonic_ms() - since_ms >= GRACE_OVER_MS
+        found = []
+        for machine in self._observer.cluster.with_role(BROKER):
+            broker = machine.broker
+            trust = None if broker is None else broker.core.clocks.trust
+            if not machine.serving or trust is None or not trust.alert:
+                continue
+            if late or trust.doubt is not Doubt.START:
+                found.append(machine)
+        return found
+
+    async def _confirm(self, machine: Machine) -> None:
+        await self._ask(wire.DescribePartitionsRequest())  # the stream of an operator begins
+        request = wire.ConfirmClockRequest(broker_id=machine.node_id)
+        address = f"{machine.name}:{BROKER_PORT}"
+        await self._cluster.call_at(address, request, timeout_ms=ADMIN_TIMEOUT_MS)
+        self._count("clocks confirmed")
 
     # -- metadata disks ----------------------------------------------------------------------------
 
@@ -104,6 +142,8 @@ class Operator:
             await self._world.clock.sleep_ms(self._rng.uniform(*LOOK_MS))
             stranded = self._stranded()
             try:
+                for machine in self._doubting():
+                    await self._confirm(machine)
                 if stranded:
                     await self._elect(stranded)
                 for node_id, old in list(self._disks.items()):

@@ -58,6 +58,8 @@ _IDENTITY_FAULTS = ("identity_lost", "identity_rot", "partition_lost")
 _ROOM_FAULTS = ("leader_full",)
 #: What happens to objects of the store (objects.py).
 _OBJECT_FAULTS = ("object_rot",)
+#: Those that are drawn behind all else.
+_LAST_FAULTS = ("wrong_start",)
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (
     *_FIRST_FAULTS,
@@ -66,6 +68,7 @@ FAULTS = (
     *_IDENTITY_FAULTS,
     *_ROOM_FAULTS,
     *_OBJECT_FAULTS,
+    *_LAST_FAULTS,
 )
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
@@ -82,6 +85,8 @@ GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
 #: How long a producer may be silent; the shorter one is still longer than any of a run asks again
 #: (workload.DELIVERY_MS) and a clock may step unnoticed.
 EXPIRATION_MS = (86_400_000, 120_000)
+#: Longer than a run, with all the steps of its clocks: nothing has expired, by the true time.
+RETENTION_MS = "7200000"
 #: What is kept of the ends of logs in memory (log/recent.py); none = every reader needs the disk.
 RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes: full disks of the simulator have up to 30 kB left; 0 = they fill up entirely.
@@ -225,6 +230,7 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
     recent_bytes = rng.choice(RECENT_BYTES)
     faults = (*faults, *(name for name in _IDENTITY_FAULTS if rng.random() < 0.3))
     faults = (*faults, *(name for name in _OBJECT_FAULTS if rng.random() < 0.3))
+    faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
     return replace(
         options,
         faults=faults,
@@ -263,6 +269,7 @@ def _topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:
         "segment_bytes": str(rng.choice([SEGMENT_BYTES_LEAST, 20_000, 60_000])),
         "index_interval_bytes": str(rng.choice([0, 1_000, 4_096])),
         "file_delete_delay_ms": str(rng.choice([0, 300, 2_000])),
+        "retention_ms": RETENTION_MS,
     }
     factor = rng.choice([1, 2, 3, 3, 3, brokers])
     factor = min(factor, brokers)

@@ -118,6 +118,7 @@ class Committed:
 @dataclass(slots=True)
 class Vacuumed:
     files: int
+    put_off: bool = False  #: nothing was looked at: the wall clock is not trusted (L10)
 
 
 @dataclass(slots=True)
@@ -228,6 +229,7 @@ class Owner:
             case Vacuumed():
                 assert isinstance(self._under_way, Vacuum)
                 self._under_way = None
+                self._state.removed_since_vacuum |= event.put_off
             case Failed():
                 self._failed(event.error, now_ms, effects)
             case Close():

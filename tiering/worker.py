@@ -96,6 +96,7 @@ class TierWorker:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
+        self._clock_doubted = False  #: by the broker, when it was heard last
 
     def _now_ms(self) -> int:
         return self.world.clock.monotonic_ms()
@@ -104,6 +105,7 @@ class TierWorker:
 
     def partitions(self, reply: wire.TierPartitionsReply) -> None:
         """The changed partitions of one long poll; `full` = all there are."""
+        self._clock_doubted = reply.clock_doubted
         named: dict[PartitionKey, None] = {}
         changed: dict[str, list[wire.TierPartition]] = {}
         for told in reply.partitions:
@@ -435,6 +437,8 @@ class TierWorker:
                 case Commit():
                     event = owning.Committed(await topic.table.commit(operation))
                     self.counts.commits += 1
+                case _ if self._clock_doubted:  # L10: nobody knows how old a removal is
+                    event = owning.Vacuumed(0, put_off=True)
                 case _:
                     removed = await topic.table.vacuum(operation.retention_ms)
                     self.counts.vacuumed_files += removed

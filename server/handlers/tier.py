@@ -64,7 +64,9 @@ async def tier_partitions(
         await core.clock.sleep_ms(
             REPORT_INTERVAL_MS
         )  # gather what a busy log adds in the next moments
-    return feed.reply(request, lambda key: _describe(core, key))
+    reply = feed.reply(request, lambda key: _describe(core, key))
+    reply.clock_doubted = core.clocks.trusted_ms() is None
+    return reply
 
 
 def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:

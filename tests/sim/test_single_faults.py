@@ -21,14 +21,14 @@ pytestmark = [
 ]
 
 
-def executed(seed: int, *faults: str) -> Report:
+def executed(seed: int, *faults: str, every_ms: tuple[int, int] = (100, 500)) -> Report:
     options = SimOptions(
         topics=(TopicPlan("t", 2, TIERED, 3),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
         faults=faults,
         chores=("elect",),
         unrest_ms=6_000,
-        fault_every_ms=(100, 500),
+        fault_every_ms=every_ms,
         chore_every_ms=(100, 400),
         pace_ms=(20, 200),
         server={
@@ -64,7 +64,12 @@ def test_a_clock_that_jumps_costs_nothing() -> None:
     assert executed(1, "clock_jump", "break_streams").faults["clock_jump"]
 
 
-def test_a_broker_starts_at_the_right_time() -> None:
+def test_starts_under_wrong_clocks_cost_nothing() -> None:
+    """Rule L10: ahead and behind, of one machine and of all."""
+    assert executed(1, "wrong_start", "clock_jump", every_ms=(1_000, 3_000)).faults["wrong_start"]
+
+
+def test_a_broker_starts_at_the_wrong_time_and_with_an_empty_disk_at_the_right_one() -> None:
     """K4."""
     with SimWorld(1) as world:
         options = SimOptions(topics=())
@@ -80,9 +85,11 @@ def test_a_broker_starts_at_the_right_time() -> None:
         machine.clock.step(7)  # of another fault, which says when it ends
         machine.start(BROKER)
         world.loop.run_for_ms(100)
-        assert seen == [7]
-        machine.right()
-        assert machine.clock.skew_ms == 7
+        assert seen == [50_007]
+        machine.replace_disk(BROKER, 0)
+        machine.start(BROKER)
+        world.loop.run_for_ms(100)
+        assert seen == [50_007, 7]
 
 
 def test_where_producers_expire_soon_no_clock_steps_by_a_little() -> None:

@@ -4029,9 +4029,12 @@ class TierPartitionsReply(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    CLOCK_DOUBTED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     generation: _builtins.int
     full: _builtins.bool
+    clock_doubted: _builtins.bool
+    """the wall clock of this node is not trusted (L10)"""
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierPartition]: ...
     def __init__(
@@ -4041,10 +4044,11 @@ class TierPartitionsReply(_message.Message):
         generation: _builtins.int = ...,
         full: _builtins.bool = ...,
         partitions: _abc.Iterable[Global___TierPartition] | None = ...,
+        clock_doubted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "generation", b"generation", "partitions", b"partitions", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_doubted", b"clock_doubted", "full", b"full", "generation", b"generation", "partitions", b"partitions", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

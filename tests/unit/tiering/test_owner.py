@@ -390,6 +390,24 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
     assert seen == [5_000]
 
 
+def test_a_vacuum_that_was_put_off_comes_again() -> None:
+    """Rule L10: the wall clock was not trusted; nothing new need be removed for the next one."""
+    it = Driver(vacuum_interval_ms=5_000, vacuum_retention_ms=0, commit_interval_ms=0)
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    seen = []
+    while it.now_ms < 22_000:
+        assert it.timer is not None
+        it.now_ms = max(it.now_ms + 1, it.timer)
+        it.step(owning.Wake())
+        if isinstance(it.asked[-1], owning.Vacuum):
+            seen.append(it.now_ms)
+            it.asked.pop()
+            it.step(owning.Vacuumed(0, put_off=len(seen) < 3))
+        else:
+            it.loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    assert [at // 5_000 for at in seen] == [1, 2, 3]
+
+
 def test_vacuum_comes_in_the_pause_between_commits_that_never_end() -> None:
     it = Driver(vacuum_interval_ms=500, vacuum_retention_ms=0, commit_interval_ms=1_000)
     files = [data(0, 0, 10)]
