@@ -28,7 +28,6 @@ from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
 from pk.log.writing import Writable
-from pk.server.broker.clock_trust import ClockTrust
 from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
@@ -40,6 +39,7 @@ from pk.server.replication import follower
 from pk.server.replication.leader import Leader
 from pk.server.replication.parting import StartAt
 from pk.server.runtime import ReplayedHost
+from pk.sim import clock_canaries
 from pk.sim.campaign import Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.tiering import owner as owning
@@ -193,23 +193,6 @@ def _log_start_seen_before_it_is_durable() -> Any:
         await move(self, moves)
 
     return _put(LogManager, "move_log_starts", eager)
-
-
-def _clock_trusted_for_producers() -> Any:
-    checkpoint = LogManager.checkpoint
-
-    async def trusting(self: LogManager, directory: Any = None, _now_ms: Any = None) -> None:
-        await checkpoint(self, directory, self._world.clock.wall_ms())
-
-    return _put(LogManager, "checkpoint", trusting)
-
-
-def _clock_believed_after_a_start(stack: ExitStack) -> None:
-    def judge(self: ClockTrust) -> None:
-        self._compared = True
-
-    _put(ClockTrust, "begin", lambda self, last, boot_id, **_: None)(stack)
-    _put(ClockTrust, "_judge", judge)(stack)
 
 
 def _what_was_not_renamed_is_forgotten() -> Any:
@@ -545,11 +528,11 @@ CANARIES: dict[str, Canary] = {
         nodes=THREE, copies=3, unrest_ms=20_000, recent_bytes=0,
     ),
     "a clock that jumped makes producers unknown": Canary(
-        "L10", _clock_trusted_for_producers(), "V5 V6 V7", HOT,
+        "L10", clock_canaries.trusted_for_producers, "V5 V6 V7", HOT,
         ("clock_jump", "break_streams", "late_frames"), unrest_ms=8_000, expiration_ms=120_000,
     ),
     "retention believes the clock after a start": Canary(
-        "L10", _clock_believed_after_a_start, "V3 V5 V6",
+        "L10", clock_canaries.believed_after_a_start, "V3 V5 V6",
         {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
         ("wrong_start",), unrest_ms=8_000, fault_every_ms=(500, 2_000),
     ),

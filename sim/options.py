@@ -230,7 +230,6 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
     recent_bytes = rng.choice(RECENT_BYTES)
     faults = (*faults, *(name for name in _IDENTITY_FAULTS if rng.random() < 0.3))
     faults = (*faults, *(name for name in _OBJECT_FAULTS if rng.random() < 0.3))
-    faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
     return replace(
         options,
         faults=faults,
@@ -243,6 +242,7 @@ def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
     """And behind that: how much room is kept, and whether leaders run out of it."""
     faults = (*options.faults, *(name for name in _ROOM_FAULTS if rng.random() < 0.4))
     reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
+    faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
     return replace(options, faults=faults, server={**options.server, **reserve})
 
 

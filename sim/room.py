@@ -22,6 +22,8 @@ from pk.types import NONE, PartitionKey
 CALM_MS = 10_000
 #: After a move of the lead; more than `handover.DWELL_MS`.
 REST_MS = 62_000
+#: Less than clock_step_max_ms, with all that slewing and messages cost.
+CLOCK_OFF_MS = 30_000
 
 
 class RoomWatch:
@@ -69,7 +71,15 @@ class RoomWatch:
 
     def _roomy(self, broker: int) -> bool:
         machine = self._cluster.by_id[broker]
-        return machine.serving and self._storage(broker).capacity is None
+        has_room = self._storage(broker).capacity is None
+        return machine.serving and has_room and self._right(machine)
+
+    def _right(self, machine: Machine) -> bool:
+        """Its clock is no reason not to lead (rule L10): some are set apart for good."""
+        skews = sorted(each.clock.skew_ms for each in self._cluster.machines)
+        middle = len(skews) // 2
+        median_ms = (skews[middle] + skews[~middle]) / 2
+        return abs(machine.clock.skew_ms - median_ms) <= CLOCK_OFF_MS
 
     def _storage(self, broker: int) -> Any:
         return self._cluster.by_id[broker].storages[DISKS[BROKER]]

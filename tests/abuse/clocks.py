@@ -43,6 +43,7 @@ SERVER = {
     "log_retention_check_interval_ms": 100,
     "log_flush_offset_checkpoint_interval_ms": 1_000,
     "auto_leader_rebalance_enable": False,
+    "shutdown_timeout_ms": 60_000,
 }
 AHEAD, BEHIND = "+1d", "-1d"
 

@@ -393,7 +393,11 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
 def test_a_vacuum_that_was_put_off_comes_again() -> None:
     """Rule L10: the wall clock was not trusted; nothing new need be removed for the next one."""
     it = Driver(vacuum_interval_ms=5_000, vacuum_retention_ms=0, commit_interval_ms=0)
-    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10))
+    it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(
+        snapshot(1, [data(0, 0, 10)], end=10, rows=10)
+    )
+    assert it.committed().removes
     seen = []
     while it.now_ms < 22_000:
         assert it.timer is not None
@@ -404,7 +408,7 @@ def test_a_vacuum_that_was_put_off_comes_again() -> None:
             it.asked.pop()
             it.step(owning.Vacuumed(0, put_off=len(seen) < 3))
         else:
-            it.loaded(snapshot(1, [data(0, 0, 10)], end=10))
+            it.loaded(snapshot(2, [], start=10, end=10))
     assert [at // 5_000 for at in seen] == [1, 2, 3]
 
 
