@@ -22,7 +22,7 @@
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
-    │   ├── DamagedTierFile
+    │   ├── DamagedTierFile · LogUnidentified · LogMissing
     │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch · MetadataBehind
     │   ├── DirectoryNotFormatted · DirectoryFormatted
     │   └── JavaMissing · JarsMissing

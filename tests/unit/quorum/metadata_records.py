@@ -34,7 +34,7 @@ class Historian:
         """As an epoch of a new cluster begins."""
         self.say(wire.LeaderChangeRecord(leader_id=1, epoch=1, voters=[1, 2, 3]))
         self.say(wire.VotersRecord(voters=VOTERS))
-        self.say(wire.ClusterRecord(cluster_id="cluster"))
+        self.say(wire.ClusterRecord(cluster_id="cluster", genesis="genesis"))
         return self
 
     def some(self, values: Any) -> Any:

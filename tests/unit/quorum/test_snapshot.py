@@ -67,8 +67,9 @@ def test_snapshot_and_log_are_the_image_of_any_history(data: Any) -> None:
 def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
     """The rows are written by hand: `rows_of` must know every field, and the histories draw it."""
     assert [each.name for each in fields(MetadataImage)] == [
-        "offset", "cluster_id", "brokers", "topics", "topic_ids", "configs", "next_producer_id",
-        "features", "leader_id", "leader_epoch", "voters", "purges", "assigned", "leaderless",
+        "offset", "cluster_id", "genesis", "brokers", "topics", "topic_ids", "configs",
+        "next_producer_id", "features", "leader_id", "leader_epoch", "voters", "purges",
+        "assigned", "leaderless",
     ]  # fmt: skip
     topic = ["name", "topic_id", "partitions", "request_id"]
     assert [each.name for each in fields(TopicState)] == topic
