@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from pk.cli.common import (
     AsJson,
     Bootstrap,
     TimeoutMs,
+    opened,
     quiet_end,
     say,
     table,
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 
-def _admin(bootstrap: str) -> AdminClient:
+def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
     from pk.client.admin import AdminClient
 
-    return AdminClient(bootstrap)
+    return opened(AdminClient(bootstrap), bootstrap)
 
 
 @app.command("list")
