@@ -311,7 +311,9 @@ def _examine(
         raise corrupt(segment.path(), walk)
     if action is Action.CUT:
         opening.note(
-            row, f"segment {segment.base_offset} cut from {size} to {walk.position}: {walk.problem}"
+            row,
+            f"segment {segment.base_offset} cut from {size} to {walk.position} bytes, "
+            f"at offset {walk.next_offset}: {walk.problem}",
         )
         _cut(opening, segment, walk.position, later)
     _accept(opening, segment, sparse, extent, bool(later) and action is not Action.CUT)

@@ -566,7 +566,7 @@ class LogManager(Checkpointed):
             try:
                 await directory.disk.write(partial(log.close, clean))
                 directory.recovery_points[key] = log.synced_end
-            except errors.PkError:
+            except (errors.PkError, FileNotFoundError):  # or its directory was removed meanwhile
                 all_clean = False
         if not clean or not self._loaded:
             return  # nothing was verified: the next start has to

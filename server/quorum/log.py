@@ -33,7 +33,7 @@ from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.server.controller.records import MetadataRecord, encode_batch
-from pk.server.quorum import messages
+from pk.server.quorum import messages, opening
 from pk.server.quorum.answers import Answers
 from pk.server.quorum.history import READ_BYTES, Apply, History
 from pk.server.quorum.machine import Quorum, Role
@@ -154,8 +154,7 @@ class MetadataLog:
             self.quorum, Source(self._history, self._files, self._say), self.voters,
             ask=self._post, renew=lambda: self._post(Synced(self._state())),
         )  # fmt: skip
-        for why in opened.damaged:
-            self._say("metadata_snapshot_damaged", why=why)
+        opened.report(self._say)
         offset = 0
         if self._files.newest is not None:
             self.voters.begin_with(self._files.newest, await self._files.read(self._files.newest))
@@ -227,7 +226,8 @@ class MetadataLog:
         log = self._log
         if log is not None:
             async with self._writing:
-                await self._disk.write(lambda: log.close(clean))
+                args = self._disk.storage, log, self._vote, clean
+                await self._disk.write(partial(opening.close_log, *args))
 
     def _fail(self, failure: BaseException) -> None:
         if isinstance(failure, Exception):
@@ -366,7 +366,9 @@ class MetadataLog:
     async def _truncate(self, op: messages.TruncateTo) -> None:
         log = self._open_log
         async with self._writing:
+            what = f"offsets [{op.end}, {log.log_end}): the leader's log parts from this one there"
             await self._disk.write(partial(self._cut, op.end))
+        self._say("metadata_log_cut", what=what)
         self.voters.forget(log.log_end)
         self._post(Synced(self._state(), op.job))
 

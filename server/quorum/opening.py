@@ -11,13 +11,16 @@ snapshot.
 Invariants
   O1  opening twice gives the same
   O2  nothing committed is cut away as if it were a torn tail: below `synced_end`, and below every
-      snapshot, damage is reported and left where it is
+      snapshot, damage is reported and left where it is.  A clean stop notes the end of the log, so
+      that after it no damage is taken for a torn tail
+  O3  every cut is named, with its range (`Opened.cuts`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +46,8 @@ _CONFIG = {
     "max_message_bytes": 64 * limits.MIB,
     "decoded_bytes_max": 64 * limits.MIB,
 }
+#: How the log's notes about its opening say that something is gone.
+_CUT_WORDS = (" cut ", "removed", "before its start")
 _SEGMENT_BYTES = (14 * 1024, 64 * limits.MIB)
 
 
@@ -70,6 +75,14 @@ class Opened:
     log: PartitionLog
     kept: tuple[SnapshotId, ...]  #: whole snapshots, oldest first
     damaged: tuple[str, ...]  #: why, for each of the others
+    cuts: tuple[str, ...] = ()  #: what was cut off the log or removed (O3)
+
+    def report(self, say: Callable[..., None]) -> None:
+        """One line for each damaged snapshot and each cut."""
+        for why in self.damaged:
+            say("metadata_snapshot_damaged", why=why)
+        for what in self.cuts:
+            say("metadata_log_cut", what=what)
 
 
 def read_state(storage: Storage) -> tuple[Vote, int]:
@@ -127,7 +140,8 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     found = Found(storage)
     if found.loading is not None:
         log = _begin_anew(storage, rules, found.loading, now_ms)
-        return Opened(vote, log, (found.loading,), found.damaged)
+        cut = f"everything below offset {found.loading.end}: a snapshot takes its place"
+        return Opened(vote, log, (found.loading,), found.damaged, (cut,))
     synced_end = max(synced_end, found.newest_end)  # O2: the vote's is as old as the vote
     log = _open(storage, rules, now_ms, synced_end=synced_end, log_start=None)
     where = f"{storage.root}/{LOG_DIR}"
@@ -138,7 +152,17 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     kept = tuple(each for each in found.kept if each.end >= base.end)
     log.flush()
     log.advance_log_start(base.end)
-    return Opened(vote, log, kept, found.damaged)
+    cuts = tuple(note for note in log.notes if any(word in note for word in _CUT_WORDS))
+    return Opened(vote, log, kept, found.damaged, cuts)
+
+
+def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool) -> None:
+    """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`."""
+    log.close(clean)
+    if clean:
+        # On a full disk the former note stays, and damage above it counts as after a kill.
+        with contextlib.suppress(errors.StorageFull):
+            storage.replace_file(QUORUM_STATE, state_bytes(vote, log.written_end))
 
 
 def _open(
