@@ -17,6 +17,7 @@ import os
 from typing import TYPE_CHECKING
 
 from pk import errors
+from pk.server.broker import damage
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_view import REPORT_INTERVAL_MS
 from pk.types import PartitionKey
@@ -178,12 +179,15 @@ async def describe_tier(
     for number in sorted(topic.partitions):
         partition = core.partitions.get(PartitionKey(topic.topic_id, number))
         if partition is not None:
-            _add_view(partition, reply, described.get(number))
+            _add_view(core, partition, reply, described.get(number))
     return reply
 
 
 def _add_view(
-    partition: Partition, reply: wire.DescribeTierReply, state: wire.TierPartitionState | None
+    core: BrokerCore,
+    partition: Partition,
+    reply: wire.DescribeTierReply,
+    state: wire.TierPartitionState | None,
 ) -> None:
     tier = partition.tier
     if state is None:
@@ -196,7 +200,10 @@ def _add_view(
     state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
     if not reply.uri:
         reply.uri = tier.uri
-    if partition.problem is not None:  # the cause; what the tier says follows from it
-        reply.problem.CopyFrom(frames.error_of(partition.problem))
+    problem = partition.problem  # the cause; what the tier says follows from it
+    if problem is None and damage.unreadable(partition, state.end):  # the copier stops there (L9)
+        problem = core.damages.problem_of(partition)
+    if problem is not None:
+        reply.problem.CopyFrom(frames.error_of(problem))
     elif tier.problem is not None and not reply.HasField("problem"):
         reply.problem.CopyFrom(frames.error_of(tier.problem))

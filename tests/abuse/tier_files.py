@@ -315,7 +315,7 @@ class _Readers:
     def _scan(self) -> Any:
         from pk.sparkconnector import tier_scan
 
-        tier_scan.list_files = lambda *_: tier_scan.Listed({0: list(self.cold.files)}, {0: 0})
+        tier_scan.list_files = lambda *_: tier_scan.Listed({0: list(self.cold.files)}, {0: 0}, {})
 
         def lost(part: Any) -> None:
             raise AssertionError(part)

@@ -251,13 +251,13 @@ def test_consumer_options(node: Node, options: dict[str, Any], says: str) -> Non
 
 @pytest.mark.parametrize(
     ("place", "says"),
-    [(30_000, "are damaged: checksum"), (2 * 20_071, "are in no batch")],
+    [(30_000, 'error="checksum'), (2 * 20_071, 'error="offset')],
     ids=["a record", "an offset in a header, which no checksum covers"],
 )
-def test_damaged_sealed_data_takes_its_partition_offline_and_nothing_else(
+def test_a_damaged_batch_of_the_only_copy_costs_its_own_range_and_nothing_else(
     node: Node, place: int, says: str
 ) -> None:
-    """Rule L9: found by the copier, reported with the range, never skipped."""
+    """Rule L9: the copier finds it; the range is logged and told to readers, never skipped."""
     topic = f"damaged-{place}"
     node.topic(topic, 2, segment_bytes=100_000, tier_max_lag_ms=600_000)
     with Producer(node.address, linger_ms=0) as producer:
@@ -276,17 +276,17 @@ def test_damaged_sealed_data_takes_its_partition_offline_and_nothing_else(
 
     def logged() -> list[str]:
         lines = node.server.log.read_text().splitlines()
-        return [line for line in lines if "partition_offline" in line and topic in line]
+        return [line for line in lines if "damaged_range" in line and topic in line]
 
     (line,) = until(logged)
     assert f"{topic}-0" in line
     assert says in line
-    with pytest.raises(errors.CorruptLog, match=r"offsets \[\d+, \d+\) are") as told:
-        values(node, topic, 0, 1)
-    assert told.value.acts == "operator"
+    assert "pk log repair" in line
+    with pytest.raises(errors.DataLoss) as told:
+        values(node, topic, 0, 20)
+    assert int(told.value.details["next_offset"]) - int(told.value.details["offset"]) == 1
     with Producer(node.address) as producer:
-        with pytest.raises(errors.CorruptLog):
-            producer.send(topic, b"x", partition=0).result(20)
+        assert producer.send(topic, b"x", partition=0).result(20).offset == 20
         assert producer.send(topic, b"more", partition=1).result(20).offset == 20
     numbers = [value[:3] for value in values(node, topic, 1, 21) if value]
     assert numbers == [b"%03d" % number for number in range(20)] + [b"mor"]

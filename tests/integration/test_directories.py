@@ -103,7 +103,7 @@ def mount(*arguments: str) -> bool:
 def node(tmp_path: Path) -> Iterator[Node]:
     second = tmp_path / "b"
     second.mkdir()
-    if not mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(second)):
+    if not mount("-t", "tmpfs", "-o", "size=256m", "tmpfs", str(second)):
         pytest.skip("a file system of one's own needs the right to mount (run as root)")
     made = Node(tmp_path)
     try:
