@@ -33,9 +33,10 @@ from pk.sim.faults import Faults
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
+from pk.sim.readers import SimConsumer, read_all, rows_of
 from pk.sim.room import RoomWatch
 from pk.sim.samples import Observer
-from pk.sim.workload import SimAdmin, SimConsumer, SimProducer, read_all, rows_of
+from pk.sim.workload import SimAdmin, SimProducer
 from pk.sim.world import SimClock, SimWorld, Stuck
 from pk.tiering import layout
 from pk.types import PartitionKey, TopicPartition

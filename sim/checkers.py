@@ -14,7 +14,9 @@ Checked
   V4  what is not local any more is in the table: table start ≤ the largest log_start or what was
       asked to be deleted, local_log_start ≤ table end (rules T1, T6); the table never passes the
       LSO of a leader whose HW has caught up
-  V5  a reader sees offsets in order, without gaps above log_start, no record twice
+  V5  a reader sees offsets in order, without gaps above log_start, no record twice.  It is told
+      of a lost range (rule L9) only where too few whole copies are left, goes on behind it, and
+      the last reader is told of none
   V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
       unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7).
       Where an unclean election took the copy that was acknowledged, that of an earlier attempt may
@@ -240,6 +242,12 @@ class ReaderCheck:
             # or deleted, and a broker that has not heard of it led the reader there once more, and
             # what came then is taken for the next life's until that begins
         return self._oracle.era(topic.topic_id, partition) > line.era and offset < line.next
+
+    def passes(self, topic: str, partition: int, end: Offset) -> None:
+        """The reader was told that what it has not seen below `end` is lost, and goes on there."""
+        line = self.lines.get((topic, partition))
+        if line is not None and line.next is not None:
+            line.next = max(line.next, end)
 
     def forget(self, topic: str, partition: int | None = None) -> None:
         """The topic was re-created, or the log was cut: another line begins."""

@@ -102,6 +102,8 @@ class Oracle:
         self.acknowledgements = 0
         self.ahead = False  #: more was acknowledged than the run asks for by now
         self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
+        #: A rotten copy may be the last one that ISR and ELR know.
+        self.stranded: dict[tuple[str, int], None] = {}
         self.rotten_files: dict[str, None] = {}  #: data files of tables, by their tables' paths
         #: Topics whose durability was changed → the least copies since then, and nothing of them
         #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
@@ -172,6 +174,15 @@ class Oracle:
         known = self.topics[topic]
         lives = (known.topic_id, *known.former)
         return known.going or any((life, partition) in self.rotten for life in lives)
+
+    def may_be_lost(self, topic: str, partition: int) -> bool:
+        """Whether a range may be told as lost (rule L9): a copy has rotted, and it may be the only
+        one that ISR and ELR know, because the promise permits that (promise.py).
+        """
+        known = self.topics[topic]
+        lives = [(life, partition) for life in (known.topic_id, *known.former)]
+        only = (*self._ended, *self.stranded)
+        return known.going or any(life in self.rotten and life in only for life in lives)
 
     # -- records -----------------------------------------------------------------------------------
 

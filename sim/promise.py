@@ -204,7 +204,7 @@ class Promise:
         """So many copies were hit that ISR and ELR may be empty, and one of them is rotten."""
         rotten = self._rotten.get(key)
         if rotten and len({*rotten, *self._hits.get(key, ())}) >= self.copies(plan.name):
-            self.stranded[key] = None
+            self.stranded[key] = self._oracle.stranded[key] = None
 
     def _costs(self, key: PartitionKey, now_ms: float) -> None:
         """Too many copies are lost at once."""

@@ -1,4 +1,4 @@
-"""The client of a simulated run: producers, consumers and an administrator over pk's own engines.
+"""The client of a simulated run: producers and an administrator over pk's own engines.
 
 All of them run in the nodes "client" and "admin" and know the cluster by its addresses only.  What
 they hear goes to the oracle and to the reader checks; an error that the run's faults cannot explain
@@ -11,24 +11,17 @@ import asyncio
 import enum
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
-
-import pyarrow as pa
+from typing import Any
 
 from pk import errors
 from pk.client.cluster import Cluster
-from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Consumed, Seek
 from pk.client.futures import OnDelivery
 from pk.client.intake import Intake, record_size
-from pk.client.offsets import EARLIEST
-from pk.client.options import consumer_options, producer_options
+from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
-from pk.sim.checkers import ReaderCheck, Row, Violation
-from pk.sim.disk import NO_ROOM
 from pk.sim.options import BROKER, SimOptions, TopicPlan
-from pk.sim.oracle import Oracle, Sent, digest_of, id_of, value_of
-from pk.types import NONE, TopicPartition
+from pk.sim.oracle import Oracle, Sent, digest_of, value_of
+from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -40,24 +33,14 @@ RETRIES = {
 }
 DELIVERY_MS = (2_500, 30_000)
 OPEN_MS = 500
-DRAIN_MS = 20
 #: How much longer producers pause that are far ahead of what the run asks for, and those without
 #: acks=all: what they are told is no promise.
 SLOWER = 4
 UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
 
-#: What a consumer may be told while nodes die and topics come and go.
-_EXPLAINED = (
-    errors.RetriableError,
-    errors.TopicRecreated,
-    errors.UnknownTopicId,
-)
-
 #: Of a replica that rotted, or whose directory is lost (rules L9, L15).
-_DAMAGE = (errors.CorruptLog, errors.LogMissing)
-#: What the last reader, who finds what rotted unseen, may be told.
-_ANOTHER_WILL_LEAD = (errors.RetriableError, *_DAMAGE)
+DAMAGE = (errors.CorruptLog, errors.LogMissing)
 
 #: Brokers still register; who was asked has not heard of the topic.
 _NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
@@ -71,49 +54,8 @@ _CANNOT_MOVE = (
 OnTrouble = Callable[[str], None]
 
 
-class Damaged(NamedTuple):
-    """A batch that a reader refused."""
-
-    place: TopicPartition
-    error: errors.PkError
-
-
 def cluster_of(world: World, bootstrap: str, name: str) -> Cluster:
     return Cluster(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
-
-
-def rows_of(batch: pa.RecordBatch) -> list[Row]:
-    """Offset, name and content of each row."""
-    columns = [batch.column(name).to_pylist() for name in ("offset", "key", "value", "headers")]
-    found = []
-    for offset, key, value, headers in zip(*columns, strict=True):
-        pairs = [(each["key"], each["value"]) for each in headers or ()]
-        found.append(Row(offset, id_of(value), digest_of(key, value, pairs)))
-    return found
-
-
-def taken(engine: FetchEngine) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[Damaged]]:
-    """What is ready, decoded, and where that was refused.
-
-    Like the consumer of `pk.client`: a batch that cannot be read is never skipped, the reader goes
-    back to it and asks again.
-    """
-    found: list[tuple[TopicPartition, pa.RecordBatch]] = []
-    refused: list[Damaged] = []
-    while engine.ready:
-        fetched = engine.ready.popleft()
-        if engine.fetcher.position_id(fetched.place) == fetched.position_id:
-            position = fetched.position
-            try:
-                for following, rows in engine.decoded(fetched):
-                    position = following
-                    if rows is not None:
-                        found.append((fetched.place, rows))
-            except (errors.CorruptBatch, errors.InvalidRecord) as damage:
-                refused.append(Damaged(fetched.place, damage))
-                engine.step(Seek(fetched.place, position))
-        engine.step(Consumed(fetched.node, len(fetched.payload)))
-    return found, refused
 
 
 def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task[None]:
@@ -233,112 +175,6 @@ class SimProducer:
                 self._oracle.acknowledged(sent, metadata.partition, metadata.offset)
 
         return told
-
-
-class SimConsumer:
-    """One consumer of all topics; every row goes through its `ReaderCheck`."""
-
-    def __init__(
-        self,
-        world: World,
-        bootstrap: str,
-        check: ReaderCheck,
-        oracle: Oracle,
-        topics: Sequence[TopicPlan],
-        log_start_of: Callable[[str, int], int],
-        trouble: OnTrouble,
-        tell: OnTrouble,
-        **given: Any,
-    ) -> None:
-        self.check = check
-        self._tell = tell
-        self._world = world
-        self._oracle = oracle
-        self._topics = topics
-        self._log_start_of = log_start_of
-        self._trouble = trouble
-        settings = consumer_options(
-            {
-                "auto_offset_reset": "earliest",
-                "fetch_max_wait_ms": 200,
-                "fetch_buffer_bytes": 40_000,
-                "fetch_max_bytes": 20_000,
-                "max_partition_fetch_bytes": 8_000,
-                **RETRIES,
-                **given,
-            }
-        )
-        self.engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self.engine.subscribe([plan.name for plan in self._topics], None)
-        self._task = watched(self._run(), self._trouble)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self.engine.close()
-
-    async def _run(self) -> None:
-        while True:
-            await self._world.clock.sleep_ms(DRAIN_MS)
-            try:
-                self.drain()
-            except Violation as violation:
-                self._trouble(str(violation))
-
-    def drain(self) -> int:
-        """Take what is ready; returns how many rows."""
-        told = self.engine.complaint()
-        if told is not None:
-            self._problem(told.error, told.place)
-            return 0
-        found, refused = taken(self.engine)
-        for place, damage in refused:
-            self._problem(damage, place)
-        for place, batch in found:
-            rows = rows_of(batch)
-            start = self._log_start_of(place.topic, place.partition)
-            self.check.took(place.topic, place.partition, rows, start)
-        return sum(batch.num_rows for _, batch in found)
-
-    def _problem(self, error: errors.PkError, place: TopicPartition | None) -> None:
-        self._tell(f"{self.check.name} was told {error!r}")
-        if isinstance(error, (errors.CorruptBatch, *_DAMAGE)):
-            if place is None or not self._oracle.may_be_damaged(place.topic, place.partition):
-                self._trouble(f"V5: {self.check.name} at {place}, where nothing rotted: {error!r}")
-            return
-        if isinstance(error, errors.DamagedTierFile):
-            rotten = any(error.details["path"] in path for path in self._oracle.rotten_files)
-            if not rotten:
-                self._trouble(f"V5: {self.check.name}: no file of a table rotted: {error!r}")
-            return
-        if isinstance(error, errors.LogTruncated):
-            self._truncated(error)
-        elif isinstance(error, errors.TopicRecreated | errors.UnknownTopicId):
-            for plan in self._topics:
-                if f"topic {plan.name} " in error.message:
-                    self.check.forget(plan.name)
-        elif not isinstance(error, _EXPLAINED) and not _for_want_of_room(error):
-            self._trouble(f"V5: {self.check.name} was told {error!r}")
-
-    def _truncated(self, error: errors.LogTruncated) -> None:
-        topic, partition = error.details["topic"], int(error.details["partition"])
-        if not self._oracle.may_be_cut(topic, partition):
-            self._trouble(f"V8: {self.check.name}: {error!r}")
-        self.check.forget(topic, partition)
-        place = TopicPartition(topic, partition)
-        if place in self.engine.fetcher.assignment:  # else the topic was deleted meanwhile
-            self.engine.step(Seek(place, EARLIEST))
-
-
-def _for_want_of_room(error: errors.PkError) -> bool:
-    """C4 of creations.py: a log that a full disk left half-way is offline until there is room; that
-    is an operator's matter until then.  The simulated disk says so only while it is full.
-    """
-    return isinstance(error, errors.StorageFailed) and NO_ROOM in error.message
 
 
 class Result(enum.Enum):
@@ -488,7 +324,7 @@ class SimAdmin:
 
         def passes(error: errors.PkError) -> bool:
             """Looking for the place, the leader tripped over what had rotted (rule L9)."""
-            damaged = isinstance(error, _DAMAGE)
+            damaged = isinstance(error, DAMAGE)
             rotten = damaged and self._oracle.may_be_damaged(plan.name, partition)
             return rotten or isinstance(error, _NOT_YET)
 
@@ -556,29 +392,3 @@ class SimAdmin:
         change = request.changes.add(set=changes)
         change.resource.type, change.resource.name = "topic", plan.name
         await self._until_done(lambda: request, ())
-
-
-async def read_all(
-    world: World,
-    bootstrap: str,
-    check: ReaderCheck,
-    ends: dict[TopicPartition, int],
-    log_start_of: Callable[[str, int], int],
-) -> None:
-    """Read every partition from its beginning to `ends`, through `check`."""
-    settings = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
-    engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)
-    engine.assign(ends)
-    try:
-        while True:
-            told = engine.complaint()
-            if told is not None and not isinstance(told.error, _ANOTHER_WILL_LEAD):
-                raise told.error
-            for place, batch in taken(engine)[0]:
-                start = log_start_of(place.topic, place.partition)
-                check.took(place.topic, place.partition, rows_of(batch), start)
-            if all((engine.fetcher.frontier(place) or 0) >= end for place, end in ends.items()):
-                return
-            await world.clock.sleep_ms(DRAIN_MS)
-    finally:
-        await engine.close()

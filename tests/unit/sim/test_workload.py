@@ -6,7 +6,7 @@ import pytest
 
 from pk import errors
 from pk.sim.disk import SimStorage
-from pk.sim.workload import _for_want_of_room
+from pk.sim.readers import _for_want_of_room
 
 
 def test_only_a_full_disk_takes_a_log_from_its_readers_for_a_while() -> None:
