@@ -538,8 +538,9 @@ CANARIES: dict[str, Canary] = {
     ),
     # The names of dropped segments find no room; the next drop takes later ones.
     "a dropped segment that keeps its name": Canary(
-        "L2", _what_was_not_renamed_is_forgotten(), "V5 liveness", TIERED,
-        ("disk_short", "kill_broker", "kill_client"), unrest_ms=8_000,
+        "L2", _what_was_not_renamed_is_forgotten(), "V5 liveness",
+        {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
+        ("disk_short", "kill_broker"), unrest_ms=8_000,
     ),
     "a directory without identity is out of the way": Canary(
         "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)

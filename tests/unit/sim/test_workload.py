@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from pk import errors
+from pk.sim.checkers import ReaderCheck, Row, Violation
 from pk.sim.disk import SimStorage
-from pk.sim.readers import _for_want_of_room
+from pk.sim.options import TopicPlan
+from pk.sim.oracle import Oracle, RecordId
+from pk.sim.readers import SimConsumer, _for_want_of_room
+from pk.types import TopicPartition
 
 
 def test_only_a_full_disk_takes_a_log_from_its_readers_for_a_while() -> None:
@@ -17,3 +24,44 @@ def test_only_a_full_disk_takes_a_log_from_its_readers_for_a_while() -> None:
     assert _for_want_of_room(errors.StorageFailed(full.value.message))
     assert not _for_want_of_room(full.value), "that is explained by itself"
     assert not _for_want_of_room(errors.StorageFailed("n1.d1 is offline: it failed"))
+
+
+PLACE = TopicPartition("t", 0)
+RANGE = {"offset": "6", "next_offset": "9"}
+
+
+def told_of(loss: errors.DataLoss, position: int, *, rotten: bool, only: bool) -> list[str]:
+    """What a run complains of when its consumer is told of `loss` behind row 5."""
+    oracle = Oracle([TopicPlan("t", 1, {})])
+    oracle.created("t", "id", 1)
+    if rotten:
+        oracle.rotten["id", 0] = None
+    if only:
+        oracle.stranded["id", 0] = None
+    check = ReaderCheck("c", oracle)
+    check.took("t", 0, [Row(5, RecordId("p", 1), 0)], 0)
+    troubles: list[str] = []
+    consumer = SimpleNamespace(check=check, _oracle=oracle, _tell=id, _trouble=troubles.append)
+    SimConsumer._lost(cast("SimConsumer", consumer), PLACE, loss, position)
+    check.took("t", 0, [Row(9, RecordId("p", 2), 0)], 0)  # behind the range
+    with pytest.raises(Violation, match="a gap"):
+        check.took("t", 0, [Row(11, RecordId("p", 3), 0)], 0)
+    return troubles
+
+
+def test_a_lost_range_is_passed_where_the_promise_permits_the_loss() -> None:
+    assert told_of(errors.DataLoss("x", **RANGE), 6, rotten=True, only=True) == []
+
+
+@pytest.mark.parametrize(
+    ("position", "rotten", "only", "more"),
+    [(6, False, True, {}), (6, True, False, {}), (9, True, True, {}), (5, True, True, {}),
+     (6, True, True, {"partition": "0"})],
+    ids=["nothing rotted", "others have it", "behind it", "before it", "of a table"],
+)  # fmt: skip
+def test_a_loss_that_nothing_explains_is_a_violation(
+    position: int, rotten: bool, only: bool, more: dict[str, str]
+) -> None:
+    loss = errors.DataLoss("x", **RANGE, **more)
+    (words,) = told_of(loss, position, rotten=rotten, only=only)
+    assert words.startswith("V5: c at t-0")
