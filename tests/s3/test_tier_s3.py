@@ -123,7 +123,7 @@ async def each_refuses(store_settings: StoreSettings, says: str) -> None:
 
 def test_wrong_credentials_are_refused_by_name(s3_server: S3Server) -> None:
     wrong = chosen(s3_server, tier_secret_access_key="wrong")
-    asyncio.run(each_refuses(wrong, "credentials"))
+    asyncio.run(each_refuses(wrong, "check tier_secret_access_key"))
 
 
 def test_a_missing_bucket_is_refused_by_name(s3_server: S3Server) -> None:
