@@ -27,7 +27,6 @@ from pk.log.directory import Directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
-from pk.log.writing import Writable
 from pk.server.broker.follower import MetadataFollower
 from pk.server.broker.partition import Partition
 from pk.server.broker.tier_client import TierClient
@@ -39,7 +38,7 @@ from pk.server.replication import follower
 from pk.server.replication.leader import Leader
 from pk.server.replication.parting import StartAt
 from pk.server.runtime import ReplayedHost
-from pk.sim import clock_canaries
+from pk.sim import clock_canaries, log_canaries
 from pk.sim.campaign import Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.tiering import owner as owning
@@ -193,18 +192,6 @@ def _log_start_seen_before_it_is_durable() -> Any:
         await move(self, moves)
 
     return _put(LogManager, "move_log_starts", eager)
-
-
-def _what_was_not_renamed_is_forgotten() -> Any:
-    rename = Writable._rename_doomed
-
-    def forgetful(self: Writable) -> Any:
-        try:
-            return rename(self)
-        finally:
-            self._lane_doomed.clear()
-
-    return _put(Writable, "_rename_doomed", forgetful)
 
 
 # -- replication -----------------------------------------------------------------------------------
@@ -538,7 +525,7 @@ CANARIES: dict[str, Canary] = {
     ),
     # The names of dropped segments find no room; the next drop takes later ones.
     "a dropped segment that keeps its name": Canary(
-        "L2", _what_was_not_renamed_is_forgotten(), "V5 liveness",
+        "L2", log_canaries.what_was_not_renamed_is_forgotten, "V5 liveness",
         {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
         ("disk_short", "kill_broker"), unrest_ms=8_000,
     ),

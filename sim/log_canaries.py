@@ -1,0 +1,29 @@
+"""How the canary of what a full disk keeps of dropped segments is broken (canaries.py)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from pk.log import loading
+from pk.log.writing import Writable
+
+
+def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
+    """A later drop leaves a hole behind the segment that kept its name (W2), and nothing reads
+    around it at the next opening.
+
+    Salvage (rule O10) would: log_start is durable before segments go, so that the hole of a topic
+    without a tier lies below every reader.
+    """
+    rename = Writable._rename_doomed
+
+    def forgetful(self: Writable) -> Any:
+        try:
+            return rename(self)
+        finally:
+            self._lane_doomed.clear()
+
+    stack.enter_context(patch.object(Writable, "_rename_doomed", forgetful))
+    stack.enter_context(patch.object(loading, "salvage_map", lambda *_, **_more: {}))
