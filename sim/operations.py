@@ -7,6 +7,11 @@ that the rest may be lost (rules R3, L9): an unclean election.  It is asked for 
 Where every fault is over and a broker still does not trust its clock, which was set apart from the
 others' for good, it is told that it is right (rule L10).
 
+A log that rotted in the only copy that ISR and ELR know is led and served around the damage (rule
+L9), and no other replica can copy the range.  Where every fault is over and that still stands, the
+broker gets an empty disk, which is what the promise counts a rotten copy as: its log is missing,
+and an election takes another replica.
+
 A controller whose metadata is damaged gets an empty disk, and one with an empty disk another vote
 (rule Q1, KIP-853): the voter of the old directory is removed, that of the new one is added when it
 has caught up.  One at a time: `free` says when the next metadata disk may be taken.
@@ -88,6 +93,32 @@ class Operator:
         await self._cluster.call_at(address, request, timeout_ms=ADMIN_TIMEOUT_MS)
         self._count("clocks confirmed")
 
+    # -- disks of brokers --------------------------------------------------------------------------
+
+    def _damaged_alone(self) -> list[Machine]:
+        """Brokers that lead a partition whose other replicas cannot pass the damage in their copy;
+        only what rotted explains it.
+        """
+        since_ms = self._right_since_ms
+        if since_ms is None or self._world.clock.monotonic_ms() - since_ms < GRACE_OVER_MS:
+            return []
+        found = []
+        for facts in self._observer.facts():
+            machine = self._observer.cluster.by_id.get(facts.leader)
+            if machine is None or machine.broker is None or len(facts.replicas) == 1:
+                continue
+            partition = machine.broker.core.partitions.get(facts.key)
+            damaged = partition is not None and bool(partition.log.damage)
+            rotten = self._observer.promise.is_rotten(facts.key, facts.leader)
+            if damaged and rotten and facts.isr == (facts.leader,):
+                found.append(machine)
+        return found[:1]
+
+    def _replace_disk(self, machine: Machine) -> None:
+        self._observer.hit(machine, disk=True)
+        machine.replace_disk(BROKER, self._rng.uniform(*LOOK_MS))
+        self._count("damaged disks replaced")
+
     # -- metadata disks ----------------------------------------------------------------------------
 
     def free(self) -> list[Machine]:
@@ -141,6 +172,8 @@ class Operator:
         while True:
             await self._world.clock.sleep_ms(self._rng.uniform(*LOOK_MS))
             stranded = self._stranded()
+            for machine in self._damaged_alone():
+                self._replace_disk(machine)
             try:
                 for machine in self._doubting():
                     await self._confirm(machine)
