@@ -21,6 +21,8 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q $(ARGS)
+# What starts no process shares the cores; real processes have them to themselves.
+SPREAD := -n 2 --dist worksteal
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
 PLAIN := not s3 and not spark and not chaos and not peer
 
@@ -40,11 +42,12 @@ test: java setup test-unit test-integration test-spark test-s3 test-chaos ## all
 
 .PHONY: test-unit
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
-	$(PYTEST) $(FAST) -m "$(PLAIN) and not integration and not sim"
+	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration and not sim"
 
 .PHONY: test-integration
 test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
-	$(PYTEST) $(FAST) tests/integration -m "$(PLAIN) and (integration or sim)"
+	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
+	$(PYTEST) $(FAST) tests/integration -m "$(PLAIN) and integration"
 
 .PHONY: test-spark
 test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark

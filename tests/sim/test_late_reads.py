@@ -27,7 +27,7 @@ def append(kit: Kit, n: NodeId, topic: str, content: bytes) -> None:
     async def story() -> None:
         core = kit.brokers[n].core
         core.partitions[partition.key].append(
-            batches.check(raw), raw, partition.leader_epoch, core.clock.wall_ms(), ticket
+            batches.check(raw), raw, partition.leader_epoch, core.clocks.now(), ticket
         )
 
     kit.until(kit.sim.spawn(f"b{n}", story()).done)

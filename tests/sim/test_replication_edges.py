@@ -400,7 +400,7 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
     """R1, R6: a leader hears in one breath that another leads and that one copy is enough now; what
     it parked, and the other never had, is not acknowledged.
     """
-    kit = make(41, auto_leader_rebalance_enable=False)
+    kit = make(42, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
     ledger.more(100)

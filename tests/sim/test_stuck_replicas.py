@@ -121,7 +121,8 @@ def test_what_a_checkpoint_flushed_counts_when_flush_on_ack_is_switched_on(make:
     ((header, raw),) = batches.iter_batches(b"".join(columns.encode(rows, default_timestamp=0)))
 
     async def appended() -> None:
-        partition.append(header, raw, NONE, 0, Ticket(None, 1, 0, ACKS_ALL, 0))
+        now = kit.brokers[at].core.clocks.now()
+        partition.append(header, raw, NONE, now, Ticket(None, 1, 0, ACKS_ALL, 0))
         await partition.lane.idle()
 
     kit.until(kit.sim.spawn(f"b{at}", appended()).done)
