@@ -10,7 +10,7 @@ preferred leader comes back by `Prefer`, which asks whether it is fit.
 
 Invariants
   H1  this module moves a partition at most once in DWELL_MS, the way back included: two brokers
-      that fill up in turn do not pass the lead to and fro
+      that fill up in turn do not pass the lead back and forth
   H2  partitions are looked at when there is news of a broker, and while some broker gives up, after
       waits of RETRY_MS to RETRY_MAX_MS: nothing is O(partitions) at every tick (rule P6)
   H3  what is remembered is bounded by the partitions there are
