@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A deadline measures the machine, not the code; a failure prints what reproduces it.
@@ -34,3 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # sys.path.
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 s3_server = importlib.import_module("versitygw").s3_server
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--rewrite`: write golden traces again instead of comparing them."""
+    parser.addoption("--rewrite", action="store_true", help="write the golden traces again")
