@@ -51,11 +51,11 @@ class BrokerCalls:
     _cluster: Cluster
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """The client's own: one answer of this kind, from whoever gives it."""
+        """Ask any broker and return its reply of `kind`.  `AdminClient` provides it."""
         raise NotImplementedError
 
     def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
-        """The client's own: `attempt` until it succeeds."""
+        """Repeat `attempt` until it succeeds.  `AdminClient` provides it."""
         raise NotImplementedError
 
     def list_brokers(self, *, timeout_s: float = TIMEOUT_S) -> list[BrokerDescription]:
