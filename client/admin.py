@@ -300,7 +300,8 @@ class AdminClient(BrokerCalls, QuorumCalls):
         clock = cluster.world.clock
         deadline = clock.monotonic_ms() + timeout_ms
         for name in dict.fromkeys(place.topic for place in wanted):
-            await cluster.topic(name, max(1, deadline - clock.monotonic_ms()))
+            left_ms = max(1, deadline - clock.monotonic_ms())
+            await cluster.topic(name, left_ms, whole_ms=timeout_ms)
 
         async def attempt(one_ms: int) -> None:
             for place, offset in wanted.items():
@@ -405,7 +406,8 @@ class AdminClient(BrokerCalls, QuorumCalls):
         deadline = clock.monotonic_ms() + timeout_ms
         for name in dict.fromkeys(place.topic for place in places):
             left = max(1, deadline - clock.monotonic_ms())
-            ids[name] = (await self._cluster.topic(name, left)).topic_id
+            found = await self._cluster.topic(name, left, whole_ms=timeout_ms)
+            ids[name] = found.topic_id
         return [PartitionKey(ids[place.topic], place.partition) for place in places]
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:

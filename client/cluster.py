@@ -329,9 +329,19 @@ class Cluster:
         async with asyncio.timeout(timeout_ms / 1000):
             await asyncio.shield(self._news)
 
-    async def topic(self, name: str, timeout_ms: int, unknown_ms: int | None = None) -> Topic:
+    async def topic(
+        self,
+        name: str,
+        timeout_ms: int,
+        unknown_ms: int | None = None,
+        *,
+        whole_ms: int | None = None,
+    ) -> Topic:
         """A topic's metadata; waits for brokers, and for `unknown_ms` (a moment, unless given) for
         a topic that does not exist: it may just have been created.
+
+        whole_ms: the time-out of the whole call, of which `timeout_ms` is what is left; an error
+        names it.
         """
         self.start()
         self.watch_topics([name])
@@ -347,7 +357,7 @@ class Cluster:
             if now >= until or self._closed:
                 silence = f"no metadata of topic {name} from {', '.join(self.bootstrap)}"
                 nothing = errors.RequestTimedOut(silence)
-                raise given_up(problem or self._last_error or nothing, timeout_ms)
+                raise given_up(problem or self._last_error or nothing, whole_ms or timeout_ms)
             if isinstance(self._last_error, errors.OperatorError | errors.UnsupportedFeature):
                 raise self._last_error
             self.want_metadata()

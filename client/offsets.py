@@ -34,7 +34,8 @@ async def lookup_offsets(
     left = list(dict.fromkeys(places))
     found: dict[TopicPartition, tuple[int, int]] = {}
     for name in dict.fromkeys(place.topic for place in left):
-        await cluster.topic(name, max(1, deadline - clock.monotonic_ms()))
+        left_ms = max(1, deadline - clock.monotonic_ms())
+        await cluster.topic(name, left_ms, whole_ms=timeout_ms)
 
     async def attempt(one_ms: int) -> None:
         error: errors.PkError | None = None
