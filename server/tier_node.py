@@ -221,6 +221,7 @@ class TierNode:
             try:
                 frame = await self._broker.call(request, timeout_ms=POLL_WAIT_MS + CALL_TIMEOUT_MS)
             except errors.PkError:
+                self.worker.out_of_contact()
                 await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
                 backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
                 continue

@@ -96,7 +96,7 @@ class TierWorker:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
-        self._clock_doubted = False  #: by the broker, when it was heard last
+        self._clock_doubted = True  #: L10: until the broker says that it trusts its clock
 
     def _now_ms(self) -> int:
         return self.world.clock.monotonic_ms()
@@ -123,6 +123,10 @@ class TierWorker:
         for topic_id, partitions in changed.items():
             topic = self.topic(topic_id, partitions[0].topic)
             self._view_all(topic, partitions, session_lost=reply.full)
+
+    def out_of_contact(self) -> None:
+        """The broker does not answer: what it said of its clock may be true no more (rule L10)."""
+        self._clock_doubted = True
 
     def _view_all(
         self, topic: TopicTier, partitions: Sequence[wire.TierPartition], *, session_lost: bool

@@ -13,6 +13,7 @@ import pytest
 from tier_bench import TOPIC, TOPIC_ID, Bench, LiveLog, bench
 
 from pk import errors
+from pk.tiering import owner as owning
 from pk.tiering import rowhash
 from pk.tiering.convert import canonical
 from pk.wire import pk_pb2 as wire
@@ -157,6 +158,58 @@ def test_removed_files_are_vacuumed_at_once_if_asked(run: Run) -> None:
         objects = await it.worker.store.list(it.worker.topics[TOPIC_ID].home)
         data = [found for found in objects if found.path.endswith(".parquet")]
         assert len([found for found in data if "_delta_log" not in found.path]) == 2
+        same(it.rows(), log, 1_000)
+
+    run(test, vacuum_interval_ms=50, vacuum_retention_ms=0)
+
+
+@pytest.mark.parametrize("why", ["doubted", "out of contact"])
+def test_nothing_is_vacuumed_while_the_brokers_clock_is_not_trusted(run: Run, why: str) -> None:
+    """Rule L10 in the worker: the broker doubts its clock, or what it said of it is not known any
+    more.  Vacuums that come due are put off; the next one after the doubt deletes.
+    """
+
+    async def test(it: Bench) -> None:
+        log = LiveLog(it.directory)
+        put_off = 0
+
+        def steps(step: Any) -> Any:
+            def counted(event: Any, now_ms: int) -> Any:
+                nonlocal put_off
+                put_off += isinstance(event, owning.Vacuumed) and event.put_off
+                return step(event, now_ms)
+
+            return counted
+
+        def doubt() -> None:
+            if why == "out of contact":
+                it.worker.out_of_contact()
+
+        async def data() -> int:
+            objects = await it.worker.store.list(it.worker.topics[TOPIC_ID].home)
+            names = [found.path for found in objects if found.path.endswith(".parquet")]
+            return len([name for name in names if "_delta_log" not in name])
+
+        assert it.worker._clock_doubted, "before the broker was heard"
+        it.clock_doubted = why != "out of contact"
+        for _ in range(3):
+            log.append(500)
+            it.tell(log)
+            doubt()
+            await it.tiered(log.end)
+        owner = it.worker.topics[TOPIC_ID].owner
+        owner.step = steps(owner.step)  # type: ignore[method-assign]
+        it.tell(log, log_start=1_000)
+        doubt()
+        await it.until(lambda: len(owner.snapshot.files) == 1)  # type: ignore[union-attr]
+        before = put_off
+        await it.until(lambda: put_off >= before + 3)
+        assert it.worker.counts.vacuumed_files == 0
+        assert await data() == 3
+        it.clock_doubted = False
+        it.tell(log, log_start=1_000)
+        await it.until(lambda: it.worker.counts.vacuumed_files >= 2)
+        assert await data() == 1
         same(it.rows(), log, 1_000)
 
     run(test, vacuum_interval_ms=50, vacuum_retention_ms=0)
