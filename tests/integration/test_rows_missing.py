@@ -3,10 +3,14 @@ come back or are settled by command only."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
@@ -143,6 +147,63 @@ def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -
     it.produce(100)
     assert it.tier("ok").partitions[0].end == 800
     assert it.read(800) == (list(range(800)), [])
+
+
+def uncounted(it: Cold, gone: frozenset[int] = frozenset()) -> int:
+    """Another engine writes every file again, without `gone` and without any statistics in the
+    add actions (Delta's `stats` are optional); the version that it committed."""
+    table = it.table()
+    home, version = Path(table.table_uri.removeprefix("file://")), table.version() + 1
+    actions: list[dict[str, Any]] = [{"commitInfo": {"operation": "OPTIMIZE"}}]
+    for number, old in enumerate(
+        sorted(unquote(urlsplit(each).path) for each in table.file_uris())
+    ):
+        rows = pq.ParquetFile(old).read()
+        kept = [offset not in gone for offset in rows.column("offset").to_pylist()]
+        new = home / "partition=0" / f"part-{version:05d}-{number:05d}.snappy.parquet"
+        pq.write_table(rows.filter(pa.array(kept)), new)
+        actions += [
+            {"remove": {
+                "path": quote(str(Path(old).relative_to(home)), safe="/="), "dataChange": False,
+                "deletionTimestamp": 1_700_000_000_000,
+            }},
+            {"add": {
+                "path": str(new.relative_to(home)), "partitionValues": {"partition": "0"},
+                "size": new.stat().st_size, "modificationTime": 1_700_000_000_000,
+                "dataChange": False,
+            }},
+        ]  # fmt: skip
+    with (home / "_delta_log" / f"{version:020d}.json").open("x") as commit:
+        commit.writelines(json.dumps(action) + "\n" for action in actions)
+    return version
+
+
+def test_files_without_statistics_are_counted_from_their_footers(
+    server: tuple[EmbeddedServer, AdminClient],
+) -> None:
+    """Nothing is missing where all rows are there; a row that is gone is noticed all the same."""
+    it = Cold(*server, "uncounted", kept_ms=0)
+    version = uncounted(it)
+    assert it.table().version() == version
+    assert it.table().get_add_actions(flatten=True).column("num_records").null_count > 0
+    it.until(lambda: it.admin.describe_tier("uncounted").version >= version)
+    assert it.tier("ok").rows_missing == ()
+    assert it.read(600) == (list(range(600)), [])
+    it.produce(100)  # a commit of pk's on top: its counters still fit
+    assert it.tier("ok").partitions[0].end == 700
+    assert " tier_rows_missing topic=uncounted " not in it.server.log.read_text()
+    gone = frozenset((*range(5), 150, 151))
+    uncounted(it, gone)
+    (missing,) = it.tier("rows_missing").rows_missing
+    assert missing.rows == len(gone)
+    assert missing.ranges == ((0, 5),), "between a file's bounds nothing tells which are missing"
+    offsets, losses = it.read(700)
+    assert losses == [(0, 5)]
+    assert offsets == [offset for offset in range(700) if offset not in gone]
+    settled = it.admin.accept_tier("uncounted")[0]
+    assert (settled.rows, settled.missing) == (len(gone), 0)
+    assert it.tier("ok").rows_missing == ()
+    assert it.read(700) == (offsets, [])
 
 
 def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, AdminClient]) -> None:
