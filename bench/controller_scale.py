@@ -19,11 +19,11 @@ from typing import Any
 from pk import settings
 from pk.server.controller import commands as c
 from pk.server.controller import leaders
-from pk.server.controller.image import MetadataImage
 from pk.server.controller.machine import Controller
-from pk.server.controller.records import decode_batches, encode_batch
 from pk.server.controller.reports import reported
 from pk.server.controller.sweeps import CHANGES_MAX
+from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import decode_batches, encode_batch
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 

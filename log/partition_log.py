@@ -83,7 +83,7 @@ class PartitionLog(Writable):
         self.producers: Producers = loaded.producers
         self.notes = tuple(loaded.notes)  #: what opening repaired
         self.log_start = log_start
-        #: No checkpoint says where the log starts, and something left: see tier_view.py.
+        #: No checkpoint says where the log starts, and something left: see server/tier/view.py.
         self.start_unknown = False
         #: The tier covers [log_start, tiered_end); -1 = no tier.  Set by the broker.
         self.tiered_end = NONE

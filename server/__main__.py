@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from pk.server.run_config import RunConfig
+from pk.server.node.run_config import RunConfig
 
 ROLES = ("controller", "broker", "tier")
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--run", required=True, help="the run directory that holds config.json")
     given = parser.parse_args()
     sys.meta_path.insert(0, WithoutPandas())
-    node = importlib.import_module(f"pk.server.{given.role}_node")
+    node = importlib.import_module(f"pk.server.{given.role}.node")
     code: int = node.main(RunConfig.load(given.run))
     return code
 

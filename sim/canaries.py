@@ -27,17 +27,17 @@ from pk.log.directory import Directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
-from pk.server.broker.follower import MetadataFollower
-from pk.server.broker.partition import Partition
-from pk.server.broker.tier_client import TierClient
+from pk.server.broker.metadata_publisher import MetadataFollower
 from pk.server.controller.elections import Draft
 from pk.server.controller.sessions import Sessions
-from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.machine import Quorum
-from pk.server.replication import follower
-from pk.server.replication.leader import Leader
-from pk.server.replication.parting import StartAt
-from pk.server.runtime import ReplayedHost
+from pk.server.node.runtime import ReplayedHost
+from pk.server.raft.log import MetadataLog
+from pk.server.raft.machine import Quorum
+from pk.server.replica import follower
+from pk.server.replica.divergence import StartAt
+from pk.server.replica.leader import Leader
+from pk.server.replica.partition import Partition
+from pk.server.tier.client import TierClient
 from pk.sim import clock_canaries, log_canaries
 from pk.sim.campaign import Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
@@ -488,7 +488,7 @@ CANARIES: dict[str, Canary] = {
         "T3", _table_that_takes_any_range(), "V4 V9 assertion", TIERED, ("late_commit",)
     ),
     "a log that wins over its table": Canary(
-        "T4", _any("pk.server.broker.claims.agrees", lambda *_, **_more: True),
+        "T4", _any("pk.server.tier.epoch_fence.agrees", lambda *_, **_more: True),
         "V4 V6 V9 V12 assertion", TIERED, ("power",),
     ),
     # The answer to a commit is lost, and its file with it.  Rule T6 would upload it again before

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pk.server.broker.clock_trust import Doubt
-from pk.server.broker_node import BrokerNode
-from pk.server.controller_node import ControllerNode
-from pk.server.quorum.messages import Voter
-from pk.server.quorum.timing import Timing
-from pk.server.run_config import RunConfig
-from pk.server.settings import ROLES, resolve
+from pk.server.broker.node import BrokerNode
+from pk.server.controller.node import ControllerNode
+from pk.server.node.run_config import RunConfig
+from pk.server.node.settings import ROLES, resolve
+from pk.server.raft.messages import Voter
+from pk.server.raft.timing import Timing
 from pk.sim.machine import Machine
 from pk.sim.machine import MortalStorage as MortalStorage
 from pk.sim.objects import SimObjects

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pk import errors, tracing
 from pk.log.last_run import FILE as LAST_RUN
 from pk.log.storage import Storage
-from pk.server.broker_node import BrokerNode
-from pk.server.controller_node import ControllerNode
-from pk.server.run_config import RunConfig
-from pk.server.tier_node import TierNode
+from pk.server.broker.node import BrokerNode
+from pk.server.controller.node import ControllerNode
+from pk.server.node.run_config import RunConfig
+from pk.server.tier.node import TierNode
 from pk.sim.disk import Crashed, SimDisk, SimStorage
 from pk.sim.options import BROKER, CONTROLLER, TIER, NodePlan
 from pk.sim.world import SimClock, SimNode

@@ -18,12 +18,12 @@ from typing import Any
 from pk import errors
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
-from pk.server.broker.partition import Partition
-from pk.server.broker_node import BrokerNode
-from pk.server.controller.image import MetadataImage
-from pk.server.controller.records import decode_batches
-from pk.server.controller_node import ControllerNode
-from pk.server.quorum.machine import Role
+from pk.server.broker.node import BrokerNode
+from pk.server.controller.node import ControllerNode
+from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import decode_batches
+from pk.server.raft.machine import Role
+from pk.server.replica.partition import Partition
 from pk.sim.checkers import Invariants, PartitionSample, require
 from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample

@@ -2,9 +2,10 @@
 
 Called once, before Arrow and deltalake are loaded; only the tier's own process does it.
 
-The process runs at a slightly lower priority (rule P1, server/run_config.py) and no lower: to copy
-a record costs two to three times the CPU time that the broker spends to take it in (`make soak`
-tells both), and on a busy machine the copier must still get it.  The broker keeps what is not
+The process runs at a slightly lower priority (rule P1, server/node/run_config.py) and no lower: to
+copy a record costs two to three times the CPU time that the broker spends to take it in
+(`make soak` tells both), and on a busy machine the copier must still get it.  The broker keeps what
+is not
 tiered: a copier that is behind for ever fills its disk.
 
 Rules

@@ -1,7 +1,7 @@
 """A broker's wall clock and what is known about it: feeds `ClockTrust`, tells the outcome (L10).
 
 World-generic.  Whoever in the broker decides by age asks here for the time.  The other nodes'
-clocks come with the replies to heartbeats (controller_link.py); the difference between two clocks
+clocks come with the replies to heartbeats (lifecycle.py); the difference between two clocks
 is known to half of the time that request and reply were on their way.
 """
 

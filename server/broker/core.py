@@ -25,25 +25,25 @@ from pk.log.batch import Header
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
 from pk.server.broker.clock_watch import ClockWatch
-from pk.server.broker.controller_link import ControllerLink
-from pk.server.broker.damage import Damages, unreadable
-from pk.server.broker.isr_changes import IsrChanges
-from pk.server.broker.lanes import WriteLane
+from pk.server.broker.lifecycle import ControllerLink
 from pk.server.broker.metrics import BrokerMetrics
-from pk.server.broker.partition import Partition, Ticket
-from pk.server.broker.purges import Purges
-from pk.server.broker.replicas import Replicas
-from pk.server.broker.tier_client import TierClient
-from pk.server.broker.tier_view import TierFeed
 from pk.server.controller.reports import STORAGE_FULL
-from pk.server.purgatory import ProducePurgatory, TimerHeap
-from pk.server.replication.leader import ACKS_ALL
+from pk.server.replica.alter_partition import IsrChanges
+from pk.server.replica.damage import Damages, unreadable
+from pk.server.replica.directory_writer import WriteLane
+from pk.server.replica.fetcher import Replicas
+from pk.server.replica.leader import ACKS_ALL
+from pk.server.replica.partition import Partition, Ticket
+from pk.server.replica.purgatory import ProducePurgatory, TimerHeap
+from pk.server.tier.client import TierClient
+from pk.server.tier.purges import Purges
+from pk.server.tier.view import TierFeed
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 if TYPE_CHECKING:
-    from pk.server.broker.follower import MetadataFollower
+    from pk.server.broker.metadata_publisher import MetadataFollower
     from pk.server.handlers.produce import ProduceStream
 
 OnBug = Callable[[str, BaseException], None]
@@ -280,7 +280,8 @@ class BrokerCore:
                 self._fail(each, error)
 
     def _goes_down(self, partition: Partition) -> bool:
-        """It was served, or waited for its tier's table only: that is over (K4 of claims.py)."""
+        """It was served, or waited for its tier's table only: that is over (K4 of
+        tier/epoch_fence.py)."""
         return partition.problem is None or self.follower.claims.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
@@ -347,7 +348,7 @@ class BrokerCore:
         """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9), or
         missing, or not open for whatever cause, want of space say; adopted or discarded by hand
         (L15); or made anew while their leader may still
-        count on what they had (M8 of follower.py).
+        count on what they had (M8 of metadata_publisher.py).
 
         A partition that waits for its tier's table is none of them: it will be served.
         """

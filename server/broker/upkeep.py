@@ -42,9 +42,9 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
-from pk.server.broker.lanes import WriteLane
-from pk.server.broker.partition import Partition
-from pk.server.broker.tier_health import TierHealth
+from pk.server.replica.directory_writer import WriteLane
+from pk.server.replica.partition import Partition
+from pk.server.tier.health import TierHealth
 from pk.types import NONE, Offset, PartitionKey
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class Upkeep:
             self._core.bug(what, bug)
 
     def _consider_followers(self) -> None:
-        """Followers that stand still leave the ISR (R1 of isr.py); every partition has its turn
-        twice per `replica_lag_time_max_ms`.
+        """Followers that stand still leave the ISR (R1 of replica/isr.py); every partition has its
+        turn twice per `replica_lag_time_max_ms`.
         """
         core = self._core
         if not self._led:

@@ -29,9 +29,9 @@ from pk.server.controller.commands import (
     registered,
 )
 from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.image import BrokerState, MetadataImage, PartitionState
 from pk.server.controller.reports import wanted
 from pk.server.controller.sweeps import More, Step, StepOf, Sweep
+from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

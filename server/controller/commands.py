@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.effects import Decision, Effect
-from pk.server.controller.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
-from pk.server.controller.records import MetadataRecord, record_of
 from pk.server.controller.reports import Reports
+from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
+from pk.server.metadata.records import MetadataRecord, record_of
 from pk.types import NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 

@@ -15,9 +15,9 @@ from google.protobuf.message import Message
 from pk import errors, settings
 from pk.server.controller.commands import AlterConfigs, DescribeConfigs, Out, Rules, decision
 from pk.server.controller.elections import Draft
-from pk.server.controller.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
 from pk.server.controller.topics import cluster_base
-from pk.server.settings import as_text, check_settings
+from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
+from pk.server.node.settings import as_text, check_settings
 from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

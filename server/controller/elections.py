@@ -46,8 +46,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from pk.server.controller.image import MetadataImage, PartitionState
 from pk.server.controller.reports import Position, Report, Reports
+from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 

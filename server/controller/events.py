@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pk.server.controller.image import MetadataImage, PartitionState
-from pk.server.controller.records import MetadataRecord
+from pk.server.metadata.image import MetadataImage, PartitionState
+from pk.server.metadata.records import MetadataRecord
 from pk.types import NONE, NodeId, TopicId
 from pk.wire import pk_pb2 as wire
 

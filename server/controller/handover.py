@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pk.server.controller.elections import Cluster
-from pk.server.controller.image import MetadataImage
 from pk.server.controller.leaders import MOVES_MAX
 from pk.server.controller.reports import Report, Reports
+from pk.server.metadata.image import MetadataImage
 from pk.types import NONE, NodeId, PartitionKey
 
 #: Between two moves of one partition.

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pk import errors
 from pk.server.controller.commands import ElectLeaders, HandOver, Out, Prefer, Rules, decision
 from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.image import MetadataImage
 from pk.server.controller.sweeps import Sweep
+from pk.server.metadata.image import MetadataImage
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -31,8 +31,8 @@ from pk.server.controller import (
 )
 from pk.server.controller.commands import Out, Rules, decision
 from pk.server.controller.events import EVENT, events_of
-from pk.server.controller.image import MetadataImage
-from pk.server.controller.records import MetadataRecord
+from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import MetadataRecord
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 

@@ -5,7 +5,7 @@ p`; its further replicas follow in the ring, first those on racks it does not us
 others.  Brokers that are not available come last, so that a partition leads from a live one if
 there is any.
 
-Properties (tests/unit/controller)
+Properties (tests/unit/server/controller)
   - replicas of a partition are distinct
   - leaders per broker differ by at most one while all brokers are available
   - with at least as many racks as replicas, no two replicas of a partition share a rack

@@ -33,8 +33,8 @@ from pk.server.controller.commands import (
     decision,
 )
 from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.image import MetadataImage, TopicState
 from pk.server.controller.sweeps import Sweep
+from pk.server.metadata.image import MetadataImage, TopicState
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from pk.server.controller.image import MetadataImage
+from pk.server.metadata.image import MetadataImage
 from pk.types import NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 

@@ -26,7 +26,7 @@ from pk import limits
 from pk.effects import Effect, Publish
 from pk.server.controller.commands import Rules
 from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.image import MetadataImage, PartitionState, TopicState
+from pk.server.metadata.image import MetadataImage, PartitionState, TopicState
 from pk.types import NONE, NodeId, PartitionKey
 
 Step = Callable[[Draft], Any]

@@ -24,14 +24,14 @@ from pk.server.controller.commands import (
     decision,
     registered,
 )
-from pk.server.controller.image import (
+from pk.server.controller.placement import Candidate, place
+from pk.server.metadata.image import (
     BROKER_RESOURCE,
     TOPIC_RESOURCE,
     MetadataImage,
     TopicState,
 )
-from pk.server.controller.placement import Candidate, place
-from pk.server.settings import check_settings
+from pk.server.node.settings import check_settings
 from pk.types import NodeId, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.server.broker.partition import Partition
 from pk.server.controller.elections import waits_for
-from pk.server.handlers import admin, metadata, offsets, tier
+from pk.server.handlers import admin, metadata, offsets
+from pk.server.replica.partition import Partition
+from pk.server.tier import handler as tier_handler
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -51,9 +52,9 @@ class ControlStream:
             "delete_records": lambda request, _: offsets.delete_records(core, request),
             "init_producer_id": lambda request, _: self._ids.init(request),
             "describe_partitions": self._describe_partitions,
-            "describe_tier": lambda request, _: tier.describe_tier(core, request),
-            "tier_rows": lambda request, _: tier.tier_rows(core, request),
-            "tier_partitions": lambda request, _: tier.tier_partitions(core, request),
+            "describe_tier": lambda request, _: tier_handler.describe_tier(core, request),
+            "tier_rows": lambda request, _: tier_handler.tier_rows(core, request),
+            "tier_partitions": lambda request, _: tier_handler.tier_partitions(core, request),
             "tier_progress": self._tier_progress,
             "create_topics": lambda request, frame: admin.create(core, request, frame),
             "create_partitions": lambda request, frame: admin.create(core, request, frame),
@@ -92,7 +93,7 @@ class ControlStream:
         return reply
 
     async def _tier_progress(self, request: wire.TierProgressRequest, _: frames.Frame) -> Message:
-        return tier.tier_progress(self._core, request)
+        return tier_handler.tier_progress(self._core, request)
 
     async def _confirm_clock(
         self, request: wire.ConfirmClockRequest, _: frames.Frame

@@ -45,10 +45,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.log.plan import Read
-from pk.server.broker.fetch_session import READ_COMMITTED, FetchSession, Position
-from pk.server.broker.partition import Partition
+from pk.server.handlers.fetch_session import READ_COMMITTED, FetchSession, Position
 from pk.server.handlers.replica_fetch import ReplicaEnd
-from pk.server.replication.leader import Leader
+from pk.server.replica.leader import Leader
+from pk.server.replica.partition import Partition
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

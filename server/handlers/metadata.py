@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pk import errors
-from pk.server.controller.image import PartitionState, TopicState
+from pk.server.metadata.image import PartitionState, TopicState
 from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from pk import errors
 from pk.log.plan import TimeOffset
 from pk.log.storage import Disk
-from pk.server.broker.partition import Partition
-from pk.server.replication.leader import ACKS_ALL, Leader
+from pk.server.replica.leader import ACKS_ALL, Leader
+from pk.server.replica.partition import Partition
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

@@ -33,8 +33,8 @@ from pk import errors, limits
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import CODEC_MASK, HEADER_BYTES, Header
-from pk.server.broker.partition import Ticket
-from pk.server.replication.leader import ACKS_ALL
+from pk.server.replica.leader import ACKS_ALL
+from pk.server.replica.partition import Ticket
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

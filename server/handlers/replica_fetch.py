@@ -22,10 +22,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pk import errors
-from pk.server.broker.fetch_session import Position
-from pk.server.broker.partition import Partition
-from pk.server.replication.leader import Leader
-from pk.server.replication.parting import StartAt
+from pk.server.handlers.fetch_session import Position
+from pk.server.replica.divergence import StartAt
+from pk.server.replica.leader import Leader
+from pk.server.replica.partition import Partition
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 

@@ -17,11 +17,11 @@ from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.log.storage import Disk
-from pk.server.broker.partition import Partition
-from pk.server.broker_node import BrokerNode
-from pk.server.controller.image import PartitionState
-from pk.server.controller_node import ControllerNode
-from pk.server.run_config import RunConfig
+from pk.server.broker.node import BrokerNode
+from pk.server.controller.node import ControllerNode
+from pk.server.metadata.image import PartitionState
+from pk.server.node.run_config import RunConfig
+from pk.server.replica.partition import Partition
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.types import TopicPartition

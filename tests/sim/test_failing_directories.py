@@ -9,7 +9,7 @@ import pytest
 
 from pk import errors
 from pk.log.storage import Disk
-from pk.server.broker_node import BrokerNode
+from pk.server.broker.node import BrokerNode
 from pk.sim.disk import SimDisk, SimStorage
 from pk.world import World
 from tests.sim.replication_kit import BrokerLog, Kit, Ledger
@@ -57,8 +57,8 @@ def kit() -> Iterator[Houses]:
 
 
 def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
-    """M4, M6 of follower.py, L2, L3: its replicas leave the ISR and are not made anew elsewhere;
-    the others stay; when it is back, its records are compared before they count.
+    """M4, M6 of broker/metadata_publisher.py, L2, L3: its replicas leave the ISR and are not made
+    anew elsewhere; the others stay; when it is back, its records are compared before they count.
     """
     names = [f"t{number}" for number in range(4)]
     for name in names:

@@ -154,7 +154,8 @@ def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
 
 
 def test_a_voter_whose_disk_is_full_while_it_loads_a_snapshot_goes_on(make_quorum: Any) -> None:
-    """F4 of snapshot_files.py: what was begun is finished once there is room, and not before."""
+    """F4 of raft/snapshot_files.py: what was begun is finished once there is room, and not
+    before."""
     cluster = make_quorum(3)
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())

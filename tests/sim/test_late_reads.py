@@ -9,8 +9,8 @@ import pytest
 
 from pk.log import batch as batches
 from pk.log import columns
-from pk.server.broker.follower import POLL_WAIT_MS
-from pk.server.broker.partition import Partition, Ticket
+from pk.server.broker.metadata_publisher import POLL_WAIT_MS
+from pk.server.replica.partition import Partition, Ticket
 from pk.types import NodeId
 from tests.sim.replication_kit import Kit
 

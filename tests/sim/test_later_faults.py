@@ -8,7 +8,7 @@ import pytest
 
 from pk import errors
 from pk.log.validate import Verdict
-from pk.server.broker.isr_changes import IsrChanges
+from pk.server.replica.alter_partition import IsrChanges
 from pk.sim.campaign import Report, Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
@@ -69,7 +69,8 @@ def test_answers_to_isr_changes_get_lost_both_ways() -> None:
 
 
 def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
-    """Rule R2: it may be granted already, so it stays and is asked again (isr_changes.py, C2)."""
+    """Rule R2: it may be granted already, so it stays and is asked again
+    (replica/alter_partition.py, C2)."""
     ask = IsrChanges._ask
 
     async def forgetful(self: IsrChanges) -> None:

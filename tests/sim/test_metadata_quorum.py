@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.controller.records import record_of
-from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.messages import Voter
+from pk.server.metadata.records import record_of
+from pk.server.raft.log import MetadataLog
+from pk.server.raft.messages import Voter
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.types import NONE

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.controller.image import MetadataImage
-from pk.server.controller.records import record_of
-from pk.server.quorum import codec, snapshot
-from pk.server.quorum.log import MetadataLog
-from pk.server.quorum.messages import AskVote, Voter, VotersChange
-from pk.server.quorum.opening import LOG_DIR, QUORUM_STATE, SnapshotRules
+from pk.server.metadata import snapshot
+from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import record_of
+from pk.server.raft import codec
+from pk.server.raft.log import MetadataLog
+from pk.server.raft.messages import AskVote, Voter, VotersChange
+from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules
 from pk.sim.cluster import MortalStorage
 from pk.sim.disk import SimDisk
 from pk.sim.world import SimWorld
@@ -343,7 +344,7 @@ def test_a_snapshot_is_loaded_in_visits_and_begun_again_when_nobody_has_it(
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())
     away(cluster, late)
-    monkeypatch.setattr("pk.server.quorum.snapshot_loading.PIECE_BYTES", 64)
+    monkeypatch.setattr("pk.server.raft.snapshot_fetcher.PIECE_BYTES", 64)
     cluster.boot(late)
     for _ in range(4):
         cluster.run(1_500)
@@ -373,7 +374,7 @@ def test_a_leader_waits_for_a_voter_that_loads_its_snapshot(
     other = next(node for node in cluster.nodes if node not in (late, leader))
     assert leader is not None
     cluster.down(other, power=True)
-    monkeypatch.setattr("pk.server.quorum.snapshot_loading.PIECE_BYTES", 3)
+    monkeypatch.setattr("pk.server.raft.snapshot_fetcher.PIECE_BYTES", 3)
     cluster.boot(late)
     epoch, began_us = leader.log.epoch if leader.log else 0, cluster.sim.loop.now_us
     cluster.until(lambda: caught_up(cluster, late))
@@ -471,7 +472,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     assert leader is not None
     late = next(node for node in cluster.nodes if node is not leader)
     away(cluster, late)
-    monkeypatch.setattr("pk.server.quorum.snapshot_loading.PIECE_BYTES", 3)
+    monkeypatch.setattr("pk.server.raft.snapshot_fetcher.PIECE_BYTES", 3)
     cluster.boot(late)
     cluster.until(lambda: late.log is not None and late.log._loader._part is not None)
     log, leader = late.log, cluster.leader()

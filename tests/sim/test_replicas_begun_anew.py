@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.follower import POLL_WAIT_MS
+from pk.server.broker.metadata_publisher import POLL_WAIT_MS
 from pk.server.handlers.fetch import _read_all
 from pk.types import NodeId, Offset
 from pk.wire import pk_pb2 as wire

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.follower import POLL_WAIT_MS
+from pk.server.broker.metadata_publisher import POLL_WAIT_MS
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger, written
 
@@ -33,7 +33,8 @@ def damage(kit: Kit, topic: str, n: int) -> None:
 
 
 def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
-    """M8 of follower.py, S4: the leader still knows what it had, and cannot hear of the damage."""
+    """M8 of broker/metadata_publisher.py, S4: the leader still knows what it had, and cannot hear
+    of the damage."""
     kit = make(21, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -70,8 +71,8 @@ def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
 
 
 def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
-    """R1 of replicas.py, M8 of follower.py: the leader has not compared the new log, but its word
-    to the old one comes on the same stream.
+    """R1 of replica/fetcher.py, M8 of broker/metadata_publisher.py: the leader has not compared the
+    new log, but its word to the old one comes on the same stream.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -185,8 +186,8 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
 
 
 def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
-    """R2, C2 of isr_changes.py: the leader, cut from the controller, asks for what was true once;
-    compared now, the replica would be offline no more, and the old request be granted.
+    """R2, C2 of replica/alter_partition.py: the leader, cut from the controller, asks for what was
+    true once; compared now, the replica would be offline no more, and the old request be granted.
     """
     kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
     kit.create("t", min_insync_replicas=2)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -> None:
-    """S2 of isr.py: it comes back under the same registration with an empty log."""
+    """S2 of replica/isr.py: it comes back under the same registration with an empty log."""
     kit = make(1, brokers=4, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -86,7 +86,8 @@ def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> No
 
 
 def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
-    """R4 of replicas.py: else the stream stands still for ever, for every partition on it."""
+    """R4 of replica/fetcher.py: else the stream stands still for ever, for every partition on
+    it."""
     kit = make(5, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -130,7 +131,8 @@ def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
 def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
     make: Any, back: bool
 ) -> None:
-    """C2 of isr_changes.py: it held the watermark for a member that will never be one."""
+    """C2 of replica/alter_partition.py: it held the watermark for a member that will never be
+    one."""
     kit = make(7, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -437,8 +439,8 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
 
 
 def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
-    """L5, P5 of partition.py: what waits for room, for its write and for the watermark is refused,
-    sent again to the next leader, and stored once.
+    """L5, P5 of replica/partition.py: what waits for room, for its write and for the watermark is
+    refused, sent again to the next leader, and stored once.
     """
     kit = make(40, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from pk.log import batch as batches
-from pk.server.controller.image import PartitionState, TopicState
+from pk.server.metadata.image import PartitionState, TopicState
 from pk.sim.campaign import Report, Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle

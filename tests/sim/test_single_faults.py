@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from pk.server.broker_node import BrokerNode
+from pk.server.broker.node import BrokerNode
 from pk.sim.campaign import Report, Run
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import Machine

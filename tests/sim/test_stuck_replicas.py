@@ -11,8 +11,8 @@ import pytest
 
 from pk.log import batch as batches
 from pk.log import columns
-from pk.server.broker.partition import Ticket
-from pk.server.replication.leader import ACKS_ALL
+from pk.server.replica.leader import ACKS_ALL
+from pk.server.replica.partition import Ticket
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import assign, written

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.tier_client import TierClient
-from pk.server.run_config import RunConfig
-from pk.server.tier_node import TierNode
+from pk.server.node.run_config import RunConfig
+from pk.server.tier.client import TierClient
+from pk.server.tier.node import TierNode
 from pk.tiering.objects import MemoryStore
 from pk.tiering.table import MemoryTables, moved
 from pk.tiering.worker import Lanes

@@ -59,7 +59,7 @@ from pk.cli.embedded_cluster import EmbeddedCluster
 from pk.client.admin import PartitionDescription
 from pk.clock import block_s, monotonic_s, wall_ms
 from pk.log import batch as batches
-from pk.server.controller.records import decode_batches
+from pk.server.metadata.records import decode_batches
 
 TOPIC, PROBED = "soak", "probe"
 PARTITIONS = 3

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import alarms
 from alarms import Alarm, Look
 
-from pk.server.controller.records import record_of
+from pk.server.metadata.records import record_of
 from pk.wire import pk_pb2 as wire
 
 MADE = wire.PartitionRecord(

@@ -12,7 +12,7 @@ from pk.cli import main
 
 if __name__ == "__main__":
     if "PK_SUPERVISOR_PID" in os.environ:
-        from pk.server.run_config import die_with_parent
+        from pk.server.node.run_config import die_with_parent
 
         die_with_parent()
     main()

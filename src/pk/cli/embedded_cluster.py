@@ -19,8 +19,8 @@ from typing import Any
 
 from pk import errors
 from pk.cli.embedded import ROLES, EmbeddedServer
-from pk.server.formatting import Formatted, format_node
-from pk.server.settings import resolve
+from pk.server.node.format import Formatted, format_node
+from pk.server.node.settings import resolve
 
 CLUSTER_ID = "embedded-cluster"
 _PORTS = (15_000, 32_000)

@@ -15,7 +15,7 @@ from pk import errors
 from pk.cli import log_directories
 from pk.cli.repair import repair
 from pk.log import dump as dumping
-from pk.server.quorum import snapshot
+from pk.server.metadata import snapshot
 
 app = typer.Typer(
     no_args_is_help=True,

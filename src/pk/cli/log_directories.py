@@ -13,7 +13,7 @@ import typer
 from pk.cli.common import AsJson, quiet_end, say, size_text, table
 from pk.log import by_hand
 from pk.log.files import RealStorage
-from pk.server.formatting import new_id
+from pk.server.node.format import new_id
 
 Home = Annotated[
     Path, typer.Argument(metavar="DIR", help="a data directory of the server: it holds pk.json")

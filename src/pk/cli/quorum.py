@@ -163,8 +163,8 @@ def _voters(done: str, voters: tuple[int, ...], as_json: bool) -> None:
 
 
 def _identity(config: Path) -> tuple[int, str, str]:
-    from pk.server.formatting import controller_identity
-    from pk.server.settings import resolve
+    from pk.server.node.format import controller_identity
+    from pk.server.node.settings import resolve
 
     resolved = resolve(toml_file(config), os.environ, {})
     return controller_identity(resolved.dirs, resolved)

@@ -19,8 +19,8 @@ from pk.log import directory as directories
 from pk.log import repair as repairing
 from pk.log.files import RealStorage
 from pk.log.repair import Finding
-from pk.server.formatting import PARTITIONS
-from pk.server.run_config import boot_id
+from pk.server.node.format import PARTITIONS
+from pk.server.node.run_config import boot_id
 
 
 def repair(

@@ -53,8 +53,8 @@ def start(
 
     Settings come from --config, then from PK_<NAME> in the environment, then from flags.
     """
-    from pk.server.settings import resolve
-    from pk.server.supervisor import serve
+    from pk.server.node.settings import resolve
+    from pk.server.node.supervisor import serve
 
     flags = _assignments(settings or [])
     for name, value in (
@@ -103,8 +103,8 @@ def format_(
     and votes once `pk quorum add-controller` has added it. A replaced disk is formatted that way:
     what the lost one had voted for is not known here.
     """
-    from pk.server.formatting import format_node
-    from pk.server.settings import resolve
+    from pk.server.node.format import format_node
+    from pk.server.node.settings import resolve
 
     resolved = resolve(toml_file(config), os.environ, _assignments(settings or []))
     made = format_node(

@@ -3017,7 +3017,7 @@ Global___AlterPartitionReply: _TypeAlias = AlterPartitionReply  # noqa: Y015
 
 @_typing.final
 class QuorumVoter(_message.Message):
-    """---- the metadata quorum (KIP-595, KIP-853, KIP-996): server/quorum/messages.py says what each means -------
+    """---- the metadata quorum (KIP-595, KIP-853, KIP-996): server/raft/messages.py says what each means -------
     `address`: of a leader that is named; who was away may know no other way to it
     """
 

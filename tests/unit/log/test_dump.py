@@ -12,10 +12,10 @@ import pytest
 from pk.cli import app
 from pk.log import columns
 from pk.log.columns import Marker
-from pk.server.controller.image import MetadataImage
-from pk.server.controller.records import record_of
-from pk.server.quorum import snapshot
-from pk.server.quorum.messages import SnapshotId
+from pk.server.metadata import snapshot
+from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import record_of
+from pk.server.raft.messages import SnapshotId
 from pk.wire import pk_pb2 as wire
 
 NOW = 1_700_000_000_000

@@ -22,9 +22,10 @@ from pk.log import columns, directory
 from pk.log.columns import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
-from pk.server.controller.image import BrokerState, MetadataImage, TopicState
-from pk.server.quorum import opening, snapshot
-from pk.server.quorum.messages import SnapshotId, Vote
+from pk.server.metadata import snapshot
+from pk.server.metadata.image import BrokerState, MetadataImage, TopicState
+from pk.server.raft import recovery
+from pk.server.raft.messages import SnapshotId, Vote
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
@@ -104,8 +105,8 @@ async def written() -> dict[str, bytes]:
     manager.set_high_watermark(key, log.written_end)
     manager.remember_broker_epoch(5)
     await manager.close()
-    vote = opening.state_bytes(Vote(3, 1, "d"), 8)
-    files = storage.files() | {opening.QUORUM_STATE: vote}
+    vote = recovery.state_bytes(Vote(3, 1, "d"), 8)
+    files = storage.files() | {recovery.QUORUM_STATE: vote}
     image = MetadataImage(offset=6)
     image.topics["topic-id"] = TopicState("t", "topic-id")
     image.brokers[7] = BrokerState(7, 3, "i", "b", ("d",), "a:1", "r", changed_offset=5)

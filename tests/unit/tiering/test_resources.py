@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, sys
-import pk.server.tier_node
+import pk.server.tier.node
 assert "deltalake" not in sys.modules, "its allocator has read its settings already"
 from pk.tiering import resources
 os.environ["TOKIO_WORKER_THREADS"] = "7"

@@ -1,0 +1,502 @@
+"""The broker follows the metadata log: committed records in, partitions led, created and removed.
+
+World-generic.  A long poll fetches committed batches; every record is applied to the image, then
+the broker reacts to what the chunk changed, in the order of the log, before it applies the next
+chunk.  `reached` is what gives admin replies read-your-writes: it waits until the reaction to an
+offset is done, not only the image.
+
+Invariants
+  M1  the image is built by `apply` alone, from committed records, each once and in order, or from
+      a snapshot of them and those behind it
+  M2  a partition is led only under this process's own registration (rule Q2): a leadership that an
+      image from before the restart names belongs to the previous process
+  M3  a directory without a topic of its id in the image is a stray: renamed once the image holds
+      this process's own registration, removed later (replica/creation.py; rules Q2, L8)
+  M4  a partition that cannot be created or opened is offline with its cause; the others go on, and
+      creation is tried again while the cause may pass (replica/creation.py)
+  M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
+      T4)
+  M6  a partition that is in no working directory is not created anew while a directory has failed:
+      it is offline, its records are there
+  M7  a damaged replica, or one whose log is missing (rule L15), is set aside and made anew once
+      another broker leads and it is in neither ISR nor ELR, nor can come to be, for the controller
+      has answered that it is offline, and the image has come to that answer: then what it has is
+      nobody's last copy (rule L9)
+  M8  it stays offline to the controller until the leader of that epoch has compared its new log:
+      before, the leader may ask for it on the strength of the old one (rule R2)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.log.plan import LogConfig
+from pk.server.broker.snapshot_loader import load_image
+from pk.server.metadata import records
+from pk.server.metadata.delta import difference
+from pk.server.metadata.image import TOPIC_RESOURCE, MetadataImage, PartitionState
+from pk.server.metadata.loader import SLICE_RECORDS
+from pk.server.replica.creation import Creations, may_take_part, together, typed
+from pk.server.replica.partition import Partition
+from pk.server.tier.epoch_fence import Claims
+from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey, TopicPartition
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+POLL_WAIT_MS = 2_000
+POLL_TIMEOUT_MS = 6_000
+POLL_BYTES = 4 * 1024 * 1024
+BACKOFF_MS = (20, 1_000)
+
+
+class _Changes:
+    """What a chunk of records touched, in log order."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[PartitionKey, None] = {}
+        self.removed: dict[str, wire.RemoveTopicRecord] = {}
+        self.purges: dict[str, str] = {}  #: deleted topics whose tables are to go, and their names
+        self.topics: dict[str, None] = {}  #: names whose metadata reply changed
+        self.configured: dict[str, None] = {}  #: names whose settings changed
+        self.all_configured = False
+        self.brokers = False
+        self.me = False
+
+    def note(self, record: wire.MetadataRecord, node_id: NodeId) -> None:
+        kind = record.WhichOneof("record")
+        if kind in ("partition", "partition_change"):
+            body: Any = getattr(record, kind)
+            self.partitions[PartitionKey(body.topic_id, body.partition)] = None
+        elif kind == "topic":
+            self.topics[record.topic.name] = None
+        elif kind == "remove_topic":
+            self.removed[record.remove_topic.topic_id] = record.remove_topic
+            if record.remove_topic.purge_tier:
+                self.purges[record.remove_topic.topic_id] = record.remove_topic.name
+        elif kind == "tier_purge" and not record.tier_purge.done:
+            self.purges[record.tier_purge.topic_id] = record.tier_purge.name
+        elif kind == "config":
+            if record.config.resource_type == TOPIC_RESOURCE:
+                self.configured[record.config.resource_name] = None
+            else:
+                self.all_configured = True
+        elif kind in ("register_broker", "broker_change", "unregister_broker"):
+            self.brokers = True
+            self.me = self.me or getattr(record, kind).broker_id == node_id
+
+
+class MetadataFollower:
+    """See the module's docstring."""
+
+    def __init__(
+        self, core: BrokerCore, incarnation_id: str, topic_defaults: dict[str, Any]
+    ) -> None:
+        self._core = core
+        self._incarnation_id = incarnation_id
+        self._topic_defaults = topic_defaults
+        self.image = MetadataImage()
+        self.committed: Offset = 0  #: the controller's watermark, as last heard
+        self.next_offset: Offset = 0
+        self.reacted: Offset = NONE  #: everything up to this record was carried out
+        self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
+        self.anew: dict[PartitionKey, Epoch] = {}  #: M8: and the leader epoch it was
+        self._told: dict[PartitionKey, int] = {}  #: M7: the link's `told_offline`, in the image
+        self.claims = Claims(core)
+        self.listeners: dict[
+            Any, None
+        ] = {}  #: called with the names of changed topics, None = brokers or all
+        self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
+        self._wait_number = 0
+        self._creations = Creations(core, self)
+        self._loaded = False
+        self._task: asyncio.Task[None] | None = None
+        self._retry: asyncio.Task[None] | None = None
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    def why_not_here(self, key: PartitionKey) -> errors.PkError:
+        """Why this broker has no such partition."""
+        if key in self.unopened:
+            return self.unopened[key]
+        topic = self.image.topics.get(key.topic_id)
+        if topic is None:
+            return errors.UnknownTopicId(
+                f"no topic has the id {key.topic_id}: it was deleted, or is not known here yet"
+            )
+        state = topic.partitions.get(key.partition)
+        if state is None:
+            return errors.UnknownTopicOrPartition(f"{topic.name} has no partition {key.partition}")
+        return errors.NotLeaderOrFollower(
+            f"{topic.name}-{key.partition}: broker {state.leader} leads", leader=str(state.leader)
+        )
+
+    def leader_of(self, key: PartitionKey) -> NodeId:
+        state = self.image.partition(key)
+        return NONE if state is None else state.leader
+
+    def settings_of(self, topic: str) -> dict[str, Any]:
+        """Every setting of a topic, as it is now."""
+        return self.image.topic_config(topic, self._topic_defaults)
+
+    def is_tiered(self, topic: str, wanted: dict[str, Any]) -> bool:
+        return (
+            self._core.tier.enabled and bool(wanted["tier_enable"]) and not topic.startswith("__")
+        )
+
+    async def reached(self, offset: Offset, timeout_ms: int) -> None:
+        """Wait until everything up to record `offset` was carried out.
+
+        Raises `RequestTimedOut`.
+        """
+        if self.reacted >= offset:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wait_number += 1
+        heapq.heappush(self._waiting, (offset, self._wait_number, future))
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await future
+        except TimeoutError:
+            raise errors.RequestTimedOut(
+                f"the controller did it at {offset}, this broker has only come to {self.reacted}"
+            ) from None
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def catch_up(self) -> None:
+        """Apply everything committed; tries until the controller answers."""
+        while True:
+            try:
+                await self._poll(0)
+            except errors.RetriableError:
+                await self._core.clock.sleep_ms(self._core.world.rng.uniform(50, 200))
+                continue
+            if self.next_offset >= self.committed:
+                return
+
+    async def load(self) -> None:
+        """Open the logs of every partition the image gives this broker (M3)."""
+        await self._creations.load()
+        self._loaded = True
+        changes = _Changes()
+        changes.me = True
+        changes.purges = dict(self.image.purges)  # what is left undone of an earlier life
+        await self._react(changes)
+
+    def start(self) -> None:
+        """Follow from here on."""
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run())
+        self._retry = loop.create_task(self._creations.retry_unopened())
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._task, self._retry) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.claims.close()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._react(await self._next())
+        except Exception as bug:  # half applied, or half carried out: only a restart can be trusted
+            self._core.bug("following the metadata log", bug)
+            self._core.link.fatal(typed(bug))
+
+    async def _next(self) -> _Changes:
+        """The next fetch that the controller answers."""
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            try:
+                return await self._poll(POLL_WAIT_MS)
+            except errors.RetriableError:
+                await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1.0))
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+
+    async def _poll(self, wait_ms: int) -> _Changes:
+        """One fetch; returns what it changed (M1)."""
+        request = wire.FetchMetadataLogRequest(
+            from_offset=self.next_offset,
+            max_wait_ms=wait_ms,
+            max_bytes=POLL_BYTES,
+            replica_id=self._core.node_id,
+            last_fetched_epoch=NONE,
+        )
+        told = dict(self._core.link.told_offline)  # what that left behind is committed by now
+        frame = await self._core.link.call(request, POLL_TIMEOUT_MS)
+        reply = frame.head.fetch_metadata_log_reply
+        if reply.snapshot:
+            return await self._load_snapshot(reply)
+        changes = self._apply(frame)
+        if self.next_offset >= self.committed:
+            self._told = told
+        return changes
+
+    async def _load_snapshot(self, reply: wire.FetchMetadataLogReply) -> _Changes:
+        """The log does not reach back to here: what a snapshot changes, both ways (rule Q2)."""
+        image = await load_image(self._core, reply.snapshot, self.next_offset)
+        changes = _Changes()
+        rows = difference(self.image, image) if self._loaded else ()
+        for count, (_offset, record) in enumerate(rows, 1):
+            if count % SLICE_RECORDS == 0:  # heartbeats go on (rule P1)
+                await self._core.clock.sleep_ms(0)
+            if record.WhichOneof("record") == "remove_topic":
+                changes.topics[record.remove_topic.name] = None
+            changes.note(record, self._core.node_id)
+        self.image = image
+        self.next_offset = image.offset + 1
+        self.committed = max(self.committed, reply.high_watermark)
+        self._core.warn("metadata_snapshot_loaded", snapshot=reply.snapshot)
+        return changes
+
+    def _apply(self, frame: frames.Frame) -> _Changes:
+        changes = _Changes()
+        reply = frame.head.fetch_metadata_log_reply
+        for offset, record in records.decode_batches(frame.payload, self.next_offset):
+            if record.WhichOneof("record") == "remove_topic":
+                topic = self.image.topics.get(record.remove_topic.topic_id)
+                if topic is not None:
+                    changes.topics[topic.name] = None
+            self.image.apply(offset, record)
+            changes.note(record, self._core.node_id)
+            self.next_offset = offset + 1
+        self.next_offset = max(self.next_offset, reply.next_offset)
+        self.committed = max(self.committed, reply.high_watermark)
+        return changes
+
+    # -- reaction --------------------------------------------------------------------------------
+
+    async def _react(self, changes: _Changes) -> None:
+        if not self._loaded:
+            return
+        upto = self.next_offset - 1
+        for topic_id, record in changes.removed.items():
+            await self._remove(topic_id, record)
+        for topic_id, name in changes.purges.items():
+            self._core.purges.begin(topic_id, name)
+        keys = changes.partitions
+        joined = self._creations.joined()
+        if changes.me or joined:
+            keys = {
+                PartitionKey(topic.topic_id, n): None
+                for topic, n, _ in self.image.partitions_of(self._core.node_id)
+            }
+        keys |= {key: None for key in self._core.link.told_offline if self._damaged(key)}
+        if changes.brokers:
+            self._core.replicas.brokers_changed()
+        # Settings first: under an older min_insync_replicas the watermark would move past a member
+        # that the same records keep eligible (rule R1).  Not for who led until these records.
+        self._reconfigure(changes)
+        for some in together(list(keys)):
+            await self._creations.create_missing(some)
+            for key in some:
+                await self._settle(key)
+        if joined:
+            await self._creations.give_up_strays()
+        named = (
+            self.image.topics.get(topic_id) for topic_id in {key.topic_id: None for key in keys}
+        )
+        changes.topics.update((topic.name, None) for topic in named if topic is not None)
+        self.reacted = max(self.reacted, upto)
+        while self._waiting and self._waiting[0][0] <= self.reacted:
+            future = heapq.heappop(self._waiting)[2]
+            if not future.done():
+                future.set_result(None)
+        self._tell(changes)
+
+    def _tell(self, changes: _Changes) -> None:
+        """Whoever waits for what the chunk changed."""
+        if changes.me:
+            self._core.link.beat_soon()
+        if changes.brokers:  # who came back may join (R2)
+            for partition in self._core.partitions.values():
+                self._core.isr_changes.consider(partition)
+        if changes.topics or changes.configured or changes.brokers or changes.all_configured:
+            names = (
+                None
+                if changes.brokers or changes.all_configured
+                else {**changes.topics, **changes.configured}
+            )
+            for listener in list(self.listeners):
+                listener(names)
+
+    def registered(self) -> bool:
+        """The image has this very process's registration (M2)."""
+        me = self.image.brokers.get(self._core.node_id)
+        return me is not None and me.incarnation_id == self._incarnation_id
+
+    async def _settle(self, key: PartitionKey) -> None:
+        """Make this broker's part of `key` what the image says."""
+        core = self._core
+        state = self.image.partition(key)
+        partition = core.partitions.get(key)
+        if state is None:
+            return
+        if core.node_id not in state.replicas:
+            if partition is not None:
+                await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
+            self.unopened.pop(key, None)
+            return
+        by_hand = key in core.manager.by_hand and self.registered()
+        if by_hand and may_take_part(state, core.node_id, has_log=partition is not None):
+            await self._creations.told(key)
+        if self._damaged(key) and self._others_have_it(state):
+            await self._set_aside(key, partition)
+            partition = None
+        if partition is None:
+            if key in self.unopened:
+                return
+            await self._creations.create_missing([key])  # anew (M7)
+            partition = core.partitions.get(key)
+            if partition is None:
+                return
+        await self.lead_or_follow(partition, state)
+
+    def _damaged(self, key: PartitionKey) -> bool:
+        """M7: and the controller has heard of it, and what came of that is known here."""
+        partition = self._core.partitions.get(key)
+        problem = self.unopened.get(key) if partition is None else partition.problem
+        told = self._core.link.told_offline.get(key)
+        return (
+            isinstance(problem, errors.CorruptLog | errors.LogMissing)
+            and told is not None
+            and (told == self._told.get(key))
+        )
+
+    def compared(self, key: PartitionKey) -> None:
+        """M8: the leader knows what is here now."""
+        if self.anew.pop(key, None) is not None:
+            self._core.link.told_offline.pop(key, None)  # damaged once more, it is told once more
+            self._core.link.beat_soon()
+
+    def _others_have_it(self, state: PartitionState) -> bool:
+        """L9: another broker leads, and nobody counts on what is here any more."""
+        me = self._core.node_id
+        return state.leader not in (NONE, me) and me not in (*state.isr, *state.elr)
+
+    async def _set_aside(self, key: PartitionKey, partition: Partition | None) -> None:
+        """M7, M8: what it is reported for does not change on the way."""
+        core = self._core
+        self.anew[key] = self.image.topics[key.topic_id].partitions[key.partition].leader_epoch
+        topic = self.image.topics[key.topic_id].name
+        core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
+        self.claims.cancel(key)  # it would go on with the new log
+        if partition is not None:
+            core.partitions.pop(key, None)
+            core.replicas.leave(partition)
+            await core.replicas.stand_still(partition)
+        delay_ms = self.settings_of(topic)["file_delete_delay_ms"]
+        try:
+            tp = TopicPartition(topic, key.partition)
+            await core.manager.set_aside(tp, key.topic_id, delay_ms)
+        except errors.PkError as error:
+            core.warn("delete_failed", partition=f"{topic}-{key.partition}", error=error.message)
+            return
+        self.unopened.pop(key, None)
+
+    async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
+        core = self._core
+        core.damages.settle(partition, state)
+        if state.leader != core.node_id or not self.registered():
+            leads_elsewhere = state.leader != core.node_id
+            if partition.leader is not None and partition.tiered:
+                core.feed.remove(partition.key, partition.topic)
+            self.claims.give_up(partition)
+            partition.step_down(state.leader if leads_elsewhere else NONE)
+            self._follow_or_not(partition, state)
+            return
+        fresh = partition.leader_epoch != state.leader_epoch
+        claimed = self.claims.epoch(partition.key)
+        if claimed is None and partition.problem is not None:
+            return  # damaged or on a dead disk: no election brings that back (rules L2, L9)
+        core.replicas.leave(partition)
+        if claimed is not None or (fresh and state.unclean and partition.tiered):
+            if claimed != state.leader_epoch:  # M5: `take_office` follows when the table is claimed
+                self.claims.begin(partition, state)
+            return
+        if partition.leader is None:  # what a former leader sent is written, or undone
+            await core.replicas.stand_still(partition)
+        # What `retry_unopened` waited with may be over: the image has moved on.  By its value: an
+        # image that is loaded anew has its own, and nobody reacts to what did not change.
+        if partition.problem is None and self.image.partition(partition.key) == state:
+            self.take_office(partition, state)
+
+    def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:
+        core = self._core
+        if (
+            state.leader in (NONE, core.node_id)
+            or partition.problem is not None
+            or not self.registered()
+        ):
+            core.replicas.leave(partition)
+        else:
+            partition.others = True
+            core.replicas.follow(partition, state)
+
+    def take_office(self, partition: Partition, state: PartitionState) -> None:
+        """Lead `partition` in the epoch `state` names."""
+        partition.lead(state, checkpointed=self._core.manager.high_watermark(partition.key))
+        if partition.tiered:
+            self._core.feed.restore(partition.key)
+            self._core.feed_moved.set()
+        self._flush_if_asked(partition)
+
+    def _flush_if_asked(self, partition: Partition) -> None:
+        """Under `flush_on_ack` nothing counts that is not SYNCED (L2), on leader and followers."""
+        if partition.settings["flush_on_ack"]:
+            self._core.flushes.set(partition.key, 0)  # or a checkpoint did it, and told nobody
+
+    # -- partitions ------------------------------------------------------------------------------
+
+    async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
+        core = self._core
+        gone = errors.UnknownTopicId(f"topic {record.name} ({topic_id}) was deleted")
+        mine = [partition for key, partition in core.partitions.items() if key.topic_id == topic_id]
+        for partition in mine:
+            await self._drop(partition, gone)
+        for key in [key for key in self.unopened if key.topic_id == topic_id]:
+            del self.unopened[key]
+
+    async def _drop(self, partition: Partition, why: errors.PkError) -> None:
+        """This broker has no replica of it any more."""
+        core = self._core
+        self.claims.cancel(partition.key)
+        core.replicas.leave(partition)
+        self.anew.pop(partition.key, None)
+        del core.partitions[partition.key]
+        partition.fail(why)
+        core.feed.remove(partition.key, partition.topic)
+        core.feed_moved.set()
+        await core.replicas.stand_still(partition)
+        await self.discard(partition.key, str(partition))
+
+    async def discard(self, key: PartitionKey, partition: str) -> None:
+        try:
+            await self._core.manager.delete(key)
+        except errors.PkError as error:
+            self._core.warn("delete_failed", partition=partition, error=error.message)
+
+    def _reconfigure(self, changes: _Changes) -> None:
+        if not changes.configured and not changes.all_configured:
+            return
+        for partition in self._core.partitions.values():
+            if changes.all_configured or partition.topic in changes.configured:
+                wanted = self.settings_of(partition.topic)
+                partition.log.config = LogConfig.of(wanted)
+                tiered = self.is_tiered(partition.topic, wanted)
+                if partition.tiered and not tiered:
+                    self._core.feed.remove(partition.key, partition.topic)
+                elif tiered and not partition.tiered and partition.leader is not None:
+                    self._core.feed.restore(partition.key)
+                state = self.image.partition(partition.key)
+                epoch = NONE if state is None else state.leader_epoch
+                partition.reconfigure(wanted, epoch, tiered=tiered)
+                self._flush_if_asked(partition)
+                self._core.retain_soon(partition.key)

@@ -1,0 +1,394 @@
+"""The broker: the composition root of its process, and the thin shell around it.
+
+`BrokerNode` is world-generic: the simulator runs it unmodified over simulated disks and streams.
+`main` gives it the real ones.  Order of a start, each step because of the next
+  1. lock and read the data directories (another process, cluster or format is refused here)
+  2. bind the address (a taken port is refused before anything else was touched)
+  3. learn the committed metadata: which partitions are ours, with which settings
+  4. open their logs; strays go
+  5. register: from now on the controller may elect us; then serve
+Streams that come before step 5 wait for their hello.
+
+Order of a stop: the controller moves leadership away (controlled shutdown), streams end, what is
+parked is answered, what is decided is written, everything is SYNCED, the clean-shutdown file is
+written last (rule L3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pk
+from pk import errors, tracing
+from pk.log.manager import LogManager
+from pk.log.storage import Disk
+from pk.server.broker.core import BrokerCore
+from pk.server.broker.lifecycle import ControllerLink, Identity
+from pk.server.broker.metadata_publisher import MetadataFollower
+from pk.server.broker.metrics import BrokerMetrics
+from pk.server.broker.upkeep import Upkeep
+from pk.server.handlers.admin import ProducerIds
+from pk.server.handlers.control import ControlStream
+from pk.server.handlers.fetch import FetchStream
+from pk.server.handlers.produce import ProduceStream
+from pk.server.tier.client import TierClient
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, accept_stream, error_head
+from pk.world import Disconnected, Listener, Stream, StreamKind, World
+
+if TYPE_CHECKING:
+    from pk.server.node.run_config import Process, RunConfig
+
+#: Streams of all kinds a broker serves at once.
+STREAMS_MAX = 10_000
+CONTROLLED_SHUTDOWN_MS = 3_000
+#: How long a drained stream may take to end by itself.
+GRACE_MS = 1_000
+
+
+class BrokerNode:
+    """One broker over a World and its disks."""
+
+    def __init__(
+        self,
+        world: World,
+        disks: list[Disk],
+        run: RunConfig,
+        *,
+        boot_id: str,
+        incarnation_id: str,
+        metrics: tracing.Metrics | None = None,
+        log: tracing.Log | None = None,
+        on_fatal: Callable[[errors.PkError], None] | None = None,
+    ) -> None:
+        self.world = world
+        self.run = run
+        self._boot_id = boot_id
+        self._incarnation_id = incarnation_id
+        self._log = log
+        self._on_fatal = on_fatal
+        self.failed: errors.PkError | None = None
+        self._manager = LogManager(
+            disks,
+            node_id=run.node_id,
+            cluster_id=run.cluster_id,
+            build=pk.__version__,
+            world=world,
+            boot_id=boot_id,
+            producer_id_expiration_ms=run.server["producer_id_expiration_ms"],
+        )
+        self.core = BrokerCore(
+            world,
+            self._manager,
+            run.node_id,
+            run.server,
+            BrokerMetrics(metrics or tracing.Metrics()),
+            self._bug,
+            self._warn,
+        )
+        self._ids = ProducerIds(self.core)
+        self._upkeep: Upkeep | None = None
+        self._listener: Listener | None = None
+        self._serving = asyncio.Event()
+        self._streams: dict[asyncio.Task[None], None] = {}
+
+    @property
+    def address(self) -> str:
+        """What clients are told."""
+        assert self._listener is not None
+        return self.run.advertise or self._listener.address
+
+    # -- start -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when the broker serves.  Raises typed errors that say who must act."""
+        run, core, server = self.run, self.core, self.run.server
+        await self._manager.open()
+        try:
+            self._listener = await self.world.network.listen(run.broker_address, self._accept)
+        except OSError as cause:
+            await self._manager.close(clean=True)
+            raise errors.AddressInUse(f"{run.broker_address}: {cause}") from cause
+        hello = wire.Hello(
+            client_id=f"broker-{run.node_id}",
+            build=pk.__version__,
+            protocol=PROTOCOL,
+            cluster_id=run.cluster_id,
+            node_id=run.node_id,
+            incarnation_id=self._incarnation_id,
+        )
+        core.hello = hello
+        core.peer_addresses = run.peer_addresses
+        core.tier = TierClient(
+            self.world,
+            run.tier_address,
+            hello,
+            enabled=bool(run.tier_url),
+            fetch_wait_ms=server["remote_fetch_max_wait_ms"],
+        )
+        core.follower = MetadataFollower(core, self._incarnation_id, dict(run.topic_defaults))
+        core.link = ControllerLink(
+            self.world,
+            run.controller_addresses,
+            hello,
+            self._identity(),
+            peers=run.peer_controller_addresses,
+            voters=lambda: {each.node_id: each.address for each in core.follower.image.voters},
+            session_timeout_ms=server["broker_session_timeout_ms"],
+            heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
+            metadata_offset=lambda: core.follower.reacted,
+            offline_directories=core.offline_directories,
+            positions=core.positions,
+            offline_replicas=core.offline_replicas,
+            unfit=core.unfit,
+            on_contact=core.metrics.contact_age.observe,
+            say=self._say,
+            clocks=core.clocks,
+            on_fatal=self._fatal,
+            on_epoch=self._manager.remember_broker_epoch,
+        )
+        await core.follower.catch_up()
+        await core.follower.load()
+        fresh = not self._manager.logs() and not core.follower.unopened
+        appended_ms = await core.clocks.newest_append_ms()
+        core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
+        self._upkeep = Upkeep(core)
+        await self._upkeep.measure_all()  # L16: before it is asked to lead
+        core.link.start()
+        core.follower.start()
+        self._upkeep.start()
+        await self._until_unfenced()
+        self._serving.set()
+
+    def _identity(self) -> Identity:
+        run, directories = self.run, self._manager.directories
+        epochs = {each.previous_broker_epoch for each in directories}
+        return Identity(
+            node_id=run.node_id,
+            cluster_id=run.cluster_id,
+            incarnation_id=self._incarnation_id,
+            address=self.address,
+            rack=str(run.server["rack"]),
+            boot_id=self._boot_id,
+            directory_ids=tuple(each.directory_id for each in directories if each.directory_id),
+            # The boot id speaks for itself: the controller compares it with its own record.
+            # All closed by one process: one that was restored from an older copy has another epoch.
+            clean_shutdown=all(each.closed_properly for each in directories) and len(epochs) == 1,
+            previous_broker_epoch=max(epochs),
+        )
+
+    async def _until_unfenced(self) -> None:
+        while self.core.link.fenced:
+            if self.failed is not None:
+                raise self.failed
+            await self.world.clock.sleep_ms(10)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    async def _accept(self, kind: StreamKind, stream: Stream) -> None:
+        """One incoming stream, for as long as it lives."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._streams) >= STREAMS_MAX:
+            stream.close()
+            return
+        self._streams[task] = None
+        gauge = self.core.metrics.streams.labels(kind.value)
+        gauge.inc()
+        try:
+            await self._serve(kind, stream)
+        except Disconnected:
+            pass
+        finally:
+            gauge.dec()
+            self._streams.pop(task, None)
+            stream.close()
+
+    async def _serve(self, kind: StreamKind, stream: Stream) -> None:
+        await self._serving.wait()
+        said = await accept_stream(
+            stream,
+            wire.HelloReply(
+                cluster_id=self.run.cluster_id,
+                node_id=self.run.node_id,
+                build=pk.__version__,
+                protocol=PROTOCOL,
+                role="broker",
+            ),
+            self._proven,
+        )
+        if said is None:
+            return
+        if kind is StreamKind.CONTROL:
+            await ControlStream(self.core, self._ids, stream).serve()
+            return
+        try:
+            self.core.check_new_session()
+        except errors.PkError as refusal:
+            await stream.send(frames.encode(error_head(0, refusal)))
+            return
+        if kind is StreamKind.PRODUCE:
+            await ProduceStream(self.core, stream).serve()
+        else:
+            await FetchStream(self.core, stream).serve()
+
+    def _proven(self, hello: wire.Hello) -> bool:
+        """Rule L17: the peer knows what only a registered broker and the controllers know."""
+        broker = self.core.follower.image.brokers.get(hello.node_id)
+        return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
+
+    # -- stop ------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Drain and stop; afterwards the directories are clean."""
+        core = self.core
+        if not self._serving.is_set():  # it never served: nothing to drain
+            await self._close_parts()
+            await self._manager.close(clean=True)
+            return
+        core.draining = True
+        core.link.want_shutdown = True
+        core.link.beat_soon()
+        try:
+            async with asyncio.timeout(CONTROLLED_SHUTDOWN_MS / 1000):
+                await core.link.may_shut_down.wait()
+        except TimeoutError:
+            self._warn("controlled_shutdown_timed_out")
+        for lane in core.lanes():
+            await lane.idle()
+        for partition in core.partitions.values():
+            partition.step_down(partition.leader_hint)  # answers what is parked (L5)
+        if self._listener is not None:
+            await self._listener.close(GRACE_MS)
+        tasks = list(self._streams)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._close_parts()
+        for lane in core.lanes():
+            await lane.idle()
+        await self._note_run()
+        await self._manager.close(clean=True)
+
+    async def _note_run(self) -> None:
+        run = self.core.clocks.last_run()
+        if run is None:
+            return
+        for each in self._manager.directories:
+            try:
+                await self.core.clocks.note(each, run)
+            except errors.PkError as error:  # it was noted before, some seconds ago
+                self.core.metrics.refused(error)
+
+    async def _close_parts(self) -> None:
+        core = self.core
+        core.close_timers()
+        if self._upkeep is not None:
+            await self._upkeep.close()
+        if hasattr(core, "follower"):  # first: what it hears of would begin to fetch again
+            await core.follower.close()
+        await core.isr_changes.close()
+        await core.replicas.close()
+        for part in ("link", "tier"):
+            if hasattr(core, part):
+                await getattr(core, part).close()
+        await core.close_tasks()
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def _bug(self, where: str, bug: BaseException) -> None:
+        if self._log is not None:
+            self._log.bug(where, bug)
+        else:
+            asyncio.get_running_loop().call_exception_handler({"message": where, "exception": bug})
+
+    def _warn(self, event: str, **facts: Any) -> None:
+        if self._log is not None:
+            self._log.warning(event, **facts)
+
+    def _say(self, event: str, **facts: Any) -> None:
+        if self._log is not None:
+            self._log.info(event, **facts)
+
+    def _fatal(self, error: errors.PkError) -> None:
+        self.failed = error
+        self._warn("fatal", error=type(error).__name__, message=error.message)
+        if self._on_fatal is not None:
+            self._on_fatal(error)
+
+
+# -- the shell (◦) -------------------------------------------------------------------------------
+
+
+def main(run: RunConfig) -> int:
+    """`python -m pk.server broker`."""
+    from pk.server.node.run_config import process_main
+
+    return process_main("broker", run, _serve_process)
+
+
+def open_disks(run: RunConfig) -> list[Disk]:
+    """The node's directories.  One that is not what the supervisor found or made there when the
+    node was started has failed: unmounted, say, its name leads to an empty one.
+    """
+    from pk.log import directory
+    from pk.log.files import RealDisk, RealStorage
+
+    disks: list[Disk] = []
+    for path, directory_id in zip(run.dirs, run.directory_ids, strict=True):
+        storage = RealStorage(path)
+        try:
+            found = directory.read_format(storage)
+        except errors.StorageFailed as failure:
+            storage.failed = failure
+        else:
+            if found is None or found.directory_id != directory_id:
+                storage.failed = errors.StorageFailed(
+                    f"{path} is not the directory that this node was started with (id "
+                    f"{directory_id}): mount it again and restart",
+                    directory=path,
+                )
+        disks.append(RealDisk(storage))
+    return disks
+
+
+async def _serve_process(process: Process) -> None:
+    from pk.server.node.metrics_endpoint import serve_metrics
+
+    disks = open_disks(process.run)
+    node = BrokerNode(
+        process.world,
+        disks,
+        process.run,
+        boot_id=process.boot_id,
+        incarnation_id=process.incarnation_id,
+        metrics=process.metrics,
+        log=process.log,
+        on_fatal=lambda _: process.stopping.set(),
+    )
+    process.memory.find_frame_bytes_max = node.core.frame_bytes_max
+    stopping = asyncio.create_task(process.stopping.wait())
+    starting = asyncio.create_task(node.start())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # asked to stop, or refused, while no controller had registered it
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await node.close()
+        if node.failed is not None:
+            raise node.failed
+        return
+    await starting
+    http = await serve_metrics(process)
+    process.ready(node.address)
+    await process.stopping.wait()
+    process.health.not_ready = "shutting down"
+    await node.close()
+    if http is not None:
+        http.close()
+    for disk in disks:
+        await disk.close()
+    if node.failed is not None:
+        raise node.failed

@@ -1,0 +1,61 @@
+"""A broker whose image is behind the controller's log loads a snapshot (KIP-630, rule Q2).
+
+World-generic.  It is fetched through the link in pieces and read in slices, so that heartbeats go
+on.  Nothing of it counts before all of it was checked; after any failure the follower fetches
+again, and is told which snapshot is the newest then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.server.metadata import snapshot
+from pk.server.metadata.image import MetadataImage
+from pk.server.raft.messages import SnapshotId
+from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+PIECE_TIMEOUT_MS = 6_000
+
+
+async def load_image(core: BrokerCore, name: str, next_offset: int) -> MetadataImage:
+    """The image of the snapshot `name`, offered by the controller to who stands at `next_offset`.
+
+    Raises `SnapshotNotFound`, `ControllerUnavailable`, and `NewerFormat` if this build is too old.
+    """
+    wanted = snapshot.id_of(name)
+    if wanted is None or wanted.end <= next_offset:
+        raise errors.ControllerUnavailable(f"{name!r} is no snapshot beyond {next_offset}")
+    raw = await _fetch(core, wanted)
+    try:
+        snapshot.check(raw, wanted)
+    except errors.CorruptLog as damage:  # the controller's, which makes another one in time
+        raise errors.ControllerUnavailable(f"{name}: {damage.message}") from damage
+    image = MetadataImage()
+    for rows in snapshot.batches_of(raw):
+        for offset, record in rows:
+            image.apply(offset, record)
+        await core.clock.sleep_ms(0)
+    return image
+
+
+async def _fetch(core: BrokerCore, wanted: SnapshotId) -> bytes:
+    raw = bytearray()
+    while True:
+        request = wire.FetchSnapshotRequest(
+            end=wanted.end, epoch=wanted.epoch, position=len(raw), max_bytes=PIECE_BYTES
+        )
+        frame = await core.link.call(request, PIECE_TIMEOUT_MS)
+        reply: Any = frame.head.fetch_snapshot_reply
+        asked = (wanted.end, wanted.epoch, len(raw))
+        if (reply.end, reply.epoch, reply.position) != asked or not frame.payload:
+            raise errors.ControllerUnavailable(f"a piece that does not fit {asked}")
+        if not len(raw) + len(frame.payload) <= reply.size <= SNAPSHOT_BYTES_MAX:
+            raise errors.ControllerUnavailable(f"{reply.size} bytes of a snapshot are refused")
+        raw += frame.payload
+        if len(raw) == reply.size:
+            return bytes(raw)

@@ -1,0 +1,574 @@
+"""One term of the active controller: from the first committed record of its epoch until another
+node leads.
+
+World-generic.  Over the metadata log stands the controller machine; brokers register, beat and ask
+on control streams.  The stream a broker registered on is its liveness stream (rule R7).  Whatever
+a term knows besides the log (sessions, waits, what brokers report of their replicas) is made anew
+by the next one, and every command carries what it needs of it.
+
+Invariants
+  T1  a term serves only after everything in the log it began with is committed and applied
+  T2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
+  T3  what a former term left undone (elections, sweeps in steps) is taken up: its cause is still
+      there, and elections are tried for every leaderless partition when a term begins, and the end
+      of every reassignment
+  T4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
+      nothing is answered at once.  It says nothing that is not committed: that a registration
+      stands and is not fenced.  That no other controller can have fenced it is not the commit's to
+      show but the lease's (`in_touch`), asked in the same turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.effects import Effect, Publish
+from pk.server.controller import commands, leaders, reassignments
+from pk.server.controller.clocks import Clocks, RunningSince
+from pk.server.controller.config_changes import MIN_ISR
+from pk.server.controller.elections import Cluster, waits_for
+from pk.server.controller.events import EVENT
+from pk.server.controller.handover import Handover
+from pk.server.controller.machine import Command, Controller
+from pk.server.controller.reports import Report, Reports, reported
+from pk.server.controller.sessions import Session, Sessions
+from pk.server.controller.sweeps import CHANGES_MAX, UNCLEAN_ELECTION, More
+from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
+from pk.server.metadata.records import MetadataRecord
+from pk.server.node.runtime import ReplayedHost
+from pk.server.raft.log import MetadataLog
+from pk.types import NONE, NodeId, PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import Handler
+from pk.world import Disconnected, StreamKind, World
+
+if TYPE_CHECKING:
+    from pk.server.node.run_config import RunConfig
+
+#: R7: how long a broker whose stream was reset may take to accept a connection.
+PROBE_MS = 250
+#: How long brokers may take to find a new active controller before it looks for them.
+EXPECT_MS = 300
+TICK_MS = 100
+#: A turn of the event loop that is busy; a wait that took longer says that the process stood still.
+LATE_MS = 20
+#: Elections that failed for want of disk space, say, are tried again after this.
+RETRY_MS = 1_000
+#: Names in one line of the log.
+NAMED_MAX = 20
+
+Say = Callable[..., None]
+
+
+class Term:
+    """See the module."""
+
+    def __init__(
+        self,
+        world: World,
+        run: RunConfig,
+        metadata: MetadataLog,
+        *,
+        say: Say,
+        on_fatal: Callable[[BaseException], None],
+        running_since: RunningSince | None = None,
+    ) -> None:
+        self._world = world
+        self._run = run
+        self._say = say
+        self._on_fatal = on_fatal
+        rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
+        self.epoch = metadata.epoch
+        self._metadata = metadata
+        self._answered_until_ms = metadata.leadership.answered_until_ms
+        self.host: ReplayedHost[Command, MetadataRecord] = ReplayedHost(
+            lambda: Controller(rules), metadata, world.clock,
+            on_fatal=on_fatal, on_effects=self._effects,
+        )  # fmt: skip
+        self.sessions = Sessions(int(run.server["broker_session_timeout_ms"]))
+        self.reports: dict[NodeId, Report] = {}
+        self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
+        self._running_since = RunningSince(world.clock) if running_since is None else running_since
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._elections_due_ms: int | None = 0  #: when to try them next (T3); None: nothing is new
+        #: (offset, time): the image had come to `offset` by then; what has waited since is over.
+        self._marks: deque[tuple[int, int]] = deque()
+        self._over = NONE  #: partitions leaderless since this offset or before have waited
+        self._moves_may_end = True  #: reassignments: fewer in sync may be enough now (T3)
+        self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (T4)
+        self._losing: frozenset[PartitionKey] = frozenset()  #: may be elected uncleanly
+        self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
+        self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
+        self._balance_ms = 0
+        self._handover = Handover()
+
+    @property
+    def machine(self) -> Controller:
+        machine = self.host.machine
+        assert isinstance(machine, Controller)
+        return machine
+
+    @property
+    def _image(self) -> MetadataImage:
+        return self.machine.image
+
+    async def _ask(self, command: Command) -> Any:
+        """The reply to `command`, in as many steps as it takes."""
+        while True:
+            reply = await self.host.ask(command)
+            if not isinstance(reply, More):
+                return reply
+
+    async def _ask_to_end(self, who: NodeId, command: Command) -> Any:
+        """The same; `command` ends the registration of `who`, so its heartbeats wait behind it."""
+        self._ends[who] = self._ends.get(who, 0) + 1
+        try:
+            return await self._ask(command)
+        finally:
+            self._ends[who] -= 1
+
+    def _effects(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if not isinstance(effect, Publish):
+                continue
+            if effect.name == UNCLEAN_ELECTION:
+                self._say(UNCLEAN_ELECTION, **effect.value)
+            elif effect.name == EVENT:
+                self._say(effect.value.name, **effect.value.facts)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Replay the log and serve (T1).  Raises `DirectoryOfAnotherCluster`."""
+        await self.host.start()
+        genesis = "" if self.machine.image.cluster_id else self._world.new_id()
+        cluster_id = await self.host.ask(commands.Bootstrap(self._run.cluster_id, genesis))
+        if cluster_id != self._run.cluster_id:
+            raise errors.DirectoryOfAnotherCluster(
+                f"{self._run.metadata_dir} holds the metadata of cluster {cluster_id}, "
+                f"not of {self._run.cluster_id}"
+            )
+        self._compare_min_isr()
+        unfenced = [
+            (broker.broker_id, broker.broker_epoch)
+            for broker in self.machine.image.brokers.values()
+            if not broker.fenced
+        ]
+        now_ms = self._world.clock.monotonic_ms()
+        until_ms = now_ms if self._answered_until_ms is None else self._answered_until_ms
+        for session in self.sessions.grant(unfenced, now_ms, now_ms - until_ms):
+            self._spawn(self._expect(session))
+        self._balance_ms = now_ms + self._balance_interval_ms
+        self._spawn(self._watch())
+
+    def _compare_min_isr(self) -> None:
+        """The file's min_insync_replicas counts once; say so where it differs (rule R1)."""
+        given = self._run.topic_defaults.get(MIN_ISR)
+        stored = self._image.configs.get((BROKER_RESOURCE, ""), {}).get(MIN_ISR)
+        if given is not None and stored is not None and int(given) != int(stored):
+            why = "the cluster's default wins; alter that one"
+            self._say("setting_ignored", setting=MIN_ISR, file=given, cluster=stored, why=why)
+
+    async def close(self) -> None:
+        """T2."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.host.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._on_fatal(bug)
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    def lost(self, stream: int) -> None:
+        """The control stream of this number broke."""
+        for session in self.sessions.lose(stream):
+            self._spawn(self._probe(session))
+
+    def handlers(self, stream: int) -> Mapping[str, Handler]:
+        """What may be asked on the control stream of this number."""
+
+        def asks(make: Callable[[Any], Command]) -> Handler:
+            async def handle(request: Any, _frame: frames.Frame) -> Any:
+                return await self._ask(make(request))
+
+            return handle
+
+        async def register(request: Any, _frame: frames.Frame) -> Any:
+            return await self._register(stream, request)
+
+        async def heartbeat(request: Any, _frame: frames.Frame) -> Any:
+            return await self._heartbeat(stream, request)
+
+        async def alter_configs(request: Any, _frame: frames.Frame) -> Any:
+            try:
+                return await self._ask(commands.AlterConfigs(request))
+            finally:  # who asked may be gone by now, and what was decided stands
+                self._moves_may_end = True  # fewer in-sync replicas are enough, perhaps
+                self._try_elections()
+
+        async def list_brokers(request: Any, _frame: frames.Frame) -> Any:
+            reply: wire.ListBrokersReply = await self._ask(commands.ListBrokers(request))
+            self.clocks.describe(list(reply.brokers), self._world.clock.monotonic_ms())
+            return reply
+
+        async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
+            return await self._elect_leaders(request)
+
+        return {
+            "register_broker": register,
+            "broker_heartbeat": heartbeat,
+            "create_topics": asks(self._create_topics),
+            "delete_topics": asks(commands.DeleteTopics),
+            "tier_purged": asks(commands.TierPurged),
+            "create_partitions": asks(commands.CreatePartitions),
+            "alter_configs": alter_configs,
+            "describe_configs": asks(commands.DescribeConfigs),
+            "allocate_producer_ids": asks(commands.AllocateProducerIds),
+            "alter_partition": asks(lambda r: commands.AlterPartition(r, self._known())),
+            "alter_reassignments": asks(lambda r: commands.AlterReassignments(r, self._known())),
+            "list_reassignments": asks(commands.ListReassignments),
+            "elect_leaders": elect_leaders,
+            "unregister_broker": asks(commands.UnregisterBroker),
+            "list_brokers": list_brokers,
+        }
+
+    def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
+        return commands.CreateTopics(request, tuple(self._world.new_id() for _ in request.topics))
+
+    # -- brokers -----------------------------------------------------------------------------------
+
+    async def _register(
+        self, stream: int, request: wire.RegisterBrokerRequest
+    ) -> wire.RegisterBrokerReply:
+        live = self.sessions.live(request.broker_id, except_stream=stream)
+        command = commands.Register(request, live, self._known())
+        self._resume(stream, request)
+        who = request.broker_id
+        reply: wire.RegisterBrokerReply = await self._ask_to_end(who, command)
+        now_ms = self._world.clock.monotonic_ms()
+        self.sessions.open(request.broker_id, reply.broker_epoch, stream, now_ms)
+        self._say("broker_registered", broker=request.broker_id, epoch=reply.broker_epoch)
+        return reply
+
+    def _resume(self, stream: int, request: wire.RegisterBrokerRequest) -> None:
+        """The process that has the session asks for it on another stream.  That it lives is known
+        now, however long the log takes: a slow disk here is no silence there (R7).
+        """
+        broker = self._image.brokers.get(request.broker_id)
+        if broker is not None and broker.incarnation_id == request.incarnation_id:
+            now_ms = self._world.clock.monotonic_ms()
+            self.sessions.beat(request.broker_id, broker.broker_epoch, stream, now_ms)
+
+    async def _heartbeat(
+        self, stream: int, request: wire.BrokerHeartbeatRequest
+    ) -> wire.BrokerHeartbeatReply:
+        clock, who = self._world.clock, request.broker_id
+        now_ms, came_ms = clock.monotonic_ms(), clock.wall_ms()
+        broker = self._image.brokers.get(who)
+        known = broker is not None and broker.broker_epoch == request.broker_epoch
+        if known:  # any other is no sign of life
+            self.sessions.beat(who, request.broker_epoch, stream, now_ms)
+            self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
+        retry = self._hear(request) if known else ()
+        unclean = self._losing.union(self._asked) if self._asked else self._losing
+        beat = commands.Beat(request, self._known(), retry, unclean)
+        if known and (settled := self._settled(beat)) is not None:
+            return self._with_clocks(settled, came_ms)
+        try:
+            return self._with_clocks(await self._ask(beat), came_ms)
+        finally:  # the stream may be gone by now, and what was decided stands
+            now = self._image.brokers.get(who)
+            if broker is not None and broker.fenced and now is not None and not now.fenced:
+                self._try_elections()  # those that found no room in the decision
+
+    def heard_voter(self, request: wire.QuorumFetchRequest) -> None:
+        """L10: another controller told its clock."""
+        clock = self._world.clock
+        now = clock.wall_ms(), clock.monotonic_ms()
+        self.clocks.heard(request.sender.node_id, request.clock, *now, broker=False)
+
+    def _with_clocks(
+        self, reply: wire.BrokerHeartbeatReply, came_ms: int
+    ) -> wire.BrokerHeartbeatReply:
+        """L10: the reply to a request that came at `came_ms`, with the clocks of all nodes."""
+        clock = self._world.clock
+        reply.clocks.extend(self.clocks.samples(clock.monotonic_ms(), self._running_since()))
+        reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
+        return reply
+
+    def _settled(self, beat: commands.Beat) -> wire.BrokerHeartbeatReply | None:
+        """T4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
+
+        A metadata disk that stands still stops no broker from serving (R6).
+        """
+        request, image, committed = beat.request, self._image, self._metadata.committed
+        broker = image.brokers[request.broker_id]
+        if image.offset + 1 < committed or broker.changed_offset >= committed or broker.fenced:
+            return None  # replayed again, or not committed yet
+        if self._ends.get(broker.broker_id) or request.offline_replicas:
+            return None  # what comes of it must be committed before it is told
+        decision = self.machine.decide(beat, self._world.clock.wall_ms())
+        reply: wire.BrokerHeartbeatReply = decision.reply
+        return None if decision.records else reply
+
+    def _known(self) -> Reports:
+        """What brokers have said, as it is now (P3)."""
+        return dict(self.reports)
+
+    def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:
+        """Keep what the heartbeat says of replicas; returns the partitions it has news of."""
+        before = self.reports.get(request.broker_id)
+        report = reported(before, request, self.machine.leaderless)
+        self.reports[request.broker_id] = report
+        self._hear_fitness(request.broker_id, before, report)
+        if before is None or before.broker_epoch != report.broker_epoch:
+            self._try_elections()  # whatever waited for a word of this broker
+            return ()
+        retry = [PartitionKey(each.topic_id, each.partition) for each in request.positions]
+        retry += [key for key in before.offline if key not in report.offline]
+        if retry:
+            self._try_elections()
+        return tuple(retry)
+
+    def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
+        """L16: leaders may have to go, or may come back."""
+        if self._handover.heard(before, now):
+            self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
+            why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
+            self._say("broker_fitness", broker=who, unfit=why)
+
+    async def _expect(self, session: Session) -> None:
+        """A broker that lives comes by itself; one that died with the last active controller has no
+        stream here whose loss would tell, so it is asked once (R7).
+        """
+        await self._world.clock.sleep_ms(EXPECT_MS)
+        if self.sessions.is_lost(session):
+            await self._probe(session)
+
+    async def _probe(self, session: Session) -> None:
+        """R7: a stream was lost; if the broker's address refuses a connection, it is gone."""
+        broker = self.machine.image.brokers.get(session.broker_id)
+        if broker is None or broker.broker_epoch != session.broker_epoch:
+            return
+        try:
+            async with asyncio.timeout(PROBE_MS / 1000):
+                address = self._run.peer_addresses.get(session.broker_id, broker.address)
+                stream = await self._world.network.connect(address, StreamKind.CONTROL)
+        except TimeoutError:
+            return  # neither there nor gone: the session timeout decides
+        except Disconnected:
+            if self.sessions.is_lost(session):
+                await self._fence(session, "its stream was lost and its address refuses")
+            return
+        stream.close()
+
+    async def _fence(self, session: Session, why: str) -> None:
+        self.sessions.end(session)
+        fence = commands.Fence(session.broker_id, session.broker_epoch, self._known())
+        broker = self.machine.image.brokers.get(session.broker_id)
+        event = "broker_fenced"
+        if broker is not None and broker.in_controlled_shutdown:
+            event, why = "broker_left", "it was shut down in order"
+        try:
+            if await self._ask_to_end(session.broker_id, fence):
+                self._say(event, broker=session.broker_id, why=why)
+        except errors.RetriableError as failure:  # the disk is full, say: the next tick tries again
+            self.sessions.retry(session)
+            self._say("fence_failed", broker=session.broker_id, why=failure.message)
+
+    # -- time --------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Sessions that expired, elections worth a try, leaders to move back."""
+        clock = self._world.clock
+        while True:
+            due_ms = clock.monotonic_ms() + TICK_MS
+            await clock.sleep_ms(TICK_MS)
+            await self._fence_silent(clock.monotonic_ms() - due_ms)
+            await self._recover(clock.monotonic_ms())
+            await self._hand_over(clock.monotonic_ms())
+            await self._balance(clock.monotonic_ms())
+
+    async def _fence_silent(self, late_ms: int) -> None:
+        """R7.  Was it this process that stood still, then what came meanwhile is heard first."""
+        clock = self._world.clock
+        silent = self.sessions.expired(clock.monotonic_ms())
+        if silent and late_ms > LATE_MS:
+            await clock.sleep_ms(TICK_MS)
+        for session in silent:
+            if self.sessions.is_expired(session, clock.monotonic_ms()):  # fencing takes time, too
+                await self._fence(session, "no heartbeat within broker_session_timeout_ms")
+
+    def _try_elections(self) -> None:
+        self._elections_due_ms = 0
+
+    async def _recover(self, now_ms: int) -> None:
+        """R3: elections of leaderless partitions, when something is new or a wait is over; and
+        reassignments that may end.
+        """
+        if self._wait_over(now_ms):
+            self._try_elections()
+        if self._elections_due_ms is None or now_ms < self._elections_due_ms:
+            return
+        self._elections_due_ms = None
+        waited = []
+        for key, since in self.machine.leaderless.items():
+            if since > self._over:
+                break
+            waited.append(key)
+        rules, image = self.machine.rules, self._image
+        allowed = {name: rules.unclean_enabled(image, name) for name in self._topics_of(waited)}
+        self._losing = frozenset(k for k in waited if allowed[image.topics[k.topic_id].name])
+        found, over = dict.fromkeys(self.machine.leaderless), frozenset(waited)
+        if self._moves_may_end:
+            found.update(dict.fromkeys(reassignments.under_way(image)))
+            self._moves_may_end = False
+        keys = tuple(found)
+        try:
+            for start in range(0, len(keys), CHANGES_MAX):
+                chunk = keys[start : start + CHANGES_MAX]
+                await self._ask(commands.Recover(chunk, over, self._known()))
+        except errors.RetriableError as failure:
+            self._elections_due_ms = now_ms + RETRY_MS
+            self._moves_may_end = True
+            self._say("recovery_failed", why=failure.message)
+
+    def _wait_over(self, now_ms: int) -> bool:
+        """Whether partitions have newly waited unclean_recovery_wait_ms; says for whom."""
+        image = self._image
+        if self._marks and image.offset < self._marks[-1][0]:
+            self._marks.clear()  # the log's end was undone: what is counted begins again
+            self._over = NONE
+        if not self._marks or self._marks[-1][0] != image.offset:
+            self._marks.append((image.offset, now_ms))
+        wait_ms = int(self._run.server["unclean_recovery_wait_ms"])
+        before = self._over
+        while self._marks and now_ms - self._marks[0][1] >= wait_ms:
+            self._over = self._marks.popleft()[0]
+        if self._over == before:
+            return False
+        over = []
+        for key, since in image.leaderless.items():
+            if since > self._over:
+                break
+            if since > before:
+                over.append(key)
+        if not over:
+            return False
+        brokers: dict[NodeId, None] = {}
+        cluster = Cluster(image, self.reports)
+        for key in over:
+            state = image.partition(key)
+            if state is not None:
+                there = partial(cluster.eligible, key=key)
+                brokers.update(dict.fromkeys(waits_for(state, there)))
+        topics = self._topics_of(over)[:NAMED_MAX]
+        self._say("leaderless", partitions=len(over), topics=topics, waits_for=sorted(brokers))
+        return True
+
+    def _topics_of(self, keys: Sequence[PartitionKey]) -> list[str]:
+        topics = self._image.topics
+        return list(dict.fromkeys(topics[k.topic_id].name for k in keys if k.topic_id in topics))
+
+    @property
+    def _balance_interval_ms(self) -> int:
+        return 1_000 * int(self._run.server["leader_imbalance_check_interval_seconds"])
+
+    async def _balance(self, now_ms: int) -> None:
+        """Preferred leaders, some at a tick: nobody waits for them."""
+        if now_ms >= self._balance_ms and not self._moves:
+            self._balance_ms = now_ms + self._balance_interval_ms
+            if self._run.server["auto_leader_rebalance_enable"]:
+                found = list(leaders.imbalanced(self._image))
+                self._moves.extend(key for key in found if not self._handover.rests(key, now_ms))
+                rest_ends_ms = self._handover.rest_ends_ms(now_ms)
+                if rest_ends_ms is not None:
+                    self._balance_ms = min(self._balance_ms, rest_ends_ms)
+        if not self._moves:
+            return
+        chunk = tuple(
+            self._moves.popleft() for _ in range(min(len(self._moves), leaders.MOVES_MAX))
+        )
+        try:
+            moved = await self._ask(commands.Prefer(chunk, self._known()))
+        except errors.RetriableError as failure:
+            self._moves.clear()
+            self._say("rebalance_failed", why=failure.message)
+            return
+        if moved:
+            self._handover.came_back(self._image, chunk, now_ms)
+            self._say("preferred_leaders", moved=moved, left=len(self._moves))
+
+    async def _hand_over(self, now_ms: int) -> None:
+        """L16: leaders that give up, where another replica may lead."""
+        for (who, reason), keys in self._handover.wanted(self._image, self.reports, now_ms).items():
+            try:
+                moved = await self._ask(commands.HandOver(tuple(keys), self._known()))
+            except errors.RetriableError as failure:
+                self._say("hand_over_failed", broker=who, reason=reason, why=failure.message)
+                return
+            self._handover.handed_over(self._image, moved, now_ms)
+            if moved:
+                self._say("handed_over", broker=who, reason=reason, moved=len(moved))
+
+    # -- elections asked for (KIP-460) ------------------------------------------------------------
+
+    async def _elect_leaders(self, request: wire.ElectLeadersRequest) -> wire.ElectLeadersReply:
+        """In bounded decisions; an unclean one waits for the replicas' positions."""
+        keys = [PartitionKey(each.topic_id, each.partition) for each in request.partitions]
+        if not request.partitions:
+            found = self.machine.leaderless if request.unclean else leaders.imbalanced(self._image)
+            keys = list(found)
+        keys = list(dict.fromkeys(keys))
+        reply = wire.ElectLeadersReply()
+        if request.unclean:
+            self._asked.update(dict.fromkeys(keys))
+        try:
+            for start in range(0, len(keys), leaders.MOVES_MAX):
+                chunk = keys[start : start + leaders.MOVES_MAX]
+                part = await self._elect_some(chunk, unclean=request.unclean)
+                reply.results.extend(part.results)
+                reply.metadata_offset = part.metadata_offset
+        finally:
+            for key in keys:
+                self._asked.pop(key, None)
+        return reply
+
+    async def _elect_some(
+        self, keys: Sequence[PartitionKey], *, unclean: bool
+    ) -> wire.ElectLeadersReply:
+        wait_ms = 3 * int(self._run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
+        until_ms = self._world.clock.monotonic_ms() + wait_ms
+        done: dict[PartitionKey, wire.ReassignmentResult] = {}
+        left = list(keys)
+        while True:
+            request = wire.ElectLeadersRequest(unclean=unclean)
+            for key in left:
+                request.partitions.add(topic_id=key.topic_id, partition=key.partition)
+            reply = await self._ask(commands.ElectLeaders(request, self._known()))
+            done.update(zip(left, reply.results, strict=True))
+            late = self._world.clock.monotonic_ms() >= until_ms
+            pending = errors.EligibleLeadersNotAvailable.code
+            left = [key for key in left if done[key].error.code == pending]
+            if not left or late:
+                break
+            await self._world.clock.sleep_ms(TICK_MS)
+        answer = wire.ElectLeadersReply(metadata_offset=reply.metadata_offset)
+        answer.results.extend(done[key] for key in dict.fromkeys(keys))
+        return answer

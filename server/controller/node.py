@@ -1,0 +1,438 @@
+"""The controller process: a voter of the metadata quorum, and the active controller while it leads.
+
+`ControllerNode` is world-generic; `main` gives it the real disk and network.  The other voters keep
+control streams to it for the quorum's own messages; brokers keep one for everything else
+(active.py), and fetch the committed metadata log on it by long poll.  A controller that
+does not lead refuses brokers and says who does.
+
+Order of a start: lock the directory, recover the log, listen, join the quorum; a quorum of one has
+elected itself and serves before `start` returns.
+
+Invariants
+  N1  what ails this node is its own affair: whoever asks is told to ask another controller, never
+      handed its failure, which would be taken for an answer.  A damaged log, or a disk that cannot
+      be read, ends the node that meets it (rule L9), so that another leads
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pk
+from pk import errors, limits, tracing
+from pk.log.storage import Buffer, Disk
+from pk.server.controller.active import Term
+from pk.server.controller.clocks import RunningSince
+from pk.server.controller.machine import Controller
+from pk.server.metadata.snapshot import file_name
+from pk.server.node.settings import voter_directory_id
+from pk.server.raft import membership
+from pk.server.raft.log import MetadataLog
+from pk.server.raft.messages import Voter
+from pk.server.raft.recovery import SnapshotRules
+from pk.server.raft.reserve import RESERVE_BYTES
+from pk.server.raft.timing import Timing
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
+from pk.wire.rooms import proven_by_address
+from pk.world import Listener, Stream, StreamKind, World
+
+if TYPE_CHECKING:
+    from pk.server.node.run_config import Process, RunConfig
+
+GRACE_MS = 500
+FETCH_BYTES_MAX = 4 * limits.MIB
+FETCH_WAIT_MS_MAX = 30_000
+#: What brokers and tools ask; only the active controller answers.
+_ASKED = (
+    "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
+    "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
+    "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
+    "tier_purged", "list_brokers",
+)  # fmt: skip
+
+#: What a broker takes for a sign that it is not fenced: not from a leader that another may have
+#: followed.
+_CONTACT = ("register_broker", "broker_heartbeat")
+
+FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
+
+
+def first_voters(run: RunConfig) -> dict[Voter, str] | None:
+    """The voters that the settings name, as `pk server format --initial-controllers` made them."""
+    return {
+        Voter(node_id, voter_directory_id(run.cluster_id, node_id)): address
+        for node_id, address in run.voters.items()
+    } or None
+
+
+class ControllerNode:
+    """One controller over a World and the disk of `DIR/metadata`.
+
+    `voters`: the first voters of a new quorum, with their addresses; those of the settings by
+    default, and this node alone if they name none.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        disk: Disk,
+        run: RunConfig,
+        *,
+        log: tracing.Log | None = None,
+        on_fatal: Callable[[BaseException], None] | None = None,
+        voters: Mapping[Voter, str] | None = None,
+        address: str | None = None,
+        timing: Timing | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        self.world = world
+        self.run = run
+        self.failed: BaseException | None = None
+        self._disk = disk
+        self._log = log
+        self._on_fatal = on_fatal
+        self._address = run.controller_listen if address is None else address
+        voters = first_voters(run) if voters is None else voters
+        self.metadata = MetadataLog(
+            world,
+            disk,
+            me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
+            address=run.voters.get(run.node_id, self._address),
+            on_fatal=self._fatal,
+            voters=voters,
+            timing=timing,
+            cluster_id=run.cluster_id,
+            rules=SnapshotRules(
+                int(run.server["metadata_log_max_record_bytes_between_snapshots"]),
+                int(run.server["metadata_log_max_snapshot_interval_ms"]),
+            ),
+            say=self._say,
+            peers=run.peer_controller_addresses,
+            reserve_bytes=reserve_bytes,
+        )
+        self._running_since = RunningSince(world.clock)
+        self.term: Term | None = None  #: while this node is the active controller
+        self._listener: Listener | None = None
+        self._terms: asyncio.Task[None] | None = None
+        self._next_stream = 1
+
+    @property
+    def machine(self) -> Controller:
+        """The machine of the term.  Raises `ControllerUnavailable` without one."""
+        return self._active().machine
+
+    @property
+    def address(self) -> str:
+        assert self._listener is not None
+        return self._listener.address
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when the node listens, and serves if it is the only voter.
+
+        Raises typed errors that say who must act.
+        """
+        await self._disk.write(self._disk.storage.lock)
+        try:
+            await self.metadata.open()
+            if self.metadata.alone:
+                await self._begin_term()
+            self._listener = await self.world.network.listen(self._address, self._accept)
+        except OSError as cause:
+            await self._release(clean=False)
+            raise errors.AddressInUse(f"{self._address}: {cause}") from cause
+        except BaseException:
+            await self._release(clean=False)
+            raise
+        self._terms = asyncio.get_running_loop().create_task(self._serve_terms())
+
+    async def _begin_term(self) -> None:
+        """Serve once this node leads.  Raises `ControllerUnavailable` if it is deposed first."""
+        await self.metadata.lead()
+        term = Term(
+            self.world, self.run, self.metadata, say=self._say, on_fatal=self._fatal,
+            running_since=self._running_since,
+        )  # fmt: skip
+        try:
+            await term.start()
+        except BaseException:
+            await term.close()
+            raise
+        self.term = term
+        self._say("active_controller", epoch=term.epoch)
+
+    async def _serve_terms(self) -> None:
+        """One term after another, whenever this node leads."""
+        try:
+            while True:
+                if self.term is None:
+                    try:
+                        await self._begin_term()
+                    except errors.ControllerUnavailable:
+                        continue
+                assert self.term is not None
+                await self.metadata.term_over(self.term.epoch)
+                await self._end_term()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as bug:
+            self._fatal(bug)
+
+    async def _end_term(self) -> None:
+        term, self.term = self.term, None
+        if term is not None:
+            await term.close()
+            self._say("controller_resigned", epoch=term.epoch)
+
+    async def close(self) -> None:
+        """Stop serving; what was decided is committed or refused."""
+        if self._listener is not None:
+            await self._listener.close(GRACE_MS)
+        if self._terms is not None:
+            self._terms.cancel()
+            await asyncio.gather(self._terms, return_exceptions=True)
+        await self._end_term()
+        if not self.metadata.alone and self.failed is None:
+            await self.metadata.resign()
+        await self._release(clean=self.failed is None)
+
+    async def _release(self, clean: bool) -> None:
+        await self._end_term()
+        try:
+            await self.metadata.close(clean)
+        finally:
+            await self._disk.write(self._disk.storage.unlock)
+
+    def _fatal(self, failure: BaseException) -> None:
+        if self.failed is None:
+            self.failed = failure
+            if self._log is not None:
+                self._log.error("fatal", error=repr(failure))
+            if self._on_fatal is not None:
+                self._on_fatal(failure)
+
+    def _say(self, event: str, **facts: object) -> None:
+        if self._log is not None:
+            self._log.info(event, **facts)
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    async def _accept(self, kind: StreamKind, stream: Stream) -> None:
+        reply = wire.HelloReply(
+            cluster_id=self.run.cluster_id,
+            node_id=self.run.node_id,
+            build=pk.__version__,
+            protocol=PROTOCOL,
+            role="controller",
+        )
+        if kind is not StreamKind.CONTROL:
+            refusal = errors.UnsupportedFeature("a controller has control streams only")
+            await stream.send(frames.encode(error_head(0, refusal)))
+            return
+        if await accept_stream(stream, reply, lambda hello: self._proven(hello, stream)) is None:
+            return
+        number = self._next_stream
+        self._next_stream += 1
+        try:
+            await serve_control(stream, self._handlers(number), on_error=self._bug)
+        finally:
+            if self.term is not None:
+                self.term.lost(number)
+
+    def _proven(self, hello: wire.Hello, stream: Stream) -> bool:
+        """Rule L17: a registered broker that knows its incarnation, or the host of a voter."""
+        if proven_by_address(stream.peer, self.metadata.voters.addresses.values()):
+            return True
+        if self.term is None:
+            return False
+        broker = self.term.machine.image.brokers.get(hello.node_id)
+        return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
+
+    def _bug(self, where: str, bug: BaseException) -> None:
+        if self._log is not None:
+            self._log.bug(where, bug)
+
+    def _active(self) -> Term:
+        """The term.  Raises `ControllerUnavailable` that names the leader, if one is known."""
+        if self.term is not None:
+            return self.term
+        leader = self.metadata.leadership.leader
+        if leader is None or leader.node_id == self.run.node_id:
+            raise errors.ControllerUnavailable("no controller is active yet")
+        raise errors.ControllerUnavailable(
+            f"controller {leader.node_id} is active, not {self.run.node_id}",
+            controller=str(leader.node_id),
+            address=self.metadata.address_of(leader.node_id),
+        )
+
+    def _handlers(self, number: int) -> Mapping[str, Handler]:
+        def active(name: str) -> Handler:
+            async def handle(request: Any, frame: frames.Frame) -> Any:
+                term = self._active()
+                if name in _CONTACT and not self.metadata.in_touch():  # R6
+                    raise errors.ControllerUnavailable("no majority of controllers was heard of")
+                return await term.handlers(number)[name](request, frame)
+
+            return handle
+
+        async def fetch(request: Any, _frame: frames.Frame) -> FetchReply:
+            return await self._fetch(request)
+
+        of_quorum = self.metadata.handlers()
+
+        async def fetch_of_voter(request: Any, frame: frames.Frame) -> Any:
+            if self.term is not None:
+                self.term.heard_voter(request)
+            return await of_quorum["quorum_fetch"](request, frame)
+
+        table = {
+            **of_quorum,
+            "quorum_fetch": fetch_of_voter,
+            **{name: active(name) for name in _ASKED},
+            **self._membership(),
+            "fetch_metadata_log": fetch,
+        }
+        return {name: self._unless_failed(name, handler) for name, handler in table.items()}
+
+    def _unless_failed(self, name: str, handler: Handler) -> Handler:
+        """N1.  What the term refuses is judged by its host (pk.server.node.runtime)."""
+
+        async def handle(request: Any, frame: frames.Frame) -> Any:
+            try:
+                return await handler(request, frame)
+            except Exception as failure:
+                damage = isinstance(failure, errors.CorruptLog | errors.StorageFailed)
+                if damage and name not in _ASKED:
+                    self._fatal(failure)
+                if self.failed is None:
+                    raise
+                raise errors.ControllerUnavailable(
+                    f"controller {self.run.node_id} failed: {self.failed}"
+                ) from failure
+
+        return handle
+
+    # -- who votes ---------------------------------------------------------------------------------
+
+    def _membership(self) -> Mapping[str, Handler]:
+        log, clock = self.metadata, self.world.clock
+
+        async def describe(_request: Any, _frame: frames.Frame) -> Any:
+            self._active()
+            return membership.describe(log.quorum, log.address_of, clock.monotonic_ms())
+
+        async def add(request: wire.AddVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voter = Voter(request.node_id, request.directory_id)
+            if not request.directory_id or not request.address:
+                raise errors.InvalidRequest("a voter has a directory id and an address")
+            voters = membership.with_voter(log.quorum, voter, clock.monotonic_ms())
+            return await self._vote_with(voters, {voter.node_id: request.address})
+
+        async def remove(request: wire.RemoveVoterRequest, _frame: frames.Frame) -> Any:
+            self._active()
+            voters = membership.without_voter(
+                log.quorum, request.node_id, request.directory_id, clock.monotonic_ms()
+            )
+            return await self._vote_with(voters, {})
+
+        return {"describe_quorum": describe, "add_voter": add, "remove_voter": remove}
+
+    async def _vote_with(
+        self, voters: tuple[Voter, ...], addresses: Mapping[int, str]
+    ) -> wire.ChangeVotersReply:
+        log = self.metadata
+        if voters != log.quorum.voters:
+            await log.change_voters(voters, addresses)
+        self._say("voters_changed", voters=",".join(str(voter.node_id) for voter in voters))
+        reply = wire.ChangeVotersReply(metadata_offset=log.committed - 1)
+        for each in voters:
+            reply.voters.add(
+                node_id=each.node_id,
+                directory_id=each.directory_id,
+                address=log.address_of(each.node_id),
+            )
+        return reply
+
+    # -- the metadata log --------------------------------------------------------------------------
+
+    async def _fetch(self, request: wire.FetchMetadataLogRequest) -> FetchReply:
+        """Committed batches from an offset; waits for the first one.  What is below the log's start
+        is in the snapshot that the reply names (KIP-630).  Raises `CorruptLog`.
+        """
+        self._active()
+        log, offset = self.metadata, request.from_offset
+        if 0 <= offset < log.log_start and log.newest_snapshot is not None:
+            return self._fetched(offset, snapshot=file_name(log.newest_snapshot)), ()
+        if offset > log.end and not log.alone:
+            # The asker has seen more that is committed: another controller leads a later epoch.
+            raise errors.ControllerUnavailable(
+                f"offset {offset}: the metadata log of this controller ends at {log.end}"
+            )
+        if not 0 <= offset <= log.end:
+            raise errors.OffsetOutOfRange(f"offset {offset}: the metadata log is [0, {log.end})")
+        if offset >= log.committed:
+            wait_ms = min(max(request.max_wait_ms, 0), FETCH_WAIT_MS_MAX)
+            try:
+                async with asyncio.timeout(wait_ms / 1000):
+                    await log.wait_committed(offset + 1)
+            except TimeoutError:
+                pass
+        raw, following = b"", offset
+        if offset < log.committed:
+            try:
+                raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
+            except errors.OffsetOutOfRange as gone:  # a snapshot took its place before it was read
+                raise errors.ControllerUnavailable(f"read too late: {gone.message}") from gone
+        return self._fetched(following), (raw,)
+
+    def _fetched(self, following: int, *, snapshot: str = "") -> wire.FetchMetadataLogReply:
+        log = self.metadata
+        return wire.FetchMetadataLogReply(
+            high_watermark=log.committed,
+            log_start=log.log_start,
+            next_offset=following,
+            leader_epoch=log.epoch,
+            leader_id=self.run.node_id,
+            snapshot=snapshot,
+        )
+
+
+# -- the shell (◦) ---------------------------------------------------------------------------------
+
+
+def main(run: RunConfig) -> int:
+    """`python -m pk.server controller`."""
+    from pk.server.node.run_config import process_main
+
+    return process_main("controller", run, _serve_process)
+
+
+async def _serve_process(process: Process) -> None:
+    from pk.log.files import RealDisk, RealStorage
+    from pk.server.node.metrics_endpoint import serve_metrics
+
+    disk = RealDisk(RealStorage(process.run.metadata_dir))
+    node = ControllerNode(
+        process.world,
+        disk,
+        process.run,
+        log=process.log,
+        on_fatal=lambda _failure: process.stopping.set(),
+    )
+    await node.start()
+    http = await serve_metrics(process)
+    process.ready(node.address)
+    await process.stopping.wait()
+    process.health.not_ready = "shutting down"
+    await node.close()
+    if http is not None:
+        http.close()
+    await disk.close()
+    if node.failed is not None:
+        raise node.failed

@@ -1,0 +1,394 @@
+"""The metadata image: what the cluster looks like at one offset of `__cluster_metadata-0`.
+
+The controller, every broker and the tier process hold one each and build it only by `apply`,
+from the same records in the same order (rule Q2), or from a snapshot of them and the records behind
+it (metadata/snapshot.py: a snapshot is rows for `apply` too, so a field added here is added there);
+the controller's decisions read it.  Values inside are frozen and are replaced whole, so a reader
+may keep what it got; the dictionaries are the image's own.
+
+Invariants (checked by `check`, which tests and the simulator call after every record)
+  I1  leader is NONE or a member of the ISR; ISR, ELR and last-known are subsets of the replicas
+  I2  ISR, ELR and last-known are disjoint
+  I3  a broker's epoch is the offset of its registration record
+  I4  equal records in equal order give equal images (replay == image)
+  I5  `assigned` and `leaderless` say nothing that the partitions do not say: they are kept so that
+      what concerns one broker costs as much as it has partitions, not as the cluster has
+  I6  `purges` are topics that are no more, at most PURGES_MAX of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pk import errors, settings
+from pk.types import NONE, NodeId, PartitionKey, TopicId
+from pk.wire import pk_pb2 as wire
+
+TOPIC_RESOURCE = "topic"
+BROKER_RESOURCE = "broker"
+#: Deleted topics whose tables are still to go.  Of more (the store is away for long, or there is
+#: none) the oldest are forgotten: their tables stay unless a broker is at it already.
+PURGES_MAX = 10_000
+
+
+@dataclass(slots=True, frozen=True)
+class PartitionState:
+    """One partition as the records say; `unclean`: its leader epoch began without all data (R3)."""
+
+    replicas: tuple[NodeId, ...]
+    isr: tuple[NodeId, ...]
+    leader: NodeId
+    leader_epoch: int
+    partition_epoch: int
+    elr: tuple[NodeId, ...] = ()
+    last_known: tuple[NodeId, ...] = ()
+    adding: tuple[NodeId, ...] = ()
+    removing: tuple[NodeId, ...] = ()
+    directories: tuple[str, ...] = ()
+    unclean: bool = False
+    unclean_epoch: int = NONE  #: the last leader epoch that began so; followers may cut for it (R4)
+
+    def led(
+        self,
+        leader: NodeId,
+        isr: tuple[NodeId, ...],
+        elr: tuple[NodeId, ...],
+        last_known: tuple[NodeId, ...],
+    ) -> PartitionState:
+        """The same with these; a `dataclasses.replace` that costs a third."""
+        return PartitionState(
+            self.replicas, isr, leader, self.leader_epoch, self.partition_epoch, elr, last_known,
+            self.adding, self.removing, self.directories, self.unclean, self.unclean_epoch,
+        )  # fmt: skip
+
+    @property
+    def original(self) -> tuple[NodeId, ...]:
+        """The replicas it has without those a reassignment adds (KIP-455)."""
+        return tuple(member for member in self.replicas if member not in self.adding)
+
+    @property
+    def target(self) -> tuple[NodeId, ...]:
+        """The replicas it will have when its reassignment is complete; else those it has."""
+        return tuple(member for member in self.replicas if member not in self.removing)
+
+
+class VoterState(NamedTuple):
+    """A voter of the metadata quorum (KIP-853), and where it is reached."""
+
+    node_id: NodeId
+    directory_id: str
+    address: str
+
+
+@dataclass(slots=True, frozen=True)
+class BrokerState:
+    """One registration (rule L3)."""
+
+    broker_id: NodeId
+    broker_epoch: int  #: the offset of the registration record
+    incarnation_id: str
+    boot_id: str
+    directory_ids: tuple[str, ...]
+    address: str
+    rack: str
+    fenced: bool = True
+    in_controlled_shutdown: bool = False
+    clean: bool = True
+    changed_offset: int = NONE  #: of the last record about it
+
+    @property
+    def available(self) -> bool:
+        """May lead, and may join an ISR."""
+        return not self.fenced and not self.in_controlled_shutdown
+
+
+@dataclass(slots=True)
+class TopicState:
+    """One topic; partitions are numbered from 0 without gaps."""
+
+    name: str
+    topic_id: TopicId
+    partitions: dict[int, PartitionState] = field(default_factory=dict)
+    request_id: str = ""  #: of the request that made it, which may be asked again
+
+    @property
+    def internal(self) -> bool:
+        return self.name.startswith("__")
+
+
+@dataclass(slots=True)
+class MetadataImage:
+    """Start empty, `apply` every committed record in order."""
+
+    offset: int = NONE  #: of the last record applied
+    cluster_id: str = ""
+    genesis: str = ""  #: of this metadata log: another one of the same cluster id has another
+    brokers: dict[NodeId, BrokerState] = field(default_factory=dict)
+    topics: dict[TopicId, TopicState] = field(default_factory=dict)
+    topic_ids: dict[str, TopicId] = field(default_factory=dict)
+    configs: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    next_producer_id: int = 0
+    features: dict[str, int] = field(default_factory=dict)
+    leader_id: NodeId = NONE  #: of the metadata quorum
+    leader_epoch: int = NONE
+    voters: tuple[VoterState, ...] = ()
+    #: The names of deleted topics whose tables are to go from the tier, by topic id, oldest first:
+    #: until a broker has reported that nothing is left (rule T7).
+    purges: dict[TopicId, str] = field(default_factory=dict)
+    #: The partitions with a replica on a broker, and those nobody leads with the offset of the
+    #: record that left them so (I5).
+    assigned: dict[NodeId, dict[TopicId, dict[int, None]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    leaderless: dict[PartitionKey, int] = field(default_factory=dict, repr=False, compare=False)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def topic(self, name: str) -> TopicState | None:
+        topic_id = self.topic_ids.get(name)
+        return None if topic_id is None else self.topics[topic_id]
+
+    def partition(self, key: PartitionKey) -> PartitionState | None:
+        topic = self.topics.get(key.topic_id)
+        return None if topic is None else topic.partitions.get(key.partition)
+
+    def partitions(self) -> Iterator[tuple[TopicState, int, PartitionState]]:
+        """Every partition, by topic in order of creation, then by number."""
+        for topic in self.topics.values():
+            for number, state in topic.partitions.items():
+                yield topic, number, state
+
+    def partitions_of(self, broker_id: NodeId) -> Iterator[tuple[TopicState, int, PartitionState]]:
+        """The partitions that have a replica on `broker_id`."""
+        for topic_id, numbers in self.assigned.get(broker_id, {}).items():
+            topic = self.topics[topic_id]
+            for number in numbers:
+                yield topic, number, topic.partitions[number]
+
+    def available(self, broker_id: NodeId) -> bool:
+        broker = self.brokers.get(broker_id)
+        return broker is not None and broker.available
+
+    def topic_config(self, name: str, static: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Every setting: the topic's own over the cluster's over `static` (the file's)."""
+        base = {
+            **(static or {}),
+            **settings.TOPIC.parse(self.configs.get((BROKER_RESOURCE, ""), {})),
+        }
+        return settings.TOPIC.resolve(self.configs.get((TOPIC_RESOURCE, name), {}), base)
+
+    # -- the only mutator --------------------------------------------------------------------------
+
+    def apply(self, offset: int, record: wire.MetadataRecord) -> None:
+        """Account for one record.  Raises `CorruptLog` if it does not fit what came before."""
+        kind = record.WhichOneof("record")
+        step = _STEPS.get(kind or "")
+        if step is None:
+            raise errors.NewerFormat(
+                f"metadata record {kind!r} at {offset} is not known to this build"
+            )
+        try:
+            step(self, offset, getattr(record, kind or ""))
+        except KeyError as missing:
+            what = f"metadata record {kind} at {offset} names {missing}, which does not exist"
+            raise errors.CorruptLog(what) from missing
+        self.offset = offset
+
+    def _cluster(self, _offset: int, record: wire.ClusterRecord) -> None:
+        self.cluster_id, self.genesis = record.cluster_id, record.genesis
+
+    def _register_broker(self, offset: int, record: wire.RegisterBrokerRecord) -> None:
+        if record.broker_epoch != offset:
+            raise errors.CorruptLog(f"broker epoch {record.broker_epoch} at offset {offset}")  # I3
+        self.brokers[record.broker_id] = BrokerState(
+            broker_id=record.broker_id,
+            broker_epoch=record.broker_epoch,
+            incarnation_id=record.incarnation_id,
+            boot_id=record.boot_id,
+            directory_ids=tuple(record.directory_ids),
+            address=record.address,
+            rack=record.rack,
+            fenced=record.fenced,
+            in_controlled_shutdown=record.in_controlled_shutdown,
+            clean=record.clean,
+            changed_offset=offset,
+        )
+
+    def _broker_change(self, offset: int, record: wire.BrokerRegistrationChangeRecord) -> None:
+        self.brokers[record.broker_id] = replace(
+            self.brokers[record.broker_id],
+            fenced=record.fenced,
+            in_controlled_shutdown=record.in_controlled_shutdown,
+            changed_offset=offset,
+        )
+
+    def _unregister_broker(self, _offset: int, record: wire.UnregisterBrokerRecord) -> None:
+        del self.brokers[record.broker_id]
+
+    def _topic(self, _offset: int, record: wire.TopicRecord) -> None:
+        self.topics[record.topic_id] = TopicState(
+            record.name, record.topic_id, request_id=record.request_id
+        )
+        self.topic_ids[record.name] = record.topic_id
+
+    def _remove_topic(self, _offset: int, record: wire.RemoveTopicRecord) -> None:
+        topic = self.topics.pop(record.topic_id)
+        del self.topic_ids[topic.name]
+        self.configs.pop((TOPIC_RESOURCE, topic.name), None)
+        for numbers in self.assigned.values():
+            numbers.pop(topic.topic_id, None)
+        for number in topic.partitions:
+            self.leaderless.pop(PartitionKey(topic.topic_id, number), None)
+        if record.purge_tier:
+            self._mark_purge(topic.topic_id, topic.name)
+
+    def _tier_purge(self, _offset: int, record: wire.TierPurgeRecord) -> None:
+        if record.done:
+            self.purges.pop(record.topic_id, None)
+        else:
+            self._mark_purge(record.topic_id, record.name)
+
+    def _mark_purge(self, topic_id: TopicId, name: str) -> None:
+        self.purges[topic_id] = name
+        if len(self.purges) > PURGES_MAX:
+            del self.purges[next(iter(self.purges))]
+
+    def _partition(self, offset: int, record: wire.PartitionRecord) -> None:
+        state = PartitionState(
+            replicas=tuple(record.replicas),
+            isr=tuple(record.isr),
+            leader=record.leader,
+            leader_epoch=record.leader_epoch,
+            partition_epoch=record.partition_epoch,
+            elr=tuple(record.elr),
+            last_known=tuple(record.last_known),
+            adding=tuple(record.adding),
+            removing=tuple(record.removing),
+            directories=tuple(record.directories),
+            unclean=record.unclean,
+            unclean_epoch=record.unclean_epoch if record.HasField("unclean_epoch") else NONE,
+        )
+        self._put(offset, record.topic_id, record.partition, state)
+
+    def _partition_change(self, offset: int, record: wire.PartitionChangeRecord) -> None:
+        before = self.topics[record.topic_id].partitions[record.partition]
+        self._put(offset, record.topic_id, record.partition, changed(before, record))
+
+    def _put(self, offset: int, topic_id: TopicId, number: int, state: PartitionState) -> None:
+        """`state` and what is kept beside it (I5)."""
+        partitions = self.topics[topic_id].partitions
+        before = partitions.get(number)
+        partitions[number] = state
+        held = () if before is None else before.replicas
+        if held != state.replicas:
+            for member in held:
+                if member not in state.replicas:
+                    del self.assigned[member][topic_id][number]
+            for member in state.replicas:
+                self.assigned.setdefault(member, {}).setdefault(topic_id, {})[number] = None
+        if state.leader == NONE:
+            self.leaderless.setdefault(PartitionKey(topic_id, number), offset)
+        elif before is not None and before.leader == NONE:
+            self.leaderless.pop(PartitionKey(topic_id, number), None)
+
+    def _config(self, _offset: int, record: wire.ConfigRecord) -> None:
+        resource = (record.resource_type, record.resource_name)
+        values = dict(self.configs.get(resource, {}))
+        if record.HasField("value"):
+            values[record.name] = record.value
+        else:
+            values.pop(record.name, None)
+        if values:
+            self.configs[resource] = values
+        else:
+            self.configs.pop(resource, None)
+
+    def _producer_ids(self, _offset: int, record: wire.ProducerIdsRecord) -> None:
+        self.next_producer_id = record.next_producer_id
+
+    def _feature_level(self, _offset: int, record: wire.FeatureLevelRecord) -> None:
+        self.features[record.name] = record.level
+
+    def _leader_change(self, _offset: int, record: wire.LeaderChangeRecord) -> None:
+        self.leader_id = record.leader_id
+        self.leader_epoch = record.epoch
+
+    def _voters(self, _offset: int, record: wire.VotersRecord) -> None:
+        self.voters = tuple(
+            VoterState(voter.node_id, voter.directory_id, voter.address) for voter in record.voters
+        )
+
+    def _no_op(self, _offset: int, record: wire.NoOpRecord) -> None:
+        """Takes an offset, says nothing."""
+
+    # -- invariants --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert I1, I2, I3, I5 and I6."""
+        for broker in self.brokers.values():
+            assert broker.broker_epoch <= self.offset, broker  # I3
+        assert not self.purges.keys() & self.topics.keys(), self.purges  # I6
+        assert len(self.purges) <= PURGES_MAX
+        for topic, number, state in self.partitions():
+            story = (topic.name, number, state)
+            replicas, isr, elr = set(state.replicas), set(state.isr), set(state.elr)
+            assert state.leader == NONE or state.leader in isr, story  # I1
+            assert isr <= replicas, story
+            assert elr <= replicas, story
+            assert set(state.last_known) <= replicas, story
+            assert not isr & elr, story  # I2
+            assert not set(state.last_known) & (isr | elr), story
+            key = PartitionKey(topic.topic_id, number)
+            assert (state.leader == NONE) == (key in self.leaderless), story  # I5
+            holders = [b for b, held in self.assigned.items() if number in held.get(key[0], {})]
+            assert set(holders) == replicas, story
+
+
+def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> PartitionState:
+    """`state` after a change: absent fields stay, `unclean` is always said.
+
+    Each change bumps the partition epoch; naming a leader, also the same one again, begins a leader
+    epoch.
+    """
+
+    def members(name: Any, known: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
+        return tuple(getattr(record, name).values) if record.HasField(name) else known
+
+    led_anew = record.HasField("leader")
+    leader_epoch = state.leader_epoch + led_anew
+    return PartitionState(  # all at once: a failover changes very many (bench/controller_scale.py)
+        replicas=members("replicas", state.replicas),
+        isr=members("isr", state.isr),
+        leader=record.leader if led_anew else state.leader,
+        leader_epoch=leader_epoch,
+        partition_epoch=state.partition_epoch + 1,
+        elr=members("elr", state.elr),
+        last_known=members("last_known", state.last_known),
+        adding=members("adding", state.adding),
+        removing=members("removing", state.removing),
+        directories=tuple(record.directories) or state.directories,
+        unclean=record.unclean,
+        unclean_epoch=leader_epoch if record.elected_uncleanly else state.unclean_epoch,
+    )
+
+
+_Step = Callable[[MetadataImage, int, Any], None]
+_STEPS: dict[str, _Step] = {
+    "cluster": MetadataImage._cluster,
+    "register_broker": MetadataImage._register_broker,
+    "broker_change": MetadataImage._broker_change,
+    "unregister_broker": MetadataImage._unregister_broker,
+    "topic": MetadataImage._topic,
+    "remove_topic": MetadataImage._remove_topic,
+    "tier_purge": MetadataImage._tier_purge,
+    "partition": MetadataImage._partition,
+    "partition_change": MetadataImage._partition_change,
+    "config": MetadataImage._config,
+    "producer_ids": MetadataImage._producer_ids,
+    "feature_level": MetadataImage._feature_level,
+    "leader_change": MetadataImage._leader_change,
+    "voters": MetadataImage._voters,
+    "no_op": MetadataImage._no_op,
+}

@@ -1,0 +1,113 @@
+"""Everything the metadata log has said: the newest snapshot, and the log behind it.
+
+World-generic.  Whoever needs the cluster's metadata as of an offset reads it here, from the disk:
+the controller when its term begins, the maker of the next snapshot.
+
+Invariants
+  H1  between two turns of the loop at most `SLICE_RECORDS` records are applied, or one batch of a
+      snapshot (rule P1)
+  H2  a snapshot is checked whole before its first row is applied; if it is damaged, the one before
+      it and the log are as good, because the log begins at the older of two
+  H3  a batch is checked where it lies before anything is done with it: of a log that a cluster
+      stands on nothing is taken for granted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from pk import errors, limits
+from pk.clock import Clock
+from pk.log.partition_log import PartitionLog
+from pk.log.storage import Disk
+from pk.server.metadata import snapshot
+from pk.server.metadata.records import MetadataRecord, decode_batches
+from pk.server.raft.recovery import base_of
+from pk.server.raft.snapshot_files import SnapshotFiles
+
+READ_BYTES = 4 * limits.MIB
+SLICE_RECORDS = 128
+
+Apply = Callable[[int, MetadataRecord], None]
+Say = Callable[..., None]
+
+
+class History:
+    """See the module.  `base`: where the log begins; what is below is only in snapshots."""
+
+    def __init__(
+        self, disk: Disk, clock: Clock, files: SnapshotFiles, log: PartitionLog, say: Say
+    ) -> None:
+        self.log = log
+        self._disk = disk
+        self._clock = clock
+        self._files = files
+        self._say = say
+        self._replays = 0
+        self.rebase()
+
+    @property
+    def busy(self) -> bool:
+        """Somebody replays: the log is not made shorter under them."""
+        return self._replays > 0
+
+    def rebase(self) -> None:
+        """The snapshots or the segments are others now.  Raises `CorruptLog` if they do not fit."""
+        self.base = base_of(self._files.kept, self.log.segments[0].base_offset)
+        # without a snapshot that was found damaged the log has to reach back further, and does
+        self.log.log_start = min(self.log.log_start, self.base.end)
+
+    async def read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
+        """Whole batches of the log from `offset`, and where to go on.  Raises `CorruptLog` (H3)."""
+        read = partial(self.log.read, offset, bound=bound, max_bytes=max_bytes, verify=True)
+        found = await self._disk.read(read)
+        return found.data, found.next_offset
+
+    async def bytes_between(self, start: int, end: int) -> int:
+        """Of the log, nearly."""
+        below, upto = await self._disk.read(partial(self.log.bytes_at, [start, end]))
+        return upto - below
+
+    async def replay(self, apply: Apply, end: int | None = None) -> None:
+        """Hand the records below `end`, or all, to `apply`: the newest snapshot's, then the log's.
+
+        Raises `ControllerUnavailable` if the log is replaced meanwhile, `CorruptLog`.
+        """
+        self._replays += 1
+        try:
+            offset = await self._replay_snapshot(apply)
+            await self._replay_log(offset, end, apply)
+        except (errors.OffsetOutOfRange, errors.SnapshotNotFound) as gone:
+            raise errors.ControllerUnavailable(f"the log was replaced: {gone.message}") from gone
+        finally:
+            self._replays -= 1
+
+    async def _replay_snapshot(self, apply: Apply) -> int:
+        """H2.  Returns where it ends."""
+        while (newest := self._files.newest) is not None:
+            try:
+                raw = await self._files.read(newest)
+            except errors.CorruptLog as damage:
+                self._say("metadata_snapshot_damaged", why=damage.message)
+                self._files.forget(newest)
+                self.rebase()
+                continue
+            for rows in snapshot.batches_of(raw):
+                for offset, record in rows:
+                    apply(offset, record)
+                await self._clock.sleep_ms(0)
+            return newest.end
+        return 0
+
+    async def _replay_log(self, offset: int, end: int | None, apply: Apply) -> None:
+        count = 0
+        while offset < (upto := self.log.written_end if end is None else end):
+            raw, following = await self.read(offset, upto, READ_BYTES)
+            for at, record in decode_batches(raw, offset):
+                if end is None or at < end:
+                    apply(at, record)
+                count += 1
+                if count % SLICE_RECORDS == 0:
+                    await self._clock.sleep_ms(0)
+            offset = following

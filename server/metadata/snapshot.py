@@ -1,0 +1,303 @@
+"""A snapshot of the cluster's metadata: what the records below an offset come to (KIP-630).
+
+It is a list of rows `(offset, record)`; an empty image that applies them in order is the image of
+the log up to `end`.  Most rows say how things stand at the end, and carry its last offset.  Where
+an offset of the log is state itself, rows carry that: a broker epoch is the offset of its
+registration, and a partition without a leader has been so since a record.  So whoever replays the
+log replays a snapshot with the same `apply` and the same checks.
+
+File `<end>-<epoch>.checkpoint`: header, batches of rows, footer.
+
+    header   magic, format, epoch of the last record, end, CRC-32C of these
+    batches  as in the log; the value of a row is a MetadataRecord, its key the offset (8 bytes, big
+             endian), an empty one = end - 1
+    footer   magic, number of rows, bytes of the batches, CRC-32C of everything before it
+
+Invariants
+  N1  equal images of equal ids have equal bytes, on every node: what was fetched from one leader
+      may be finished from the next
+  N2  a file that is torn or damaged is never taken for a snapshot: `check` sees every byte
+  N3  rows come in the image's own order, which the records gave it; replayed, it is the same again
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from crc32c import crc32c
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import columns
+from pk.log.storage import Buffer
+from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState, TopicState
+from pk.server.metadata.records import (
+    DECODED_BYTES_MAX,
+    MetadataRecord,
+    decode_record,
+    encode_record,
+    record_of,
+)
+from pk.server.raft.messages import SnapshotId, Voter
+from pk.types import NONE, NodeId, PartitionKey, TopicId
+from pk.wire import pk_pb2 as wire
+
+SUFFIX = ".checkpoint"
+FORMAT = 0
+_HEADER = struct.Struct("<8sIiqI")
+_FOOTER = struct.Struct("<8sQQI")
+_CRC_BYTES = 4
+_MAGIC, _END_MAGIC = b"pk meta\n", b"pk done\n"
+_OFFSET = struct.Struct(">q")
+#: Rows of one batch: what is encoded or decoded between two turns of the loop.
+BATCH_ROWS = 128
+
+Row = tuple[int, MetadataRecord]
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def file_name(snapshot: SnapshotId) -> str:
+    """As Kafka names them: they sort by age."""
+    return f"{snapshot.end:020d}-{snapshot.epoch:010d}{SUFFIX}"
+
+
+def id_of(name: str) -> SnapshotId | None:
+    """What a file's name says; None for other files."""
+    stem = name.removesuffix(SUFFIX)
+    end, dash, epoch = stem.partition("-")
+    known = name.endswith(SUFFIX) and dash and len(end) == 20 and len(epoch) == 10
+    if not known or not (end.isdecimal() and epoch.isdecimal()):
+        return None
+    return SnapshotId(int(end), int(epoch))
+
+
+# -- image to rows ---------------------------------------------------------------------------------
+
+
+def rows_of(image: MetadataImage) -> Iterator[Row]:
+    """The rows that make `image` out of an empty one.  It must not change meanwhile."""
+    last = image.offset
+    yield from cluster_rows(image)
+    for broker in image.brokers.values():
+        yield from broker_rows(broker)
+    for topic in image.topics.values():
+        yield last, record_of(topic_record(topic))
+        for number, state in topic.partitions.items():
+            since = image.leaderless.get(PartitionKey(topic.topic_id, number), last)
+            yield since, record_of(partition_record(topic.topic_id, number, state))
+    for (kind, name), values in image.configs.items():
+        for option, value in values.items():
+            config = wire.ConfigRecord(
+                resource_type=kind, resource_name=name, name=option, value=value
+            )
+            yield last, record_of(config)
+    for topic_id, name in image.purges.items():
+        yield last, record_of(wire.TierPurgeRecord(topic_id=topic_id, name=name))
+    yield last, record_of(wire.NoOpRecord())  # whatever came before: the image stands at `last`
+
+
+def cluster_rows(image: MetadataImage) -> Iterator[Row]:
+    """What there is once in a cluster."""
+    for body in _cluster_bodies(image):
+        yield image.offset, record_of(body)
+
+
+def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
+    if image.cluster_id:
+        yield wire.ClusterRecord(cluster_id=image.cluster_id, genesis=image.genesis)
+    for name, level in image.features.items():
+        yield wire.FeatureLevelRecord(name=name, level=level)
+    if image.leader_epoch != NONE:
+        ids = [voter.node_id for voter in image.voters]
+        yield wire.LeaderChangeRecord(
+            leader_id=image.leader_id, epoch=image.leader_epoch, voters=ids
+        )
+    if image.voters:
+        voters = [wire.Voter(**voter._asdict()) for voter in image.voters]
+        yield wire.VotersRecord(voters=voters)
+    if image.next_producer_id:
+        yield wire.ProducerIdsRecord(
+            broker_id=NONE, broker_epoch=NONE, next_producer_id=image.next_producer_id
+        )
+
+
+def broker_rows(broker: BrokerState) -> Iterator[Row]:
+    """The registration as it stands, at its own offset, and where it was last changed."""
+    yield broker.broker_epoch, record_of(register_record(broker))
+    if broker.changed_offset != broker.broker_epoch:
+        change = wire.BrokerRegistrationChangeRecord(
+            broker_id=broker.broker_id,
+            broker_epoch=broker.broker_epoch,
+            fenced=broker.fenced,
+            in_controlled_shutdown=broker.in_controlled_shutdown,
+        )
+        yield broker.changed_offset, record_of(change)
+
+
+def register_record(broker: BrokerState) -> wire.RegisterBrokerRecord:
+    """A registration with the state it is in now."""
+    return wire.RegisterBrokerRecord(
+        broker_id=broker.broker_id,
+        broker_epoch=broker.broker_epoch,
+        incarnation_id=broker.incarnation_id,
+        boot_id=broker.boot_id,
+        directory_ids=broker.directory_ids,
+        address=broker.address,
+        rack=broker.rack,
+        fenced=broker.fenced,
+        in_controlled_shutdown=broker.in_controlled_shutdown,
+        clean=broker.clean,
+    )
+
+
+def topic_record(topic: TopicState) -> wire.TopicRecord:
+    return wire.TopicRecord(name=topic.name, topic_id=topic.topic_id, request_id=topic.request_id)
+
+
+def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> wire.PartitionRecord:
+    """A partition as it stands."""
+    record = wire.PartitionRecord(
+        topic_id=topic_id,
+        partition=number,
+        replicas=state.replicas,
+        directories=state.directories,
+        isr=state.isr,
+        elr=state.elr,
+        last_known=state.last_known,
+        adding=state.adding,
+        removing=state.removing,
+        leader=state.leader,
+        leader_epoch=state.leader_epoch,
+        partition_epoch=state.partition_epoch,
+        unclean=state.unclean,
+    )
+    if state.unclean_epoch != NONE:
+        record.unclean_epoch = state.unclean_epoch
+    return record
+
+
+# -- rows to bytes and back ------------------------------------------------------------------------
+
+
+def encode(snapshot: SnapshotId, rows: Iterable[Row]) -> Iterator[bytes]:
+    """The file, in pieces of at most `BATCH_ROWS` rows: header, one piece a batch, footer."""
+    head = _HEADER.pack(_MAGIC, FORMAT, snapshot.epoch, snapshot.end, 0)[:-_CRC_BYTES]
+    piece = head + crc32c(head).to_bytes(_CRC_BYTES, "little")
+    checksum, count, size = crc32c(piece), 0, 0
+    yield piece
+    left = iter(rows)
+    while part := list(islice(left, BATCH_ROWS)):
+        piece = _encode_batch(part, count, snapshot.end - 1)
+        checksum, count, size = crc32c(piece, checksum), count + len(part), size + len(piece)
+        yield piece
+    foot = _FOOTER.pack(_END_MAGIC, count, size, 0)[:-_CRC_BYTES]
+    yield foot + crc32c(foot, checksum).to_bytes(_CRC_BYTES, "little")
+
+
+def _encode_batch(rows: list[Row], base: int, last: int) -> bytes:
+    keys = [b"" if offset == last else _OFFSET.pack(offset) for offset, _ in rows]
+    values = [encode_record(record) for _, record in rows]
+    raw = b"".join(columns.encode_lists(values, keys))
+    return b"".join(batches.patched(raw, base, 0))
+
+
+class Content(NamedTuple):
+    """What `check` found."""
+
+    id: SnapshotId
+    rows: int
+
+
+def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
+    """Look at every byte (N2); it is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
+    view = memoryview(raw)
+    if len(view) < _HEADER.size + _FOOTER.size:
+        raise errors.CorruptLog(f"{len(view)} bytes are no snapshot: it is torn")
+    magic, version, epoch, end, crc = _HEADER.unpack_from(view)
+    if magic != _MAGIC or crc != crc32c(view[: _HEADER.size - _CRC_BYTES]):
+        raise errors.CorruptLog("the snapshot's header is damaged")
+    if version > FORMAT:
+        raise errors.NewerFormat(f"a snapshot of format {version}, this pk knows {FORMAT}")
+    magic, rows, size, crc = _FOOTER.unpack_from(view, len(view) - _FOOTER.size)
+    if magic != _END_MAGIC or len(view) != _HEADER.size + size + _FOOTER.size:
+        raise errors.CorruptLog("the snapshot has no footer: it is torn")
+    if crc != crc32c(view[:-_CRC_BYTES]):
+        raise errors.CorruptLog("the snapshot's checksum does not match")
+    found = SnapshotId(end, epoch)
+    if wanted is not None and found != wanted:
+        raise errors.CorruptLog(f"the snapshot is {found}, not {wanted}")
+    return Content(found, rows)
+
+
+def batches_of(raw: Buffer) -> Iterator[list[Row]]:
+    """The rows of a snapshot that `check` accepted, `BATCH_ROWS` at most at a time.
+
+    Raises `NewerFormat` for a kind of record that this build does not know.
+    """
+    view = memoryview(raw)
+    last = _HEADER.unpack_from(view)[3] - 1
+    for header, batch in batches.iter_batches(view[_HEADER.size : -_FOOTER.size]):
+        found = columns.decode(batch, decoded_bytes_max=DECODED_BYTES_MAX, header=header)
+        keys, values = found.column("key").to_pylist(), found.column("value").to_pylist()
+        yield [
+            (_OFFSET.unpack(key)[0] if key else last, decode_record(value))
+            for key, value in zip(keys, values, strict=True)
+        ]
+
+
+def voters_of(raw: Buffer) -> tuple[tuple[Voter, ...], dict[NodeId, str]]:
+    """The voters in force at the end of a checked snapshot (KIP-853), and their addresses.
+
+    Raises `CorruptLog` if it names none.
+    """
+    for part in batches_of(raw):
+        for _, record in part:
+            if record.WhichOneof("record") == "voters":
+                named = record.voters.voters
+                voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
+                return voters, {each.node_id: each.address for each in named if each.address}
+    raise errors.CorruptLog("the snapshot names no voters")
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def dump(raw: Buffer, *, records: bool = False) -> Iterator[dict[str, Any]]:
+    """What `pk log dump` prints: the snapshot, how many rows of each kind it has, or each row.
+
+    Never raises for damaged input: damage is an object too.
+    """
+    try:
+        found = check(raw)
+        counts: Counter[str] = Counter()
+        rows = []
+        for part in batches_of(raw):
+            for offset, record in part:
+                kind = record.WhichOneof("record") or ""
+                counts[kind] += 1
+                rows.append({"offset": offset, "record": kind, **_fields(getattr(record, kind))})
+    except errors.PkError as damage:
+        yield {"corrupt": damage.message, "position": 0}
+        return
+    head = {"snapshot_end": found.id.end, "epoch": found.id.epoch, "bytes": len(raw)}
+    yield {**head, "rows_in_all": found.rows, **counts}
+    yield from rows if records else ()
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """The fields that are set, as plain values."""
+    known: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            nested = field.message_type is not None
+            known[field.name] = [_fields(each) if nested else each for each in value]
+        else:
+            known[field.name] = _fields(value) if field.message_type is not None else value
+    return known

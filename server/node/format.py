@@ -1,0 +1,424 @@
+"""The directories of one node: who they belong to, and what a start finds in them.
+
+A node that is alone formats what is empty when it starts.  A node of a cluster is formatted by
+`pk server format`, as Kafka's are by kafka-storage: an empty directory where data was expected
+must be noticed by a person, above all the metadata's (rule Q1).
+
+    DIR/pk.json                   cluster, node, uuid of the directory (pk.log.directory)
+    DIR/metadata/directory.json   the same for the metadata log, of the first directory only
+    DIR/metadata/quorum-state     the vote; there from the format on
+
+Rules
+  F1  a first voter's uuid follows from cluster and node, so that all of them know each other from
+      the settings alone; any other controller's is drawn, and the quorum has to add it (KIP-853)
+  F2  data directories always have drawn uuids: an emptied one is not the one that was lost (L3)
+  F3  metadata that was formatted and is not there any more is a loss, not a beginning; nor is what
+      a node that is alone finds beside partitions: it would take all of them for strays, and remove
+      them (log/strays.py)
+  F4  a directory that the last start had is there, or a person has said that it is gone: what it
+      holds would begin anew elsewhere, empty.  DIR/run/config.json remembers
+  F5  a controller that was formatted for a cluster never begins one of its own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pk
+from pk import errors
+from pk.clock import block_s
+from pk.log import directory as directories
+from pk.log.files import RealStorage
+from pk.server.node.run_config import RunConfig
+from pk.server.node.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
+from pk.server.raft.recovery import QUORUM_STATE, first_state
+
+METADATA_FILE = "directory.json"
+METADATA_FORMAT = 0
+#: Of a data directory (pk.log.directory).
+PARTITIONS = "topics"
+LOCK_ATTEMPTS = 10
+LOCK_WAIT_S = 0.05
+
+
+@dataclass(slots=True, frozen=True)
+class Formatted:
+    """What `pk server format` made or found."""
+
+    cluster_id: str
+    node_id: int
+    made: tuple[str, ...]  #: directories that were formatted now
+    metadata_directory_id: str  #: '' = this node has no controller
+    voter: bool  #: it is one of the first voters
+
+
+def new_id() -> str:
+    """A fresh uuid."""
+    return str(uuid.uuid4())  # noqa: TID251 - a shell
+
+
+# -- a start ---------------------------------------------------------------------------------------
+
+
+def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealStorage]:
+    """Format what is empty if the node is alone, check what is not, take the run directory's lock,
+    save the configuration.
+
+    Raises `DirectoryLocked`, `DirectoryNotFormatted`, `DirectoryOfAnotherCluster`,
+    `DirectoryOfAnotherBuild`, `NewerFormat`, `CorruptLog`, `StorageFailed`, `StorageFull`,
+    `InvalidConfig`.
+    """
+    paths, server = _absolute(dirs), resolved.server
+    node_id, clustered = int(server["node_id"]), is_clustered(server)
+    _require_free(paths)
+    if "controller" in roles_of(server):
+        _require_metadata(paths, clustered)
+    _require_known(paths)
+    if clustered:
+        _require_formatted(paths)
+    for path in (*paths, os.path.join(paths[0], "run")):
+        _make(path)
+    if "controller" in roles_of(server):
+        _make(os.path.join(paths[0], "metadata"))
+    run = RealStorage(os.path.join(paths[0], "run"))
+    lock(run)
+    try:
+        formats = _format_all(paths, node_id, str(server["cluster_id"]))
+        config = RunConfig(
+            dirs=tuple(paths),
+            directory_ids=tuple(each.directory_id for each in formats),
+            run_dir=run.root,
+            cluster_id=formats[0].cluster_id,
+            node_id=node_id,
+            server=dict(server),
+            topic_defaults=dict(resolved.topic_defaults),
+            metadata_directory_id=_metadata_id(paths[0], formats[0].cluster_id, server),
+        )
+        config.save()
+    except BaseException:
+        run.unlock()
+        raise
+    return config, run
+
+
+def _absolute(dirs: Sequence[str]) -> list[str]:
+    if not dirs:
+        raise errors.InvalidConfig("no data directory: give --dir DIR", option="dir")
+    paths = [os.path.abspath(each) for each in dirs]
+    if len({os.path.realpath(each) for each in paths}) < len(paths):
+        raise errors.InvalidConfig("a data directory is given twice", option="dir")
+    return paths
+
+
+def _make(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as cause:
+        raise errors.StorageFailed(f"cannot make {path}: {cause.strerror}") from cause
+
+
+def _require_free(paths: Sequence[str]) -> None:
+    """Raises `DirectoryLocked`: what is in use is told as that, whatever else is wrong with it."""
+    for path in paths:
+        if os.path.isdir(path) and directories.read_format(RealStorage(path)) is not None:
+            storage = RealStorage(path)
+            lock(storage)
+            storage.unlock()
+
+
+def _require_formatted(paths: Sequence[str]) -> None:
+    for path in paths:
+        if not os.path.isdir(path) or directories.read_format(RealStorage(path)) is None:
+            raise errors.DirectoryNotFormatted(
+                f"{path} is not formatted, and this node is one of a cluster: run `pk server "
+                "format` with this node's --config, for a new cluster with --initial-controllers, "
+                "for a new or replaced disk without",
+                directory=path,
+            )
+
+
+def _require_known(paths: Sequence[str]) -> None:
+    """F4, and that no directory is a copy of another.
+
+    Raises `StorageFailed` for one that is missing, `InvalidConfig` for a copy.
+    """
+    there: dict[str, str] = {}
+    formatted: dict[str, directories.Format] = {}
+    for path in paths:
+        found = directories.read_format(RealStorage(path)) if os.path.isdir(path) else None
+        if found is None:
+            continue
+        if found.directory_id in there:
+            raise errors.InvalidConfig(
+                f"{path} and {there[found.directory_id]} are one directory, or one is a copy of "
+                "the other: give only one",
+                option="dir",
+            )
+        formatted[path], there[found.directory_id] = found, path
+    for path, found in formatted.items():
+        file = os.path.join(path, "run", "config.json")
+        for directory_id, where in _last_start(file, found).items():
+            if directory_id not in there and where not in formatted:
+                raise errors.StorageFailed(
+                    f"{where} was one of this node's directories (id {directory_id}) and is not "
+                    "there, or not given: what only it holds would begin anew, empty. Mount it, or "
+                    f"give it too; if it is lost, or is to go, delete {file} and start without it",
+                    directory=where,
+                )
+
+
+def _last_start(file: str, owner: directories.Format) -> dict[str, str]:
+    """The directories that `file` names: uuid → path; {} if it says nothing of this node's."""
+    try:
+        with open(file, encoding="utf-8") as known:
+            last = json.load(known)
+        if (last["cluster_id"], last["node_id"]) != (owner.cluster_id, owner.node_id):
+            return {}
+        return dict(zip(last["directory_ids"], last["dirs"], strict=True))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
+    """F3: the first of a node's directories has the metadata of all.
+
+    Raises `InvalidConfig` if another one has them, `CorruptLog` if none of a node that is alone.
+    """
+    found = [RealStorage(path) for path in paths if os.path.isdir(path)]  # it makes the others
+    held = {
+        each.root: [name for name in each.list("metadata") if name != ".lock"] for each in found
+    }
+    if held.get(paths[0]):
+        return
+    for path, names in held.items():
+        if names:
+            raise errors.InvalidConfig(
+                f"the node's metadata are in {path}/metadata: give that directory first, not "
+                f"{paths[0]}",
+                option="dir",
+            )
+    if clustered:
+        return  # what is missing is told with what is there (`_metadata_id`)
+    formatted = {each.root: each for each in found if directories.read_format(each) is not None}
+    for root, each in formatted.items():
+        if each.list(PARTITIONS):
+            raise errors.CorruptLog(
+                f"{root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
+                "lost, or in a directory that was not given. Give all directories, that one first"
+            )
+    if formatted and paths[0] not in formatted:  # it is the first that is formatted
+        raise errors.CorruptLog(
+            f"{next(iter(formatted))} belongs to a node whose metadata are not in {paths[0]}, which"
+            " is empty: mount it, or give the directory with the metadata first"
+        )
+
+
+def _format_all(paths: Sequence[str], node_id: int, cluster_id: str) -> list[directories.Format]:
+    """The format of every directory; empty ones get one of the cluster of the others.
+
+    All are locked meanwhile, so that nothing is formatted beside a directory that is in use.
+    """
+    locked: list[RealStorage] = []
+    try:
+        for path in paths:
+            storage = RealStorage(path)
+            lock(storage)
+            locked.append(storage)
+        found = [directories.read_format(storage) for storage in locked]
+        known = [each for each in found if each is not None]
+        cluster_id = cluster_id or (known[0].cluster_id if known else new_id())
+        for storage, each in zip(locked, found, strict=True):
+            if each is not None:
+                directories.check_format(
+                    storage, each, cluster_id=cluster_id, node_id=node_id, build=pk.__version__
+                )
+        return [
+            each or _format(storage, cluster_id, node_id)
+            for storage, each in zip(locked, found, strict=True)
+        ]
+    finally:
+        for storage in locked:
+            storage.unlock()
+
+
+def _format(storage: RealStorage, cluster_id: str, node_id: int) -> directories.Format:
+    fresh = directories.Format(directories.FORMAT, pk.__version__, cluster_id, node_id, new_id())
+    directories.format_directory(storage, fresh)
+    return fresh
+
+
+def lock(storage: RealStorage) -> None:
+    """A process that is dying with its supervisor may hold the lock a moment longer."""
+    for _ in range(LOCK_ATTEMPTS):
+        try:
+            storage.lock()
+            return
+        except errors.DirectoryLocked:
+            block_s(LOCK_WAIT_S)
+    storage.lock()
+
+
+# -- the metadata's directory ----------------------------------------------------------------------
+
+
+def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
+    """The uuid of `path/metadata`; '' = it has none of its own.  Raises `CorruptLog` (F3)."""
+    if "controller" not in roles_of(server):
+        return ""
+    storage = RealStorage(os.path.join(path, "metadata"))
+    try:
+        raw = storage.read_file(METADATA_FILE)
+    except FileNotFoundError:
+        if not is_clustered(server):
+            return ""
+        raise errors.CorruptLog(
+            f"{storage.root}/{METADATA_FILE} is gone: the metadata here is lost, or is that of a "
+            "node that was alone. Let the quorum remove this controller, format an empty directory "
+            "and add it again"
+        ) from None
+    try:
+        known = json.loads(raw)
+        owner, directory_id = (known["cluster_id"], known["node_id"]), str(known["directory_id"])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise errors.CorruptLog(f"{storage.root}/{METADATA_FILE} is damaged: {cause}") from cause
+    if owner != (cluster_id, int(server["node_id"])):
+        raise errors.DirectoryOfAnotherCluster(
+            f"{storage.root} belongs to node {owner[1]} of cluster {owner[0]}, not to node "
+            f"{server['node_id']} of cluster {cluster_id}",
+            directory=storage.root,
+        )
+    for_cluster = known.get("clustered") or directory_id == voter_directory_id(*owner)
+    if for_cluster and not is_clustered(server):  # F5
+        raise errors.InvalidConfig(
+            f"{storage.root} was formatted for a cluster, and controller_quorum_voters is not set: "
+            "start it with the --config that it was formatted with",
+            option="controller_quorum_voters",
+        )
+    if QUORUM_STATE not in storage.list(""):
+        raise errors.CorruptLog(
+            f"{storage.root}/{QUORUM_STATE} is gone: without it this controller could vote twice. "
+            "Let the quorum remove it, format an empty directory and add it again"
+        )
+    return directory_id
+
+
+def controller_identity(dirs: Sequence[str], resolved: Resolved) -> tuple[int, str, str]:
+    """(node id, uuid of its metadata directory, address) of the controller that these settings
+    describe.  Raises `DirectoryNotFormatted`, and what `prepare` raises for a damaged one.
+    """
+    path, server = _absolute(dirs)[0], resolved.server
+    node_id = int(server["node_id"])
+    if "controller" not in roles_of(server):
+        raise errors.InvalidConfig(f"node {node_id} has no controller", option="process_roles")
+    _require_formatted([path])
+    found = directories.read_format(RealStorage(path))
+    assert found is not None
+    directory_id = _metadata_id(path, found.cluster_id, server)
+    address = voters_of(server).get(node_id) or str(server["controller_listen"])
+    return node_id, directory_id or found.directory_id, address
+
+
+# -- pk server format ------------------------------------------------------------------------------
+
+
+def format_node(
+    dirs: Sequence[str],
+    resolved: Resolved,
+    *,
+    cluster_id: str,
+    initial_controllers: bool,
+    ignore_formatted: bool,
+) -> Formatted:
+    """Format the node's directories.
+
+    Raises `InvalidConfig` for what contradicts, `DirectoryFormatted` for what is there already, and
+    what `prepare` raises.
+    """
+    paths, server = _absolute(dirs), resolved.server
+    node_id, controls = int(server["node_id"]), "controller" in roles_of(server)
+    cluster_id = _cluster_id(cluster_id, server)
+    if initial_controllers and controls and node_id not in voters_of(server):
+        raise errors.InvalidConfig(
+            f"node {node_id} is not among controller_quorum_voters: format it without "
+            "--initial-controllers, start it, and add it with `pk quorum add-controller`",
+            option="controller_quorum_voters",
+        )
+    for path in paths:
+        _make(path)
+    fresh = [path for path in paths if directories.read_format(RealStorage(path)) is None]
+    if len(fresh) < len(paths) and not ignore_formatted:
+        raise errors.DirectoryFormatted(
+            f"{next(p for p in paths if p not in fresh)} is formatted already; "
+            "--ignore-formatted formats only what is not"
+        )
+    if initial_controllers and controls and paths[0] in fresh and len(fresh) < len(paths):
+        raise errors.InvalidConfig(
+            f"{next(p for p in paths if p not in fresh)} is formatted already and {paths[0]}, which"
+            " is to hold the metadata, is not: its controller was there before and may have voted. "
+            "Mount it, or replace it: format it without --initial-controllers",
+            option="initial_controllers",
+        )
+    directory_id = ""
+    if controls:
+        directory_id = _format_metadata(
+            paths[0],
+            cluster_id,
+            node_id,
+            initial_controllers,
+            fresh=paths[0] in fresh,
+            clustered=is_clustered(server),
+        )
+    _format_all(paths, node_id, cluster_id)
+    voter = directory_id == voter_directory_id(cluster_id, node_id)
+    return Formatted(cluster_id, node_id, tuple(fresh), directory_id, voter)
+
+
+def _cluster_id(given: str, server: Any) -> str:
+    named = str(server["cluster_id"])
+    if given and named and given != named:
+        raise errors.InvalidConfig(
+            f"--cluster-id {given} contradicts cluster_id {named}", option="cluster_id"
+        )
+    if not given and not named and is_clustered(server):
+        raise errors.InvalidConfig(
+            "every node of a cluster is formatted with the same cluster_id: set it, or give "
+            f"--cluster-id ({new_id()} is free)",
+            option="cluster_id",
+        )
+    return given or named or new_id()
+
+
+def _format_metadata(
+    path: str, cluster_id: str, node_id: int, initial: bool, *, fresh: bool, clustered: bool
+) -> str:
+    """Before the directory itself: what is formatted is formatted wholly."""
+    root = os.path.join(path, "metadata")
+    _make(root)
+    storage = RealStorage(root)
+    ours = (METADATA_FILE, QUORUM_STATE, ".lock")
+    held = [name for name in storage.list("") if name.removesuffix(".tmp") not in ours]
+    if fresh and held:
+        raise errors.DirectoryOfAnotherCluster(
+            f"{root} is not empty (it holds {held[0]!r})", directory=root
+        )
+    if not fresh:
+        try:
+            return str(json.loads(storage.read_file(METADATA_FILE))["directory_id"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return ""
+    directory_id = voter_directory_id(cluster_id, node_id) if initial else new_id()  # F1
+    storage.replace_file(QUORUM_STATE, first_state())
+    known = {
+        "format": METADATA_FORMAT,
+        "cluster_id": cluster_id,
+        "node_id": node_id,
+        "directory_id": directory_id,
+        "clustered": clustered,
+    }
+    storage.replace_file(METADATA_FILE, json.dumps(known).encode())
+    return directory_id

@@ -1,0 +1,350 @@
+"""What a child process of `pk server start` is told, and the frame its `main` runs in.
+
+The supervisor resolves all settings once and writes them to `DIR/run/config.json` (mode 0600: it
+may hold store credentials); a child is started as `python -m pk.server ROLE --run DIR/run` and
+reads them back.  `process_main` gives the role's coroutine a `Process`: the real World, a log,
+metrics, the request to stop, and the ready line.
+
+    def main(run: RunConfig) -> int:
+        return process_main("broker", run, serve)
+
+    async def serve(process: Process) -> None:
+        node = BrokerNode(process.world, disks, process.run)
+        await node.start()
+        process.ready(node.address)
+        await process.stopping.wait()      # SIGTERM: drain
+        await node.close()
+
+A typed error that leaves the coroutine is printed as one JSON line `{"failed": role, …}` and
+becomes the exit code: 3 = the operator must act (do not restart), 1 = anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha1
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pk import errors, settings, tracing
+from pk.clock import Clock, SystemClock
+from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
+from pk.types import NodeId
+from pk.world import World
+
+if TYPE_CHECKING:
+    from pk.wire.memory import Memory
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_OPERATOR = 3
+#: sockaddr_un holds 108 bytes; longer paths move to /tmp.
+UNIX_PATH_MAX = 100
+GC_TICK_MS = 1_000
+TIER_NICENESS = 5
+MESSAGE_BYTES_USUAL = int(settings.TOPIC.by_name["max_message_bytes"].default)
+_PR_SET_PDEATHSIG = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(slots=True, frozen=True)
+class RunConfig:
+    """Everything one node's processes share.  Settings are complete and checked."""
+
+    dirs: tuple[str, ...]  #: absolute data directories; the first also holds `metadata/` and `run/`
+    directory_ids: tuple[str, ...]  #: their uuids, in the same order
+    run_dir: str
+    cluster_id: str
+    node_id: int
+    server: Mapping[str, Any]  #: resolved `settings.SERVER`
+    topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: given `settings.TOPIC`s only
+    #: uuid of `metadata/` as a voter has it (rule Q1); '' = the first directory's
+    metadata_directory_id: str = ""
+
+    @property
+    def controller_address(self) -> str:
+        """The controller's unix socket, if it is alone."""
+        return socket_address(self.run_dir, "controller")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of `controller` and `broker`."""
+        return roles_of(self.server)
+
+    @property
+    def voters(self) -> dict[NodeId, str]:
+        """The first voters by node id, with their addresses; {} = this node alone."""
+        return voters_of(self.server)
+
+    @property
+    def controller_listen(self) -> str:
+        """What this node's controller binds."""
+        given = str(self.server["controller_listen"])
+        return given or self.voters.get(self.node_id) or self.controller_address
+
+    @property
+    def controller_addresses(self) -> tuple[str, ...]:
+        """Where this node's broker finds controllers, any of which knows the active one; its own
+        first.
+        """
+        peers = self.peer_controller_addresses
+        known = {node: peers.get(node, address) for node, address in self.voters.items()}
+        if "controller" in self.roles:
+            known = {self.node_id: self.controller_listen, **known}
+        return tuple(dict.fromkeys((*known.values(), *bootstrap_of(self.server))))
+
+    @property
+    def peer_addresses(self) -> dict[NodeId, str]:
+        """By node id: what this node connects to instead of what a broker advertises."""
+        return peers_of(self.server, "peer_addresses")
+
+    @property
+    def peer_controller_addresses(self) -> dict[NodeId, str]:
+        """By node id: what this node connects to instead of a controller's known address."""
+        return peers_of(self.server, "peer_controller_addresses")
+
+    @property
+    def tier_address(self) -> str:
+        return socket_address(self.run_dir, "tier")
+
+    @property
+    def broker_address(self) -> str:
+        """What the broker binds."""
+        return str(self.server["listen"])
+
+    @property
+    def advertise(self) -> str:
+        """What clients are told; '' = the address that was bound."""
+        return str(self.server["advertise"])
+
+    @property
+    def metadata_dir(self) -> str:
+        return os.path.join(self.dirs[0], "metadata")
+
+    @property
+    def tier_url(self) -> str:
+        return str(self.server["tier_url"])
+
+    def save(self) -> Path:
+        """Write `config.json` into the run directory, readable by the owner only.
+
+        One that says the same stays: a full disk is no reason not to start.  Raises `StorageFull`,
+        `StorageFailed`.
+        """
+        path = Path(self.run_dir) / "config.json"
+        fresh, text = path.with_suffix(".tmp"), json.dumps(asdict(self), indent=1)
+        try:
+            if path.exists() and path.read_text() == text:
+                return path
+            fresh.unlink(missing_ok=True)
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as out:
+                out.write(text)
+            fresh.rename(path)
+        except OSError as cause:
+            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind = errors.StorageFull if full else errors.StorageFailed
+            raise kind(f"writing {path}: {cause.strerror}", directory=self.run_dir) from cause
+        return path
+
+    @staticmethod
+    def load(run_dir: str) -> RunConfig:
+        """The configuration the supervisor wrote.  Raises `InvalidConfig`."""
+        path = Path(run_dir) / "config.json"
+        try:
+            known = json.loads(path.read_text())
+            known["dirs"] = tuple(known["dirs"])
+            known["directory_ids"] = tuple(known["directory_ids"])
+            return RunConfig(**known)
+        except (OSError, ValueError, TypeError, KeyError) as cause:
+            raise errors.InvalidConfig(f"{path} is not a run configuration: {cause}") from cause
+
+
+def socket_address(run_dir: str, role: str) -> str:
+    """`unix:PATH` of a role's socket; a path too long for the kernel is replaced by one in /tmp."""
+    path = os.path.join(os.path.abspath(run_dir), f"{role}.sock")
+    if len(os.fsencode(path)) > UNIX_PATH_MAX:
+        home = f"/tmp/pk-{sha1(os.fsencode(os.path.abspath(run_dir))).hexdigest()}"
+        os.makedirs(home, mode=0o700, exist_ok=True)
+        if os.stat(home).st_uid != os.getuid():
+            raise errors.InvalidConfig(f"{home} belongs to another user")
+        path = os.path.join(home, f"{role}.sock")
+    return f"unix:{path}"
+
+
+def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
+    """Clean up behind children that were killed; a live supervisor owns the names."""
+    for role in roles:
+        path = Path(socket_address(run_dir, role).removeprefix("unix:"))
+        path.unlink(missing_ok=True)
+        if path.parent != Path(run_dir):  # the replacement in /tmp
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+
+
+def write_pid(run_dir: str, role: str) -> None:
+    """For people; a full disk is no reason to go without the process."""
+    with contextlib.suppress(OSError):
+        (Path(run_dir) / f"{role}.pid").write_text(f"{os.getpid()}\n")
+
+
+def boot_id() -> str:
+    """The kernel's boot id (rule L3); without one, a fresh id: then no stop counts as clean."""
+    with contextlib.suppress(OSError):
+        if found := _BOOT_ID.read_text().strip():
+            return found
+    return str(uuid.uuid4())  # noqa: TID251 - a shell
+
+
+def real_world(
+    on_error: Callable[[str, BaseException], None] | None = None, memory: Memory | None = None
+) -> World:
+    """The operating system as a World; `memory`: the budget of inbound frames."""
+    from pk.wire.socket_network import PkNetwork  # the supervisor needs no grpc
+
+    return World(
+        clock=SystemClock(),
+        network=PkNetwork(on_error, memory=memory),
+        rng=random.Random(),
+        new_id=lambda: str(uuid.uuid4()),  # noqa: TID251 - this is where ids come from
+    )
+
+
+class Process:
+    """What a role's coroutine gets."""
+
+    def __init__(self, role: str, run: RunConfig) -> None:
+        from pk.wire.socket_network import inbound_memory
+
+        clock = SystemClock()
+        self.role = role
+        self.run = run
+        self.log = tracing.Log(role, clock.wall_ms)
+        usual = run.topic_defaults.get("max_message_bytes", MESSAGE_BYTES_USUAL)
+        #: of inbound frames (rule L17)
+        self.memory = inbound_memory(int(run.server["inbound_bytes_max"]), int(usual))
+        self.world = real_world(self.log.bug, self.memory)
+        self.metrics = tracing.Metrics()
+        self.health = tracing.Health()
+        self.stopping = asyncio.Event()  #: set by SIGTERM or SIGINT: drain, then return
+        self.boot_id = boot_id()
+        self.incarnation_id = self.world.new_id()  #: of this start of the process
+
+    def ready(self, address: str, **facts: object) -> None:
+        """Say once that the role serves: pid file, ready line, /readyz; freeze the heap."""
+        write_pid(self.run.run_dir, self.role)
+        gc.collect()
+        gc.freeze()  # P7: what is loaded now is never scanned again
+        self.health.not_ready = None
+        print_line({"ready": self.role, "address": address, "pid": os.getpid(), **facts})
+        self.log.info("ready", address=address, pid=os.getpid())
+
+    async def close(self) -> None:
+        """Drop the network's connections."""
+        from pk.wire.socket_network import PkNetwork
+
+        if isinstance(self.world.network, PkNetwork):
+            await self.world.network.close()
+
+
+def print_line(facts: Mapping[str, object]) -> None:
+    """One JSON line for the supervisor; its death must not raise here."""
+    try:
+        sys.stdout.write(json.dumps(dict(facts)) + "\n")
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):
+        pass
+
+
+def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> int:
+    """Run `serve` until it returns; the exit code says what happened (see the module)."""
+    die_with_parent()
+    raise_descriptor_limit()
+    if role == "tier":
+        os.nice(TIER_NICENESS)  # P1: bulk work yields
+    try:
+        asyncio.run(_run(role, run, serve))
+    except errors.PkError as error:
+        name, code = type(error).__name__, error.code
+        failed = {"failed": role, "error": name, "code": code, "message": error.message}
+        print_line(failed)
+        tracing.Log(role, SystemClock().wall_ms).error("failed", error=name, message=error.message)
+        return EXIT_OPERATOR if isinstance(error, errors.OperatorError) else EXIT_FAILED
+    except Exception as bug:
+        print_line({"failed": role, "error": type(bug).__name__, "code": -1, "message": str(bug)})
+        tracing.Log(role, SystemClock().wall_ms).bug("failed", bug)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+async def _run(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> None:
+    process = Process(role, run)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, process.stopping.set)
+    loop.set_exception_handler(lambda _loop, context: _report(process.log, context))
+    ticks = [
+        loop.create_task(tracing.watch_loop_lag(process.metrics, process.world.clock)),
+        loop.create_task(_collect_garbage(process.world.clock)),
+    ]
+    try:
+        await serve(process)
+    finally:
+        for tick in ticks:
+            tick.cancel()
+        await asyncio.gather(*ticks, return_exceptions=True)
+        await process.close()
+
+
+async def _collect_garbage(clock: Clock) -> None:
+    """P7: collections happen on a tick, the youngest generation often, the oldest rarely."""
+    gc.disable()
+    turn = 0
+    try:
+        while True:
+            await clock.sleep_ms(GC_TICK_MS)
+            turn += 1
+            gc.collect(2 if turn % 60 == 0 else 1 if turn % 10 == 0 else 0)
+    finally:
+        gc.enable()
+
+
+def _report(log: tracing.Log, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, BaseException):
+        log.bug(str(context.get("message", "event loop")), error)
+    else:
+        log.error("event_loop", message=str(context.get("message", "")))
+
+
+def raise_descriptor_limit() -> None:
+    """As many files and connections as the operator allows: the soft limit, often 1024, is for
+    programs that call `select`.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # not everywhere may it be had: then as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def die_with_parent() -> None:
+    """Linux: SIGKILL for this process when the supervisor dies (rule P1); elsewhere nothing."""
+    if sys.platform != "linux":
+        return
+    parent = os.environ.get("PK_SUPERVISOR_PID")
+    if parent is None:  # started by hand
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died between the spawn and this line
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,367 @@
+"""The supervisor: one node's child processes, their deaths and the drain (rule P1).
+
+It holds no data and speaks no protocol; children are spawned, never forked, and die with it.
+
+    prepare ──► spawn controller, broker, tier ──► all ready ──► one ready line ──► watch
+    a child dies: before the ready line its cause ends the start (a typed error), afterwards it is
+    started again after 50 ms … 5 s with jitter; one that lived 10 s begins with the short wait
+    SIGTERM, Ctrl-C: broker and tier drain, then the controller; a second Ctrl-C kills
+
+Rules
+  O1  one supervisor a node: it holds the lock of DIR/run as long as it lives
+  O2  settings reach children only through DIR/run/config.json
+  O3  before the ready line nothing is retried that the operator must mend; other deaths are, a
+      few times
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pk import errors, tracing
+from pk.clock import SystemClock
+from pk.server.node.format import prepare
+from pk.server.node.metrics_endpoint import socket_names
+from pk.server.node.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets, write_pid
+from pk.server.node.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
+
+BACKOFF_MS = (50, 5_000)
+STABLE_MS = 10_000
+START_ATTEMPTS = 3
+START_TIMEOUT_MS = 60_000
+#: A tier whose store does not answer does not hold the ready line back for longer.
+TIER_START_MS = 5_000
+CONTROLLER_STOP_MS = 3_000
+KILLED = 137
+
+
+# -- children --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Child:
+    """One role and its current process."""
+
+    role: str
+    process: asyncio.subprocess.Process | None = None
+    ready: dict[str, Any] | None = None  #: its ready line
+    failure: errors.PkError | None = None  #: why its last process ended, if it said so
+    deaths: int = 0
+    backoff_ms: int = BACKOFF_MS[0]
+    told: signal.Signals | None = None  #: to end: also a process that is only being started
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process is not None else None
+
+
+class Supervisor:
+    """Runs the children of one node; `run` returns the exit code."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        log: tracing.Log,
+        on_ready: Callable[[dict[str, Any]], None],
+        roles: Sequence[str] | None = None,
+    ) -> None:
+        self.config = config
+        self._log = log
+        self._on_ready = on_ready
+        self._clock = SystemClock()
+        self._rng = random.Random()
+        tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
+        wanted = roles or (*config.roles, *tier)
+        self.children = {role: Child(role) for role in wanted}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._progress = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._served = False
+
+    def request_stop(self) -> None:
+        """The first asks for a drain, the second kills."""
+        if self._stopping.is_set():
+            self._killing.set()
+        self._stopping.set()
+        self._progress.set()
+
+    async def run(self) -> int:
+        """Start, serve until asked to stop, drain.  Raises the typed error that prevented the
+        start.
+        """
+        pid_file = Path(self.config.run_dir) / "supervisor.pid"
+        write_pid(self.config.run_dir, "supervisor")
+        loop = asyncio.get_running_loop()
+        for child in self.children.values():
+            self._keepers[child.role] = loop.create_task(self._keep(child))
+        try:
+            await self._until_ready()
+            if not self._stopping.is_set():
+                self._served = True
+                self._pin_address()
+                self._on_ready(self._facts())
+                await self._stopping.wait()
+            return await self._drain()
+        finally:
+            await self._kill_all()
+            pid_file.unlink(missing_ok=True)
+
+    def _facts(self) -> dict[str, Any]:
+        pids = {"supervisor": os.getpid()}
+        pids |= {role: child.pid for role, child in self.children.items() if child.pid is not None}
+        return {
+            "ready": "server",
+            "address": self._address("broker") or self._address("controller"),
+            "controller": self._address("controller"),
+            "roles": list(self.config.roles),
+            "cluster_id": self.config.cluster_id,
+            "node_id": self.config.node_id,
+            "pids": pids,
+            "dirs": list(self.config.dirs),
+            "tier_url": self.config.tier_url,
+            "metrics": self.config.server["metrics"],
+        }
+
+    def _address(self, role: str) -> str:
+        child = self.children.get(role)
+        return str((child.ready or {}).get("address", "")) if child is not None else ""
+
+    def _pin_address(self) -> None:
+        """Port 0 means any port once, not another one after each restart."""
+        address = self._address("broker")
+        if self.config.broker_address.endswith(":0") and address and not self.config.advertise:
+            self.config = replace(self.config, server={**self.config.server, "listen": address})
+            self.config.save()
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    async def _until_ready(self) -> None:
+        deadline_ms = self._clock.monotonic_ms() + START_TIMEOUT_MS
+        tier_until_ms = self._clock.monotonic_ms() + TIER_START_MS
+        while not self._stopping.is_set():
+            now_ms = self._clock.monotonic_ms()
+            waiting = [child for child in self.children.values() if child.ready is None]
+            for child in waiting:
+                self._raise_if_hopeless(child)
+            if not waiting or ([c.role for c in waiting] == ["tier"] and now_ms > tier_until_ms):
+                return
+            if now_ms > deadline_ms:
+                self._late(waiting[0].role)
+                deadline_ms = now_ms + START_TIMEOUT_MS
+            self._progress.clear()
+            try:
+                async with asyncio.timeout(0.5):
+                    await self._progress.wait()
+            except TimeoutError:
+                continue
+
+    def _late(self, role: str) -> None:
+        """A node of a cluster waits for the others, however long: its controller may be the one
+        that they wait for.
+        """
+        if not is_clustered(self.config.server):
+            raise errors.RequestTimedOut(
+                f"the {role} did not start within {START_TIMEOUT_MS // 1000} s"
+            )
+        self._log.warning("still_starting", role=role, why="no controller is active, or reachable")
+
+    def _raise_if_hopeless(self, child: Child) -> None:
+        """O3."""
+        failure = child.failure
+        if failure is not None and failure.acts in ("operator", "user"):
+            raise failure
+        if child.deaths >= START_ATTEMPTS:
+            raise failure or errors.InternalError(
+                f"the {child.role} process died {child.deaths} times while starting; see its lines"
+            )
+
+    async def _keep(self, child: Child) -> None:
+        """Run a role's process again and again until the supervisor stops."""
+        while not self._stopping.is_set():
+            started_ms = self._clock.monotonic_ms()
+            try:
+                code = await self._run_once(child)
+            except OSError as cause:  # no memory or descriptors for it now: no reason to give up
+                code = EXIT_FAILED
+                child.failure = errors.BrokerUnavailable(f"the {child.role} did not start: {cause}")
+            if self._stopping.is_set():
+                return
+            child.deaths += 1
+            lived_ms = self._clock.monotonic_ms() - started_ms
+            if lived_ms >= STABLE_MS:
+                child.backoff_ms = BACKOFF_MS[0]
+            wait_ms = child.backoff_ms * self._rng.uniform(0.5, 1.0)
+            child.backoff_ms = min(2 * child.backoff_ms, BACKOFF_MS[1])
+            self._log.warning(
+                "child_died",
+                role=child.role,
+                how=_how(code),
+                why=child.failure.message if child.failure is not None else "",
+                lived_ms=lived_ms,
+                restart_in_ms=round(wait_ms),
+            )
+            self._progress.set()
+            try:
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def _run_once(self, child: Child) -> int:
+        command = [sys.executable, "-m", "pk.server", child.role, "--run", self.config.run_dir]
+        process = child.process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PK_SUPERVISOR_PID": str(os.getpid())},
+            start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains in order
+        )
+        child.failure = None
+        if child.told is not None:  # meanwhile
+            process.send_signal(child.told)
+        assert process.stdout is not None
+        try:
+            while line := await _line(process.stdout):
+                self._heard(child, line)
+            return await process.wait()
+        finally:
+            child.ready = child.ready if self._served else None
+            child.process = None
+            (Path(self.config.run_dir) / f"{child.role}.pid").unlink(missing_ok=True)
+
+    def _heard(self, child: Child, line: bytes) -> None:
+        """A line a child says on stdout: ready, or why it failed."""
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            self._log.warning("child_said", role=child.role, text=line.decode(errors="replace"))
+            return
+        if "ready" in said:
+            child.ready = said
+            if self._served:
+                self._log.info("child_restarted", role=child.role, pid=said.get("pid"))
+        elif "failed" in said:
+            child.failure = errors.from_wire(int(said["code"]), str(said["message"]))
+        self._progress.set()
+
+    # -- stopping ----------------------------------------------------------------------------------
+
+    async def _drain(self) -> int:
+        """Broker and tier first: a controlled shutdown needs the controller (L3: then clean)."""
+        timeout_ms = int(self.config.server["shutdown_timeout_ms"])
+        first = [role for role in self.children if role != "controller"]
+        drained = await self._stop(first, timeout_ms)
+        drained = await self._stop(["controller"], CONTROLLER_STOP_MS) and drained
+        if self._killing.is_set():
+            return KILLED
+        if not drained:
+            self._log.warning("drain_timed_out", shutdown_timeout_ms=timeout_ms)
+        return EXIT_OK if drained else 1
+
+    async def _stop(self, roles: Sequence[str], timeout_ms: int) -> bool:
+        """SIGTERM and wait; False if one had to be killed."""
+        for role in roles:
+            self._signal(role, signal.SIGTERM)
+        keepers = [self._keepers[role] for role in roles if role in self._keepers]
+        killing = asyncio.get_running_loop().create_task(self._killing.wait())
+        everyone = asyncio.gather(*keepers, return_exceptions=True)
+        try:
+            await asyncio.wait(
+                (everyone, killing),
+                timeout=timeout_ms / 1000,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            killing.cancel()
+        done = all(keeper.done() for keeper in keepers)
+        if not done:
+            for role in roles:
+                self._signal(role, signal.SIGKILL)
+        await everyone
+        return done
+
+    def _signal(self, role: str, number: signal.Signals) -> None:
+        child = self.children.get(role)
+        if child is None:
+            return
+        child.told = number
+        if child.process is not None and child.process.returncode is None:
+            child.process.send_signal(number)
+
+    async def _kill_all(self) -> None:
+        """Nothing outlives the supervisor, however it ends."""
+        self._stopping.set()
+        for role in self.children:
+            self._signal(role, signal.SIGKILL)
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+
+async def _line(out: asyncio.StreamReader) -> bytes:
+    """The next, empty at the end.  One that is too long is nothing a child of ours says: the rest
+    of it reads as another.
+    """
+    try:
+        return await out.readline()
+    except ValueError:
+        return b"(a line that is too long)\n"
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exit code {code}"
+
+
+def _warn_if_open(log: tracing.Log, resolved: Resolved) -> None:
+    server, listens = resolved.server, []
+    if "broker" in roles_of(server):
+        listens.append(str(server["listen"]))
+    if "controller" in roles_of(server):
+        mine = voters_of(server).get(int(server["node_id"]), "")
+        listens.append(str(server["controller_listen"]) or mine)
+    for listen in listens:
+        if listen and not is_loopback(listen):
+            log.warning(
+                "open_to_the_network",
+                listen=listen,
+                why="this build has no TLS and no authentication: whoever reaches it may do "
+                "everything",
+            )
+
+
+def serve(
+    dirs: Sequence[str], resolved: Resolved, on_ready: Callable[[dict[str, Any]], None]
+) -> int:
+    """`pk server start`: returns the exit code, raises the typed error that prevented the start."""
+    log = tracing.Log("supervisor", SystemClock().wall_ms)
+    _warn_if_open(log, resolved)
+    config, lock = prepare(dirs or resolved.dirs, resolved)
+
+    async def main() -> int:
+        supervisor = Supervisor(config, log=log, on_ready=on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, supervisor.request_stop)
+        return await supervisor.run()
+
+    try:
+        return asyncio.run(main())
+    finally:
+        remove_sockets(config.run_dir, ("controller", "tier", *socket_names(config).values()))
+        lock.unlock()

@@ -1,0 +1,598 @@
+"""The metadata quorum as one node sees it: who leads, in which epoch, and what is committed.
+
+Raft in Kafka's words: records are pulled (KIP-595), elections are tried out before an epoch is
+spent on them (KIP-996), voters are (node id, directory id) and change one at a time by a record
+that counts from its append on (KIP-853).  A node that is no voter observes: it fetches and
+knows the leader, and neither stands nor counts.  One that is out by a record which may not be
+committed goes on standing, for it may be the only one that has that record (Raft §4.2.2).  The
+machine never asks how many voters there are: with one, a majority is one, its own saved vote elects
+it and its own synced end commits (rule Q4).
+
+    UNATTACHED ──election──► PROSPECTIVE ──majority would──► CANDIDATE ──majority did──► LEADER
+        ▲  │                      ▲                              │                          │
+        │  └─ a leader is known ─►│ FOLLOWER ◄── a leader is known ◄──────────────────────────┘
+        │                         └── no fetch succeeded for fetch_ms            a later epoch
+        └──── a later epoch without a known leader (from anywhere)
+
+Invariants
+  U1  a vote is SYNCED before anybody hears of it; one vote an epoch, and an epoch is never used
+      twice by a candidate.  An epoch entered without a vote is written too, and not waited for:
+      nothing is committed in it before a record of it is SYNCED here, which names it as well (U3)
+  U2  the high watermark never moves back, and never past what a majority has SYNCED
+  U3  a leader commits nothing before a record of its own epoch is committed (Raft §5.4.2)
+  U4  a voter is (node id, directory id): another directory is another voter (rule Q1)
+  U5  the own log is never cut below the high watermark
+  U6  a follower writes to its log once at a time, and meanwhile says nothing about it: it neither
+      fetches nor stands
+  U7  whoever has heard of a live leader wants no election (a node that was cut off cannot depose)
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from pk import errors
+from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
+from pk.log.epochs import LeaderEpochs
+from pk.server.raft.divergence import common_end, parting
+from pk.server.raft.leader_state import Tenure, Waiting
+from pk.server.raft.messages import (
+    HIGH_WATERMARK,
+    LEADERSHIP,
+    SELF,
+    AppendFetched,
+    AppendVoters,
+    Asked,
+    AskVote,
+    BeginEpoch,
+    EpochEnd,
+    Event,
+    Fetch,
+    FetchReply,
+    FetchStatus,
+    Heard,
+    LeaderBegins,
+    LeaderEnds,
+    Leadership,
+    LoadSnapshot,
+    LogState,
+    Resign,
+    SaveVote,
+    SelfVoted,
+    SnapshotId,
+    Started,
+    StopLeading,
+    Synced,
+    TimerFired,
+    Told,
+    TruncateTo,
+    Unreachable,
+    Vote,
+    Voter,
+    VoteReply,
+    VotersChange,
+)
+from pk.server.raft.timing import Timing
+
+ELECTION, FETCH, AGAIN, TICK, WAITING = "election", "fetch", "again", "tick", "waiting"
+
+
+class Role(enum.Enum):
+    UNATTACHED = "unattached"
+    PROSPECTIVE = "prospective"
+    CANDIDATE = "candidate"
+    FOLLOWER = "follower"
+    LEADER = "leader"
+
+
+class Quorum:
+    """See the module."""
+
+    def __init__(self, me: Voter, timing: Timing, rng: random.Random) -> None:
+        self.me = me
+        self.timing = timing
+        self.role = Role.UNATTACHED
+        self.vote = Vote()
+        self.leader: Voter | None = None
+        self.high_watermark = 0
+        self.log = LogState()
+        self.tenure: Tenure | None = None  #: while this node leads
+        self._rng = rng
+        self._epochs = LeaderEpochs()
+        self._granted: dict[Voter, None] = {}
+        self._started = False
+        self._job = 0  #: the last write to the log that was asked for
+        self._writing = False  #: U6
+        self._fetches = 0
+        self._fetching: Fetch | None = None  #: the one fetch that is under way
+        self._heard_ms = 0  #: a follower: when the leader last answered, if it may live
+        self._word_ms: int | None = None  #: when any leader last did; None = it was this node
+        self._promised = 0  #: the leader's high watermark, behind records that are being written
+        self._effects: list[Effect] = []
+
+    # -- what others ask ---------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.vote.epoch
+
+    @property
+    def voters(self) -> tuple[Voter, ...]:
+        """As the log has them, committed or not."""
+        return self.log.voters[-1].voters if self.log.voters else ()
+
+    @property
+    def majority(self) -> int:
+        return len(self.voters) // 2 + 1
+
+    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+        """The only mutator."""
+        if isinstance(event, Started):
+            self._start(event, now_ms)
+        elif not self._started:
+            return ()
+        elif isinstance(event, Asked):
+            self._asked(event, now_ms)
+        elif isinstance(event, Told):
+            self._told(event.message, now_ms)
+        elif isinstance(event, Synced):
+            self._synced(event, now_ms)
+        elif isinstance(event, SelfVoted):
+            if self.role is Role.CANDIDATE and event.epoch == self.epoch:
+                self._grant(self.me, now_ms)
+        elif isinstance(event, TimerFired):
+            self._fired(event.key, now_ms)
+        elif isinstance(event, Unreachable):
+            self._unreachable(event, now_ms)
+        elif isinstance(event, VotersChange):
+            self._change_voters(event, now_ms)
+        elif isinstance(event, Resign):
+            self._resign(now_ms)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # -- roles -------------------------------------------------------------------------------------
+
+    def _start(self, event: Started, now_ms: int) -> None:
+        assert not self._started, "started twice"
+        self._started = True
+        self._know(event.log)
+        self.high_watermark = self._sure_end()
+        self.vote = event.saved
+        if event.log.last_epoch > event.saved.epoch:
+            self._enter(event.log.last_epoch)
+        if self.voters == (self.me,):
+            self._stand(now_ms)  # nobody else can lead
+        else:
+            self._arm(ELECTION, now_ms, self.timing.election_ms)
+            self._look_for_leader()
+
+    def _know(self, log: LogState) -> None:
+        self.log = log
+        self._epochs = LeaderEpochs(list(log.epochs))
+
+    def _enter(self, epoch: int, then: Sequence[Effect] = (), vote: Voter | None = None) -> None:
+        """Be in `epoch`, with `vote` given; `then` once that is SYNCED (U1)."""
+        assert epoch >= self.epoch, (epoch, self.epoch)
+        if vote is None:
+            self.vote = Vote(epoch)
+        else:
+            self.vote = Vote(epoch, vote.node_id, vote.directory_id)
+        self._effects.append(Write([SaveVote(self.vote)], Level.SYNCED, then))
+
+    def _leave(self) -> None:
+        """End what the present role had begun."""
+        tenure, self.tenure = self.tenure, None
+        if tenure is not None:
+            for each in tenure.waiting.values():
+                self._respond(each.request, self._not_leader(each.fetch, None))
+            if tenure.change is not None:
+                refusal = errors.ControllerUnavailable("the leader changed meanwhile")
+                self._effects.append(Respond(tenure.change[0], refusal))
+            self._write(StopLeading(self._next_job()))
+        self._granted = {}
+        self._fetching = None
+        self._promised = 0
+        for key in (ELECTION, FETCH, AGAIN, TICK, WAITING):
+            self._effects.append(SetTimer(key, None))
+
+    def _detach(self, epoch: int, now_ms: int) -> None:
+        """No leader is known in `epoch`."""
+        led = self.role is Role.LEADER
+        knew = self.leader
+        self._leave()
+        if epoch > self.epoch:
+            self._enter(epoch)
+        self.role, self.leader = Role.UNATTACHED, None
+        if led or knew is not None:
+            self._tell_leadership()
+        self._arm(ELECTION, now_ms, self.timing.election_ms)
+        self._look_for_leader()
+
+    def _follow(self, epoch: int, leader: Voter, now_ms: int, *, heard: bool = False) -> None:
+        """`leader` leads `epoch`: `heard` = it says so itself."""
+        if leader == self.me or (epoch, leader) == (self.epoch, self.leader):
+            return
+        assert self.leader is None or epoch > self.epoch, "two leaders in one epoch"
+        self._leave()
+        if epoch > self.epoch:
+            self._enter(epoch)
+        self.role, self.leader = Role.FOLLOWER, leader
+        self._heard_ms = now_ms if heard else now_ms - self.timing.fetch_ms
+        self._word_ms = now_ms if heard else self._word_ms
+        self._tell_leadership()
+        self._arm(FETCH, now_ms, self.timing.fetch_ms)
+        self._fetch(now_ms)
+
+    def _tell_leadership(self) -> None:
+        self._effects.append(Publish(LEADERSHIP, Leadership(self.epoch, self.leader)))
+
+    def _arm(self, key: str, now_ms: int, wait_ms: int) -> None:
+        most = 1.25 if key == FETCH else 2.0
+        self._effects.append(SetTimer(key, now_ms + int(wait_ms * self._rng.uniform(1.0, most))))
+
+    # -- elections ---------------------------------------------------------------------------------
+
+    def _stand(self, now_ms: int) -> None:
+        """Ask whether an election would be won (KIP-996).
+
+        Not while the log is written: what a candidate says of its log must stay true (U6).
+        """
+        if self._writing or not self._may_stand():
+            self._detach(self.epoch, now_ms)
+            return
+        knew = self.leader
+        self._leave()
+        self._arm(ELECTION, now_ms, self.timing.election_ms)
+        self.role, self.leader = Role.PROSPECTIVE, None
+        if knew is not None:
+            self._tell_leadership()
+        for voter in self._others():
+            self._effects.append(Send(voter, self._ask(voter, pre_vote=True)))
+        self._grant(self.me, now_ms)
+
+    def _may_stand(self) -> bool:
+        """By the voters in force, or by those that come back if what is not committed is cut."""
+        known = self.log.voters
+        later = [each.offset for each in known[1:]] + [self.high_watermark]
+        return any(
+            self.me in each.voters and end >= self.high_watermark
+            for each, end in zip(known, later, strict=True)
+        )
+
+    def _ask(self, voter: Voter, *, pre_vote: bool) -> AskVote:
+        log = self.log
+        return AskVote(self.me, self.epoch, log.last_epoch, log.end, voter, pre_vote)
+
+    def _grant(self, voter: Voter, now_ms: int) -> None:
+        """`voter` gave, or would give, its vote."""
+        if voter not in self.voters:
+            return
+        self._granted[voter] = None
+        if len(self._granted) < self.majority:
+            return
+        if self.role is Role.PROSPECTIVE:
+            self._run(now_ms)
+        else:
+            self._lead(now_ms)
+
+    def _run(self, now_ms: int) -> None:
+        """Stand in a new epoch."""
+        self.role, self._granted = Role.CANDIDATE, {}
+        self._arm(ELECTION, now_ms, self.timing.election_ms)
+        asks: list[Effect] = [Publish(SELF, SelfVoted(self.epoch + 1))]
+        self.vote = Vote(self.epoch + 1, self.me.node_id, self.me.directory_id)
+        asks += [Send(voter, self._ask(voter, pre_vote=False)) for voter in self._others()]
+        self._enter(self.epoch, asks, self.me)
+
+    def _lead(self, now_ms: int) -> None:
+        assert not self._writing, "U6"
+        self._leave()
+        self.role, self.leader = Role.LEADER, self.me
+        self.tenure = Tenure(self.me, self.log.end, now_ms)
+        word_ms, self._word_ms = self._word_ms, None
+        until_ms = None if word_ms is None else self.timing.answered_until_ms(word_ms, now_ms)
+        self._effects += [
+            Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, until_ms)),
+            Write([BeginEpoch(self.me, self.epoch, self.voters)], Level.SYNCED),
+        ]
+        self._tick(now_ms)
+
+    def _asked_vote(self, request: Any, ask: AskVote, now_ms: int) -> None:
+        if ask.to != self.me:  # U4: for the directory that was here before
+            self._answer_vote(request, ask, now_ms, granted=False)
+            return
+        log = self.log
+        as_long = (ask.last_epoch, ask.log_end) >= (log.last_epoch, log.end)
+        if ask.epoch < self.epoch or not as_long:
+            self._answer_vote(request, ask, now_ms, granted=False)
+        elif ask.pre_vote:
+            self._answer_vote(request, ask, now_ms, granted=self._live_leader(now_ms) is None)
+        elif self.vote.candidate == ask.sender:
+            self._answer_vote(request, ask, now_ms, granted=True)
+        elif self.vote.candidate is None and self.leader is None:
+            self._leave()
+            self.role = Role.UNATTACHED
+            self._arm(ELECTION, now_ms, self.timing.election_ms)
+            self._enter(
+                self.epoch, [Respond(request, self._vote_reply(ask, True, now_ms))], ask.sender
+            )
+        else:
+            self._answer_vote(request, ask, now_ms, granted=False)
+
+    def _answer_vote(self, request: Any, ask: AskVote, now_ms: int, *, granted: bool) -> None:
+        """A grant leaves behind the write of the vote it repeats: writes are done in order (U1)."""
+        answer = Respond(request, self._vote_reply(ask, granted, now_ms))
+        if granted and not ask.pre_vote:
+            self._effects.append(Write([], Level.SYNCED, [answer]))
+        else:
+            self._effects.append(answer)
+
+    def _vote_reply(self, ask: AskVote, granted: bool, now_ms: int) -> VoteReply:
+        leader = self._live_leader(now_ms)
+        return VoteReply(self.me, self.epoch, leader, granted, ask.pre_vote, ask.epoch)
+
+    def _live_leader(self, now_ms: int) -> Voter | None:
+        """The leader, if it was heard of lately (U7): what others were told before is no news."""
+        if self.role is Role.FOLLOWER and now_ms - self._heard_ms >= self.timing.fetch_ms:
+            return None
+        return self.leader
+
+    def _vote_told(self, reply: VoteReply, now_ms: int) -> None:
+        wanted = Role.PROSPECTIVE if reply.pre_vote else Role.CANDIDATE
+        if self.role is wanted and reply.asked_epoch == self.epoch and reply.granted:
+            self._grant(reply.sender, now_ms)
+
+    def _others(self) -> list[Voter]:
+        return [voter for voter in self.voters if voter != self.me]
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _asked(self, event: Asked, now_ms: int) -> None:
+        message = event.message
+        if message.epoch > self.epoch:
+            self._detach(message.epoch, now_ms)
+        if isinstance(message, AskVote):
+            self._asked_vote(event.request, message, now_ms)
+        elif isinstance(message, Fetch):
+            self._asked_fetch(event.request, message, now_ms)
+        else:
+            if message.epoch == self.epoch:
+                if isinstance(message, LeaderEnds):
+                    self._leader_ended(message, now_ms)
+                elif message.to == self.me:  # U4
+                    self._follow(message.epoch, message.sender, now_ms, heard=True)
+            self._respond(event.request, Heard(self.me, self.epoch, self._live_leader(now_ms)))
+
+    def _leader_ended(self, message: LeaderEnds, now_ms: int) -> None:
+        if self.leader != message.sender:
+            return
+        self._detach(self.epoch, now_ms)
+        if self.me in message.successors:
+            rank = message.successors.index(self.me)
+            at_ms = now_ms + rank * self.timing.election_ms // 2
+            self._effects.append(SetTimer(ELECTION, at_ms))
+
+    def _told(self, message: Any, now_ms: int) -> None:
+        if message.leader is not None and message.epoch >= self.epoch:
+            self._follow(message.epoch, message.leader, now_ms)
+        elif message.epoch > self.epoch:
+            self._detach(message.epoch, now_ms)
+        if isinstance(message, VoteReply):
+            self._vote_told(message, now_ms)
+        elif isinstance(message, FetchReply):
+            self._fetch_told(message, now_ms)
+
+    def _respond(self, request: Any, reply: Any) -> None:
+        self._effects.append(Respond(request, reply))
+
+    def _unreachable(self, event: Unreachable, now_ms: int) -> None:
+        if self.role is not Role.FOLLOWER or event.peer != self.leader:
+            return
+        self._fetching = None
+        self._effects.append(SetTimer(AGAIN, now_ms + self.timing.again_ms))
+        if event.refused and self._live_leader(now_ms) is not None:  # R7: silence is not waited for
+            self._heard_ms = now_ms - self.timing.fetch_ms
+            self._arm(FETCH, now_ms, self.timing.again_ms)
+
+    def _fired(self, key: str, now_ms: int) -> None:
+        if key in (ELECTION, FETCH) and self.role is not Role.LEADER:
+            self._stand(now_ms)
+        elif key == AGAIN:
+            self._fetch(now_ms)
+        elif key == TICK and self.role is Role.LEADER:
+            self._tick(now_ms)
+        elif key == WAITING and self.tenure is not None:
+            self._release(now_ms)
+
+    # -- following ---------------------------------------------------------------------------------
+
+    def _look_for_leader(self) -> None:
+        """Without a leader: any voter may know one, but not this node's lost directory."""
+        others = [voter for voter in self.voters if voter.node_id != self.me.node_id]
+        if others and not self._writing:
+            self._send_fetch(self._rng.choice(others))
+
+    def _fetch(self, now_ms: int) -> None:
+        if self.role is Role.FOLLOWER and not self._writing and self._fetching is None:
+            assert self.leader is not None
+            self._send_fetch(self.leader)
+
+    def _send_fetch(self, peer: Voter) -> None:
+        log = self.log
+        self._fetches += 1
+        self._fetching = Fetch(
+            self.me, self.epoch, log.end, log.last_epoch, self.high_watermark, self._fetches
+        )
+        self._effects.append(Send(peer, self._fetching))
+
+    def _fetch_told(self, reply: FetchReply, now_ms: int) -> None:
+        asked = self._fetching
+        if self.role is not Role.FOLLOWER or reply.sender != self.leader or asked is None:
+            return
+        if reply.epoch != self.epoch or reply.number != asked.number:
+            return
+        self._fetching = None
+        if reply.status is FetchStatus.NOT_LEADER:  # any more: its farewell was lost
+            self._detach(self.epoch, now_ms)
+            return
+        self._heard_ms = self._word_ms = now_ms
+        self._arm(FETCH, now_ms, self.timing.fetch_ms)
+        if reply.status is FetchStatus.DIVERGING:
+            assert reply.diverging is not None
+            to = common_end(self.log, self._epochs, reply.diverging)
+            assert to >= self.high_watermark, (to, self.high_watermark)  # U5
+            self._write(TruncateTo(self._next_job(), to))
+        elif reply.status is FetchStatus.SNAPSHOT:
+            assert reply.snapshot is not None
+            self._write(LoadSnapshot(self._next_job(), reply.sender, reply.snapshot))
+        elif reply.end > reply.offset:
+            self._promised = reply.high_watermark
+            self._write(AppendFetched(self._next_job(), reply))
+        else:
+            self._commit_to(min(reply.high_watermark, self.log.end))
+            self._fetch(now_ms)
+
+    def _next_job(self) -> int:
+        self._job += 1
+        return self._job
+
+    def _write(self, op: Any) -> None:
+        """U6.  The shell answers with `Synced(job=…)`."""
+        self._writing = True
+        self._effects.append(Write([op], Level.SYNCED))
+
+    def _synced(self, event: Synced, now_ms: int) -> None:
+        self._know(event.log)
+        if event.job == self._job:
+            self._writing = False
+        self._commit_to(self._sure_end())
+        if self.tenure is not None:
+            self._advance(now_ms)
+            self._release(now_ms)
+        elif self.role is Role.FOLLOWER:
+            self._commit_to(min(self._promised, self.log.end))
+            self._fetch(now_ms)
+        elif self.role is Role.UNATTACHED and event.job and not self._writing:
+            self._look_for_leader()
+
+    def _sure_end(self) -> int:
+        """Snapshots are made of committed records."""
+        snapshot = self.log.snapshot
+        return self.log.base.end if snapshot is None else max(self.log.base.end, snapshot.end)
+
+    def _commit_to(self, offset: int) -> None:
+        if offset > self.high_watermark:  # U2
+            self.high_watermark = offset
+            self._effects.append(Publish(HIGH_WATERMARK, offset))
+
+    # -- leading -----------------------------------------------------------------------------------
+
+    def _tick(self, now_ms: int) -> None:
+        """Tell who has not come yet; step down without a majority."""
+        tenure = self.tenure
+        assert tenure is not None
+        if not tenure.in_touch(self.voters, now_ms - 3 * self.timing.fetch_ms // 2):
+            self._detach(self.epoch, now_ms)
+            return
+        for voter in tenure.silent(self.voters, now_ms - self.timing.fetch_ms):
+            self._effects.append(Send(voter, LeaderBegins(self.me, self.epoch, voter)))
+        self._effects.append(SetTimer(TICK, now_ms + self.timing.fetch_ms // 4))
+
+    def _asked_fetch(self, request: Any, fetch: Fetch, now_ms: int) -> None:
+        tenure = self.tenure
+        if tenure is None or fetch.epoch != self.epoch:
+            self._respond(request, self._not_leader(fetch, self._live_leader(now_ms)))
+            return
+        earlier = tenure.waiting.pop(fetch.sender, None)
+        if earlier is not None:
+            self._respond(earlier.request, self._data(earlier.fetch))
+        tenure.heard_ms[fetch.sender] = now_ms  # also while it loads a snapshot
+        apart = parting(self.log, self._epochs, fetch)
+        if apart is not None:
+            self._respond(request, self._part(fetch, apart))
+            return
+        tenure.note(fetch, self.log.end, now_ms)
+        tenure.waiting[fetch.sender] = Waiting(request, fetch, now_ms + self.timing.wait_ms)
+        self._advance(now_ms)
+        self._release(now_ms)
+
+    def _not_leader(self, fetch: Fetch, leader: Voter | None) -> FetchReply:
+        status = FetchStatus.NOT_LEADER
+        return FetchReply(self.me, self.epoch, leader, status, fetch.number, fetch.offset)
+
+    def _data(self, fetch: Fetch) -> FetchReply:
+        end = max(fetch.offset, self.log.end)
+        return FetchReply(
+            self.me, self.epoch, self.leader, FetchStatus.DATA, fetch.number, fetch.offset, end,
+            self.high_watermark,
+        )  # fmt: skip
+
+    def _part(self, fetch: Fetch, apart: SnapshotId | EpochEnd) -> FetchReply:
+        number, offset = fetch.number, fetch.offset
+        if isinstance(apart, SnapshotId):
+            status = FetchStatus.SNAPSHOT
+            return FetchReply(self.me, self.epoch, self.me, status, number, offset, snapshot=apart)
+        status = FetchStatus.DIVERGING
+        return FetchReply(self.me, self.epoch, self.me, status, number, offset, diverging=apart)
+
+    def _advance(self, now_ms: int) -> None:
+        """Commit what a majority holds (U2, U3)."""
+        tenure = self.tenure
+        assert tenure is not None
+        committed = tenure.committed(self.voters, self.log.end)
+        if committed > tenure.start:
+            self._commit_to(committed)
+        change = tenure.change
+        if change is not None and self.voters == change[1] and self._settled(tenure):
+            self._effects.append(Respond(change[0], None))
+            tenure.change = None
+        if self.me not in self.voters and self._settled(tenure):
+            self._effects += self._goodbye(tenure)
+            self._detach(self.epoch, now_ms)
+
+    def _settled(self, tenure: Tenure) -> bool:
+        """The voters in force are committed, and so is a record of this epoch."""
+        return self.high_watermark > max(tenure.start, self.log.voters[-1].offset)
+
+    def _release(self, now_ms: int) -> None:
+        """Answer the fetches for which there is news, or which have waited enough."""
+        tenure = self.tenure
+        if tenure is None:
+            return
+        for sender, each in list(tenure.waiting.items()):
+            fetch = each.fetch
+            news = self.log.end > fetch.offset or self.high_watermark > fetch.high_watermark
+            if news or each.until_ms <= now_ms:
+                del tenure.waiting[sender]
+                self._respond(each.request, self._data(fetch))
+        self._effects.append(SetTimer(WAITING, tenure.next_due_ms()))
+
+    def _change_voters(self, event: VotersChange, now_ms: int) -> None:
+        """One at a time, and not before this leader's epoch has committed something (KIP-853)."""
+        tenure = self.tenure
+        if tenure is None:
+            self._respond(event.request, errors.ControllerUnavailable("this node does not lead"))
+            return
+        if len(set(event.voters) ^ set(self.voters)) != 1 or not event.voters:
+            self._respond(event.request, errors.InvalidRequest("voters change one at a time"))
+        elif tenure.change is not None or not self._settled(tenure):
+            self._respond(event.request, errors.ControllerUnavailable("other voters are under way"))
+        else:
+            tenure.change = (event.request, tuple(event.voters))  # other records may go before it
+            self._effects.append(
+                Write([AppendVoters(self.epoch, tuple(event.voters))], Level.SYNCED)
+            )
+
+    def _goodbye(self, tenure: Tenure) -> list[Effect]:
+        successors = tenure.successors(self.voters)
+        ends = LeaderEnds(self.me, self.epoch, successors)
+        return [Send(voter, ends) for voter in successors]
+
+    def _resign(self, now_ms: int) -> None:
+        if self.tenure is not None:
+            self._effects += self._goodbye(self.tenure)
+            self._detach(self.epoch, now_ms)

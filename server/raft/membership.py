@@ -1,0 +1,136 @@
+"""What people ask of the metadata quorum: how it stands, and who votes (KIP-595, KIP-836, KIP-853).
+
+Pure: the leader's own view, and what stands against a change that somebody wants; the quorum
+machine makes the change.
+
+Rules
+  V1  who is added has caught up with the leader lately: a voter that lags is counted by majorities
+      it does not help to reach
+  V2  after a change a majority of the voters is in touch with the leader: else the change, and
+      everything after it, would never be committed
+  V3  one voter for a node id: a node with another directory is added after the old one was removed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pk import errors
+from pk.server.raft.leader_state import Tenure
+from pk.server.raft.machine import Quorum
+from pk.server.raft.messages import Voter
+from pk.types import NONE, NodeId
+from pk.wire import pk_pb2 as wire
+
+#: A node that has not fetched for so long is no observer any more.
+OBSERVER_MS = 300_000
+#: V1: how long ago "lately" may be, in times of `Timing.fetch_ms`.
+LATELY = 5
+
+
+def _tenure(quorum: Quorum) -> Tenure:
+    if quorum.tenure is None:
+        raise errors.ControllerUnavailable("this controller does not lead")
+    return quorum.tenure
+
+
+def describe(
+    quorum: Quorum, address_of: Callable[[NodeId], str], now_ms: int
+) -> wire.DescribeQuorumReply:
+    """The quorum as its leader sees it.  Times are ms ago, -1 = never in this epoch.
+
+    Raises `ControllerUnavailable` if this node does not lead.
+    """
+    tenure = _tenure(quorum)
+    reply = wire.DescribeQuorumReply(
+        leader_id=quorum.me.node_id,
+        leader_epoch=quorum.epoch,
+        high_watermark=quorum.high_watermark,
+        log_start=quorum.log.base.end,
+        snapshot_end=NONE if quorum.log.snapshot is None else quorum.log.snapshot.end,
+    )
+
+    def ago(times: dict[Voter, int], voter: Voter) -> int:
+        if voter == quorum.me:
+            return 0
+        return now_ms - times[voter] if voter in times else NONE
+
+    def row(voter: Voter) -> wire.QuorumReplica:
+        return wire.QuorumReplica(
+            node_id=voter.node_id,
+            directory_id=voter.directory_id,
+            address=address_of(voter.node_id),
+            log_end=quorum.log.end if voter == quorum.me else tenure.ends.get(voter, NONE),
+            last_fetch_ago_ms=ago(tenure.heard_ms, voter),
+            last_caught_up_ago_ms=ago(tenure.caught_up_ms, voter),
+        )
+
+    reply.voters.extend(row(voter) for voter in sorted(quorum.voters))
+    reply.observers.extend(
+        row(voter)
+        for voter in sorted(tenure.ends)
+        if voter not in quorum.voters and now_ms - tenure.heard_ms[voter] < OBSERVER_MS
+    )
+    return reply
+
+
+def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
+    """The voters once `voter` is one; as they are if it is (who asked may ask again).
+
+    Raises `InvalidRequest`, `OffsetNotAvailable` (V1), `ControllerUnavailable`.
+    """
+    tenure = _tenure(quorum)
+    if voter in quorum.voters:
+        if quorum.log.voters[-1].offset >= quorum.high_watermark:
+            raise errors.ControllerUnavailable("a change of voters is under way")
+        return quorum.voters
+    for known in quorum.voters:
+        if known.node_id == voter.node_id:  # V3
+            raise errors.InvalidRequest(
+                f"controller {voter.node_id} votes with directory {known.directory_id}: remove "
+                "that voter first"
+            )
+    caught_up_ms = tenure.caught_up_ms.get(voter)
+    if caught_up_ms is None or now_ms - caught_up_ms > LATELY * quorum.timing.fetch_ms:
+        raise errors.OffsetNotAvailable(
+            f"{_name(voter)} has not caught up with the leader: is it running, with that directory?"
+        )
+    return _sound(quorum, (*quorum.voters, voter), now_ms)
+
+
+def without_voter(
+    quorum: Quorum, node_id: NodeId, directory_id: str, now_ms: int
+) -> tuple[Voter, ...]:
+    """The voters once that one is none; directory '' = whichever it has.
+
+    Raises `InvalidRequest`, `ControllerUnavailable`.
+    """
+    _tenure(quorum)
+    gone = [
+        voter
+        for voter in quorum.voters
+        if voter.node_id == node_id and directory_id in ("", voter.directory_id)
+    ]
+    if not gone:
+        wanted = f" with directory {directory_id}" if directory_id else ""
+        raise errors.InvalidRequest(f"controller {node_id}{wanted} is no voter, or no more")
+    if len(quorum.voters) == 1:
+        raise errors.InvalidRequest(f"{_name(gone[0])} is the only voter")
+    return _sound(quorum, tuple(v for v in quorum.voters if v not in gone), now_ms)
+
+
+def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Voter, ...]:
+    """V2."""
+    tenure = _tenure(quorum)
+    since_ms = now_ms - quorum.timing.fetch_ms
+    present = [v for v in voters if v == quorum.me or tenure.heard_ms.get(v, NONE) >= since_ms]
+    if len(present) <= len(voters) // 2:
+        ids = ", ".join(str(voter.node_id) for voter in voters)
+        raise errors.InvalidRequest(
+            f"of the voters {ids} only {len(present)} would be in touch: start the others first"
+        )
+    return voters
+
+
+def _name(voter: Voter) -> str:
+    return f"controller {voter.node_id} (directory {voter.directory_id})"

@@ -1,0 +1,134 @@
+"""The other nodes of the metadata quorum: what is sent to them, and what they answer.
+
+World-generic.  Each peer has one control connection, opened when there is something to say.  A
+message is a call; its reply is an event of the machine, and so is a call that failed.
+
+Invariants
+  P1  calls under way are bounded for each peer; one more is dropped, as the network may drop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.server.controller.clocks import RunningSince
+from pk.server.raft import codec
+from pk.server.raft.messages import (
+    FetchReply,
+    Heard,
+    Told,
+    Unreachable,
+    Voter,
+    VoteReply,
+)
+from pk.server.raft.voters import Voters
+from pk.types import NodeId
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import Caller
+from pk.wire.frames import Frame
+from pk.world import World
+
+CALLS_MAX = 16
+
+
+class Peers:
+    """Calls by voter: `addresses` gives HOST:PORT by node id, `post` takes what comes of them;
+    `voters` knows, and learns, where a leader that is named is reached.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        hello: wire.Hello,
+        addresses: Callable[[], Mapping[NodeId, str]],
+        post: Callable[[Told | Unreachable], None],
+        voters: Voters,
+        *,
+        timeout_ms: int,
+    ) -> None:
+        self._world = world
+        self._hello = hello
+        self._addresses = addresses
+        self._post = post
+        self._voters = voters
+        self._timeout_ms = timeout_ms
+        self._running_since = RunningSince(world.clock)
+        self._callers: dict[NodeId, Caller] = {}
+        self._running: dict[NodeId, int] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    def send(self, peer: Voter, message: Any) -> None:
+        """Say `message`; whatever comes of it is posted."""
+        if self._running.get(peer.node_id, 0) >= CALLS_MAX:
+            return  # P1
+        self._running[peer.node_id] = self._running.get(peer.node_id, 0) + 1
+        task = asyncio.get_running_loop().create_task(self._call(peer, message))
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._ended(done, peer.node_id))
+
+    def _ended(self, task: asyncio.Task[None], node_id: NodeId) -> None:
+        self._tasks.pop(task, None)
+        self._running[node_id] -= 1
+
+    async def _call(self, peer: Voter, message: Any) -> None:
+        caller = self._caller(peer.node_id)
+        try:
+            async with asyncio.timeout(self._timeout_ms / 1000):
+                await caller.connect()
+        except (TimeoutError, errors.PkError) as failure:
+            refused = isinstance(failure, errors.BrokerUnavailable)
+            self._post(Unreachable(peer, refused=refused))
+            return
+        try:
+            request = self._voters.naming(codec.encode(message))
+            if isinstance(request, wire.QuorumFetchRequest):
+                request.clock.CopyFrom(self._running_since.reading())
+            frame = await caller.call(request, timeout_ms=self._timeout_ms)
+            body = getattr(frame.head, frame.head.WhichOneof("body") or "error")
+            reply = codec.decode(body, frame.payload)
+        except errors.PkError:
+            self._post(Unreachable(peer))
+            return
+        if isinstance(reply, VoteReply | Heard | FetchReply):
+            self._voters.learn(body)
+            self._post(Told(reply))
+
+    async def ask(self, peer: Voter, request: Message, timeout_ms: int) -> Frame:
+        """A call that is no message of the machine.  Raises its typed error, or what the caller's
+        connection does.
+        """
+        return await self._caller(peer.node_id).call(request, timeout_ms=timeout_ms)
+
+    def _caller(self, node_id: NodeId) -> Caller:
+        found = self._callers.get(node_id)
+        if found is None:
+            world = self._world
+
+            def address() -> str:
+                known = self._addresses().get(node_id)
+                if known is None:
+                    raise errors.BrokerUnavailable(f"no address is known of controller {node_id}")
+                return known
+
+            found = Caller(world.network, world.clock, address, self._hello)
+            self._callers[node_id] = found
+        return found
+
+    async def idle(self) -> None:
+        """Return when no call is under way."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for caller in self._callers.values():
+            await caller.close()

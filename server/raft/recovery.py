@@ -1,0 +1,199 @@
+"""Opening the metadata directory: the saved vote, the checkpoint files, the log, and how they fit.
+
+World-generic, on the write lane.  The log covers everything from `base` on; what is below is in a
+snapshot.
+
+    .load there               the log is emptied and begins at its end: finish what was begun
+    newest snapshot damaged   the one before it, if the log still reaches back to its end
+    log begins above them     CorruptLog: nobody could say what the records before it came to
+    log ends below them       CorruptLog: a snapshot is made of records that were SYNCED here
+
+Invariants
+  O1  opening twice gives the same
+  O2  nothing committed is cut away as if it were a torn tail: below `synced_end`, and below every
+      snapshot, damage is reported and left where it is.  A clean stop notes the end of the log, so
+      that after it no damage is taken for a torn tail
+  O3  every cut is named, with its range (`Opened.cuts`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pk import errors, limits, settings
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import LogConfig
+from pk.log.storage import Storage
+from pk.server.metadata.records import METADATA_TOPIC_ID
+from pk.server.raft.messages import SnapshotId, Vote
+from pk.server.raft.snapshot_files import KEEP, Found, finish_load
+from pk.types import METADATA_TOPIC, TopicPartition
+
+QUORUM_STATE = "quorum-state"
+LOG_DIR = f"{METADATA_TOPIC}-0"
+NOTHING = SnapshotId(0, 0)
+
+#: How the metadata log differs from a topic: only a snapshot makes it shorter, synced always, large
+#: batches (rule M2).
+_CONFIG = {
+    "retention_ms": -1,
+    "flush_on_ack": True,
+    "index_interval_bytes": 4096,
+    "max_message_bytes": 64 * limits.MIB,
+    "decoded_bytes_max": 64 * limits.MIB,
+}
+#: How the log's notes about its opening say that something is gone.
+_CUT_WORDS = (" cut ", "removed", "before its start")
+_SEGMENT_BYTES = (14 * 1024, 64 * limits.MIB)
+
+
+@dataclass(slots=True, frozen=True)
+class SnapshotRules:
+    """When a snapshot is made: by the bytes of committed records since the last one, or by time if
+    there are any (KIP-630).
+    """
+
+    max_bytes: int = 20 * limits.MIB
+    max_interval_ms: int = 3_600_000  #: 0 = only by bytes
+
+    @property
+    def segment_bytes(self) -> int:
+        """Whole segments are dropped, so they are smaller than what lies between two snapshots."""
+        least, most = _SEGMENT_BYTES
+        return min(max(self.max_bytes // 2, least), most)
+
+
+@dataclass(slots=True, frozen=True)
+class Opened:
+    """What the metadata log begins with."""
+
+    vote: Vote
+    log: PartitionLog
+    kept: tuple[SnapshotId, ...]  #: whole snapshots, oldest first
+    damaged: tuple[str, ...]  #: why, for each of the others
+    cuts: tuple[str, ...] = ()  #: what was cut off the log or removed (O3)
+
+    def report(self, say: Callable[..., None]) -> None:
+        """One line for each damaged snapshot and each cut."""
+        for why in self.damaged:
+            say("metadata_snapshot_damaged", why=why)
+        for what in self.cuts:
+            say("metadata_log_cut", what=what)
+
+
+def read_state(storage: Storage) -> tuple[Vote, int]:
+    """The saved vote and how far the log was SYNCED then; nothing saved yet = epoch 0.
+
+    Raises `CorruptLog`: to guess a vote could be to vote twice.
+    """
+    try:
+        raw = storage.read_file(QUORUM_STATE)
+    except FileNotFoundError:
+        return Vote(), 0
+    try:
+        known = json.loads(raw)
+        vote = Vote(int(known["epoch"]), int(known["voted_for"]), str(known["voted_directory_id"]))
+        return vote, int(known["synced_end"])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise errors.CorruptLog(f"{storage.root}/{QUORUM_STATE} is damaged: {cause}") from cause
+
+
+def state_bytes(vote: Vote, synced_end: int) -> bytes:
+    """The content of `quorum-state`."""
+    known: dict[str, Any] = {
+        "format": 0,
+        "epoch": vote.epoch,
+        "voted_for": vote.voted_for,
+        "voted_directory_id": vote.voted_directory_id,
+        "synced_end": synced_end,
+    }
+    return json.dumps(known).encode()
+
+
+def first_state() -> bytes:
+    """The content of `quorum-state` before any vote."""
+    return state_bytes(Vote(), 0)
+
+
+def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
+    """Where the log begins, if its files begin at `first`: the older of two snapshots, so that one
+    that is found damaged costs nothing.  Raises `CorruptLog` if nothing reaches back to `first`.
+    """
+    covering = [each for each in kept if each.end >= first]
+    if first == 0 and len(covering) < KEEP:
+        return NOTHING
+    if not covering:
+        raise errors.CorruptLog(
+            f"the metadata log begins at {first}, and no whole snapshot reaches up to there",
+            log_start=str(first),
+        )
+    return covering[0]
+
+
+def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
+    """See the module.  Raises `CorruptLog`."""
+    vote, synced_end = read_state(storage)
+    found = Found(storage)
+    if found.loading is not None:
+        log = _begin_anew(storage, rules, found.loading, now_ms)
+        cut = f"everything below offset {found.loading.end}: a snapshot takes its place"
+        return Opened(vote, log, (found.loading,), found.damaged, (cut,))
+    synced_end = max(synced_end, found.newest_end)  # O2: the vote's is as old as the vote
+    log = _open(storage, rules, now_ms, synced_end=synced_end, log_start=None)
+    where = f"{storage.root}/{LOG_DIR}"
+    try:
+        base = base_of(found.kept, log.segments[0].base_offset)
+    except errors.CorruptLog as cause:
+        raise errors.CorruptLog("; ".join((f"{where}: {cause.message}", *found.damaged))) from cause
+    kept = tuple(each for each in found.kept if each.end >= base.end)
+    log.flush()
+    log.advance_log_start(base.end)
+    cuts = tuple(note for note in log.notes if any(word in note for word in _CUT_WORDS))
+    return Opened(vote, log, kept, found.damaged, cuts)
+
+
+def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool) -> None:
+    """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`."""
+    log.close(clean)
+    if clean:
+        # On a full disk the former note stays, and damage above it counts as after a kill.
+        with contextlib.suppress(errors.StorageFull):
+            storage.replace_file(QUORUM_STATE, state_bytes(vote, log.written_end))
+
+
+def _open(
+    storage: Storage,
+    rules: SnapshotRules,
+    now_ms: int,
+    *,
+    synced_end: int,
+    log_start: int | None,
+) -> PartitionLog:
+    config = {**_CONFIG, "segment_bytes": rules.segment_bytes}
+    return PartitionLog.open(
+        storage,
+        LOG_DIR,
+        TopicPartition(METADATA_TOPIC, 0),
+        METADATA_TOPIC_ID,
+        LogConfig.of(settings.TOPIC.resolve(config)),
+        clean=False,  # always verified from the last point known to be SYNCED
+        recovery_point=synced_end,
+        log_start=log_start,
+        now_ms=now_ms,
+    )
+
+
+def _begin_anew(
+    storage: Storage, rules: SnapshotRules, loading: SnapshotId, now_ms: int
+) -> PartitionLog:
+    """The process died while its log was replaced by `loading`: whatever is left of it goes."""
+    for name in storage.list(LOG_DIR):
+        storage.remove(f"{LOG_DIR}/{name}")
+    log = _open(storage, rules, now_ms, synced_end=0, log_start=loading.end)
+    log.flush()
+    finish_load(storage, loading)
+    return log

@@ -1,0 +1,120 @@
+"""A voter that is behind the leader's log fetches its snapshot, piece by piece (KIP-630).
+
+World-generic.  One visit fetches for a bounded time and then lets the machine fetch again: so the
+leader hears of this node, this node of the leader, and both of a change (rule P1: nothing waits for
+a snapshot).  The next visit goes on where the last one stopped.
+
+Invariants
+  S1  only bytes of one snapshot are put together: equal ids have equal bytes (metadata/snapshot.py,
+      N1), and the whole is checked before it counts
+  S2  a visit ends when its leader is followed no longer
+  S3  what was begun is thrown away when nobody has that snapshot any more, or it was damaged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pk import errors
+from pk.clock import Clock
+from pk.log.storage import File
+from pk.server.raft.messages import LoadSnapshot, SnapshotId
+from pk.server.raft.peers import Peers
+from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX, SnapshotFiles
+from pk.wire import pk_pb2 as wire
+
+
+@dataclass(slots=True)
+class _Part:
+    """What was fetched so far."""
+
+    id: SnapshotId
+    file: File
+    position: int = 0
+    size: int | None = None  #: as the leader says; None = nothing was fetched
+
+
+class SnapshotLoader:
+    """See the module."""
+
+    def __init__(
+        self, files: SnapshotFiles, peers: Peers, clock: Clock, *, visit_ms: int, piece_ms: int
+    ) -> None:
+        self._files = files
+        self._peers = peers
+        self._clock = clock
+        self._visit_ms = visit_ms
+        self._piece_ms = piece_ms  #: how long one piece may take
+        self._part: _Part | None = None
+
+    async def visit(
+        self, op: LoadSnapshot, least: int, follows: Callable[[], bool]
+    ) -> tuple[SnapshotId, bytes] | None:
+        """A whole snapshot, not below `least`, whose file is the `.part`; None = another visit.
+
+        Raises what the storage raises.
+        """
+        until_ms = self._clock.monotonic_ms() + self._visit_ms
+        if self._part is not None and self._part.id.end < least:
+            await self.drop()  # the log has come further than what was begun
+        part = await self._begin(op.snapshot)
+        try:
+            while part.position != part.size:
+                if not follows() or self._clock.monotonic_ms() >= until_ms:
+                    return None  # S2
+                await self._fetch(op, part)
+            raw = await self._files.read_part(part.id)
+        except (errors.SnapshotNotFound, errors.InvalidRequest, errors.CorruptLog):
+            await self.drop()  # S3
+            return None
+        except errors.StorageFull:
+            await self.drop()
+            raise
+        except errors.RetriableError:
+            return None
+        return (part.id, raw) if follows() else None
+
+    async def drop(self) -> None:
+        """Begin again."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.file.close()
+            await self._files.drop_part(part.id)
+
+    def done(self) -> None:
+        """The `.part` has another name now."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.file.close()
+
+    async def _begin(self, offered: SnapshotId) -> _Part:
+        """Go on with what was begun, as long as somebody has it; a leader keeps two."""
+        if self._part is None:
+            self._part = _Part(offered, await self._files.begin_part(offered))
+        return self._part
+
+    async def _fetch(self, op: LoadSnapshot, part: _Part) -> None:
+        request = wire.FetchSnapshotRequest(
+            end=part.id.end, epoch=part.id.epoch, position=part.position, max_bytes=PIECE_BYTES
+        )
+        try:
+            frame = await self._peers.ask(op.leader, request, self._piece_ms)
+        except (errors.SnapshotNotFound, errors.InvalidRequest):
+            raise
+        except errors.PkError as failure:  # whatever it is, it is the leader's
+            raise errors.BrokerUnavailable(failure.message) from failure
+        reply: Any = frame.head.fetch_snapshot_reply
+        piece = bytes(frame.payload)
+        same = (reply.end, reply.epoch, reply.position) == (*_pair(part.id), part.position)
+        fits = 0 < len(piece) <= reply.size - part.position and reply.size <= SNAPSHOT_BYTES_MAX
+        if not same or not fits or part.size not in (None, reply.size):
+            raise errors.InvalidRequest(f"a piece that does not fit {part.id} at {part.position}")
+        part.size = reply.size
+        await self._files.append_part(part.file, piece)
+        part.position += len(piece)
+
+
+def _pair(snapshot: SnapshotId) -> tuple[int, int]:
+    return snapshot.end, snapshot.epoch

@@ -1,0 +1,234 @@
+"""The checkpoint files of `DIR/metadata`: made, read, fetched piece by piece, replaced, removed.
+
+World-generic.  A file goes through names, each step SYNCED before the next (rule L1):
+
+    .checkpoint.part   being written or fetched; worth nothing to the next process
+    .checkpoint.load   whole, of a leader, ahead of the log, which is being begun anew behind it
+    .checkpoint        whole
+
+Invariants
+  F1  `kept` are the newest two of those that were found whole; older ones are removed only after
+      the newer is SYNCED
+  F2  while a `.load` is there the log may be in any state: opening finishes what was begun
+  F3  nothing here takes the write lane for longer than `PIECE_BYTES` take: votes pass through it
+      too (rule P1)
+  F4  once a `.load` is there nothing is fetched before it is finished: the next start would drop
+      what was confirmed in between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from pk import errors, limits
+from pk.clock import Clock
+from pk.log.partition_log import PartitionLog
+from pk.log.storage import Disk, File, Storage
+from pk.server.metadata import snapshot
+from pk.server.raft.messages import SnapshotId
+
+PART, LOAD = ".part", ".load"
+#: Room on a full disk is looked for again after this.
+FULL_WAIT_MS = 1_000
+#: How many are kept: where the newest is damaged, the one before it and the log do as well.
+KEEP = 2
+#: Bytes that are written, sent or asked for at once.
+PIECE_BYTES = 256 * 1024
+#: No snapshot is larger: what a leader offers must fit into memory.
+SNAPSHOT_BYTES_MAX = 1024 * limits.MIB
+
+
+class Found:
+    """What a directory holds when it is opened."""
+
+    def __init__(self, storage: Storage) -> None:
+        """Look at every file; sweep what is worth nothing.
+
+        Raises `CorruptLog` for a damaged `.load` (F2), `NewerFormat`.
+        """
+        self.kept: tuple[SnapshotId, ...] = ()
+        self.loading: SnapshotId | None = None
+        self.damaged: tuple[str, ...] = ()  #: why, for each
+        names = storage.list("")
+        for name in names:
+            if name.endswith(snapshot.SUFFIX + PART):
+                storage.remove(name)
+        for name in names:
+            loading = snapshot.id_of(name.removesuffix(LOAD))
+            if loading is None:
+                continue
+            try:
+                snapshot.check(storage.read_file(name), loading)
+            except errors.CorruptLog as cause:
+                if name.endswith(LOAD):
+                    raise
+                self.damaged = (*self.damaged, f"{storage.root}/{name}: {cause.message}")
+                continue
+            if name.endswith(LOAD):
+                self.loading = loading
+            else:
+                self.kept = (*self.kept, loading)
+        self.newest_end = max(
+            (known.end for name in names if (known := snapshot.id_of(name))), default=0
+        )
+        self.kept = self.kept[-KEEP:]
+
+
+def finish_load(storage: Storage, loaded: SnapshotId) -> None:
+    """The log begins behind `loaded`, SYNCED: it is the only snapshot from now on."""
+    name = snapshot.file_name(loaded)
+    if storage.exists(name + LOAD):  # else a full disk came behind it
+        storage.rename(name + LOAD, name)
+    storage.sync_dir("")
+    remove_others(storage, (loaded,))
+
+
+def remove_others(storage: Storage, kept: Iterable[SnapshotId]) -> None:
+    """F1."""
+    names = {snapshot.file_name(each) for each in kept}
+    for name in storage.list(""):
+        if snapshot.id_of(name) is not None and name not in names:
+            storage.remove(name)
+    storage.sync_dir("")
+
+
+class SnapshotFiles:
+    """See the module.  `kept`: oldest first."""
+
+    def __init__(self, disk: Disk, clock: Clock) -> None:
+        self._disk = disk
+        self._clock = clock
+        self.kept: tuple[SnapshotId, ...] = ()
+
+    @property
+    def newest(self) -> SnapshotId | None:
+        return self.kept[-1] if self.kept else None
+
+    async def read(self, wanted: SnapshotId) -> bytes:
+        """The whole file, checked.  Raises `CorruptLog`, `SnapshotNotFound`."""
+        return await self._disk.read(partial(_read_checked, self._disk.storage, wanted))
+
+    async def piece(self, wanted: SnapshotId, position: int, max_bytes: int) -> tuple[bytes, int]:
+        """At most `PIECE_BYTES` at `position`, and the file's size.  Raises `SnapshotNotFound`."""
+        if wanted not in self.kept:
+            raise errors.SnapshotNotFound(f"{snapshot.file_name(wanted)} is not here")
+        count = max(1, min(max_bytes, PIECE_BYTES))
+        return await self._disk.read(
+            partial(_read_piece, self._disk.storage, wanted, position, count)
+        )
+
+    def forget(self, damaged: SnapshotId) -> None:
+        """It was found damaged: neither replayed nor handed out any more."""
+        self.kept = tuple(each for each in self.kept if each != damaged)
+
+    async def write(self, made: SnapshotId, pieces: Iterable[bytes]) -> None:
+        """Make the file, in slices; it counts once `keep` was called.
+
+        Raises what the storage raises.
+        """
+        disk = self._disk
+        part = snapshot.file_name(made) + PART
+        writing = await self.begin_part(made)
+        waiting: list[bytes] = []
+        size = 0
+        try:
+            for piece in pieces:
+                waiting.append(piece)
+                size += len(piece)
+                if size >= PIECE_BYTES:
+                    await disk.write(partial(_append, writing, waiting))
+                    waiting, size = [], 0
+                await self._clock.sleep_ms(0)
+            await disk.write(partial(_append, writing, waiting))
+            await disk.write(partial(_rename, disk.storage, part, snapshot.file_name(made)))
+        except errors.PkError:
+            await disk.write(partial(disk.storage.remove, part))
+            raise
+        finally:
+            writing.close()
+
+    async def keep(self, made: SnapshotId) -> None:
+        """`made` is the newest; the oldest go (F1)."""
+        self.kept = (*(each for each in self.kept if each != made), made)[-KEEP:]
+        await self._disk.write(partial(remove_others, self._disk.storage, self.kept))
+
+    # -- a snapshot that is fetched ----------------------------------------------------------------
+
+    async def begin_part(self, fetched: SnapshotId) -> File:
+        """An empty `.part`."""
+        name = snapshot.file_name(fetched) + PART
+        return await self._disk.write(partial(_fresh, self._disk.storage, name))
+
+    async def append_part(self, file: File, piece: bytes) -> None:
+        await self._disk.write(partial(_append, file, [piece]))
+
+    async def drop_part(self, fetched: SnapshotId) -> None:
+        name = snapshot.file_name(fetched) + PART
+        await self._disk.write(partial(self._disk.storage.remove, name))
+
+    async def read_part(self, fetched: SnapshotId) -> bytes:
+        """The whole `.part`, checked.  Raises `CorruptLog`."""
+        return await self._disk.read(partial(_read_checked, self._disk.storage, fetched, PART))
+
+    async def begin_load(self, fetched: SnapshotId) -> None:
+        """F2: from here on it is the truth, and the log follows."""
+        name = snapshot.file_name(fetched)
+        await self._disk.write(partial(_rename, self._disk.storage, name + PART, name + LOAD))
+
+    async def finish_load(self, loaded: SnapshotId, log: PartitionLog) -> None:
+        """The log follows, once there is room: there is no way back (F4)."""
+        while True:
+            try:
+                await self._disk.write(partial(log.reset_to, loaded.end))
+                await self._disk.write(partial(finish_load, self._disk.storage, loaded))
+                break
+            except errors.StorageFull:
+                await self._clock.sleep_ms(FULL_WAIT_MS)
+        self.kept = (loaded,)
+
+
+def _fresh(storage: Storage, name: str) -> File:
+    file = storage.open(name, create=True)
+    file.truncate(0)
+    return file
+
+
+def _append(file: File, pieces: list[bytes]) -> None:
+    if pieces:
+        file.append(pieces)
+        file.sync()
+
+
+def _rename(storage: Storage, old: str, new: str) -> None:
+    storage.rename(old, new)
+    storage.sync_dir("")
+
+
+def _read_checked(storage: Storage, wanted: SnapshotId, suffix: str = "") -> bytes:
+    name = snapshot.file_name(wanted) + suffix
+    try:
+        raw = storage.read_file(name)
+        snapshot.check(raw, wanted)
+    except FileNotFoundError as cause:
+        raise errors.SnapshotNotFound(f"{storage.root}/{name} is gone") from cause
+    except errors.CorruptLog as cause:
+        raise errors.CorruptLog(f"{storage.root}/{name}: {cause.message}") from cause
+    return raw
+
+
+def _read_piece(
+    storage: Storage, wanted: SnapshotId, position: int, count: int
+) -> tuple[bytes, int]:
+    name = snapshot.file_name(wanted)
+    try:
+        file = storage.open(name, write=False)
+    except FileNotFoundError as cause:
+        raise errors.SnapshotNotFound(f"{storage.root}/{name} is gone") from cause
+    try:
+        size = file.size()
+        if not 0 <= position <= size:
+            raise errors.InvalidRequest(f"{name} has {size} bytes, position {position} is beyond")
+        return file.read(position, count), size
+    finally:
+        file.close()

@@ -1,0 +1,109 @@
+"""Who votes, by what the metadata log says, and where they are reached (KIP-853).
+
+A voters record counts from its append on, committed or not, and no longer once it is cut away.
+Records below the high watermark are never cut: of those, the last one is enough.  What this node's
+configuration says of an address counts more than what the log says.
+
+Who was away while voters came has no record of them, and could not fetch from one that leads: so
+whoever names a leader says where it is reached, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk.server.metadata import snapshot
+from pk.server.metadata.records import MetadataRecord, decode_batches, record_of
+from pk.server.raft.messages import AppendVoters, BeginEpoch, SnapshotId, Voter, VotersAt
+from pk.types import NONE, NodeId
+from pk.wire import pk_pb2 as wire
+
+
+class Voters:
+    """`at`: oldest first, the last counts; never empty."""
+
+    def __init__(self, me: Voter, address: str, first: Mapping[Voter, str]) -> None:
+        given = {voter.node_id: where for voter, where in first.items()}
+        self._given: dict[NodeId, str] = {**given, me.node_id: address}
+        self.addresses: dict[NodeId, str] = dict(self._given)
+        self.at = [VotersAt(NONE, tuple(first))]
+
+    @property
+    def now(self) -> tuple[Voter, ...]:
+        return self.at[-1].voters
+
+    def begin_with(self, known: SnapshotId, raw: bytes) -> None:
+        """The voters of a snapshot that was checked; the log behind it is read next."""
+        voters, addresses = snapshot.voters_of(raw)
+        self.at = [VotersAt(known.end - 1, voters)]
+        self.addresses.update(addresses)
+        self.addresses.update(self._given)
+
+    def find(self, raw: Any, offset: int) -> None:
+        """Note what batches say."""
+        for at, record in decode_batches(raw, offset, verify=False):
+            if record.WhichOneof("record") == "voters":
+                self.note(at, record.voters)
+
+    def note(self, offset: int, record: wire.VotersRecord) -> None:
+        """A record at `offset`."""
+        named = record.voters
+        voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
+        self.at.append(VotersAt(offset, voters))
+        self.addresses.update((each.node_id, each.address) for each in named if each.address)
+        self.addresses.update(self._given)
+
+    def forget(self, end: int) -> None:
+        """The log was cut at `end`."""
+        self.at = [each for each in self.at if each.offset < end]
+
+    def committed(self, end: int) -> None:
+        """Nothing below `end` is ever cut: only the last voters there can come to count."""
+        while len(self.at) > 1 and self.at[1].offset < end:
+            del self.at[0]
+
+    def naming(self, message: Message) -> Message:
+        """`message`, with the address of the leader that it names."""
+        leader = _leader_in(message)
+        if leader is not None:
+            leader.address = self.addresses.get(leader.node_id, "")
+        return message
+
+    def learn(self, message: Any) -> None:
+        """Where the leader that `message` names is reached: its own word, else what nobody said."""
+        leader = _leader_in(message)
+        if leader is None or not leader.address or leader.node_id in self._given:
+            return
+        own = leader.node_id == message.sender.node_id
+        if own or leader.node_id not in self.addresses:
+            self.addresses[leader.node_id] = leader.address
+
+    def records(self, op: BeginEpoch | AppendVoters) -> list[MetadataRecord]:
+        """What the quorum asks to be appended."""
+        voters = wire.VotersRecord(
+            voters=[
+                wire.Voter(
+                    node_id=voter.node_id,
+                    directory_id=voter.directory_id,
+                    address=self.addresses.get(voter.node_id, ""),
+                )
+                for voter in op.voters
+            ]
+        )
+        if isinstance(op, AppendVoters):
+            return [record_of(voters)]
+        ids = [voter.node_id for voter in op.voters]
+        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
+        return [record_of(change), record_of(voters)]
+
+
+def _leader_in(message: Message) -> wire.QuorumVoter | None:
+    if isinstance(message, wire.QuorumBeginRequest):
+        return message.sender
+    named = wire.QuorumVoteReply | wire.QuorumHeardReply | wire.QuorumFetchReply
+    if isinstance(message, named) and message.HasField("leader"):
+        return message.leader
+    return None

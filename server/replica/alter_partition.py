@@ -1,0 +1,168 @@
+"""Changes of in-sync sets, from a leader's wish to the committed record (rule R2, KIP-497).
+
+World-generic.  A leader that wants another ISR says so to its machine first (additions hold the
+watermark from then on), then to the controller; the metadata log says what came of it.  Wishes of
+many partitions travel together, one request at a time.
+
+Invariants
+  C1  a wish ends when the metadata log moves past the partition epoch it was made for, when the
+      leader epoch ends, or when the controller surely will not grant it
+  C2  a wish whose outcome is unknown stays, and is asked again: it may be granted already, and the
+      new member may be elected; when it is refused after all, the committed ISR is asked for, which
+      moves the partition epoch: then no copy of it can be granted any more
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+from pk import errors
+from pk.server.replica.leader import Leader
+from pk.server.replica.partition import Partition
+from pk.types import NodeId, PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+ASK_TIMEOUT_MS = 3_000
+AGAIN_MS = (50, 1_000)
+ITEMS_MAX = 1_000
+#: A leader whose wish was refused does not ask again at once.
+REFUSED_MS = 200
+
+
+class _Wish(NamedTuple):
+    """One leader's request."""
+
+    leader: Leader
+    partition_epoch: int
+    isr: tuple[NodeId, ...]
+    broker_epochs: tuple[int, ...]
+
+
+class IsrChanges:
+    """All wishes of one broker."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core = core
+        self._wishes: dict[PartitionKey, _Wish] = {}
+        self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (C2)
+        self._not_before_ms: dict[PartitionKey, int] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def consider(self, partition: Partition) -> None:
+        """Ask for another ISR if the leader's view of its followers says so."""
+        leader, core = partition.leader, self._core
+        if leader is None or len(leader.replicas) < 2 or core.draining:
+            return
+        now_ms = core.now_ms
+        if self._not_before_ms.get(partition.key, 0) > now_ms:
+            return
+        brokers = core.follower.image.brokers
+        eligible = {
+            replica: brokers[replica].broker_epoch
+            for replica in leader.replicas
+            if replica in brokers and brokers[replica].available
+        }
+        lag_max_ms = core.server["replica_lag_time_max_ms"]
+        wanted = leader.wanted_isr(eligible, now_ms, lag_max_ms, partition.log.log_start)
+        if wanted is None:
+            return
+        leader.on_isr_proposed(wanted)
+        epochs = tuple(
+            core.link.broker_epoch if member == core.node_id else leader.broker_epoch_of(member)
+            for member in wanted
+        )
+        self._unsure.pop(partition.key, None)
+        self._not_before_ms.pop(partition.key, None)
+        self._wishes[partition.key] = _Wish(leader, leader.partition_epoch, wanted, epochs)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        backoff_ms = AGAIN_MS[0]
+        try:
+            while self._open():
+                try:
+                    await self._ask()
+                    backoff_ms = AGAIN_MS[0]
+                    if not self._open():
+                        return
+                except errors.PkError as failure:
+                    self._core.metrics.refused(failure)
+                except Exception as bug:
+                    self._core.bug("changing in-sync sets", bug)
+                # The answer came: what is left waits for the metadata log.  It did not: ask again.
+                await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1))
+                backoff_ms = min(2 * backoff_ms, AGAIN_MS[1])
+        finally:
+            self._task = None
+
+    def _open(self) -> bool:
+        """Whether any wish is left (C1)."""
+        for key, wish in list(self._wishes.items()):
+            partition = self._core.partitions.get(key)
+            if (
+                partition is None
+                or partition.leader is not wish.leader
+                or wish.leader.partition_epoch != wish.partition_epoch
+            ):
+                del self._wishes[key]
+                self._unsure.pop(key, None)
+        return bool(self._wishes)
+
+    async def _ask(self) -> None:
+        core = self._core
+        asked = dict(list(self._wishes.items())[:ITEMS_MAX])
+        request = wire.AlterPartitionRequest(
+            broker_id=core.node_id, broker_epoch=core.link.broker_epoch
+        )
+        for key, wish in asked.items():
+            request.items.add(
+                topic_id=key.topic_id,
+                partition=key.partition,
+                leader_epoch=wish.leader.leader_epoch,
+                partition_epoch=wish.partition_epoch,
+                new_isr=wish.isr,
+                isr_broker_epochs=wish.broker_epochs,
+                recovered=not core.partitions[key].tiered and core.partitions[key].unclean,
+            )
+        try:
+            frame = await core.link.call(request, ASK_TIMEOUT_MS)
+        except errors.PkError:
+            self._unsure.update(dict.fromkeys(asked))
+            raise
+        for result in frame.head.alter_partition_reply.results:
+            key = PartitionKey(result.topic_id, result.partition)
+            if key in asked:
+                self._answered(key, asked[key], result)
+
+    def _answered(self, key: PartitionKey, wish: _Wish, result: wire.AlterPartitionResult) -> None:
+        """C1: refused for sure, or the metadata log will tell."""
+        if not result.HasField("error"):
+            if set(wish.isr) == set(wish.leader.isr):
+                return  # C2
+            change = "shrink" if len(wish.isr) < len(wish.leader.isr) else "expand"
+            self._core.metrics.isr_changes.labels(change).inc()
+            return
+        error = frames.raise_error(result.error)
+        self._core.metrics.refused(error)
+        if not isinstance(error, errors.IneligibleReplica) or self._wishes.get(key) is not wish:
+            return
+        if key in self._unsure:
+            self._wishes[key] = wish._replace(isr=wish.leader.isr, broker_epochs=())
+            return
+        del self._wishes[key]
+        self._not_before_ms[key] = self._core.now_ms + REFUSED_MS
+        partition = self._core.partitions.get(key)
+        moved = wish.leader.on_isr_refused(wish.isr)
+        if moved and partition is not None and partition.leader is wish.leader:
+            partition.watermark_moved()

@@ -1,0 +1,157 @@
+"""The write side of one data directory: many partitions' appends in one wake-up of its lane (rule
+P2).
+
+World-generic.  Partitions hand in that they have decided appends; while one round of writes is on
+the disk the next one gathers, so the group grows with the load by itself.  A round takes every
+partition's appends in the order in which they were decided, writes them in the lane, and completes
+them on the loop.
+
+Invariants
+  L1  one round is in the lane at a time; a partition's appends are written in the order they were
+      decided
+  L2  `queued_bytes` counts what was decided and is not completed; above the bound `room` waits, and
+      with it the produce streams that would add more (rule: a full queue pushes back, never grows)
+  L3  a failed partition does not stop the others of its round
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pk import limits
+from pk.log.recent import Recent
+from pk.log.storage import Disk
+from pk.server.replica.space import Space
+
+
+class Appender(Protocol):
+    """A partition as the lane sees it."""
+
+    def take_round(self) -> Callable[[], Any] | None:
+        """What to run in the lane for everything decided so far;
+
+        None = nothing is left to write.
+        """
+        ...
+
+    def end_round(self, outcome: Any, failure: BaseException | None) -> None:
+        """The work ran: its result, or what it raised.  On the loop."""
+        ...
+
+
+class WriteLane:
+    """Group commit for the partitions of one directory."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        *,
+        on_bug: Callable[[str, BaseException], None],
+        bytes_max: int = limits.WRITE_QUEUE_BYTES_MAX,
+        reserve_bytes: int = 0,
+        on_space: Callable[[WriteLane], None] = lambda lane: None,
+    ) -> None:
+        self.disk = disk
+        self.space = Space(disk.storage.root, reserve_bytes, lambda: on_space(self))
+        self.recent = Recent()  #: what it wrote last, for readers that wait for it
+        self.queued_bytes = 0
+        self.rounds = 0
+        self._bytes_max = bytes_max
+        self._on_bug = on_bug
+        self._dirty: dict[Appender, None] = {}
+        self._current: dict[Appender, None] = {}
+        self._round_waiters: list[asyncio.Future[None]] = []
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def submit(self, appender: Appender, size: int) -> None:
+        """`appender` has decided `size` more bytes."""
+        self.queued_bytes += size
+        self.space.spend(size)
+        self._dirty[appender] = None
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._rounds())
+
+    def done(self, size: int) -> None:
+        """`size` decided bytes were completed or failed."""
+        self.queued_bytes -= size
+        while self._waiters and self.queued_bytes < self._bytes_max:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+    @property
+    def full(self) -> bool:
+        """More must wait (L2)."""
+        return self.queued_bytes >= self._bytes_max
+
+    async def room(self) -> None:
+        """Wait until more may be decided; first come, first served."""
+        while self.full:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    async def settled(self, appender: Appender) -> None:
+        """Wait until everything `appender` decided so far was completed; others may go on."""
+        while appender in self._dirty or appender in self._current:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._round_waiters.append(waiter)
+            await waiter
+
+    async def idle(self) -> None:
+        """Wait until everything decided so far was completed."""
+        while self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def _rounds(self) -> None:
+        try:
+            while self._dirty:
+                dirty, self._dirty = self._dirty, {}
+                work = [(each, run) for each in dirty if (run := each.take_round()) is not None]
+                if not work:
+                    self._end_of_round()
+                    continue
+                self.rounds += 1
+                self._current = {each: None for each, _ in work}
+                outcomes = await self._in_lane([run for _, run in work])
+                for (appender, _), (outcome, failure) in zip(work, outcomes, strict=True):
+                    try:
+                        appender.end_round(outcome, failure)
+                    except Exception as bug:  # L3
+                        self._on_bug("completing a write", bug)
+                self._end_of_round()
+        finally:
+            self._task = None
+            self._end_of_round()
+            if self._dirty:  # something was submitted while the last step of this task ran
+                self._task = asyncio.get_running_loop().create_task(self._rounds())
+
+    def _end_of_round(self) -> None:
+        self._current = {}
+        waiters, self._round_waiters = self._round_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _in_lane(
+        self, work: list[Callable[[], Any]]
+    ) -> list[tuple[Any, BaseException | None]]:
+        try:
+            return await self.disk.write(lambda: _run_all(work))
+        except Exception as failure:  # the lane itself is gone: nothing of this round was written
+            return [(None, failure)] * len(work)
+
+
+def _run_all(work: list[Callable[[], Any]]) -> list[tuple[Any, BaseException | None]]:
+    """In the lane: run each; what one raises is its own outcome (L3)."""
+    outcomes: list[tuple[Any, BaseException | None]] = []
+    for run in work:
+        try:
+            outcomes.append((run(), None))
+        except Exception as failure:
+            outcomes.append((None, failure))
+    return outcomes

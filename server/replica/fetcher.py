@@ -1,0 +1,589 @@
+"""This broker's follower replicas: one fetch stream to each broker that leads some of them.
+
+World-generic.  A replica sets its position at the leader once per leader epoch
+(replica/follower.py); from then on the leader sends what it appends (rule P4), the replica's
+directory lane writes it, and the stream tells the leader how far each log has come.  What a
+follower confirms is WRITTEN, or SYNCED where the topic acknowledges only that (rule L2).
+
+Invariants
+  R1  a replica fetches under the leader epoch that the metadata names, and takes only what answers
+      its newest position
+  R2  before a position is set, everything decided for the log is written or undone: its end is
+      what the leader hears
+  R3  a log is cut or begun anew only on the word of the current leader, and never below the
+      committed high watermark of a clean history (rule R4)
+  R4  what is fetched and not written is bounded by the credits of its stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from pk import errors, limits
+from pk.log.storage import Buffer
+from pk.server.metadata.image import PartitionState
+from pk.server.replica import follower
+from pk.server.replica.partition import Partition
+from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import head_of, open_stream
+from pk.world import Disconnected, Stream, StreamKind
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+BACKOFF_MS = (50, 1_000)
+#: A replica that was refused asks again after this, and twice as long each further time: a new
+#: leader knows of its office within milliseconds.
+AGAIN_MS = (10, 500)
+#: … and one whose disk is full, after this.
+FULL_MS = 1_000
+CONNECT_MS = 5_000
+#: Positions in one request, and one partition's share of a frame.
+POSITIONS_MAX = 1_000
+PARTITION_BYTES = 4 * limits.MIB
+
+
+class Replica:
+    """One partition that this broker follows."""
+
+    __slots__ = (
+        "fetcher",
+        "leader_epoch",
+        "log_start",
+        "owed",
+        "partition",
+        "placed",
+        "position_id",
+        "refused",
+        "unclean_epoch",
+    )
+
+    def __init__(self, fetcher: LeaderFetcher, partition: Partition, state: PartitionState) -> None:
+        self.fetcher = fetcher
+        self.partition = partition
+        self.leader_epoch: Epoch = state.leader_epoch
+        self.unclean_epoch: Epoch = state.unclean_epoch
+        self.position_id = 0  #: of the newest position; what answers an older one is dropped (R1)
+        self.placed = False  #: the position is on its way, and the log stands where it says
+        self.log_start: Offset = 0  #: the leader's
+        self.refused = 0  #: times in a row
+        self.owed = 0  #: bytes that were handed to the log and are not stored yet (R4)
+
+    @property
+    def key(self) -> PartitionKey:
+        return self.partition.key
+
+    @property
+    def current(self) -> bool:
+        return self.partition.replica is self
+
+    def stored(self, size: int) -> None:
+        """watchers.Follows."""
+        self.fetcher.stored(self, size)
+
+    def log_start_moved(self) -> None:
+        """watchers.Follows."""
+        self.fetcher.stored(self, 0)
+
+    def not_stored(self, error: errors.PkError) -> None:
+        """watchers.Follows."""
+        self.fetcher.stored(self, self.owed)
+        if isinstance(error, errors.StorageFull):
+            self.fetcher.no_room(self)
+        else:
+            self.fetcher.again(self)
+
+
+class Replicas:
+    """All followed partitions, by the broker that leads them."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        self.core = core
+        self._fetchers: dict[NodeId, LeaderFetcher] = {}
+        #: logs being cut or begun anew: whoever wants such a log to stand still waits (R2)
+        self.changing: dict[PartitionKey, asyncio.Task[Any]] = {}
+
+    async def stand_still(self, partition: Partition) -> None:
+        """Return once nothing that was decided for the log is under way."""
+        while (task := self.changing.get(partition.key)) is not None:
+            await asyncio.wait((task,))
+        await partition.lane.settled(partition)
+
+    def follow(self, partition: Partition, state: PartitionState) -> None:
+        """Fetch `partition` from the leader that `state` names; nothing to do if that is so."""
+        known = partition.replica
+        if isinstance(known, Replica):
+            same = known.fetcher.leader == state.leader
+            if same and known.leader_epoch == state.leader_epoch:
+                known.unclean_epoch = state.unclean_epoch
+                return
+            self.leave(partition)
+        fetcher = self._fetchers.get(state.leader)
+        if fetcher is None:
+            fetcher = self._fetchers[state.leader] = LeaderFetcher(self.core, state.leader)
+        replica = Replica(fetcher, partition, state)
+        partition.replica = replica
+        fetcher.add(replica)
+
+    def leave(self, partition: Partition) -> None:
+        """Stop fetching: it leads, it is gone, or nobody leads."""
+        replica, partition.replica = partition.replica, None
+        if isinstance(replica, Replica):
+            replica.fetcher.remove(replica)
+
+    def brokers_changed(self) -> None:
+        """An address, or this broker's own registration, may be another one."""
+        for fetcher in self._fetchers.values():
+            fetcher.look_again()
+
+    async def close(self) -> None:
+        for fetcher in list(self._fetchers.values()):
+            await fetcher.close()
+        tasks = list(self.changing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LeaderFetcher:
+    """One leader's stream."""
+
+    def __init__(self, core: BrokerCore, leader: NodeId) -> None:
+        self.core = core
+        self.leader = leader
+        self._replicas: dict[PartitionKey, Replica] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._run_task: asyncio.Task[None] | None = None
+        self._stream: Stream | None = None
+        self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
+        self._positions: deque[Replica] = deque()  #: to be set
+        self._position_id = 0  #: of the newest
+        self._confirm: dict[PartitionKey, Replica] = {}
+        self._forget: list[PartitionKey] = []
+        self._full: dict[PartitionKey, Replica] = {}  #: what they fetched found no room (L16)
+        self._owed = 0  #: credit that comes back when what was fetched is written
+        self._credit = 0  #: to be granted with the next request
+        self._wake = asyncio.Event()
+        self._poked = asyncio.Event()  #: there is a reason to connect now
+
+    # -- replicas ----------------------------------------------------------------------------------
+
+    def add(self, replica: Replica) -> None:
+        self._replicas[replica.key] = replica
+        if self._run_task is None:
+            self._run_task = asyncio.get_running_loop().create_task(self._run())
+        self._poked.set()
+        self._place_soon(replica)
+
+    def remove(self, replica: Replica) -> None:
+        if self._replicas.get(replica.key) is replica:
+            del self._replicas[replica.key]
+            self._confirm.pop(replica.key, None)
+            self._full.pop(replica.key, None)
+            self._forget.append(replica.key)
+            self._returns(replica, replica.owed)
+            self._wake.set()
+
+    def look_again(self) -> None:
+        """The stream goes if it would be another one now; who is back is tried at once."""
+        self._poked.set()
+        if self._stream is not None and self._session != self._wanted_session():
+            self._stream.close()
+
+    def again(self, replica: Replica, wait_ms: int = 0) -> None:
+        """Set the position anew after a while."""
+        replica.placed = False
+        wait_ms = max(wait_ms, min(AGAIN_MS[0] << min(replica.refused, 10), AGAIN_MS[1]))
+        replica.refused += 1
+        self._spawn(self._later(replica, wait_ms))
+
+    def no_room(self, replica: Replica) -> None:
+        """What was fetched could not be stored: the leader must not wait for this replica (L16)."""
+        self._full[replica.key] = replica
+        self._wake.set()
+        self.again(replica, FULL_MS)
+
+    async def _later(self, replica: Replica, wait_ms: int) -> None:
+        await self.core.clock.sleep_ms(wait_ms * self.core.world.rng.uniform(0.5, 1.0))
+        self._place_soon(replica)
+
+    def _place_soon(self, replica: Replica) -> None:
+        if replica.current and self._stream is not None:
+            self._spawn(self._place(replica))
+
+    async def _place(self, replica: Replica) -> None:
+        """R2."""
+        replica.placed = False
+        await self.core.replicas.stand_still(replica.partition)
+        if replica.current and not replica.placed:
+            if replica.partition.log.blank:
+                if replica.key not in self.core.replicas.changing:
+                    self._change(replica, self._begin_blank(replica))
+                return
+            # What a former leader had committed beyond this log's end, an unclean one may not have.
+            replica.partition.cut_watermark(replica.partition.log.written_end)
+            self._position_id += 1  # R1: an older replica's answers may be on their way yet
+            replica.position_id = self._position_id
+            replica.placed = True
+            self._confirm.pop(replica.key, None)
+            self._positions.append(replica)
+            self._wake.set()
+
+    def stored(self, replica: Replica, size: int) -> None:
+        """What the leader may count on has grown."""
+        self._returns(replica, size)
+        if replica.placed:
+            self._confirm[replica.key] = replica
+        self._wake.set()
+
+    def _returns(self, replica: Replica, size: int) -> None:
+        """R4: what its log took is stored, undone, or nobody's any more."""
+        replica.owed -= (returned := min(size, replica.owed))
+        self._owed -= (returned := min(returned, self._owed))
+        self._credit += returned
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self.core.bug("following a leader", bug)
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._run_task] if self._run_task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._stream is not None:
+            self._stream.close()
+
+    def _wanted_session(self) -> tuple[str, int]:
+        return self.core.address_of(self.leader), self.core.link.broker_epoch
+
+    async def _run(self) -> None:
+        """Connections, one after another, as long as there is something to follow."""
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            if self._replicas:
+                try:
+                    await self._connection()
+                    backoff_ms = BACKOFF_MS[0]
+                except (Disconnected, TimeoutError, errors.PkError) as cause:
+                    self.core.metrics.fetch_breaks.inc()
+                    if isinstance(cause, errors.PkError):
+                        self.core.metrics.refused(cause)
+                except Exception as bug:
+                    self.core.bug("fetching from a leader", bug)
+            if await self._pause(backoff_ms if self._replicas else None):
+                backoff_ms = BACKOFF_MS[0]
+            else:
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+
+    async def _pause(self, wait_ms: int | None) -> bool:
+        """Wait before the next connection; True if somebody gave a reason to try at once."""
+        self._poked.clear()
+        if wait_ms is None:
+            await self._poked.wait()
+            return True
+        try:
+            async with asyncio.timeout(wait_ms * self.core.world.rng.uniform(0.5, 1.0) / 1000):
+                await self._poked.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _connection(self) -> None:
+        session = self._wanted_session()
+        if not session[0] or session[1] == NONE:
+            return
+        async with asyncio.timeout(CONNECT_MS / 1000):
+            stream, _ = await open_stream(
+                self.core.world.network, session[0], StreamKind.FETCH, self.core.hello
+            )
+        if session != self._wanted_session():  # there was no stream yet when that was heard
+            stream.close()
+            return
+        self._stream, self._session = stream, session
+        self._positions.clear()
+        self._confirm.clear()
+        self._forget.clear()
+        self._full.clear()
+        self._owed, self._credit = 0, limits.FETCH_CREDIT_BYTES
+        for replica in list(self._replicas.values()):
+            replica.owed = 0
+            self._place_soon(replica)
+        writer = asyncio.get_running_loop().create_task(self._write(stream, session[1]))
+        try:
+            while (raw := await stream.recv()) is not None:
+                self._take(frames.decode(raw))
+        finally:
+            self._stream = None
+            writer.cancel()
+            stream.close()
+
+    # -- what the leader is told -------------------------------------------------------------------
+
+    async def _write(self, stream: Stream, broker_epoch: int) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                request = self._request(broker_epoch)
+                if request is None:
+                    await self._wake.wait()
+                    continue
+                await stream.send(frames.encode(head_of(request)))
+        except Disconnected:
+            return  # the reader notices too
+        except Exception as bug:
+            self.core.bug("telling a leader", bug)
+            stream.close()
+
+    def _request(self, broker_epoch: int) -> wire.FetchRequest | None:
+        """Everything there is to say; None = nothing."""
+        if not (self._positions or self._confirm or self._forget or self._credit or self._full):
+            return None
+        request = wire.FetchRequest(
+            replica_id=self.core.node_id,
+            replica_epoch=broker_epoch,
+            max_bytes=limits.FRAME_BYTES,
+            credit_bytes=self._credit,
+        )
+        self._credit = 0
+        forget, self._forget = self._forget, []
+        for key in forget:
+            if key not in self._replicas:
+                request.forgotten.add(topic_id=key.topic_id, partition=key.partition)
+        while self._positions and len(request.positions) < POSITIONS_MAX:
+            replica = self._positions.popleft()
+            if replica.current and replica.placed:
+                self._add_position(request, replica)
+        full, self._full = self._full, {}
+        for key, replica in full.items():
+            request.full.add(
+                topic_id=key.topic_id, partition=key.partition, leader_epoch=replica.leader_epoch
+            )
+        confirm, self._confirm = self._confirm, {}
+        for key, replica in confirm.items():
+            if replica.current and replica.placed:
+                request.confirmed.add(
+                    topic_id=key.topic_id,
+                    partition=key.partition,
+                    position_id=replica.position_id,
+                    log_end=_kept_end(replica.partition),
+                    log_start=replica.partition.log.log_start,
+                )
+        return request
+
+    def _add_position(self, request: wire.FetchRequest, replica: Replica) -> None:
+        log = replica.partition.log
+        assert log.log_end == log.written_end, "R2"
+        end = _kept_end(replica.partition)
+        if end < log.log_end:  # the leader counts what is SYNCED: make it so, then ask
+            replica.placed = False
+            self._spawn(self._sync(replica))
+            return
+        request.positions.add(
+            topic_id=replica.key.topic_id,
+            partition=replica.key.partition,
+            position_id=replica.position_id,
+            current_leader_epoch=replica.leader_epoch,
+            fetch_offset=end,
+            last_fetched_epoch=log.epochs.epoch_of(end - 1) if end > 0 else NONE,
+            log_start=log.log_start,
+            partition_max_bytes=PARTITION_BYTES,
+        )
+
+    async def _sync(self, replica: Replica) -> None:
+        partition = replica.partition
+        try:
+            await partition.lane.disk.write(partition.log.flush)
+        except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
+            self.core.metrics.refused(passing)
+            self.again(replica, FULL_MS)
+            return
+        except errors.PkError as error:
+            self.core.storage_failed(partition, error)
+            return
+        await self._place(replica)
+
+    # -- what the leader answers -------------------------------------------------------------------
+
+    def _take(self, frame: frames.Frame) -> None:
+        if frame.head.HasField("error"):
+            raise frames.raise_error(frame.head.error)
+        at = 0
+        for entry in frame.head.fetch_reply.partitions:
+            end = at + entry.payload_bytes
+            if end > len(frame.payload):
+                raise errors.CorruptBatch("a fetch frame is shorter than its head says")
+            self._owed += entry.payload_bytes
+            if not self._take_entry(entry, frame.payload[at:end]):
+                self._give_back(entry.payload_bytes)
+            at = end
+
+    def _give_back(self, size: int) -> None:
+        self._owed -= size
+        self._credit += size
+        if size:
+            self._wake.set()
+
+    def _take_entry(self, entry: wire.FetchedPartition, payload: Buffer) -> bool:
+        """False if the payload was not handed to the log."""
+        replica = self._replicas.get(PartitionKey(entry.topic_id, entry.partition))
+        if replica is None or entry.position_id != replica.position_id or not replica.placed:
+            return False  # R1
+        if entry.HasField("error"):
+            self.core.metrics.refused(frames.raise_error(entry.error))
+            self.again(replica)
+            return False
+        if entry.HasField("diverging"):
+            parting = entry.diverging
+            self._change(replica, self._cut(replica, (parting.epoch, parting.end_offset)))
+            return False
+        if entry.HasField("start_at"):
+            self._change(replica, self._start_anew(replica, entry.start_at, entry.log_start))
+            return False
+        return self._append(replica, entry, payload)
+
+    def _append(self, replica: Replica, entry: wire.FetchedPartition, payload: Buffer) -> bool:
+        partition, taken = replica.partition, bool(entry.payload_bytes)
+        if taken:
+            try:
+                partition.append_fetched(
+                    payload, self.core.clocks.now().heard_ms, entry.leader_epoch
+                )
+            except errors.PkError as error:
+                self.core.metrics.refused(error)
+                self.core.warn(
+                    "fetched_batch_refused", partition=str(partition), error=error.message
+                )
+                self.again(replica)
+                return False
+        replica.refused = 0
+        self.core.follower.compared(replica.key)
+        replica.owed += entry.payload_bytes
+        partition.heard_watermark(entry.high_watermark)
+        replica.log_start = entry.log_start
+        partition.heard_retention(entry.log_start, entry.tiered_end, entry.droppable_end)
+        return taken
+
+    # -- changes of the log's shape ----------------------------------------------------------------
+
+    def _change(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` on the log of `replica` while nothing else happens to it, then ask again."""
+        replica.placed = False
+        changing, key = self.core.replicas.changing, replica.key
+        assert key not in changing, "a position is answered once"
+        task = changing[key] = asyncio.get_running_loop().create_task(self._try(replica, work))
+
+        def done(ended: asyncio.Task[bool]) -> None:
+            del changing[key]
+            self._ended(ended)
+            if not ended.cancelled() and not ended.exception() and not ended.result():
+                self.no_room(replica)
+            else:
+                self._place_soon(replica)
+
+        task.add_done_callback(done)
+
+    async def _try(self, replica: Replica, work: Coroutine[Any, Any, None]) -> bool:
+        """False if a full disk left the log as it was: to be tried again."""
+        try:
+            await work
+        except errors.PkError as error:
+            if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
+                self.core.metrics.refused(error)
+                replica.partition.lane.space.no_room(self.core.now_ms)
+                return False
+            self.core.storage_failed(replica.partition, error)
+        return True
+
+    async def _cut(self, replica: Replica, theirs: tuple[Epoch, Offset]) -> None:
+        """R3: the logs part."""
+        partition, log, core = replica.partition, replica.partition.log, self.core
+        await partition.lane.settled(partition)
+        if not replica.current:
+            return
+        known = partition.high_watermark
+        try:
+            cut = follower.cut_at(
+                theirs,
+                log.epochs,
+                log_end=log.log_end,
+                high_watermark=known,
+                unclean=_given_up(replica, known),
+            )
+        except errors.LogTruncated as refusal:
+            _refused(core, partition, refusal)
+            return
+        facts = {"partition": str(partition), "log_end": log.log_end, "offset": cut.offset}
+        if cut.offset < log.log_end:
+            core.metrics.truncations.inc()
+            core.warn("log_cut", leader_epoch=replica.leader_epoch, **facts)
+        if cut.below_watermark:
+            core.metrics.committed_cut.inc(known - cut.offset)
+            core.warn("committed_records_cut", high_watermark=known, **facts)
+        partition.cut_watermark(cut.offset)
+        await core.manager.cut(partition.key, cut.offset)
+
+    async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
+        """Rule R5."""
+        partition, core = replica.partition, self.core
+        await partition.lane.settled(partition)
+        if not replica.current:
+            return
+        offset, known = told.local_log_start, partition.high_watermark
+        try:
+            follower.check_start(offset, high_watermark=known, unclean=_given_up(replica, known))
+        except errors.LogTruncated as refusal:
+            _refused(core, partition, refusal)
+            return
+        if known > offset:
+            core.metrics.committed_cut.inc(known - offset)
+        await self._begin(replica, offset, told.producer_snapshot, log_start)
+
+    async def _begin_blank(self, replica: Replica) -> None:
+        """O2 of loading.py: as a new replica, which hears of the producers from its leader."""
+        if replica.current:
+            await self._begin(replica, 0, b"", 0)
+
+    async def _begin(
+        self, replica: Replica, offset: Offset, snapshot: bytes, log_start: Offset
+    ) -> None:
+        partition, log, core = replica.partition, replica.partition.log, self.core
+        core.metrics.starts_anew.inc()
+        facts = {
+            "log_end": log.log_end,
+            "offset": offset,
+            "high_watermark": partition.high_watermark,
+        }
+        core.warn("log_begun_anew", partition=str(partition), **facts)
+        partition.cut_watermark(0)
+        await core.manager.start_anew(partition.key, offset, snapshot, log_start=log_start)
+
+
+def _given_up(replica: Replica, known: Offset) -> bool:
+    """An unclean election came after the last record known to be committed (rule R4)."""
+    return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
+
+
+def _refused(core: BrokerCore, partition: Partition, refusal: errors.LogTruncated) -> None:
+    """R3: one of the two logs is damaged; people must look before this one goes."""
+    core.metrics.violations.inc()
+    core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
+
+
+def _kept_end(partition: Partition) -> Offset:
+    """What the leader may count on (rule L2)."""
+    log = partition.log
+    return log.synced_end if partition.settings["flush_on_ack"] else log.written_end

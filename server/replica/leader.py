@@ -1,0 +1,302 @@
+"""The leader's view of one partition: who is in sync, and how far the high watermark may go.
+
+Sans-IO.  The broker tells it of appends, of fetches by followers and of what the metadata log
+committed; it answers whether the high watermark moved.  Read first: docs/PROTOCOL.md R1, R2, L2,
+L5; KIP-101, KIP-966.
+
+A new leader does not know how far its predecessor's watermark had come; it knows that everything
+its predecessor committed is in its own log.  So it is *ready* once its watermark has reached the
+end its log had when the epoch began; until then a reader above the watermark is told
+OFFSET_NOT_AVAILABLE, never that its offset is out of range (KIP-207).
+
+Invariants
+  I1  log_start <= high_watermark <= log_end
+  I2  every replica of the maximal ISR holds everything below the high watermark
+  I3  the high watermark never moves back within a leader epoch
+  I4  the leader is a member of its own ISR
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pk import errors
+from pk.server.replica import watermark
+from pk.server.replica.isr import InSync
+from pk.types import NONE, Epoch, NodeId, Offset
+
+ACKS_ALL = -1
+
+
+class Leader:
+    """One partition in one leader epoch.  A new epoch is a new `Leader`."""
+
+    __slots__ = (
+        "_flush_on_ack",
+        "_followers",
+        "_pending",
+        "_positions",
+        "_required_setting",
+        "_synced_end",
+        "_written_end",
+        "high_watermark",
+        "isr",
+        "leader_epoch",
+        "node_id",
+        "partition_epoch",
+        "replicas",
+        "start_offset",
+    )
+
+    def __init__(
+        self,
+        *,
+        node_id: NodeId,
+        leader_epoch: Epoch,
+        partition_epoch: int,
+        replicas: Sequence[NodeId],
+        isr: Sequence[NodeId],
+        log_end: Offset,
+        synced_end: Offset,
+        high_watermark: Offset,
+        min_insync_replicas: int,
+        flush_on_ack: bool,
+        now_ms: int = 0,
+    ) -> None:
+        assert node_id in isr, "I4: a leader outside its ISR was never elected"
+        self.node_id = node_id
+        self.leader_epoch = leader_epoch
+        self.partition_epoch = partition_epoch
+        self.replicas = tuple(replicas)
+        self.isr = tuple(isr)
+        #: the end of the log when this epoch began; `ready` means the watermark has reached it
+        self.start_offset = log_end
+        self.high_watermark = min(
+            high_watermark, log_end
+        )  # I1: a checkpoint may outlive a torn tail
+        self._written_end = log_end
+        self._synced_end = min(synced_end, log_end)
+        self._required_setting = min_insync_replicas
+        self._flush_on_ack = flush_on_ack
+        self._followers = InSync(isr, log_end, now_ms)
+        #: the newest position each follower set: (broker epoch, its number there)
+        self._positions: dict[NodeId, tuple[int, int]] = {}
+        #: the ISR that was proposed and is not committed yet (rule R2); empty = none
+        self._pending: tuple[NodeId, ...] = ()
+        self._move()
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """The watermark covers everything a predecessor may have committed (rule T1, KIP-207)."""
+        return self.high_watermark >= self.start_offset
+
+    @property
+    def settled(self) -> bool:
+        """Who is in sync was heard in this epoch, with everything from before it.
+
+        Until then one of them may have more, of a leader before, that nobody has cut yet: elected
+        next, it brings that back (rule L6).
+        """
+        return all(
+            self._followers.broker_epoch_of(member) != NONE
+            and self._followers.end_of(member) >= self.start_offset
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+
+    @property
+    def log_end(self) -> Offset:
+        """End of what this replica has WRITTEN."""
+        return self._written_end
+
+    @property
+    def in_sync_required(self) -> int:
+        """Committed in-sync replicas without which nothing is acknowledged."""
+        return watermark.in_sync_required(self._required_setting, len(self.replicas))
+
+    def check_epoch(self, epoch: Epoch) -> None:
+        """Raises unless `epoch` is this leader's or absent (KIP-320)."""
+        if epoch in (NONE, self.leader_epoch):
+            return
+        facts = {"leader_epoch": str(self.leader_epoch)}
+        if epoch < self.leader_epoch:
+            raise errors.FencedLeaderEpoch(
+                f"epoch {epoch} is over; this is {self.leader_epoch}", **facts
+            )
+        raise errors.UnknownLeaderEpoch(
+            f"epoch {epoch} is not known here yet; this is {self.leader_epoch}", **facts
+        )
+
+    def check_acks(self, acks: int) -> None:
+        """Raises `NotEnoughReplicas` if `acks` could not be honoured now (rule R1)."""
+        if acks == ACKS_ALL and len(self.isr) < self.in_sync_required:
+            raise errors.NotEnoughReplicas(
+                f"{len(self.isr)} in-sync replicas, {self.in_sync_required} are required"
+            )
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def on_local_end(self, written_end: Offset, synced_end: Offset) -> bool:
+        """The own log reached these ends.  True if the high watermark moved."""
+        assert synced_end <= written_end, (synced_end, written_end)
+        assert written_end >= self.high_watermark, "I1: nothing committed is ever cut by its leader"
+        self._written_end = written_end
+        self._synced_end = synced_end
+        return self._move()
+
+    def on_undone(self, written_end: Offset) -> None:
+        """A write failed: what was decided and not written is gone (rule L2)."""
+        self.start_offset = min(self.start_offset, written_end)
+
+    def on_follower_end(
+        self,
+        replica: NodeId,
+        end: Offset,
+        now_ms: int = 0,
+        broker_epoch: int = NONE,
+        log_start: Offset = 0,
+    ) -> bool:
+        """`replica` keeps everything of `[log_start, end)`.  True if the high watermark moved.
+
+        Under `flush_on_ack` a follower confirms its *synced* end (rule L2), so one number serves
+        both.  Raises `NotLeaderOrFollower`, `OffsetOutOfRange`.
+        """
+        if replica not in self.replicas or replica == self.node_id:
+            raise errors.NotLeaderOrFollower(f"broker {replica} is no follower of this partition")
+        if end > self._written_end:
+            raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
+        self._followers.heard(replica, end, self._written_end, now_ms, broker_epoch, log_start)
+        return self._move()
+
+    def low_watermark(self, log_start: Offset) -> Offset:
+        """Below it records are gone for good: the smallest log start among those who may lead next
+        (KIP-107, rule T9), `log_start` being the own.  NONE while too few are in sync: eligible
+        replicas (KIP-966) may lead next, and are not asked.
+        """
+        if len(self.isr) < self.in_sync_required:
+            return NONE
+        others = (
+            self._followers.log_start_of(member)
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+        return min((log_start, *others))
+
+    def wanted_isr(
+        self, eligible: Mapping[NodeId, int], now_ms: int, lag_max_ms: int, log_start: Offset = 0
+    ) -> tuple[NodeId, ...] | None:
+        """The ISR to ask the controller for; None = the one there is, or a change is under way.
+
+        `eligible`: broker epochs of those who may join (isr.py).
+        """
+        if self._pending:
+            return None
+        wanted = self._followers.wanted(
+            self.isr,
+            self.replicas,
+            self.node_id,
+            log_end=self._written_end,
+            high_watermark=self.high_watermark,
+            epoch_start=self.start_offset,
+            log_start=log_start,
+            eligible=eligible,
+            now_ms=now_ms,
+            lag_max_ms=lag_max_ms,
+            required=self.in_sync_required,
+        )
+        return None if set(wanted) == set(self.isr) else wanted
+
+    def broker_epoch_of(self, replica: NodeId) -> int:
+        """The registration under which `replica` fetches; NONE = it was not heard yet."""
+        return self._followers.broker_epoch_of(replica)
+
+    def is_newest(self, replica: NodeId, broker_epoch: int, position_id: int) -> bool:
+        """Whether `replica` has set no newer position.
+
+        One that comes late, on a stream that broke, is of what its log was then.
+        """
+        position = broker_epoch, position_id
+        newest = self._positions[replica] = max(position, self._positions.get(replica, position))
+        return position == newest
+
+    def on_follower_gone(self, replica: NodeId) -> None:
+        """`replica` said that it does not follow any more; members of the ISR leave by a record."""
+        if replica not in (*self.isr, *self._pending):
+            self._followers.forget(replica)
+
+    def on_follower_full(self, replica: NodeId) -> None:
+        """`replica` has no room for what it fetched (rule L16)."""
+        self._followers.no_room(replica)
+
+    def counts_on(self, replica: NodeId, end: Offset) -> bool:
+        """An ISR was asked for, and may yet be granted, because `replica` had more than `end`."""
+        asked = replica in self._pending and replica not in self.isr
+        return asked and end < self._followers.end_of(replica)
+
+    def end_of(self, replica: NodeId) -> Offset:
+        """What `replica` confirmed."""
+        return self._written_end if replica == self.node_id else self._followers.end_of(replica)
+
+    def on_isr_proposed(self, isr: Sequence[NodeId]) -> None:
+        """A change was sent to the controller: additions hold the watermark from now on (R2)."""
+        assert not self._pending, "one change at a time"
+        self._pending = tuple(isr)
+
+    def on_isr_refused(self, isr: Sequence[NodeId]) -> bool:
+        """The controller surely did not and will not make this change.  True if the watermark
+        moved.
+        """
+        if tuple(isr) != self._pending:
+            return False
+        self._pending = ()
+        return self._move()
+
+    def on_isr_committed(
+        self,
+        isr: Sequence[NodeId],
+        replicas: Sequence[NodeId],
+        partition_epoch: int,
+        now_ms: int = 0,
+    ) -> bool:
+        """The metadata log committed an ISR;
+
+        an older partition epoch is ignored.  True if the watermark moved.
+        """
+        if partition_epoch <= self.partition_epoch:
+            return False
+        assert self.node_id in isr, "I4: the controller never keeps a leader outside the ISR"
+        missed = (
+            partition_epoch > self.partition_epoch + 1
+        )  # who was no replica between is not told
+        self.partition_epoch = partition_epoch
+        for member in isr:
+            if member not in self.isr:
+                self._followers.begin(member, self._written_end, now_ms)
+        for member in (*self.isr, *self.replicas):
+            if member not in isr and (missed or member in self.isr or member not in replicas):
+                self._followers.forget(member)
+        self.isr = tuple(isr)
+        self.replicas = tuple(replicas)
+        self._pending = ()
+        return self._move()
+
+    def on_config(self, min_insync_replicas: int, flush_on_ack: bool) -> bool:
+        """The topic's settings changed.  True if the watermark moved."""
+        self._required_setting = min_insync_replicas
+        self._flush_on_ack = flush_on_ack
+        return self._move()
+
+    def _move(self) -> bool:
+        own = self._synced_end if self._flush_on_ack else self._written_end
+        others = (
+            self._followers.end_of(member)
+            for member in (*self.isr, *self._pending)
+            if member != self.node_id
+        )
+        before = self.high_watermark
+        self.high_watermark = watermark.advance(
+            before, (own, *others), len(self.isr), self.in_sync_required
+        )
+        return self.high_watermark > before

@@ -1,0 +1,574 @@
+"""One partition on this broker: its log, its leader machine, who waits for it.
+
+World-generic, on the loop.  The life of a batch here: `append` decides offsets in memory, the
+directory's write lane writes, `end_round` completes, the leader machine moves the high watermark,
+and whoever waited is told: produce replies, fetch sessions, the tier's feed.  There is no other way
+from append to reply, and none from append to a reader.
+
+Invariants
+  P1  a produce entry is answered exactly once; `Ticket.answer` is the only way
+  P2  an answer without error under acks=all follows the high watermark of the epoch it was decided
+      under (L5)
+  P3  readers get a bound: the high watermark or the last stable offset, never the log's end
+  P4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
+  P5  a failed write fails every ticket decided since the last good end, duplicates of them included
+      (L2)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log.batch import Header
+from pk.log.partition_log import PartitionLog
+from pk.log.plan import Completion, Duplicate, Now
+from pk.log.storage import Buffer
+from pk.server.handlers.fetch_session import READ_COMMITTED
+from pk.server.metadata.image import PartitionState
+from pk.server.replica.deletions import Deletions
+from pk.server.replica.directory_writer import WriteLane
+from pk.server.replica.divergence import Parting, parting
+from pk.server.replica.leader import ACKS_ALL, Leader
+from pk.server.replica.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
+from pk.server.replica.watchers import EndWatcher, Follows, Watcher
+from pk.server.tier.view import TierState, known_below, tier_has_what_left
+from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
+from pk.wire import pk_pb2 as wire
+
+
+class Ticket:
+    """One entry of a produce request that is owed an answer."""
+
+    __slots__ = (
+        "acks",
+        "append_time_ms",
+        "base_offset",
+        "correlation_id",
+        "deadline_ms",
+        "index",
+        "last_offset",
+        "leader_epoch",
+        "log_start",
+        "parked",
+        "sink",
+        "size",
+    )
+
+    def __init__(
+        self,
+        sink: Callable[[Ticket, errors.PkError | None], None] | None,
+        correlation_id: int,
+        index: int,
+        acks: int,
+        deadline_ms: int,
+    ) -> None:
+        self.sink = sink  #: None: nobody waits, it only counts bytes
+        self.correlation_id = correlation_id
+        self.index = index
+        self.acks = acks
+        self.deadline_ms = deadline_ms
+        self.size = 0
+        self.base_offset = NONE
+        self.last_offset = NONE
+        self.leader_epoch: Epoch = NONE
+        self.append_time_ms = NONE
+        self.log_start: Offset = NONE
+        self.parked: Parked[Ticket] | None = None
+
+    def answer(self, error: errors.PkError | None) -> None:
+        """Once (P1).  What was appended may be stored, whoever leads now: its client must know."""
+        if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
+            error = type(error)(error.message, **error.details, appended="true")
+        sink, self.sink, self.parked = self.sink, None, None
+        if sink is not None:
+            sink(self, error)
+
+
+class Host(Protocol):
+    """What a partition needs of its broker."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+
+    @property
+    def now_ms(self) -> int:
+        """Monotonic."""
+        ...
+
+    @property
+    def purgatory(self) -> ProducePurgatory[Ticket]: ...
+
+    def parked(self) -> None:
+        """Something was parked: the timers may have to fire earlier."""
+        ...
+
+    def partition_moved(self, partition: Partition) -> None:
+        """Its watermark, start, epoch or settings changed."""
+        ...
+
+    def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
+
+    def retain_soon(self, key: PartitionKey) -> None: ...
+
+
+class Partition:
+    """A partition this broker holds a replica of."""
+
+    def __init__(
+        self,
+        host: Host,
+        key: PartitionKey,
+        log: PartitionLog,
+        lane: WriteLane,
+        settings: Mapping[str, Any],
+        *,
+        tiered: bool,
+    ) -> None:
+        self._host = host
+        self.key = key
+        self.topic = log.topic_partition.topic
+        self.log = log
+        self.lane = lane
+        self.settings: Mapping[str, Any] = settings
+        self.tiered = tiered  #: the topic has a tier and the server an object store
+        self.tier = TierState()
+        self.leader: Leader | None = None
+        self.replica: Follows | None = None  #: while this broker follows
+        self.leader_hint: NodeId = NONE
+        #: why it is not served although this broker should lead it
+        self.problem: errors.PkError | None = None
+        self.others = False  #: other replicas were in sync when this one last led or followed
+        self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
+        self._watchers: dict[Watcher, None] = {}
+        self._followers: dict[EndWatcher, None] = {}
+        #: what a leader said, and up to which offset this replica knew itself to be committed
+        self._leader_watermark: Offset = 0
+        self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
+        self._deletions = Deletions()
+        self._inflight: deque[Ticket] = deque()
+        self._plan: Any = None
+        log.recent = lane.recent
+        tier_has_what_left(log, tiered=tiered)
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    def serving(self, epoch: Epoch = NONE) -> Leader:
+        """The leader machine.  Raises why this broker does not serve it, or `epoch` is wrong."""
+        if self.problem is not None:  # raised again and again: its trace must not grow
+            raise self.as_told(self.problem).with_traceback(None)
+        if self.leader is None:
+            raise errors.NotLeaderOrFollower(
+                f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
+            )
+        self.leader.check_epoch(epoch)
+        return self.leader
+
+    def as_told(self, error: errors.PkError) -> errors.PkError:
+        """`error` as clients hear it: what costs one replica of several is no end for them, another
+        one will lead (rules L2, L9).
+        """
+        if self.others and isinstance(error, errors.StorageFailed | errors.CorruptLog):
+            return errors.NotLeaderOrFollower(f"{self}: this replica is offline: {error.message}")
+        return error
+
+    @property
+    def leader_epoch(self) -> Epoch:
+        return NONE if self.leader is None else self.leader.leader_epoch
+
+    @property
+    def high_watermark(self) -> Offset:
+        """What is known here to be committed."""
+        if self.leader is not None:
+            return self.leader.high_watermark
+        return max(self.log.log_start, min(self._leader_watermark, self.log.written_end))
+
+    @property
+    def last_stable_offset(self) -> Offset:
+        """Rule L11: never below log_start."""
+        return max(self.log.log_start, self.log.last_stable_offset(self.high_watermark))
+
+    @property
+    def tiered_end(self) -> Offset:
+        """What the tier is known to cover; NONE without a tier."""
+        return self.log.tiered_end if self.tiered else NONE
+
+    def bound(self, isolation: int) -> Offset:
+        """How far a reader may see (P3)."""
+        return self.last_stable_offset if isolation == READ_COMMITTED else self.high_watermark
+
+    def violations(self) -> list[str]:
+        """What must hold between the offsets of a served partition and does not (rules T1, L11)."""
+        leader, log = self.leader, self.log
+        if leader is None or not leader.ready:
+            return []
+        stable, high = self.last_stable_offset, leader.high_watermark
+        checks = [
+            (log.log_start <= stable <= high <= log.written_end <= log.log_end, "log offsets"),
+            (log.log_start <= log.local_log_start <= log.written_end, "local_log_start"),
+        ]
+        if self.tiered and log.log_start <= log.tiered_end:  # else the owner has yet to follow (T9)
+            checks.append((log.local_log_start <= log.tiered_end <= stable, "tiered_end"))
+            checks.append(
+                (log.droppable_end <= max(log.tiered_end, log.log_start), "droppable_end")
+            )
+        return [f"{self}: {what} out of order" for holds, what in checks if not holds]
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.key.partition}"
+
+    # -- produce ---------------------------------------------------------------------------------
+
+    def append(self, header: Header, batch: Buffer, epoch: Epoch, now: Now, ticket: Ticket) -> None:
+        """Decide a checked batch and own its ticket.  If it raises, nothing happened."""
+        leader = self.serving(epoch)
+        leader.check_acks(ticket.acks)
+        if ticket.acks == ACKS_ALL:
+            self._host.purgatory.check_room()
+        elif header.idempotent:
+            raise errors.InvalidRequest("an idempotent producer needs acks=all (rule L6)")
+        decided = self.log.decide(
+            header,
+            batch,
+            leader_epoch=leader.leader_epoch,
+            now_ms=now.wall_ms,
+            heard_ms=now.heard_ms,
+            refusal=self.lane.space.refusal(),
+        )
+        ticket.base_offset, ticket.last_offset = decided.base_offset, decided.last_offset
+        ticket.append_time_ms = decided.log_append_time_ms
+        ticket.log_start = self.log.log_start
+        ticket.leader_epoch = leader.leader_epoch
+        if isinstance(decided, Duplicate):
+            if self._inflight and decided.last_offset >= self.log.written_end:
+                self._inflight.append(ticket)  # P4: behind its original
+            else:
+                self._settle(ticket, leader)
+            return
+        ticket.size = decided.size
+        self._inflight.append(ticket)
+        self.lane.submit(self, decided.size)
+
+    def _settle(self, ticket: Ticket, leader: Leader) -> None:
+        """What the ticket waits for is WRITTEN:
+
+        answer it, or park it until the watermark covers it.
+        """
+        if ticket.sink is None:
+            return
+        if ticket.acks != ACKS_ALL or leader.high_watermark > ticket.last_offset:
+            ticket.answer(None)
+            return
+        ticket.parked = self._host.purgatory.park(
+            self.key, ticket.leader_epoch, ticket.last_offset + 1, ticket.deadline_ms, ticket
+        )
+        self._host.parked()
+
+    # -- the lane (lanes.Appender) ---------------------------------------------------------------
+
+    def take_round(self) -> Callable[[], Any] | None:
+        """Everything decided since the last round, to be performed in the lane."""
+        assert self._plan is None, "one round at a time"
+        plan = self.log.take_writes()
+        if plan is None:
+            return None
+        self._plan = plan
+        return partial(self.log.perform, plan)
+
+    def end_round(self, outcome: Any, failure: BaseException | None) -> None:
+        """The lane is done: complete, move the watermark, answer."""
+        plan, self._plan = self._plan, None
+        error = failure
+        if failure is not None and not isinstance(failure, errors.PkError):
+            error = errors.InternalError(f"{self}: writing failed: {failure!r}")
+        done = self.log.complete(plan, error if isinstance(error, Exception) else None)
+        if done.error is not None:
+            self._undo(done, done.error)
+        else:
+            self._advance(done)
+
+    def _advance(self, done: Completion) -> None:
+        leader = self.leader
+        moved = leader is not None and leader.on_local_end(done.written_end, done.synced_end)
+        size = 0
+        while self._inflight and self._inflight[0].last_offset < done.written_end:
+            ticket = self._inflight.popleft()
+            size += ticket.size
+            if leader is not None:
+                self._settle(ticket, leader)
+        self.lane.done(size)
+        for watcher in list(self._followers):
+            watcher.moved(self.key)
+        if moved:
+            self.watermark_moved()
+        elif self.replica is not None and leader is None:
+            self._follow_log_start()
+            self._host.partition_moved(self)
+            self.replica.stored(size)
+
+    def _undo(self, done: Completion, error: errors.PkError) -> None:
+        """P5: nothing decided since the last good end was stored."""
+        tickets, self._inflight = self._inflight, deque()
+        self.lane.done(sum(ticket.size for ticket in tickets))
+        for ticket in tickets:
+            ticket.answer(self.as_told(error))
+        if self.leader is not None:
+            self.leader.on_undone(done.written_end)
+        if isinstance(error, errors.StorageFull):
+            self.lane.space.no_room(self._host.now_ms)
+        if isinstance(error, errors.StorageFailed | errors.CorruptLog):
+            self._host.storage_failed(self, error)
+        elif self.replica is not None:
+            self.replica.not_stored(error)
+
+    def watermark_moved(self) -> None:
+        """Tell everybody who waits for the high watermark or the last stable offset."""
+        leader = self.leader
+        assert leader is not None
+        for ticket in self._host.purgatory.on_high_watermark(
+            self.key, leader.leader_epoch, leader.high_watermark
+        ):
+            ticket.answer(None)
+        self.bounds_moved()
+
+    def bounds_moved(self, *, urgent: bool = False) -> None:
+        """Wake the sessions that hold a position here, and the tier's feed."""
+        for watcher in list(self._watchers):
+            watcher.moved(self.key, urgent=urgent)
+        if self._deletions:
+            self.log_starts_heard()
+        for follower in list(self._followers):
+            if urgent:
+                follower.moved(self.key, urgent=True)
+            else:
+                follower.watermark_moved(self.key)
+        self._host.partition_moved(self)
+
+    def deleted(self, before: Offset) -> asyncio.Future[None]:
+        """Done when every replica that may lead next knows that the log starts at `before` (T9)."""
+        future = self._deletions.wait(before)
+        self.log_starts_heard()
+        return future
+
+    @property
+    def known_log_start(self) -> Offset:
+        """Every replica that may lead next starts here or later (T9); NONE if that is unknown."""
+        return NONE if self.leader is None else self.leader.low_watermark(self.log.log_start)
+
+    def log_starts_heard(self) -> None:
+        """A follower, or the ISR, moved: deletions that waited for it may be answered."""
+        leads = self.leader is not None
+        if self._deletions.heard(self.known_log_start, str(self), leads=leads) and self.tiered:
+            self._host.partition_moved(self)  # the table may follow now (T9)
+
+    # -- leadership ------------------------------------------------------------------------------
+
+    def lead(self, state: PartitionState, *, checkpointed: Offset) -> None:
+        """The metadata log made this broker the leader, or changed the ISR under its leadership."""
+        current = self.leader
+        self.others = len(state.isr) > 1
+        if current is not None and current.leader_epoch == state.leader_epoch:
+            if current.on_isr_committed(
+                state.isr, state.replicas, state.partition_epoch, self._host.now_ms
+            ):
+                self.watermark_moved()
+            self.log_starts_heard()
+            for follower in list(self._followers):  # who left is compared anew
+                follower.moved(self.key, urgent=True)
+            return
+        assert self.replica is None, "who leads does not follow"
+        assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
+        tier_has_what_left(self.log, tiered=self.tiered)
+        known = max(checkpointed, self.high_watermark)
+        self._overtaken(state.leader_epoch)
+        self.leader_hint = state.leader
+        self.unclean = state.unclean
+        self._deletions.new_epoch()
+        self.leader = Leader(
+            node_id=self._host.node_id,
+            leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch,
+            replicas=state.replicas,
+            isr=state.isr,
+            log_end=self.log.written_end,
+            synced_end=self.log.synced_end,
+            high_watermark=max(known, self.log.log_start),
+            min_insync_replicas=self.settings["min_insync_replicas"],
+            flush_on_ack=self.settings["flush_on_ack"],
+            now_ms=self._host.now_ms,
+        )
+        self.bounds_moved(urgent=True)
+
+    def step_down(self, leader: NodeId) -> None:
+        """Somebody else leads, or nobody (NONE): everything parked is answered (L5)."""
+        self.leader_hint = leader
+        if self.leader is not None:
+            self._leader_watermark = self.leader.high_watermark
+            self.leader = None
+            self._overtaken(None)
+            self.bounds_moved(urgent=True)
+
+    def fail(self, error: errors.PkError) -> None:
+        """The partition cannot be served here until the broker restarts or the cause is gone."""
+        self.problem = error
+        if self.leader is not None:
+            self._leader_watermark = self.leader.high_watermark
+            self.leader = None
+        self._abandon(self.as_told(error))
+        for ticket in self._host.purgatory.on_epoch(self.key, None):
+            ticket.answer(self.as_told(error))
+        self.bounds_moved(urgent=True)
+
+    def _overtaken(self, leader_epoch: Epoch | None) -> None:
+        error = errors.NotLeaderOrFollower(
+            f"{self}: the leader epoch ended before the batch was committed"
+        )
+        for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
+            ticket.answer(error)
+        self._abandon(error)
+
+    def _abandon(self, error: errors.PkError) -> None:
+        """What is in the lane may be stored yet: with acks=all the client takes any answer so (L5),
+        without it must not take NOT_LEADER for a refusal and send again (L7).
+        """
+        unknown = errors.OutcomeUnknown(f"{error.message}; it may have been stored")
+        for ticket in list(self._inflight):  # they stay queued for the lane's accounts
+            ticket.answer(error if ticket.acks == ACKS_ALL else unknown)
+
+    def synced(self, synced_end: Offset) -> None:
+        """A flush outside a round reached `synced_end`."""
+        if self.leader is not None and self.leader.on_local_end(self.log.written_end, synced_end):
+            self.watermark_moved()
+        if self.replica is not None:
+            self.replica.stored(0)
+
+    def reconfigure(self, settings: Mapping[str, Any], epoch: Epoch, *, tiered: bool) -> None:
+        """The topic's settings as of leader epoch `epoch`: who led before must not go by them (R1).
+        The log's own part was replaced by the caller."""
+        self.settings = settings
+        if tiered != self.tiered:  # without a tier topic retention alone counts, as after a restart
+            self.tiered, low = tiered, self.log.local_log_start
+            self.tier = self.tier.said_in(self.leader_epoch)
+            known = (max(low, self.tier.tiered_end), max(low, self.tier.droppable_end))
+            self.log.tiered_end, self.log.droppable_end = known if tiered else (NONE, 0)
+        leader, rules = self.leader, (settings["min_insync_replicas"], settings["flush_on_ack"])
+        if leader and leader.leader_epoch == epoch and leader.on_config(*rules):
+            self.watermark_moved()
+        else:
+            self._host.partition_moved(self)
+
+    # -- following -------------------------------------------------------------------------------
+
+    def append_fetched(self, payload: Buffer, now_ms: int, epoch: Epoch) -> None:
+        """Take the batches of the leader of `epoch` as they are.
+
+        Raises `CorruptBatch`, `FencedLeaderEpoch`; what stood before the bad batch is taken.
+        """
+        assert self.leader is None, "a leader does not follow"
+        ticket = Ticket(None, 0, 0, 0, 0)
+        try:
+            for header, raw in batches.iter_batches(payload):
+                batches.check(raw)
+                done = self.log.append_as_follower(header, raw, now_ms=now_ms, newest=epoch)
+                ticket.size += done.size
+                ticket.last_offset = done.last_offset
+        finally:
+            if ticket.size:
+                self._inflight.append(ticket)
+                self.lane.submit(self, ticket.size)
+
+    def heard_watermark(self, high_watermark: Offset) -> None:
+        """The leader's high watermark; it counts here as far as this log goes."""
+        if high_watermark > self._leader_watermark:
+            self._leader_watermark = high_watermark
+            self._follow_log_start()
+            self._host.partition_moved(self)
+
+    def heard_retention(self, log_start: Offset, tiered_end: Offset, droppable_end: Offset) -> None:
+        """What the leader gave up, and what the tier has (rules R5, T6)."""
+        log = self.log
+        if self.tiered:
+            log.tiered_end = max(log.tiered_end, tiered_end)
+            log.droppable_end = max(log.droppable_end, droppable_end)
+        self.heard_log_start(log_start)
+
+    def heard_log_start(self, log_start: Offset) -> None:
+        """What lies below is given up: the leader says so, or the table begins there (T9)."""
+        if log_start > max(self.told_log_start, self.log.log_start):
+            self.told_log_start = log_start
+            self._follow_log_start()
+
+    def _follow_log_start(self) -> None:
+        """What was given up is given up here too as far as this log is known to be committed; who
+        asked for it waits, so not at the wheel's next turn but now.
+        """
+        if min(self.told_log_start, self.high_watermark) > self.log.log_start:
+            self._host.retain_soon(self.key)
+
+    def cut_watermark(self, offset: Offset) -> None:
+        """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5).
+
+        What a former leader said of records beyond, deleted ones (T9) and tiered ones (T15)
+        included, is void: it is said again if it holds.
+        """
+        self.tier = known_below(offset, self.log, self.tier)
+        self._leader_watermark = min(self._leader_watermark, offset)
+        self.told_log_start = min(self.told_log_start, offset)
+
+    # -- readers ---------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> None:
+        self._watchers[watcher] = None
+
+    def watch_end(self, watcher: EndWatcher) -> None:
+        self._followers[watcher] = None
+
+    def unwatch(self, watcher: Any) -> None:
+        self._watchers.pop(watcher, None)
+        self._followers.pop(watcher, None)
+
+    def check_fetch(self, epoch: Epoch, offset: Offset) -> Leader:
+        """Whether a reader may stand at `offset` (KIP-207, KIP-320).  Raises typed errors."""
+        leader = self.serving(epoch)
+        if offset < self.log.log_start:
+            raise errors.OffsetOutOfRange(
+                f"{self}: offset {offset} is below the log start {self.log.log_start}",
+                log_start=str(self.log.log_start),
+            )
+        if offset > leader.high_watermark and not leader.ready:
+            raise errors.OffsetNotAvailable(
+                f"{self}: the new leader's high watermark is still catching up"
+            )
+        if offset > leader.log_end:
+            raise errors.OffsetOutOfRange(
+                f"{self}: offset {offset} is above the log end {leader.log_end}",
+                log_end=str(leader.log_end),
+            )
+        return leader
+
+    def diverging(self, last_fetched_epoch: Epoch, offset: Offset) -> wire.EpochEnd | None:
+        """Where the reader's log and this one part (KIP-320, rule R4); None = they agree."""
+        if last_fetched_epoch == NONE or offset == 0:
+            return None
+        epochs, log_end = self.log.epochs, self.log.written_end
+        epoch, end = epochs.end_offset_for(last_fetched_epoch, log_end)
+        if epoch == NONE and offset > log_end:
+            # It was committed when it was read: it was lost, the epoch it was read in included.
+            return wire.EpochEnd(epoch=last_fetched_epoch, end_offset=log_end)
+        if epoch == NONE:  # nothing of it is here; in a log that knows no epoch it may be
+            epoch, end = epochs.latest, log_end
+        if epoch in (NONE, last_fetched_epoch) and end >= offset:
+            return None
+        return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))
+
+    def parting(self, last_epoch: Epoch, offset: Offset) -> Parting | None:
+        """Where a follower whose log ends at `offset`, with `last_epoch` before it, parts from this
+        log.
+        """
+        log = self.log
+        return parting(log.epochs, log.first_offset, log.written_end, last_epoch, offset)

@@ -1,0 +1,231 @@
+"""Where replies wait: for the high watermark, for a leader epoch to end, or for their time to run
+out.
+
+Sans-IO.  `TimerHeap` is the one heap of timers of a broker (rule P6); `ProducePurgatory` holds
+produce replies that wait until the high watermark reaches the offset behind their last record.
+Fetches wait in their sessions (handlers/fetch_session.py), because a session is asked for again and
+again.
+
+Invariants
+  P1  a parked reply leaves exactly once: released, overtaken by another leader epoch, timed out or
+      forgotten
+  P2  a reply parked under epoch e is never released by a watermark of another epoch (rule L5)
+  P3  a duplicate waits under the rule of its original: same offset, same epoch (rule L4)
+  P4  at most `limit` replies are parked; one more is refused with `ThrottledError`, never queued
+  P5  no operation costs more than O(log parked of that partition + what it releases)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from pk import errors, limits
+from pk.types import Epoch, Offset, PartitionKey
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+#: Told of a batch that was decided, these leave open whether it is stored.
+LEAVES_OPEN = (errors.NotLeaderOrFollower, errors.StorageFailed, errors.CorruptLog)
+#: Cancelled entries a heap may carry before it is rebuilt, beside as many as there are live ones.
+_SLACK = 64
+
+
+class TimerHeap(Generic[K]):
+    """Timers by key: setting a key again replaces it, cancelling is lazy."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, K]] = []
+        self._live: dict[K, tuple[int, int]] = {}
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._live
+
+    def set(self, key: K, at_ms: int) -> None:
+        """Wake `key` at `at_ms`; timers of the same time fire in the order they were set."""
+        self._sequence += 1
+        self._live[key] = (at_ms, self._sequence)
+        heapq.heappush(self._heap, (at_ms, self._sequence, key))
+        if len(self._heap) > 2 * len(self._live) + _SLACK:
+            self._heap = [(at, seq, key) for key, (at, seq) in self._live.items()]
+            heapq.heapify(self._heap)
+
+    def cancel(self, key: K) -> None:
+        """Forget `key`; unknown is fine."""
+        self._live.pop(key, None)
+
+    def next_at_ms(self) -> int | None:
+        """When the earliest timer is due; None = no timer."""
+        while self._heap:
+            at_ms, sequence, key = self._heap[0]
+            if self._live.get(key) == (at_ms, sequence):
+                return at_ms
+            heapq.heappop(self._heap)
+        return None
+
+    def pop_due(self, now_ms: int) -> list[K]:
+        """The keys whose time has come, earliest first; they are forgotten."""
+        due: list[K] = []
+        while (at_ms := self.next_at_ms()) is not None and at_ms <= now_ms:
+            key = heapq.heappop(self._heap)[2]
+            del self._live[key]
+            due.append(key)
+        return due
+
+
+class Parked(Generic[T]):
+    """One reply that waits.  `token` is whatever its owner needs to answer."""
+
+    __slots__ = ("deadline_ms", "gone", "key", "leader_epoch", "needs_offset", "token")
+
+    def __init__(
+        self,
+        key: PartitionKey,
+        leader_epoch: Epoch,
+        needs_offset: Offset,
+        deadline_ms: int,
+        token: T,
+    ) -> None:
+        self.key = key
+        self.leader_epoch = leader_epoch
+        self.needs_offset = needs_offset  #: the high watermark that releases it
+        self.deadline_ms = deadline_ms
+        self.token = token
+        self.gone = False
+
+
+class _Waiting(Generic[T]):
+    """The parked replies of one partition, lowest offset first."""
+
+    __slots__ = ("heap", "live")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[Offset, int, Parked[T]]] = []
+        self.live = 0
+
+
+class ProducePurgatory(Generic[T]):
+    """Produce replies under acks=all that wait for the high watermark."""
+
+    def __init__(self, limit: int = limits.PURGATORY_MAX) -> None:
+        self._limit = limit
+        self._by_partition: dict[PartitionKey, _Waiting[T]] = {}
+        self._timers: TimerHeap[Parked[T]] = TimerHeap()
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def check_room(self) -> None:
+        """Raises `ThrottledError` when nothing more may be parked (P4):
+
+        asked before a batch is appended.
+        """
+        if len(self._timers) >= self._limit:
+            raise errors.ThrottledError(f"{self._limit} produce replies wait already")
+
+    def park(
+        self,
+        key: PartitionKey,
+        leader_epoch: Epoch,
+        needs_offset: Offset,
+        deadline_ms: int,
+        token: T,
+    ) -> Parked[T]:
+        """Hold `token` until the watermark of `leader_epoch` reaches `needs_offset`."""
+        parked = Parked(key, leader_epoch, needs_offset, deadline_ms, token)
+        waiting = self._by_partition.get(key)
+        if waiting is None:
+            waiting = self._by_partition[key] = _Waiting()
+        self._sequence += 1
+        heapq.heappush(waiting.heap, (needs_offset, self._sequence, parked))
+        waiting.live += 1
+        self._timers.set(parked, deadline_ms)
+        return parked
+
+    def on_high_watermark(
+        self, key: PartitionKey, leader_epoch: Epoch, high_watermark: Offset
+    ) -> list[T]:
+        """The tokens that `high_watermark` releases, lowest offset first."""
+        waiting = self._by_partition.get(key)
+        if waiting is None:
+            return []
+        released: list[T] = []
+        stale: list[tuple[Offset, int, Parked[T]]] = []
+        while waiting.heap and waiting.heap[0][0] <= high_watermark:
+            entry = heapq.heappop(waiting.heap)
+            parked = entry[2]
+            if parked.gone:
+                continue
+            if parked.leader_epoch != leader_epoch:
+                stale.append(entry)  # P2: its own epoch's end will answer it
+                continue
+            self._leave(parked, waiting)
+            released.append(parked.token)
+        for entry in stale:
+            heapq.heappush(waiting.heap, entry)
+        self._tidy(key, waiting)
+        return released
+
+    def on_epoch(self, key: PartitionKey, leader_epoch: Epoch | None) -> list[T]:
+        """The tokens of older epochs than `leader_epoch` (None:
+
+        of all): NOT_LEADER_OR_FOLLOWER (rule L5).
+        """
+        waiting = self._by_partition.get(key)
+        if waiting is None:
+            return []
+        overtaken: list[T] = []
+        kept: list[tuple[Offset, int, Parked[T]]] = []
+        for entry in sorted(waiting.heap, key=lambda item: item[:2]):
+            parked = entry[2]
+            if parked.gone:
+                continue
+            if leader_epoch is not None and parked.leader_epoch >= leader_epoch:
+                kept.append(entry)
+                continue
+            self._leave(parked, waiting)
+            overtaken.append(parked.token)
+        waiting.heap = kept
+        self._tidy(key, waiting)
+        return overtaken
+
+    def on_time(self, now_ms: int) -> list[T]:
+        """The tokens whose deadline has passed."""
+        late: list[T] = []
+        for parked in self._timers.pop_due(now_ms):
+            waiting = self._by_partition[parked.key]
+            self._leave(parked, waiting)
+            late.append(parked.token)
+            self._tidy(parked.key, waiting)
+        return late
+
+    def next_at_ms(self) -> int | None:
+        """When the earliest deadline passes."""
+        return self._timers.next_at_ms()
+
+    def forget(self, parked: Parked[T]) -> None:
+        """Nobody waits for this reply any more (its stream broke)."""
+        waiting = self._by_partition.get(parked.key)
+        if not parked.gone and waiting is not None:
+            self._leave(parked, waiting)
+            self._tidy(parked.key, waiting)
+
+    def _leave(self, parked: Parked[T], waiting: _Waiting[T]) -> None:
+        assert not parked.gone, "P1"
+        parked.gone = True
+        waiting.live -= 1
+        self._timers.cancel(parked)
+
+    def _tidy(self, key: PartitionKey, waiting: _Waiting[T]) -> None:
+        if waiting.live == 0:
+            self._by_partition.pop(key, None)
+        elif len(waiting.heap) > 2 * waiting.live + _SLACK:
+            waiting.heap = [entry for entry in waiting.heap if not entry[2].gone]
+            heapq.heapify(waiting.heap)

@@ -1,0 +1,147 @@
+"""The broker's calls to the tier process.  The store may be slow or dead; the hot log never waits
+for it.
+
+World-generic.  Every call has a timeout and a typed end; at most CALLS_MAX run at once, and the
+time a call waits for its turn counts against its timeout, so that a dead store costs each reader
+`remote_fetch_max_wait_ms` and nobody else anything.
+
+Invariants
+  C1  what leaves here is `TierUnavailable`, or the typed error the tier answered
+  C2  a fetch that answers without progress is an error: a reader never spins (rule L12)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.server.replica.partition import Partition
+from pk.types import Epoch, Offset
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import Caller
+from pk.world import World
+
+CALLS_MAX = 64
+#: A claim reads and commits a table (rule T4), a confirmation HEADs files (rule T6).
+STORE_CALL_TIMEOUT_MS = 30_000
+#: Rows are copied from the local log again (rule T17).
+ROWS_TIMEOUT_MS = 300_000
+
+
+class TierClient:
+    """Cold reads, look-ups, claims and confirmations."""
+
+    def __init__(
+        self, world: World, address: str, hello: wire.Hello, *, enabled: bool, fetch_wait_ms: int
+    ) -> None:
+        self.enabled = enabled  #: the server has an object store
+        self._fetch_wait_ms = fetch_wait_ms
+        self._clock = world.clock
+        self._caller = Caller(world.network, world.clock, address, hello)
+        self._turns = asyncio.Semaphore(CALLS_MAX)
+
+    async def fetch(
+        self, partition: Partition, offset: Offset, max_bytes: int
+    ) -> tuple[memoryview, Offset]:
+        """Batches from `offset` on and where the next read starts;
+
+        ends at the local log's start.
+        """
+        local = partition.log.local_log_start
+        request = wire.TierFetchRequest(
+            topic_id=partition.key.topic_id,
+            topic=partition.topic,
+            partition=partition.key.partition,
+            offset=offset,
+            end_offset=local,
+            max_bytes=max_bytes,
+        )
+        frame = await self._call(request, self._fetch_wait_ms)
+        next_offset = frame.head.tier_fetch_reply.next_offset
+        if next_offset <= offset:
+            raise errors.UnknownTierRange(f"{partition}: the tier has nothing at {offset}")  # C2
+        return frame.payload, next_offset
+
+    async def offset_for_time(
+        self, partition: Partition, timestamp_ms: int
+    ) -> wire.TierOffsetForTimeReply:
+        """The first tiered offset at or above log_start whose timestamp is at least `timestamp_ms`
+        (rule T11); NONE only if the tier has looked at everything below the local log.
+        """
+        request = wire.TierOffsetForTimeRequest(
+            topic_id=partition.key.topic_id,
+            topic=partition.topic,
+            partition=partition.key.partition,
+            timestamp_ms=timestamp_ms,
+            from_offset=partition.log.log_start,
+            end_offset=partition.log.local_log_start,
+        )
+        frame = await self._call(request, self._fetch_wait_ms)
+        return frame.head.tier_offset_for_time_reply
+
+    async def claim(
+        self, partition: Partition, epoch: Epoch, *, commit: bool
+    ) -> wire.TierClaimReply:
+        """Rule T4: what the table covers;
+
+        with `commit`, `epoch` is the table's claim from now on.
+        """
+        request = wire.TierClaimRequest(
+            topic_id=partition.key.topic_id,
+            topic=partition.topic,
+            partition=partition.key.partition,
+            leader_epoch=epoch,
+            commit=commit,
+        )
+        return (await self._call(request, STORE_CALL_TIMEOUT_MS)).head.tier_claim_reply
+
+    async def confirm(self, partition: Partition, start: Offset, end: Offset) -> list[str]:
+        """Rule T6: which files of `[start, end)` are missing in the store; [] = all are there."""
+        request = wire.TierConfirmRequest(
+            topic_id=partition.key.topic_id,
+            topic=partition.topic,
+            partition=partition.key.partition,
+            start=start,
+            end=end,
+        )
+        frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
+        return list(frame.head.tier_confirm_reply.missing)
+
+    async def describe(self, topic: str, suspects: Sequence[str] = ()) -> wire.DescribeTierReply:
+        """The table of a topic as its owner knows it, who has a look at the suspects."""
+        request = wire.DescribeTierRequest(topic=topic, suspects=suspects)
+        frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
+        return frame.head.describe_tier_reply
+
+    async def rows(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+        """Bring missing rows back, or settle them (rule T17)."""
+        return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_rows_reply
+
+    async def purge(self, topic_id: str, topic: str) -> wire.TierPurgeReply:
+        """Remove the table of a deleted topic (rule T7)."""
+        request = wire.TierPurgeRequest(topic_id=topic_id, topic=topic)
+        frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
+        return frame.head.tier_purge_reply
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    async def _call(self, request: Message, timeout_ms: int) -> frames.Frame:
+        if not self.enabled:
+            raise errors.TierUnavailable(
+                "this server has no tier_url, but part of the log is in the tier"
+            )
+        deadline_ms = self._clock.monotonic_ms() + timeout_ms
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                async with self._turns:
+                    left_ms = max(0, deadline_ms - self._clock.monotonic_ms())
+                    return await self._caller.call(request, timeout_ms=left_ms)
+        except (TimeoutError, errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
+            raise errors.TierUnavailable(
+                f"the tier did not answer {request.DESCRIPTOR.name} within {timeout_ms} ms"
+            ) from cause

@@ -1,0 +1,209 @@
+"""The broker's side of the tier: what the copier must know, what it reports, what people ask.
+
+World-generic.  `tier_partitions` is a long poll with generations (rule P6): it answers when
+something changed, at most every REPORT_INTERVAL_MS, so that a busy log does not become a busy poll.
+
+Invariants
+  T1  a partition is described by its leader only, and `ready` says that its watermark has caught up
+      (rule T1)
+  T2  a report moves `tiered_end` and `droppable_end` forward only, and never past the last stable
+      offset
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from pk import errors
+from pk.server.replica import damage
+from pk.server.replica.partition import Partition
+from pk.server.tier.view import REPORT_INTERVAL_MS
+from pk.types import PartitionKey
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    from pk.server.broker.core import BrokerCore
+
+WAIT_MAX_MS = 30_000
+#: Settings of a topic that the copier and the owner act on.
+_FOR_TIER = (
+    "cleanup_policy",
+    "file_delete_delay_ms",
+    "local_drop_delay_ms",
+    "local_retention_bytes",
+    "local_retention_ms",
+    "retention_bytes",
+    "retention_ms",
+    "segment_bytes",
+    "tier_file_bytes",
+    "tier_max_lag_ms",
+)
+
+
+async def tier_partitions(
+    core: BrokerCore, request: wire.TierPartitionsRequest
+) -> wire.TierPartitionsReply:
+    """The partitions that changed since the request's generation; waits for news."""
+    feed = core.feed
+    deadline_ms = core.clock.monotonic_ms() + min(max(0, request.max_wait_ms), WAIT_MAX_MS)
+    waited = False
+    while not feed.news(request.session_id, request.generation):
+        left_ms = deadline_ms - core.clock.monotonic_ms()
+        if left_ms <= 0:
+            break
+        waited = True
+        core.feed_moved.clear()
+        try:
+            async with asyncio.timeout(left_ms / 1000):
+                await core.feed_moved.wait()
+        except TimeoutError:
+            break
+    if waited or request.session_id == feed.session_id:
+        await core.clock.sleep_ms(
+            REPORT_INTERVAL_MS
+        )  # gather what a busy log adds in the next moments
+    reply = feed.reply(request, lambda key: _describe(core, key))
+    reply.clock_doubted = core.clocks.trusted_ms() is None
+    return reply
+
+
+def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:
+    partition = core.partitions.get(key)
+    if partition is None or partition.leader is None or not partition.tiered:
+        return None
+    log = partition.log
+    stable = partition.last_stable_offset
+    described = wire.TierPartition(
+        topic=partition.topic,
+        topic_id=key.topic_id,
+        partition=key.partition,
+        path=os.path.join(partition.lane.disk.storage.root, log.path),
+        leader_epoch=partition.leader.leader_epoch,
+        unclean=partition.unclean,
+        log_start=log.log_start,
+        local_log_start=log.local_log_start,
+        last_stable_offset=stable,
+        high_watermark=partition.high_watermark,
+        log_end=log.written_end,
+        ready=partition.leader.ready,
+        tiered_end=log.tiered_end,
+        known_log_start=partition.known_log_start,
+        epochs=[
+            wire.EpochStart(epoch=each.epoch, start_offset=each.start_offset)
+            for each in log.epochs.entries
+        ],
+    )
+    start = max(log.local_log_start, log.tiered_end)
+    if start < stable:
+        for each in log.aborted_in(start, stable):
+            described.aborted.add(
+                producer_id=each.producer_id,
+                first_offset=each.first_offset,
+                last_offset=each.last_offset,
+            )
+    for name in _FOR_TIER:
+        described.configs[name] = str(partition.settings[name])
+    return described
+
+
+def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.TierProgressReply:
+    """Take the tier's reports over; the local log may then drop what they cover (rule T6)."""
+    for progress in request.partitions:
+        partition = core.partitions.get(PartitionKey(progress.topic_id, progress.partition))
+        if partition is None or partition.leader is None or not partition.tiered:
+            continue
+        try:
+            moved = partition.tier.report(
+                progress, partition.leader.leader_epoch, partition.last_stable_offset
+            )
+        except errors.TierTableChanged as changed:
+            # Not ready it does not know yet what is stable: it is told again when it does.
+            partition.tier.problem = changed if partition.leader.ready else None
+            continue
+        # T9: a former leader moved log_start and died before this broker heard of it; the rows
+        # below are gone.
+        partition.heard_log_start(partition.tier.start)
+        problem = partition.tier.problem
+        if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
+            core.suspect(partition, problem)  # L9: it cannot find what it was told is there
+        if not moved:
+            continue
+        log = partition.log
+        before = log.droppable_end
+        log.tiered_end = max(log.tiered_end, partition.tier.tiered_end)
+        log.droppable_end = max(log.droppable_end, partition.tier.droppable_end)
+        if log.droppable_end > before:
+            core.retain_soon(partition.key)
+    return wire.TierProgressReply()
+
+
+async def tier_rows(core: BrokerCore, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+    """Missing rows are brought back, or settled, where the partition is led (rule T17)."""
+    partition = core.find(PartitionKey(request.topic_id, request.partition))
+    partition.serving()
+    if not partition.tiered:
+        raise errors.InvalidRequest(f"{partition}: the topic has no tier")
+    return await core.tier.rows(request)
+
+
+async def describe_tier(
+    core: BrokerCore, request: wire.DescribeTierRequest
+) -> wire.DescribeTierReply:
+    """The topic's table as its owner knows it, with this broker's view of what is missing."""
+    topic = core.follower.image.topic(request.topic)
+    if topic is None:
+        raise errors.UnknownTopicOrPartition(f"topic {request.topic!r} does not exist")
+    wanted = core.follower.settings_of(request.topic)
+    if not core.follower.is_tiered(request.topic, wanted):
+        why = (
+            "the server has no tier_url"
+            if not core.tier.enabled
+            else "tier_enable is off for this topic"
+        )
+        return wire.DescribeTierReply(
+            topic=request.topic, topic_id=topic.topic_id, version=-1, status=f"off: {why}"
+        )
+    try:
+        reply = await core.tier.describe(request.topic, request.suspects)
+    except errors.TierUnavailable as error:
+        reply = wire.DescribeTierReply(
+            version=-1, status="unavailable", problem=frames.error_of(error)
+        )
+    if reply.topic_id not in ("", topic.topic_id):  # of a deleted topic of that name: other rows
+        reply = wire.DescribeTierReply(version=-1, status="nothing tiered yet")
+    reply.topic, reply.topic_id = request.topic, topic.topic_id
+    described = {each.partition: each for each in reply.partitions}
+    for number in sorted(topic.partitions):
+        partition = core.partitions.get(PartitionKey(topic.topic_id, number))
+        if partition is not None:
+            _add_view(core, partition, reply, described.get(number))
+    return reply
+
+
+def _add_view(
+    core: BrokerCore,
+    partition: Partition,
+    reply: wire.DescribeTierReply,
+    state: wire.TierPartitionState | None,
+) -> None:
+    tier = partition.tier
+    if state is None:
+        state = reply.partitions.add(
+            partition=partition.key.partition,
+            start=tier.start,
+            end=max(0, tier.tiered_end),
+            bytes=tier.tier_bytes,
+        )
+    state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
+    if not reply.uri:
+        reply.uri = tier.uri
+    problem = partition.problem  # the cause; what the tier says follows from it
+    if problem is None and damage.unreadable(partition, state.end):  # the copier stops there (L9)
+        problem = core.damages.problem_of(partition)
+    if problem is not None:
+        reply.problem.CopyFrom(frames.error_of(problem))
+    elif tier.problem is not None and not reply.HasField("problem"):
+        reply.problem.CopyFrom(frames.error_of(tier.problem))

@@ -1,0 +1,485 @@
+"""The tier process: copies stable data of this node's partitions to their tables and serves cold
+reads.
+
+`TierNode` is world-generic; `main` gives it threads, the real store and deltalake.  It asks the
+broker which partitions changed (long poll with generations, rule P6), reports what the tables
+cover, and answers the broker's calls on its own socket: cold fetches, look-ups by time, claims,
+confirmations, purges.
+
+Before anything is copied the store is probed (rule T14).  A store that refuses or is away is probed
+again with back-off; meanwhile every partition's problem is reported and every call that may write
+is answered with it, and the broker goes on without the tier.  Cold reads write nothing: they ask
+the store itself.
+
+Invariants
+  Y1  nothing is written to a store whose put-if-absent was not seen to work
+  Y2  a lost broker session is told everything again; nothing is copied for partitions it does not
+      name
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pk
+from pk import errors, limits, tracing
+from pk.tiering.damage import range_of
+from pk.tiering.objects import ObjectStore
+from pk.tiering.owner import OwnerSettings
+from pk.tiering.plan import partition_state
+from pk.tiering.table import TableFactory
+from pk.tiering.topic_tier import TopicTier
+from pk.tiering.worker import Lanes, StorageViews, TierWorker
+from pk.types import NONE
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+from pk.wire.calls import PROTOCOL, Caller, Handler, accept_stream, error_head, serve_control
+from pk.world import Disconnected, Listener, Stream, StreamKind, World
+
+if TYPE_CHECKING:
+    from pk.server.node.run_config import Process, RunConfig
+
+POLL_WAIT_MS = 10_000
+CALL_TIMEOUT_MS = 10_000
+BACKOFF_MS = (200, 10_000)
+#: How often the log repeats that the store does not pass its probe.
+REPEAT_MS = 60_000
+PROGRESS_GATHER_MS = 50
+METRICS_TICK_MS = 1_000
+GRACE_MS = 500
+FETCH_BYTES_MAX = 32 * limits.MIB
+#: Cold fetches under way at once; more wait in line, their callers' deadlines run.
+FETCHES_MAX = 32
+
+
+class TierNode:
+    """The tier of one node over a World."""
+
+    def __init__(
+        self,
+        world: World,
+        store: ObjectStore,
+        tables: TableFactory,
+        views: StorageViews,
+        lanes: Lanes,
+        run: RunConfig,
+        *,
+        broker_address: str | Callable[[], str],
+        metrics: tracing.Metrics | None = None,
+        log: tracing.Log | None = None,
+    ) -> None:
+        self.world = world
+        self.run = run
+        self.problem: errors.PkError | None = errors.TierUnavailable("the store is being probed")
+        self._tables = tables
+        self._log = log
+        self._metrics = metrics
+        self._listener: Listener | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._reports = asyncio.Event()
+        self._fetches = asyncio.Semaphore(FETCHES_MAX)
+        self.worker = TierWorker(
+            world,
+            store,
+            tables,
+            views,
+            lanes,
+            cold_cache_bytes=int(run.server["cold_cache_bytes"]),
+            owner_settings=owner_settings(run.server),
+            on_report=self._reports.set,
+            on_bug=self._bug,
+            on_rows_missing=self._tell_rows_missing,
+        )
+        hello = wire.Hello(
+            client_id=f"tier-{run.node_id}",
+            build=pk.__version__,
+            protocol=PROTOCOL,
+            cluster_id=run.cluster_id,
+            node_id=run.node_id,
+        )
+        self._broker = Caller(world.network, world.clock, broker_address, hello)
+        self._session = ("", 0)
+
+    @property
+    def address(self) -> str:
+        assert self._listener is not None
+        return self._listener.address
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when the socket serves; probing and copying begin behind it."""
+        try:
+            self._listener = await self.world.network.listen(self.run.tier_address, self._accept)
+        except OSError as cause:
+            raise errors.AddressInUse(f"{self.run.tier_address}: {cause}") from cause
+        self._spawn(self._run())
+
+    async def close(self) -> None:
+        """Stop; a commit under way lands or does not, the next start looks (rule T5)."""
+        if self._listener is not None:
+            await self._listener.close(GRACE_MS)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.worker.close()
+        await self._broker.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._bug("tier node", bug)
+
+    def _bug(self, where: str, bug: BaseException) -> None:
+        if self._log is not None:
+            self._log.bug(where, bug)
+
+    def _tell_rows_missing(self, topic: TopicTier) -> None:
+        """Rule T17: one line for each change."""
+        if self._log is None:
+            return
+        if not topic.missing:
+            self._log.info("tier_rows_complete", topic=topic.topic, uri=topic.table.uri)
+        for partition, each in sorted(topic.missing.items()):
+            self._log.warning(
+                "tier_rows_missing",
+                topic=topic.topic,
+                partition=partition,
+                rows=each.rows,
+                ranges=" ".join(f"[{start}, {end})" for start, end in each.ranges),
+                uri=topic.table.uri,
+            )
+
+    async def _run(self) -> None:
+        await self._probe()
+        self._spawn(self._report())
+        if self._metrics is not None:
+            self._spawn(self._count(self._metrics))
+        await self._poll()
+
+    async def _probe(self) -> None:
+        """Rule T14 (Y1): until the store passes, say why to everybody."""
+        backoff_ms = BACKOFF_MS[0]
+        said_ms: int | None = None
+        while True:
+            try:
+                await self._tables.probe(self.world.new_id())
+            except errors.PkError as error:
+                self.problem = error
+            else:
+                self.problem = None
+                if self._log is not None:
+                    self._log.info("store_probed", url=self.run.tier_url)
+                return
+            now_ms = self.world.clock.monotonic_ms()
+            if self._log is not None and (said_ms is None or now_ms - said_ms >= REPEAT_MS):
+                said_ms = now_ms
+                self._log.error("store_probe_failed", message=self.problem.message)
+            await self._tell_problem(self.problem)
+            await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
+            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+
+    async def _tell_problem(self, problem: errors.PkError) -> None:
+        request = wire.TierPartitionsRequest(session_id="", generation=0, max_wait_ms=0)
+        try:
+            frame = await self._broker.call(request, timeout_ms=CALL_TIMEOUT_MS)
+            told = frame.head.tier_partitions_reply.partitions
+            reports = [
+                wire.TierProgress(
+                    topic_id=each.topic_id,
+                    partition=each.partition,
+                    leader_epoch=each.leader_epoch,
+                    tiered_end=NONE,
+                    droppable_end=NONE,
+                    problem=frames.error_of(problem),
+                )
+                for each in told
+            ]
+            if reports:
+                progress = wire.TierProgressRequest(partitions=reports)
+                await self._broker.call(progress, timeout_ms=CALL_TIMEOUT_MS)
+        except errors.PkError:
+            pass  # the broker is away too: it is told after its start
+
+    # -- the broker's partitions -------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        backoff_ms = BACKOFF_MS[0]
+        while True:
+            session_id, generation = self._session
+            request = wire.TierPartitionsRequest(
+                session_id=session_id, generation=generation, max_wait_ms=POLL_WAIT_MS
+            )
+            try:
+                frame = await self._broker.call(request, timeout_ms=POLL_WAIT_MS + CALL_TIMEOUT_MS)
+            except errors.PkError:
+                self.worker.out_of_contact()
+                await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+                continue
+            backoff_ms = BACKOFF_MS[0]
+            reply = frame.head.tier_partitions_reply
+            self._session = (reply.session_id, reply.generation)
+            self.worker.partitions(reply)
+
+    async def _report(self) -> None:
+        """Send what the outbox gathered; a report that was lost is sent again unless superseded."""
+        backoff_ms = BACKOFF_MS[0]
+        outbox = self.worker.outbox
+        while True:
+            await self._reports.wait()
+            await self.world.clock.sleep_ms(PROGRESS_GATHER_MS)
+            self._reports.clear()
+            sent = dict(outbox)
+            if not sent:
+                continue
+            outbox.clear()
+            try:
+                await self._broker.call(
+                    wire.TierProgressRequest(partitions=list(sent.values())),
+                    timeout_ms=CALL_TIMEOUT_MS,
+                )
+                backoff_ms = BACKOFF_MS[0]
+            except errors.PkError:
+                for key, progress in sent.items():
+                    outbox.setdefault(key, progress)
+                self._reports.set()
+                await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
+                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def _accept(self, kind: StreamKind, stream: Stream) -> None:
+        reply = wire.HelloReply(
+            cluster_id=self.run.cluster_id,
+            node_id=self.run.node_id,
+            build=pk.__version__,
+            protocol=PROTOCOL,
+            role="tier",
+        )
+        try:
+            if kind is not StreamKind.CONTROL:
+                refusal = errors.UnsupportedFeature("the tier has control streams only")
+                await stream.send(frames.encode(error_head(0, refusal)))
+                return
+            if await accept_stream(stream, reply) is None:
+                return
+        except Disconnected:
+            return
+        await serve_control(stream, self._handlers(), on_error=self._bug)
+
+    def _handlers(self) -> Mapping[str, Handler]:
+        def ready(handler: Callable[[Any], Awaitable[Any]]) -> Handler:
+            async def handle(request: Any, _: frames.Frame) -> Any:
+                self._check_probed()
+                return await handler(request)
+
+            return handle
+
+        return {
+            "tier_fetch": self._fetch,
+            "tier_offset_for_time": self._offset_for_time,
+            "tier_claim": ready(self._claim),
+            "tier_confirm": ready(self._confirm),
+            "tier_purge": ready(self._purge),
+            "tier_rows": ready(self.worker.rows_missing),
+            "commit_to_table": ready(self.worker.commit_to_table),
+            "describe_tier": self._describe,
+        }
+
+    def _check_probed(self) -> None:
+        if self.problem is not None:
+            raise self.problem.with_traceback(None)  # Y1; its trace must not grow
+
+    async def _fetch(self, request: wire.TierFetchRequest, frame: frames.Frame) -> Any:
+        clock = self.world.clock
+        late_ms = clock.monotonic_ms() + frame.head.timeout_ms // 2  # the rest is for the answer
+        wanted = min(max(1, request.max_bytes), FETCH_BYTES_MAX)
+        async with self._fetches:
+            fetched = await self.worker.fetch(
+                request.topic_id,
+                request.topic,
+                request.partition,
+                request.offset,
+                request.end_offset,
+                wanted,
+                late=lambda: clock.monotonic_ms() >= late_ms,
+            )
+        return wire.TierFetchReply(next_offset=fetched.next_offset), fetched.batches
+
+    async def _offset_for_time(
+        self, request: wire.TierOffsetForTimeRequest, _: frames.Frame
+    ) -> Any:
+        async with self._fetches:
+            found = await self.worker.offset_for_time(
+                request.topic_id,
+                request.topic,
+                request.partition,
+                request.timestamp_ms,
+                request.from_offset,
+                request.end_offset,
+            )
+        if found is None:
+            return wire.TierOffsetForTimeReply(offset=NONE, timestamp_ms=NONE, leader_epoch=NONE)
+        return wire.TierOffsetForTimeReply(
+            offset=found.offset, timestamp_ms=found.timestamp_ms, leader_epoch=found.leader_epoch
+        )
+
+    async def _claim(self, request: wire.TierClaimRequest) -> Any:
+        return await self.worker.claim(
+            request.topic_id,
+            request.topic,
+            request.partition,
+            request.leader_epoch,
+            commit=request.commit,
+        )
+
+    async def _confirm(self, request: wire.TierConfirmRequest) -> Any:
+        missing = await self.worker.confirm(
+            request.topic_id, request.topic, request.partition, request.start, request.end
+        )
+        return wire.TierConfirmReply(missing=[file.path for file in missing])
+
+    async def _purge(self, request: wire.TierPurgeRequest) -> Any:
+        uri, objects = await self.worker.purge(request.topic_id, request.topic)
+        if self._log is not None:
+            self._log.info("tier_purged", topic=request.topic, uri=uri, objects=objects)
+        return wire.TierPurgeReply(uri=uri, objects=objects)
+
+    async def _describe(self, request: wire.DescribeTierRequest, _: frames.Frame) -> Any:
+        reply = wire.DescribeTierReply(
+            topic=request.topic, version=NONE, storage_options=self._tables.describe()
+        )
+        known = [each for each in self.worker.topics.values() if each.topic == request.topic]
+        known.sort(key=lambda each: not each.led)  # a re-created topic: the live one
+        problem = self.problem
+        if known:
+            self.worker.suspect(known[0], request.suspects)
+            problem = problem or _topic_problem(known[0])
+            _fill(reply, known[0])
+        reply.status = "ok" if problem is None else "problem"
+        if isinstance(problem, errors.DamagedTierFile):
+            reply.status = "damaged"
+        if problem is None and reply.rows_missing:
+            reply.status = "rows_missing"
+        if problem is None and reply.version == NONE:
+            reply.status = "nothing tiered yet"
+        if problem is not None:
+            reply.problem.CopyFrom(frames.error_of(problem))
+        return reply
+
+    # -- metrics -----------------------------------------------------------------------------------
+
+    async def _count(self, metrics: tracing.Metrics) -> None:
+        """Copy the worker's totals into the registry, once a second."""
+        worker = self.worker
+        cached = metrics.gauge("tier_cache_bytes", "bytes of the cold-read cache")
+        totals = {
+            name: metrics.gauge(f"tier_{name}", f"{name.replace('_', ' ')} since the start")
+            for name in worker.counts.__slots__
+        }
+        damaged = metrics.gauge("tier_damaged_files", "data files that are missing or damaged now")
+        missing = metrics.gauge("tier_rows_missing", "rows that other engines took from tables")
+        while True:
+            await self.world.clock.sleep_ms(METRICS_TICK_MS)
+            lacking = [each for topic in worker.topics.values() for each in topic.missing.values()]
+            missing.set(sum(each.rows for each in lacking))
+            cached.set(worker.reader.cached_bytes)
+            damaged.set(sum(len(topic.damaged) for topic in worker.topics.values()))
+            for name, gauge in totals.items():
+                gauge.set(getattr(worker.counts, name))
+
+
+def owner_settings(server: Mapping[str, Any]) -> OwnerSettings:
+    """The server's options that concern the table's owner."""
+    return OwnerSettings(
+        retry_backoff_ms=int(server["tier_retry_backoff_ms"]),
+        vacuum_interval_ms=int(server["tier_vacuum_interval_ms"]),
+        vacuum_retention_ms=int(server["tier_vacuum_retention_ms"]),
+    )
+
+
+def _topic_problem(topic: TopicTier) -> errors.PkError | None:
+    if topic.owner.problem is not None:
+        return topic.owner.problem
+    for led in topic.led.values():
+        if led.copier.status is not None:
+            return led.copier.status
+    return next((each.error for each in topic.damaged.all()), None)
+
+
+def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
+    reply.topic_id, reply.uri = topic.topic_id, topic.table.uri
+    snapshot = topic.owner.snapshot
+    if snapshot is None:
+        return
+    reply.version = snapshot.version
+    for partition in sorted({*snapshot.counters, *topic.led}):
+        state = partition_state(snapshot, partition)
+        led = topic.led.get(partition)
+        if led is not None:
+            state.lag = max(0, led.told.last_stable_offset - max(state.end, led.told.log_start))
+        reply.partitions.append(state)
+    for partition, missing in sorted(topic.missing.items()):
+        told = reply.rows_missing.add(partition=partition, rows=missing.rows)
+        for start, end in missing.ranges:
+            told.ranges.add(start=start, end=end)
+    for file, error in topic.damaged.all():
+        start, end = range_of(file)
+        reply.damaged.add(
+            partition=file.partition,
+            start=start,
+            end=end,
+            path=file.path,
+            problem=frames.error_of(error),
+        )
+
+
+# -- the shell (◦) -------------------------------------------------------------------------------
+
+
+def main(run: RunConfig) -> int:
+    """`python -m pk.server tier`."""
+    from pk.server.node.run_config import process_main
+    from pk.tiering import resources
+
+    resources.settle()
+    return process_main("tier", run, _serve_process)
+
+
+async def _serve_process(process: Process) -> None:
+    from pk.server.node.metrics_endpoint import serve_metrics
+    from pk.server.node.run_config import RunConfig
+    from pk.tiering.shell import RealTier
+
+    run, world = process.run, process.world
+    real = RealTier(run.server, world.clock)
+    node = TierNode(
+        world,
+        real.store,
+        real.tables,
+        real.view,
+        real.lanes,
+        run,
+        # read anew: a broker that was given port 0 is known only after its start
+        broker_address=lambda: RunConfig.load(run.run_dir).broker_address,
+        metrics=process.metrics,
+        log=process.log,
+    )
+    await node.start()
+    http = await serve_metrics(process)
+    process.ready(node.address)
+    await process.stopping.wait()
+    process.health.not_ready = "shutting down"
+    await node.close()
+    if http is not None:
+        http.close()
+    await real.close()

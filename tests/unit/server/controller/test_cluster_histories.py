@@ -1,0 +1,33 @@
+"""Histories of a cluster that is never at rest (cluster_model.py), with decisions of few changes.
+
+`PK_CLUSTER_SEEDS=1000` asks for more of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pk.server.controller.machine import Controller
+from pk.server.controller.sweeps import Sweep
+from tests.unit.server.controller.cluster_model import Model
+from tests.unit.server.controller.controller_bench import snapshot
+
+SEEDS = int(os.environ.get("PK_CLUSTER_SEEDS", "40"))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_nothing_committed_is_lost_and_everything_heals(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision that changes more than one or two partitions is made in steps (sweeps.py)."""
+    monkeypatch.setattr(Sweep.__init__, "__defaults__", (1 + seed % 3,))
+    model = Model(seed)
+    for _ in range(400):
+        model.step()
+    model.heal()
+    replayed = Controller(model.bench.rules)
+    for offset, record in enumerate(model.bench.log):
+        replayed.apply(offset, record)
+    assert snapshot(replayed.image) == snapshot(model.image)

@@ -1,0 +1,331 @@
+"""Partitions that move to other brokers (KIP-455), and brokers that are forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from pk import errors, limits
+from pk.server.controller import commands as c
+from pk.server.metadata.image import PartitionState
+from pk.server.replica.leader import Leader
+from pk.types import NONE
+from pk.wire import pk_pb2 as wire
+from tests.unit.server.controller.controller_bench import Bench, alter_isr, item
+
+
+def cluster(factor: int = 3, **configs: str) -> Bench:
+    """Topic t on brokers 1.. of six, led by 1."""
+    bench = Bench()
+    bench.up(1, 2, 3, 4, 5, 6)
+    bench.topic("t", 1, factor, **configs)
+    assert bench.state("t").replicas == tuple(range(1, factor + 1))
+    return bench
+
+
+def reassign(bench: Bench, *replicas: int, cancel: bool = False, topic: str = "t") -> int:
+    """Returns the error's code, 0 = none."""
+    request = wire.AlterReassignmentsRequest()
+    request.reassignments.add(topic=topic, partition=0, replicas=replicas, cancel=cancel)
+    reply = bench.do(c.AlterReassignments(request, dict(bench.reports)))
+    assert reply.metadata_offset == bench.image.offset
+    code: int = reply.results[0].error.code
+    return code
+
+
+def joins(bench: Bench, broker: int) -> wire.AlterPartitionResult:
+    state = bench.state("t")
+    isr = [*state.isr, broker]
+    result = alter_isr(bench, state.leader, item(bench, "t", isr))
+    assert not result.HasField("error"), result
+    return result
+
+
+def under_way(bench: Bench) -> list[tuple[str, list[int], list[int], list[int]]]:
+    reply = bench.do(c.ListReassignments(wire.ListReassignmentsRequest()))
+    return [
+        (r.topic, list(r.replicas), list(r.adding), list(r.removing)) for r in reply.reassignments
+    ]
+
+
+def test_a_partition_moves_when_all_new_replicas_are_in_sync() -> None:
+    bench = cluster()
+    assert reassign(bench, 4, 5, 1) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.adding, state.removing) == ((4, 5, 1, 2, 3), (4, 5), (2, 3))
+    assert (state.leader, state.isr, state.leader_epoch) == (1, (1, 2, 3), 0)
+    assert under_way(bench) == [("t", [4, 5, 1, 2, 3], [4, 5], [2, 3])]
+    joins(bench, 5)
+    assert bench.state("t").removing == (2, 3)
+    result = joins(bench, 4)
+    state = bench.state("t")
+    assert (state.replicas, state.adding, state.removing) == ((4, 5, 1), (), ())
+    assert (state.leader, set(state.isr), state.leader_epoch) == (1, {1, 4, 5}, 1)
+    assert (set(result.isr), result.leader, result.leader_epoch) == ({1, 4, 5}, 1, 1)
+    assert under_way(bench) == []
+    assert "t" not in {t.name for t, _, _ in bench.image.partitions_of(2)}
+    assert [t.name for t, _, _ in bench.image.partitions_of(4)] == ["t"]
+
+
+def test_a_leader_that_goes_hands_over_in_the_record_that_ends_it() -> None:
+    bench = cluster(1)
+    assert reassign(bench, 5, 6) == 0
+    joins(bench, 6)
+    end = len(bench.log)
+    result = joins(bench, 5)
+    assert len(bench.log) == end + 1
+    state = bench.state("t")
+    assert (state.replicas, state.leader, set(state.isr)) == ((5, 6), 5, {5, 6})
+    assert (result.leader, result.leader_epoch) == (5, 1)
+    assert result.leader_epoch == state.leader_epoch
+
+
+def test_fewer_replicas_and_another_order_need_no_copying() -> None:
+    bench = cluster()
+    assert reassign(bench, 2, 3, 1) == 0
+    assert (bench.state("t").replicas, bench.state("t").leader) == ((2, 3, 1), 1)
+    assert reassign(bench, 2) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.isr, state.leader, state.removing) == ((2,), (2,), 2, ())
+    end = len(bench.log)
+    assert reassign(bench, 2) == 0
+    assert len(bench.log) == end, "it is so already"
+
+
+def test_what_is_removed_stays_until_the_target_is_as_safe() -> None:
+    """The in-sync part of the target must satisfy min_insync_replicas before the others go."""
+    bench = cluster(min_insync_replicas="2")
+    alter_isr(bench, 1, item(bench, "t", [1, 3]))  # 2 is too slow
+    assert reassign(bench, 1, 2) == 0
+    assert (bench.state("t").replicas, bench.state("t").removing) == ((1, 2, 3), (3,))
+    joins(bench, 2)
+    state = bench.state("t")
+    assert (state.replicas, set(state.isr), state.removing) == ((1, 2), {1, 2}, ())
+
+
+def test_cancel_goes_back_to_the_original_replicas() -> None:
+    bench = cluster()
+    assert reassign(bench, cancel=True) == 85
+    reassign(bench, 4, 5)
+    joins(bench, 4)
+    assert reassign(bench, cancel=True) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.adding, state.removing) == ((1, 2, 3), (), ())
+    assert (state.leader, state.isr, state.leader_epoch) == (1, (1, 2, 3), 1)
+
+
+def test_only_who_goes_ends_the_leaders_epoch() -> None:
+    """R2: in the record that removes a replica, once; also of a target given up for another."""
+    bench = cluster()
+    epochs = []
+    for target in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 3, 2, 5), (1, 3, 2)):
+        assert reassign(bench, *target) == 0
+        assert bench.state("t").leader == 1
+        epochs.append(bench.state("t").leader_epoch)
+    assert epochs == [0, 1, 1, 2]
+
+
+def test_what_a_replica_said_of_the_log_it_deleted_counts_for_nothing() -> None:
+    """4 has everything and says so; while that is on its way it is removed, deletes its log, and is
+    added again, under the same registration.  Its leader hears of both at once, then of what 4 had.
+    """
+    bench = cluster()
+    assert reassign(bench, 1, 2, 3, 4) == 0
+    said = bench.state("t").leader_epoch
+    leader = _led(bench.state("t"))
+    assert reassign(bench, cancel=True) == 0
+    assert reassign(bench, 1, 2, 3, 4) == 0
+    state = bench.state("t")
+    if state.leader_epoch == leader.leader_epoch:
+        leader.on_isr_committed(state.isr, state.replicas, state.partition_epoch)
+    else:
+        leader = _led(state)
+    with pytest.raises(errors.FencedLeaderEpoch):
+        leader.check_epoch(said)
+
+
+def _led(state: PartitionState) -> Leader:
+    """The leader of `state`, with ten records."""
+    return Leader(
+        node_id=state.leader,
+        leader_epoch=state.leader_epoch,
+        partition_epoch=state.partition_epoch,
+        replicas=state.replicas,
+        isr=state.isr,
+        log_end=10,
+        synced_end=10,
+        high_watermark=10,
+        min_insync_replicas=2,
+        flush_on_ack=False,
+    )
+
+
+def test_a_new_target_is_compared_with_the_original_replicas() -> None:
+    """What was being added for the old target leaves; cancel still means the original three."""
+    bench = cluster()
+    reassign(bench, 4, 5, 6)
+    joins(bench, 4)
+    assert reassign(bench, 1, 2, 5) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.adding, state.removing) == ((1, 2, 5, 3), (5,), (3,))
+    assert set(state.isr) == {1, 2, 3}
+    assert reassign(bench, cancel=True) == 0
+    assert set(bench.state("t").replicas) == {1, 2, 3}
+
+
+def test_nothing_may_leave_a_partition_without_a_leader_to_be() -> None:
+    bench = cluster(1)
+    reassign(bench, 4)
+    joins(bench, 4)  # done: 4 alone
+    assert bench.state("t").replicas == (4,)
+    reassign(bench, 5, 6)
+    joins(bench, 5)
+    bench.fence(4)
+    assert (bench.state("t").leader, bench.state("t").elr) == (5, ())
+    assert reassign(bench, cancel=True) == 39, "5 holds what 4 may not"
+    assert reassign(bench, 1) == 39
+    bench.beat(4)
+    joins(bench, 4)
+    assert reassign(bench, cancel=True) == 0
+    assert (bench.state("t").replicas, bench.state("t").leader) == ((4,), 4)
+
+
+@pytest.mark.parametrize(("replicas", "code"), [((), 39), ((1, 1), 39), ((1, 9), 39), ((1, 4), 0)])
+def test_targets(replicas: tuple[int, ...], code: int) -> None:
+    bench = cluster()
+    assert reassign(bench, *replicas) == code
+    assert reassign(bench, 1, topic="nope") == 3
+
+
+def test_a_request_has_a_bound_and_names_each_partition_once() -> None:
+    bench = cluster()
+    request = wire.AlterReassignmentsRequest()
+    for replicas in ((4, 1), (5, 1)):
+        request.reassignments.add(topic="t", partition=0, replicas=replicas)
+    reply = bench.do(c.AlterReassignments(request))
+    assert [r.error.code for r in reply.results] == [0, 42]
+    assert bench.state("t").adding == (4,)
+    for _ in range(limits.METADATA_RECORDS_PER_APPEND_MAX):
+        request.reassignments.add(topic="t", partition=0, replicas=[1])
+    with pytest.raises(errors.InvalidRequest):
+        bench.do(c.AlterReassignments(request))
+
+
+def test_fencing_during_a_move_keeps_what_is_eligible() -> None:
+    """Old and new replicas count together; a failover of the leader goes on with the move."""
+    bench = cluster(2, min_insync_replicas="2")
+    reassign(bench, 3, 4)
+    joins(bench, 3)
+    bench.fence(1)
+    state = bench.state("t")
+    assert (state.leader, set(state.isr), state.elr) == (3, {2, 3}, ())
+    bench.fence(2)
+    assert (bench.state("t").isr, bench.state("t").elr) == ((3,), (2,))
+    joins(bench, 4)
+    state = bench.state("t")
+    assert (state.replicas, set(state.isr), state.elr, state.leader) == ((3, 4), {3, 4}, (), 3)
+
+
+def test_who_is_added_no_more_is_not_eligible_either() -> None:
+    bench = cluster(2, min_insync_replicas="2")
+    reassign(bench, 3, 4)
+    joins(bench, 3)
+    bench.fence(2)
+    bench.fence(3)
+    assert (bench.state("t").isr, bench.state("t").elr) == ((1,), (3,))
+    assert reassign(bench, cancel=True) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.isr, state.elr) == ((1, 2), (1,), ())
+
+
+def test_a_move_waits_while_nobody_leads_and_ends_after() -> None:
+    bench = cluster(1)
+    reassign(bench, 2)
+    bench.fence(1)
+    assert (bench.state("t").leader, bench.state("t").elr) == (NONE, (1,))
+    assert reassign(bench, cancel=True) == 0
+    assert bench.state("t").replicas == (1,)
+    reassign(bench, 2)
+    bench.beat(1)
+    joins(bench, 2)
+    assert (bench.state("t").replicas, bench.state("t").leader) == ((2,), 2)
+
+
+def test_an_election_that_brings_what_a_move_waits_for_ends_it() -> None:
+    """Who goes is gone for good: the new leader never has another ISR to ask for, and would refuse
+    acks=all for want of replicas that nobody asks for any more.
+    """
+    bench = cluster(3, min_insync_replicas="2")
+    bench.fence(3)
+    bench.fence(1)
+    assert (bench.state("t").leader, bench.state("t").elr) == (2, (1,))
+    assert reassign(bench, 1) == 0
+    assert (bench.state("t").leader, bench.state("t").removing) == (2, (2, 3))
+    bench.fence(2)
+    bench.beat(1)
+    state = bench.state("t")
+    assert (state.leader, state.replicas, state.removing, state.leader_epoch) == (1, (1,), (), 3)
+
+
+def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
+    """Nobody leads: 1 lost power and is only known to have been a member, 2 has everything."""
+    bench = cluster(1, min_insync_replicas="2")
+    reassign(bench, 2, 3)
+    joins(bench, 2)
+    bench.fence(2)
+    bench.register(1, "again", boot_id="later")
+    state = bench.state("t")
+    assert (state.leader, state.isr, state.elr, state.last_known) == (NONE, (), (2,), (1,))
+    assert reassign(bench, cancel=True) == 39
+    assert bench.state("t") == state
+    bench.beat(2)
+    assert bench.state("t").leader == 2
+
+
+def test_no_cancel_drops_whom_a_recovery_election_waits_for() -> None:
+    """R3: of the last known the greatest log is elected, so all of them are needed."""
+    bench = cluster(1, min_insync_replicas="2")
+    reassign(bench, 2, 3)
+    joins(bench, 2)
+    for broker in (2, 1):
+        bench.register(broker, "again", boot_id="later")
+    state = bench.state("t")
+    assert (state.leader, state.isr, state.elr) == (NONE, (), ())
+    assert set(state.last_known) == {1, 2}
+    assert reassign(bench, cancel=True) == 39
+    assert bench.state("t") == state
+
+
+def test_partitions_added_during_a_move_get_the_targets_count() -> None:
+    bench = cluster(2)
+    reassign(bench, 4, 5)
+    wanted = wire.NewPartitions(name="t", total_count=2)
+    bench.do(c.CreatePartitions(wire.CreatePartitionsRequest(topics=[wanted])))
+    assert len(bench.state("t", 1).replicas) == 2
+    bench.do(c.DeleteTopics(wire.DeleteTopicsRequest(names=["t"])))
+    assert under_way(bench) == []
+    assert not list(bench.image.partitions_of(4))
+
+
+# -- brokers that are gone for good ----------------------------------------------------------------
+
+
+def unregister(bench: Bench, broker: int) -> None:
+    bench.do(c.UnregisterBroker(wire.UnregisterBrokerRequest(broker_id=broker)))
+
+
+def test_a_broker_is_forgotten_when_it_is_stopped_and_holds_nothing() -> None:
+    bench = cluster(1)
+    with pytest.raises(errors.BrokerNotRegistered):
+        unregister(bench, 9)
+    with pytest.raises(errors.InvalidRequest, match="alive"):
+        unregister(bench, 6)
+    bench.fence(6)
+    unregister(bench, 6)
+    assert 6 not in bench.image.brokers
+    reassign(bench, 2)
+    bench.fence(2)
+    with pytest.raises(errors.InvalidRequest, match="t-0"):
+        unregister(bench, 2)
+    reassign(bench, cancel=True)
+    unregister(bench, 2)
+    assert bench.register(2, "new", boot_id="new").clean

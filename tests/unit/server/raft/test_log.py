@@ -1,0 +1,438 @@
+"""The metadata log of a quorum of one, over the simulated disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.effects import Level
+from pk.log import batch as batches
+from pk.server.metadata.records import record_of
+from pk.server.metadata.snapshot import file_name
+from pk.server.metadata.snapshot_generator import SnapshotMaker
+from pk.server.raft.log import MetadataLog
+from pk.server.raft.messages import (
+    BeginEpoch,
+    SaveVote,
+    SnapshotId,
+    TruncateTo,
+    Vote,
+    Voter,
+)
+from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules, read_state
+from pk.sim.disk import SimDisk, SimStorage
+from pk.sim.world import SimWorld
+from pk.wire import pk_pb2 as wire
+
+WORLDS: list[SimWorld] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """A test may end while something is written."""
+    yield
+    while WORLDS:
+        WORLDS.pop().close()
+
+
+class Disk:
+    """A metadata log that can be opened again after a crash."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.world = SimWorld(seed)
+        WORLDS.append(self.world)
+        self.storage = SimStorage("m", self.world.random("disk"))
+        self.fatal: list[BaseException] = []
+
+    def open(self) -> MetadataLog:
+        world = self.world.world_of("n")
+        disk = SimDisk(self.storage, world.clock, world.rng)
+        log = MetadataLog(world, disk, me=Voter(1, "d"), address="", on_fatal=self.fatal.append)
+        self.world.run(_opened(log))
+        return log
+
+
+async def _opened(log: MetadataLog) -> None:
+    await log.open()
+    await log.lead()
+
+
+def topic(name: str) -> Any:
+    return record_of(wire.TopicRecord(name=name, topic_id=name))
+
+
+def names(disk: Disk, log: MetadataLog) -> list[str]:
+    found: list[str] = []
+
+    def take(_offset: int, record: Any) -> None:
+        if record.WhichOneof("record") == "topic":
+            found.append(record.topic.name)
+
+    disk.world.run(log.replay(take))
+    return found
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_what_was_committed_survives(power: bool) -> None:
+    """L1: also a power loss; each start is a later epoch."""
+    disk = Disk()
+    for round_number in range(4):
+        log = disk.open()
+        assert log.epoch == round_number + 1
+        assert names(disk, log) == [f"t{n}" for n in range(round_number)]
+        assert log.append([topic(f"t{round_number}")], 5) == log.end - 1
+        disk.world.run(log.commit())
+        assert log.committed == log.end
+        if power:
+            disk.storage.power_loss()
+        else:
+            disk.storage.crash()
+    assert not disk.fatal
+
+
+def test_what_was_not_committed_may_go_but_nothing_else() -> None:
+    disk = Disk(3)
+    log = disk.open()
+    log.append([topic("kept")], 5)
+    disk.world.run(log.commit())
+    log.append([topic("never written")], 5)
+    disk.storage.power_loss()
+    assert names(disk, disk.open()) == ["kept"]
+
+
+def test_damaged_state_is_not_guessed() -> None:
+    """U1: an epoch might be used twice; committed metadata might be cut away."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    disk.world.run(log.close())
+    disk.storage.crash()
+    disk.world.run(disk.open().close())
+    disk.storage.crash()
+    good = disk.storage.read_file(QUORUM_STATE)
+    disk.storage.replace_file(QUORUM_STATE, b"{")
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
+    disk.storage.replace_file(QUORUM_STATE, good)
+    for name in disk.storage.list("__cluster_metadata-0"):
+        if name.endswith(".log"):
+            file = disk.storage.open(f"__cluster_metadata-0/{name}")
+            file.truncate(100)
+            file.close()
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
+
+
+def committed(*records: str) -> tuple[Disk, MetadataLog, str]:
+    """A log of one topic in each batch, long after its election, and its only file."""
+    disk = Disk()
+    log = disk.open()
+    for name in records:
+        log.append([topic(name)], 5)
+        disk.world.run(log.commit())
+    disk.world.run(_wait(2_000))
+    (name,) = (each for each in disk.storage.list(LOG_DIR) if each.endswith(".log"))
+    return disk, log, f"{LOG_DIR}/{name}"
+
+
+async def _wait(ms: int) -> None:
+    await asyncio.sleep(ms / 1000)
+
+
+def test_rot_in_what_was_committed_since_the_last_vote_is_no_torn_tail() -> None:
+    """L6: it was cut away, and all that was committed behind it."""
+    disk, log, path = committed("a", "b", "c")
+    position, header = list(batches.iter_headers(disk.storage.peek(path)))[-2]
+    assert header.base_offset == log.end - 2
+    disk.storage.rot(path, position + header.length - 1, 0)
+    disk.storage.power_loss()
+    before = disk.storage.peek(path)
+    with pytest.raises(errors.CorruptLog):
+        disk.open()
+    assert disk.storage.peek(path) == before
+
+
+def test_a_log_that_rests_is_not_noted_again() -> None:
+    disk, log, _ = committed("a")
+    assert read_state(disk.storage) == (Vote(log.epoch, 1, "d"), log.end)
+    mutations = disk.storage.mutations
+    disk.world.run(_wait(60_000))
+    assert disk.storage.mutations == mutations
+
+
+def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
+    """K3."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    disk.storage.capacity = disk.storage.used_bytes()
+    disk.world.run(_wait(5_000))
+    assert read_state(disk.storage)[1] < log.end
+    disk.storage.capacity = None
+    disk.world.run(_wait(20_000))
+    assert read_state(disk.storage)[1] == log.end
+    assert not disk.fatal
+
+
+def test_a_log_that_was_cut_is_not_damaged() -> None:
+    """L5: the vote was saved beside records that the next leader did not have; the process dies
+    inside the first write behind the cut.
+    """
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("kept")], 5)
+    disk.world.run(log.commit())
+    kept = log.end
+    log.append([topic("only here")], 5)
+    disk.world.run(log.commit())
+    vote = Vote(log.epoch, 1, "d")
+    disk.world.run(log.write([SaveVote(vote)], Level.SYNCED))
+    disk.world.run(log.write([TruncateTo(0, kept)], Level.SYNCED))
+    assert log.end == kept
+    disk.storage.crash()
+    newest = max(n for n in disk.storage.list("__cluster_metadata-0") if n.endswith(".log"))
+    file = disk.storage.open(f"__cluster_metadata-0/{newest}")
+    file.append([bytes(146)])
+    file.close()
+    again = disk.open()
+    assert names(disk, again) == ["kept"]
+    assert again.epoch > vote.epoch, "the vote is not forgotten with the records"
+
+
+def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
+    """L2: else the next fetch would begin behind records that no other log has."""
+    disk = Disk()
+    log = disk.open()
+    before = log.end
+    log.append([topic("decided")], 5)
+    assert log.end == before + 1
+    disk.world.run(log.resign())
+    assert log.end == before
+    disk.world.run(log.lead())
+    log.append([topic("after")], 5)
+    disk.world.run(log.commit())
+    assert names(disk, log) == ["after"]
+
+
+async def _abandon(log: MetadataLog) -> None:
+    """A commit whose caller goes while the disk writes."""
+    commit = asyncio.get_running_loop().create_task(log.commit())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    commit.cancel()
+    await asyncio.gather(commit, return_exceptions=True)
+
+
+def test_a_write_whose_caller_goes_is_finished() -> None:
+    """A term that ends cancels what it waits for; the log must not wait for ever, too."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("abandoned")], 5)
+    disk.world.run(_abandon(log))
+    log.append([topic("after")], 5)
+    disk.world.run(log.commit())
+    assert names(disk, log) == ["abandoned", "after"]
+    log.append([topic("last")], 5)
+    disk.world.run(_abandon(log))
+    disk.world.run(log.close())
+    disk.storage.crash()
+    assert names(disk, disk.open()) == ["abandoned", "after", "last"]
+
+
+def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
+    """KIP-853: else who asked waits for ever, and nobody can change the voters again."""
+    disk = Disk()
+    log = disk.open()
+    two = (Voter(1, "d"), Voter(2, "e"))
+
+    async def story() -> None:
+        disk.storage.capacity = disk.storage.used_bytes()
+        log.append([topic("no room")], 5)
+        commit = asyncio.get_running_loop().create_task(log.commit())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        change = asyncio.get_running_loop().create_task(log.change_voters(two, {2: "e:1"}))
+        with pytest.raises(errors.StorageFull):
+            await commit
+        disk.storage.capacity = None
+        with pytest.raises(errors.ControllerUnavailable):
+            async with asyncio.timeout(1):
+                await change
+        await log.lead()
+        assert log.voters.now == two[:1]
+
+    disk.world.run(story())
+    assert not disk.fatal
+
+
+def test_voters_that_find_no_room_are_refused() -> None:
+    """Their own write fails: the disk has what it had, and the node can go on."""
+    disk = Disk()
+    log = disk.open()
+    one = log.voters.now
+
+    async def story() -> None:
+        disk.storage.capacity = disk.storage.used_bytes()
+        with pytest.raises(errors.ControllerUnavailable):
+            async with asyncio.timeout(1):
+                await log.change_voters((*one, Voter(2, "e")), {2: "e:1"})
+        disk.storage.capacity = None
+        await log.lead()
+        assert log.voters.now == one
+
+    disk.world.run(story())
+    assert not disk.fatal
+
+
+def test_an_epoch_that_is_over_begins_no_more() -> None:
+    """Writes wait in a row: by the time of this one another may lead."""
+    disk = Disk()
+    log = disk.open()
+    end, me = log.end, log.quorum.me
+    disk.world.run(log.write([BeginEpoch(me, log.epoch - 1, (me,))], Level.SYNCED))
+    assert log.end == end
+
+
+class Turns:
+    """A clock that notes how many records were applied when the loop got its turn."""
+
+    def __init__(self, clock: Any) -> None:
+        self.applied = 0
+        self.at: list[int] = []
+        self._clock = clock
+
+    async def sleep_ms(self, ms: float) -> None:
+        self.at.append(self.applied)
+        await self._clock.sleep_ms(ms)
+
+    def apply(self, _offset: int, _record: Any) -> None:
+        self.applied += 1
+
+    @property
+    def longest(self) -> int:
+        at = [0, *self.at, self.applied]
+        return max(after - before for before, after in pairwise(at))
+
+
+def test_a_replay_gives_way_to_votes() -> None:
+    """P1: of the log, and of a snapshot; the snapshot is also written so."""
+    disk = Disk()
+    log = disk.open()
+    for turn in range(3):
+        log.append([topic(f"t{turn}-{n}") for n in range(1_500)], 5)
+        disk.world.run(log.commit())
+    history, clock = log._told, log._told._clock
+    turns = history._clock = Turns(clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert turns.applied > 4_500
+    assert turns.longest <= 128
+    files = log._files
+    assert files.newest is None
+    writing = files._clock = Turns(clock)  # type: ignore[assignment]
+    maker = SnapshotMaker(log, history, files, clock, SnapshotRules(), lambda event, **facts: None)
+    disk.world.run(maker.make())
+    assert len(writing.at) > 4_500 // 128
+    turns = history._clock = Turns(clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert turns.applied > 4_500
+    assert turns.longest <= 128
+    assert log.newest_snapshot is not None
+    assert names(disk, log) == [f"t{turn}-{n}" for turn in range(3) for n in range(1_500)]
+
+
+def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
+    """Q1: who votes is in the snapshot, when nothing in the log says so any more."""
+    disk = Disk()
+    log = disk.open()
+    maker = SnapshotMaker(
+        log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+    )
+    for name in ("a", "b", "c"):
+        log.append([topic(name)], 5)
+        disk.world.run(log.commit())
+        disk.world.run(maker.make())
+    assert log.log_start > 3
+    disk.world.run(log.close())
+    disk.storage.crash()
+    world = disk.world.world_of("other")
+    other = MetadataLog(
+        world, SimDisk(disk.storage, world.clock, world.rng), me=Voter(1, "other"), address="",
+        on_fatal=disk.fatal.append,
+    )  # fmt: skip
+    with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory d,"):
+        disk.world.run(other.open())
+
+
+def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
+    """L4: it would be kept, and the later one, behind which the log begins, removed."""
+    disk = Disk()
+    log = disk.open()
+    files = log._files
+    maker = SnapshotMaker(
+        log, log._told, files, log._clock, SnapshotRules(), lambda event, **facts: None
+    )
+    later = SnapshotId(log.end + 10, log.epoch)
+
+    async def story() -> None:
+        async with log._writing:  # as `_install` has it
+            making = asyncio.get_running_loop().create_task(maker.make())
+            await log._clock.sleep_ms(1_000)
+            disk.storage.replace_file(file_name(later), b"loaded")
+            files.kept = (later,)
+        with pytest.raises(errors.SnapshotNotFound):
+            await making
+
+    disk.world.run(story())
+    assert files.kept == (later,)
+    assert disk.storage.read_file(file_name(later)) == b"loaded"
+
+
+def test_none_is_made_below_one_that_was_loaded() -> None:
+    """K3: it was loaded while the maker looked whether one is due, and the machine has not heard of
+    it.
+    """
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("a")], 5)
+    disk.world.run(log.commit())
+    behind: Any = SimpleNamespace(committed=log.end - 1, epoch_at=log.epoch_at)
+    makers = [
+        SnapshotMaker(
+            source, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+        )
+        for source in (log, behind)
+    ]
+    made = disk.world.run(makers[0].make())
+    with pytest.raises(errors.SnapshotNotFound):
+        disk.world.run(makers[1].make())
+    assert log._files.kept == (made,)
+
+
+def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
+    disk = Disk()
+    log = disk.open()
+    log.append([topic(f"t{n}") for n in range(500)], 5)
+    disk.world.run(log.commit())
+    maker = SnapshotMaker(
+        log, log._told, log._files, log._clock, SnapshotRules(1), lambda event, **facts: None
+    )
+    found: list[bool] = []
+
+    class Asking(Turns):
+        async def sleep_ms(self, ms: float) -> None:
+            found.append(await maker._due())
+
+    history = log._told
+    turns = history._clock = Asking(log._clock)  # type: ignore[assignment]
+    disk.world.run(history.replay(turns.apply))
+    assert found
+    assert not any(found)
+    assert disk.world.run(maker._due())

@@ -1,0 +1,68 @@
+"""The quorum machine in seeded histories: cuts, losses, power, snapshots, voters that come and go.
+
+The judge of `quorum_world` looks after every event; here the worlds are run, healed and asked
+whether they live.  `PK_QUORUM_SEEDS=N` runs N seeds instead of the usual few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.unit.server.raft.quorum_world import World
+
+SEEDS = int(os.environ.get("PK_QUORUM_SEEDS", "40"))
+
+
+def history(seed: int) -> World:
+    """A minute of unrest, half a minute of calm."""
+    world = World(seed, voters=[1, 3, 3, 5][seed % 4])
+    rng = world.rng
+    until = 60_000
+    pace_ms = rng.choice([60, 300, 3_000])
+    at = rng.randrange(3_000)
+    while at < until:
+        world.at(at, world.fault)
+        at += rng.randrange(10, pace_ms)
+    for n in range(600):
+        world.at(rng.randrange(until), lambda n=n: [x.append(n) for x in world.leaders()])
+    world.run(until)
+    world.heal()
+    world.run(until + 30_000)
+    return world
+
+
+def alive(world: World) -> None:
+    """After healing: one leader, and what it is given everybody commits."""
+    leaders = world.leaders()
+    newest = max(leaders, key=lambda node: node.machine.epoch)
+    assert all(n is newest or n.me not in newest.machine.voters for n in leaders), "two leaders"
+    before = len(world.judge.truth)
+    newest.append("after")
+    world.run(world.now + 5_000)
+    assert len(world.judge.truth) > before, "nothing is committed"
+    for node in world.nodes.values():
+        if node.me in newest.machine.voters:
+            assert node.machine.high_watermark == len(world.judge.truth), node.me
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_history_is_safe_and_ends_alive(seed: int) -> None:
+    alive(history(seed))
+
+
+def test_the_histories_hold_what_they_are_for() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        counts += history(seed).judge.counts
+    for name in (
+        "elections",
+        "committed",
+        "power losses",
+        "cuts",
+        "snapshots loaded",
+        "voters changed",
+    ):
+        assert counts[name] > 0, counts

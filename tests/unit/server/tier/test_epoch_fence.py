@@ -1,0 +1,172 @@
+"""Claims of a table (rules T4, T9) that a failing directory, a move or a full disk ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pk import errors
+from pk.server.broker.core import BrokerCore
+from pk.server.metadata.image import PartitionState
+from pk.server.replica.partition import Partition
+from tests.unit.server.tier.test_node import (
+    QUICK,
+    Cluster,
+    back_without_a_tier,
+    partition_of,
+    produce,
+)
+
+
+def test_a_directory_fails_while_its_partition_claims_the_table(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: the claim is over, the controller hears that the replica is offline, and when
+    the store is back nobody leads on a disk that is gone.
+    """
+    cluster = make_cluster(11, disks=2, tier_url="memory://tier")
+    cluster.start()
+    cluster.start_tier()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    cluster.do(produce(cluster, kit, topic_id, 3))
+    partition = partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: partition.tiered_end == 3)
+    lost = partition.lane.disk.storage.root
+    cluster.world.kill("tier")
+    cluster.kill("broker", lost, power=True)
+    for each in cluster.disks:
+        cluster.storages[each].power_loss()
+    cluster.boot = "boot-2"
+    cluster.start_broker()
+    core, partition = cluster.broker.core, partition_of(cluster, topic_id)
+    cluster.world.run_until(lambda: core.follower.claims.epoch(partition.key) is not None)
+    cluster.storages[lost].failed = errors.StorageFailed("gone")
+    cluster.world.run_until(
+        lambda: core.follower.image.partition(partition.key).leader == -1  # it was told
+    )
+    cluster.start_tier()
+    cluster.world.loop.run_for_ms(30_000)
+    assert core.follower.claims.epoch(partition.key) is None
+    assert partition.leader is None
+    assert isinstance(partition.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
+
+
+def test_a_claim_ends_with_its_replica(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """M7 of broker/metadata_publisher.py: what is made anew is another log, and the claim would
+    reset it."""
+    cluster = make_cluster(11, tier_url="memory://tier")
+    cluster.start()
+    topic_id = cluster.do(cluster.create("flights", **QUICK))
+    core, partition = cluster.broker.core, partition_of(cluster, topic_id)
+    state = core.follower.image.partition(partition.key)
+
+    async def made_anew() -> None:
+        core.follower.claims.begin(partition, state)
+        await core.follower._set_aside(partition.key, partition)
+
+    cluster.do(made_anew())
+    assert core.follower.claims.epoch(partition.key) is None
+    assert partition.key not in core.partitions
+
+
+def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: the next try would not know what is there; the controller hears of it."""
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+
+    async def full(*_: Any, **__: Any) -> None:
+        again.log.torn = True
+        raise errors.StorageFull("full")
+
+    start_anew, core.manager.start_anew = core.manager.start_anew, full
+    cluster.start_tier()
+    cluster.world.run_until(lambda: core.offline_replicas())
+    assert core.follower.claims.epoch(again.key) is None
+    assert again.leader is None
+    assert isinstance(again.problem, errors.StorageFailed)
+    core.manager.start_anew = start_anew
+    cluster.world.run_until(lambda: again.leader is not None)  # C4 of replica/creation.py
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
+    assert not core.offline_replicas()
+
+
+def _no_room_half_way(operation: str, path: str) -> Exception | None:
+    """For the epochs of a log that is begun anew: its segments are gone by then."""
+    written = "topics/" in path and path.endswith("leader-epoch-checkpoint.tmp")
+    return errors.StorageFull("full") if written else None
+
+
+def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
+    """Another broker is elected."""
+    state = core.follower.image.partition(partition.key)
+    assert state is not None
+    return replace(state, leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
+
+
+def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """Rules T4, L2: another broker is elected while the log begins anew at the table's end, and
+    there is no room on the way.  What it had is gone by then; as a replica it would say that it has
+    it, join the ISR for that, and lead without it.
+    """
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+    storage = again.lane.disk.storage
+    start_anew = core.manager.start_anew
+
+    async def meanwhile(*args: Any, **named: Any) -> None:
+        core.manager.start_anew = start_anew
+        await core.follower.lead_or_follow(again, _elsewhere(core, again))
+        assert (again.problem, again.replica is None) == (None, False)
+        storage.fault = _no_room_half_way
+        await start_anew(*args, **named)
+
+    core.manager.start_anew = meanwhile
+    cluster.start_tier()
+    cluster.world.run_until(lambda: again.log.torn)
+    cluster.world.loop.run_for_ms(1_000)
+    assert again.log.torn
+    assert again.replica is None
+    assert isinstance(again.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
+    storage.fault = None
+    cluster.world.run_until(lambda: again.leader is not None)  # C4 of replica/creation.py
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
+
+
+def test_a_claim_ends_with_a_log_that_it_found_half_way(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """The same, the other way round: elected uncleanly while its log begins anew for a leader."""
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    core, again = cluster.broker.core, partition_of(cluster, topic_id)
+    storage, follower = again.lane.disk.storage, core.follower
+
+    async def elected() -> None:
+        await follower.lead_or_follow(again, _elsewhere(core, again))
+        storage.fault = _no_room_half_way
+        replica = again.replica
+        replica.fetcher._change(replica, replica.fetcher._begin(replica, 12, b"", 0))
+        await follower.lead_or_follow(again, follower.image.partition(again.key))
+        assert follower.claims.epoch(again.key) is not None
+
+    cluster.do(elected())
+    cluster.world.run_until(lambda: again.log.torn)
+    cluster.world.loop.run_for_ms(1_000)
+    assert follower.claims.epoch(again.key) is None
+    assert isinstance(again.problem, errors.StorageFailed)
+    assert len(core.offline_replicas()) == 1
+    storage.fault = None
+    cluster.start_tier()
+    cluster.world.run_until(lambda: again.leader is not None)
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
