@@ -195,10 +195,10 @@ def discard(storage: Storage, found: Found, new_id: str) -> str:
         _mark(storage, name, Known(mine, DISCARDED))
     if name not in storage.list(ROOT):
         return ""
-    doomed = f"{name}.{new_id}{DELETING}"
-    storage.rename(f"{ROOT}/{name}", f"{ROOT}/{doomed}")
+    pending_delete = f"{name}.{new_id}{DELETING}"
+    storage.rename(f"{ROOT}/{name}", f"{ROOT}/{pending_delete}")
     storage.sync_dir(ROOT)
-    return doomed
+    return pending_delete
 
 
 def _mark(storage: Storage, name: str, known: Known) -> None:

@@ -75,7 +75,8 @@ class Site:
 
     storage: Storage
     root: str  #: of the partition directories
-    doomed: Callable[[str], str]  #: the name under which what is in the way is removed later
+    #: the name under which what is in the way is removed later
+    pending_delete: Callable[[str], str]
     reopen: Callable[[str, NewPartition], PartitionLog]  #: one that is there already
     cache: IndexCache
     directory: Directory
@@ -209,7 +210,7 @@ def _in_place(site: Site, new: NewPartition) -> bool:
     elif known.key == new.key:
         return True
     elif site.gone(known):  # the topic's earlier life (rule L8)
-        storage.rename(path, site.doomed(path))
+        storage.rename(path, site.pending_delete(path))
     else:
         other = f"{known.topic_partition} ({known.topic_id})"
         why = f"they are those of {other}, which these metadata never knew"

@@ -359,10 +359,10 @@ def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, in
 
 
 def give_up(
-    storage: Storage, path: str, doomed: str, key: PartitionKey, *, open_here: bool
+    storage: Storage, path: str, pending_delete: str, key: PartitionKey, *, open_here: bool
 ) -> bool:
-    """SYNCED: the directory of `key` is called `doomed`.  False if it is gone, or if another life
-    began in its place: a job that was queued before may have put it there.
+    """SYNCED: the directory of `key` is called `pending_delete`.  False if it is gone, or if
+    another life began in its place: a job that was queued before may have put it there.
 
     `open_here`: this process had the log open, so that a directory whose identity was damaged
     meanwhile is still its own; else such a directory stays (rule L15).
@@ -373,7 +373,7 @@ def give_up(
     ours = known.key == key if known is not None else open_here
     if not ours or not storage.exists(path):
         return False
-    storage.rename(path, doomed)
+    storage.rename(path, pending_delete)
     storage.sync_dir(path.rpartition("/")[0])
     return True
 

@@ -350,8 +350,8 @@ class LogManager(Checkpointed):
             return self._open_log(directory, path, new.tp, new.topic_id, new.config)
 
         site = Site(
-            directory.disk.storage, self._root, self._doomed, reopen, self._cache, directory,
-            self.gone,
+            directory.disk.storage, self._root, self._pending_delete, reopen, self._cache,
+            directory, self.gone,
         )  # fmt: skip
         try:
             lost = await self._look_for_earlier(directory, site, group)
@@ -455,7 +455,7 @@ class LogManager(Checkpointed):
                 directory.forget(topic_id, tp)
                 await self._discard(directory, path, key, delay_ms, open_here=False)
 
-    def _doomed(self, path: str) -> str:
+    def _pending_delete(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{DELETING}"
 
     async def _discard(
@@ -467,10 +467,10 @@ class LogManager(Checkpointed):
         *,
         open_here: bool,
     ) -> None:
-        storage, doomed = directory.disk.storage, self._doomed(path)
-        give_up = partial(files.give_up, storage, path, doomed, key, open_here=open_here)
+        storage, pending_delete = directory.disk.storage, self._pending_delete(path)
+        give_up = partial(files.give_up, storage, path, pending_delete, key, open_here=open_here)
         if await directory.disk.write(give_up):
-            self._start(self._remove_later(directory, doomed, delay_ms))
+            self._start(self._remove_later(directory, pending_delete, delay_ms))
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)

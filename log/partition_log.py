@@ -54,7 +54,7 @@ from pk.log.writing import Writable
 from pk.types import NONE, AbortedTransaction, TopicPartition
 
 #: A job for the write lane.
-Doomed = Callable[[], None]
+PendingDelete = Callable[[], None]
 DAY_MS = 86_400_000
 NEVER = 2**63 - 1
 
@@ -528,7 +528,7 @@ class PartitionLog(Writable):
             high_watermark=self._written_end if high_watermark is None else high_watermark,
         )
 
-    def drop_segments(self, plan: RetentionPlan) -> tuple[Doomed, Doomed]:
+    def drop_segments(self, plan: RetentionPlan) -> tuple[PendingDelete, PendingDelete]:
         """Readers stop seeing them now.  Two jobs for the write lane: rename to `.deleted`, at
         once, and remove, `config.file_delete_delay_ms` later, when readers that were at it are
         done."""
@@ -547,8 +547,8 @@ class PartitionLog(Writable):
         def rename() -> None:
             """SYNCED: recovery points go past these segments, which must not come back then."""
             self._lane_unsynced = [s for s in self._lane_unsynced if s not in gone]
-            self._lane_doomed += gone
-            renamed.extend(self._rename_doomed())
+            self._lane_pending_delete += gone
+            renamed.extend(self._rename_pending_delete())
 
         def remove() -> None:
             for segment in renamed:

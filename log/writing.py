@@ -61,7 +61,7 @@ class Writable(Readable):
         self._lane_end = loaded.segments[-1].written.next_offset
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
-        self._lane_doomed: list[Segment] = []  #: dropped, oldest first, and not yet renamed
+        self._lane_pending_delete: list[Segment] = []  #: dropped, oldest first, and not yet renamed
         self._lane_foreign = False  #: another replica's snapshot may lie above the end (O8)
 
     @property
@@ -273,18 +273,18 @@ class Writable(Readable):
         self._lane_foreign = True
         self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
-    def _rename_doomed(self) -> list[Segment]:
+    def _rename_pending_delete(self) -> list[Segment]:
         """SYNCED: dropped segments have another name, the oldest first; what a full disk kept of
         them goes before any later one, else it would leave a hole (W2).
         """
         renamed: list[Segment] = []
-        while self._lane_doomed:
-            segment = self._lane_doomed[0]
+        while self._lane_pending_delete:
+            segment = self._lane_pending_delete[0]
             with contextlib.suppress(FileNotFoundError):  # what came behind its renaming failed
                 self._storage.rename(segment.path(), segment.path() + DELETED)
             for suffix in loading.DERIVED:
                 self._storage.remove(segment.path(suffix))
-            renamed.append(self._lane_doomed.pop(0))
+            renamed.append(self._lane_pending_delete.pop(0))
         if renamed:
             self._storage.sync_dir(self.path)
         return renamed
@@ -293,7 +293,7 @@ class Writable(Readable):
         """What a full disk kept of dropped segments goes before a recovery point passes them:
         nobody has synced them, and after a power loss their damage would count (rule L9).
         """
-        for segment in self._rename_doomed():
+        for segment in self._rename_pending_delete():
             self._storage.remove(segment.path() + DELETED)
 
     def _mend(self) -> None:

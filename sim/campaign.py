@@ -1,11 +1,11 @@
-"""One seeded run of the whole cluster: unrest, healing, judgement.
+"""One seeded run of the whole cluster: fault phase, liveness phase, validation.
 
 Phases
-  1  unrest: producers, consumers and an administrator work while faults come and go; invariants are
-     looked at after every event (safety)
-  2  healing: faults end, the producers stop; within `heal_ms` every record has an outcome, every
-     partition is led, everything stable is in its table (liveness)
-  3  judgement: a reader from offset 0 and the files of the tables against the oracle
+  1  fault phase: producers, consumers and an administrator work while faults come and go;
+     invariants are looked at after every event (safety)
+  2  liveness phase: faults end, the producers stop; within `heal_ms` every record has an outcome,
+     every partition is led, everything stable is in its table (liveness)
+  3  validation: a reader from offset 0 and the files of the tables against the oracle
 
 The same seed gives the same trace, in any process: `Report.digest` says so.
 """
@@ -47,7 +47,7 @@ HEALING_TICK_MS = 50
 EVENTS_MAX = 5_000_000
 #: Producers have so many times what is asked for by now: they need not hurry.
 AHEAD = 1.2
-#: After so many times the unrest that was asked for, faults come so many times more rarely.
+#: After so many times the fault phase that was asked for, faults come so many times more rarely.
 LATE, RARER = 1.5, 20
 #: Longer than a broker is away in a run, and not longer than its clock jumps by (rule L10).
 GAP_MAX_MS = 100_000
@@ -359,7 +359,7 @@ class Run:
         pending = self.oracle.pending()
         return f"{len(pending)} records wait, the first: {pending[0]}" if pending else ""
 
-    # -- judgement ---------------------------------------------------------------------------------
+    # -- validation --------------------------------------------------------------------------------
 
     async def _judgement(self) -> None:
         samples = self.observer.latest

@@ -27,7 +27,7 @@ from pk.log.directory import Directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
-from pk.server.broker.metadata_publisher import MetadataFollower
+from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import Draft
 from pk.server.controller.sessions import Sessions
 from pk.server.node.runtime import ReplayedHost
@@ -164,19 +164,19 @@ def _duplicate_answered_at_once() -> Any:
 
     def eager(self: Partition, *args: Any) -> None:
         append(self, *args)
-        ticket = args[-1]
-        if ticket.size == 0:  # a duplicate
-            ticket.answer(None)
+        delayed = args[-1]
+        if delayed.size == 0:  # a duplicate
+            delayed.answer(None)
 
     return _put(Partition, "append", eager)
 
 
 def _parked_replies_told_success() -> Any:
     def overtaken(self: Partition, leader_epoch: int | None) -> None:
-        for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
-            ticket.answer(None)
-        for ticket in list(self._inflight):
-            ticket.answer(None)
+        for delayed in self._host.purgatory.on_epoch(self.key, leader_epoch):
+            delayed.answer(None)
+        for delayed in list(self._inflight):
+            delayed.answer(None)
 
     return _put(Partition, "_overtaken", overtaken)
 
@@ -248,13 +248,13 @@ def _cut_below_the_watermark() -> Any:
 
 
 def _follower_begins_at_the_end() -> Any:
-    parting = Partition.parting
+    find_divergence = Partition.find_divergence
 
     def skipping(self: Partition, *args: Any, **more: Any) -> Any:
-        found = parting(self, *args, **more)
+        found = find_divergence(self, *args, **more)
         return StartAt(self.log.written_end) if isinstance(found, StartAt) else found
 
-    return _put(Partition, "parting", skipping)
+    return _put(Partition, "find_divergence", skipping)
 
 
 # -- quorum and controller -------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _replies_before_the_commit() -> Any:
 
 
 def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
-    read, load = identity.read, MetadataFollower.load
+    read, load = identity.read, MetadataPublisher.load
     ids: dict[str, str] = {}
 
     def by_name(storage: Any, path: str) -> Any:
@@ -299,12 +299,12 @@ def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
             return None
         return found._replace(topic_id=ids.get(found.topic_partition.topic, found.topic_id))
 
-    async def knowing(self: MetadataFollower) -> None:
+    async def knowing(self: MetadataPublisher) -> None:
         ids.update((topic.name, topic.topic_id) for topic in self.image.topics.values())
         await load(self)
 
     _put(identity, "read", by_name)(stack)
-    _put(MetadataFollower, "load", knowing)(stack)
+    _put(MetadataPublisher, "load", knowing)(stack)
 
 
 def _directory_out_of_the_way(stack: ExitStack) -> None:
@@ -321,7 +321,7 @@ def _directory_out_of_the_way(stack: ExitStack) -> None:
         try:
             return in_place(site, new)
         except errors.LogUnidentified:
-            site.storage.rename(site.path(new), site.doomed(site.path(new)))
+            site.storage.rename(site.path(new), site.pending_delete(site.path(new)))
             return False
 
     _put(identity, "read_or_restore", read_only)(stack)
@@ -469,7 +469,7 @@ CANARIES: dict[str, Canary] = {
     # The controllers come back after a power cut and have not fenced anybody yet; the first image
     # of a broker that comes back, too, says that it leads, as the process before it did.
     "a broker that leads in the name of its predecessor": Canary(
-        "Q2", _put(MetadataFollower, "registered", lambda _: True), "V2 V12 V13 V14",
+        "Q2", _put(MetadataPublisher, "registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         unrest_ms=4_000, fault_every_ms=(500, 2_500),
     ),

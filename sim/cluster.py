@@ -129,9 +129,9 @@ class SimCluster:
     def active(self) -> Machine | None:
         """The machine of the active controller, of the latest epoch if several think they are."""
         found = [
-            (machine.controller.term.epoch, machine.node_id)
+            (machine.controller.active.epoch, machine.node_id)
             for machine in self.with_role(CONTROLLER)
-            if machine.controller is not None and machine.controller.term is not None
+            if machine.controller is not None and machine.controller.active is not None
         ]
         return self.by_id[max(found)[1]] if found else None
 
@@ -144,7 +144,7 @@ class SimCluster:
         active = self.active()
         if active is None or active.controller is None:
             return "no controller is active"
-        term = active.controller.term
+        term = active.controller.active
         assert term is not None
         image = term.machine.image
         for topic, number, state in image.partitions():
@@ -171,7 +171,7 @@ class SimCluster:
                 return f"{machine.name} is not serving"
             if broker.core.clocks.trust.doubt is not Doubt.NONE:
                 return f"{machine.name} doubts its clock: {broker.core.clocks.trust.doubt}"
-            if broker.core.follower.image.offset < offset:
+            if broker.core.publisher.image.offset < offset:
                 return f"{machine.name} is behind in the metadata log"
             if tier is not None and tier.problem is not None:
                 return f"the tier of {machine.name} has a problem: {tier.problem!r}"
@@ -181,7 +181,7 @@ class SimCluster:
         broker = self.by_id[leader].broker
         partition = broker.core.partitions.get(key) if broker is not None else None
         if partition is None or partition.leader is None:
-            why = broker.core.follower.why_not_here(key) if broker is not None else "it is dead"
+            why = broker.core.publisher.why_not_here(key) if broker is not None else "it is dead"
             return f"broker {leader} does not lead: {why!r}"
         high, end = partition.high_watermark, partition.log.written_end
         if high < end:

@@ -17,13 +17,13 @@ def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
     Salvage (rule O10) would: log_start is durable before segments go, so that the hole of a topic
     without a tier lies below every reader.
     """
-    rename = Writable._rename_doomed
+    rename = Writable._rename_pending_delete
 
     def forgetful(self: Writable) -> Any:
         try:
             return rename(self)
         finally:
-            self._lane_doomed.clear()
+            self._lane_pending_delete.clear()
 
-    stack.enter_context(patch.object(Writable, "_rename_doomed", forgetful))
+    stack.enter_context(patch.object(Writable, "_rename_pending_delete", forgetful))
     stack.enter_context(patch.object(loading, "salvage_map", lambda *_, **_more: {}))

@@ -152,7 +152,7 @@ class SimOptions:
     chores: tuple[str, ...] = CHORES
     unrest_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which everything must be well again
-    acknowledged_min: int = 0  #: unrest goes on until so many records were acknowledged
+    acknowledged_min: int = 0  #: the fault phase goes on until so many records were acknowledged
     grain_us: int = 1  #: what comes due within it is ready at once
     tick_ms: int = 5  #: faults and the supervisors are looked at this often
     fault_every_ms: tuple[int, int] = (150, 1_200)

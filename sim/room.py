@@ -39,10 +39,10 @@ class RoomWatch:
         """`calm_since_ms`: since when no other fault has been at work."""
         active = self._cluster.active()
         controller = None if active is None else active.controller
-        if not self._reserve or controller is None or controller.term is None:
+        if not self._reserve or controller is None or controller.active is None:
             self._since.clear()
             return
-        image = controller.term.machine.image
+        image = controller.active.machine.image
         lives = tuple(_life(machine) for machine in self._cluster.machines)
         stands: dict[PartitionKey, tuple[Any, float]] = {}
         for topic, number, state in image.partitions():
@@ -57,7 +57,7 @@ class RoomWatch:
             takers = [each for each in state.isr if each != state.leader and self._roomy(each)]
             if not takers or not all(image.available(each) for each in takers):
                 continue
-            facts = (state.leader_epoch, state.isr, tuple(takers), controller.term.epoch, lives)
+            facts = (state.leader_epoch, state.isr, tuple(takers), controller.active.epoch, lives)
             known, since_ms = self._since.get(key, (None, now_ms))
             stands[key] = (facts, since_ms if known == facts else now_ms)
             calm_ms = now_ms - max(stands[key][1], calm_since_ms)

@@ -262,7 +262,7 @@ class Observer:
 
         def after() -> None:
             nonlocal used
-            link = getattr(core, "link", None)
+            link = getattr(core, "lifecycle", None)
             if link is not None and link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
@@ -412,13 +412,13 @@ class Observer:
         images: list[tuple[int, str, MetadataImage]] = []
         for machine in self.cluster.machines:
             controller, broker = machine.controller, machine.broker
-            if controller is not None and controller.term is not None:
-                image = controller.term.machine.image
+            if controller is not None and controller.active is not None:
+                image = controller.active.machine.image
                 if image.offset >= controller.metadata.committed:
                     continue  # what it sees last is appended, and not committed
                 images.append((image.offset, f"{machine.name}/controller", image))
-            if broker is not None and hasattr(broker.core, "follower"):
-                image = broker.core.follower.image
+            if broker is not None and hasattr(broker.core, "publisher"):
+                image = broker.core.publisher.image
                 images.append((image.offset, f"{machine.name}/broker", image))
         images.sort(key=lambda each: each[:2])
         replayed, records = MetadataImage(), iter(self._records)

@@ -393,14 +393,17 @@ class DeltaLogTable:
                 return 0  # T8: which files it names is not known; the owner stops at its next load
             tombstones, now_ms = self._tombstones, self._tables.wall_ms()
             hours = -(-retention_ms // _HOUR_MS)  # all that deltalake knows; never too early
-            doomed = []
+            pending_delete = []
             if tombstones.must_look(hours * _HOUR_MS):
-                doomed = tombstones.looked(await self._named(hours), now_ms)
-            doomed += tombstones.expired(retention_ms, now_ms)  # last: what fails forgets none
-            doomed = [path for path in dict.fromkeys(doomed) if path not in snapshot.files]
+                pending_delete = tombstones.looked(await self._named(hours), now_ms)
+            # last: what fails forgets none
+            pending_delete += tombstones.expired(retention_ms, now_ms)
+            pending_delete = [
+                path for path in dict.fromkeys(pending_delete) if path not in snapshot.files
+            ]
         try:
-            for at in range(0, len(doomed), DELETES_MAX):
-                some = doomed[at : at + DELETES_MAX]
+            for at in range(0, len(pending_delete), DELETES_MAX):
+                some = pending_delete[at : at + DELETES_MAX]
                 await asyncio.gather(
                     *(self._tables.store.delete(f"{self._path}/{path}") for path in some)
                 )
@@ -408,7 +411,7 @@ class DeltaLogTable:
         except errors.PkError:
             tombstones.foreign(self._tables.wall_ms())  # the log still names what is left
             raise
-        return len(doomed)
+        return len(pending_delete)
 
     async def _named(self, retention_hours: int) -> list[str]:
         """What deltalake would delete, in the LITE mode of Delta: only files that the log names as

@@ -122,9 +122,9 @@ class _Cache:
     def __contains__(self, key: Any) -> bool:
         return key in self._items
 
-    def drop(self, doomed: Callable[[Any], bool]) -> None:
-        """Let go of every item whose key is `doomed`."""
-        for key in [key for key in self._items if doomed(key)]:
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Let go of every item whose key is `unwanted`."""
+        for key in [key for key in self._items if unwanted(key)]:
             _, gone = self._items.pop(key)
             self.bytes -= gone
 

@@ -416,10 +416,10 @@ class MemoryTable:
         if state is None or retention_ms > 0:
             return 0
         live = state.versions[-1].files
-        doomed = [path for path in state.tombstones if path not in live]
+        pending_delete = [path for path in state.tombstones if path not in live]
         state.tombstones = []
-        self._tables.on_vacuum(self._uri, doomed)
-        return len(doomed)
+        self._tables.on_vacuum(self._uri, pending_delete)
+        return len(pending_delete)
 
 
 def moved(file: DataFile, path: str) -> DataFile:

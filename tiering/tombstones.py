@@ -6,7 +6,7 @@ grew.  What our own commits remove we know; the log is read only for removals th
 else's, or older than this process.
 
 Invariants
-  M1  a file is doomed only if a commit removed it at least the retention ago.
+  M1  a file is to be deleted only if a commit removed it at least the retention ago.
   M2  after `foreign(t)`, the log is read by every vacuum up to and including the first one after
       t + retention: later than that, nothing removed before t is missing here.
   M3  memory: paths of own removals not yet deleted, at most PATHS_MAX (more: back to the log), and

@@ -198,7 +198,7 @@ class ClockTrust:
     def _accept(self) -> None:
         self._own, self.stepped_ms = Doubt.NONE, 0
 
-    # -- the judgement -----------------------------------------------------------------------------
+    # -- the decision -----------------------------------------------------------------------------
 
     def _fresh(self) -> bool:
         heard_ms = self._heard_ms

@@ -115,7 +115,7 @@ class ClockWatch:
         return [wire.Unfit(reason=CLOCK_OFF, all=True, gives_up=True)]
 
     def _expected(self) -> Collection[NodeId]:
-        return list(self._core.follower.image.brokers)
+        return list(self._core.publisher.image.brokers)
 
     # -- people ------------------------------------------------------------------------------------
 

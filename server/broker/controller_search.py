@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 PATIENT_ROUNDS = 5
 
 
-class Search:
+class ControllerSearch:
     """See the module.  `address` is whom to ask now."""
 
     def __init__(self, addresses: Sequence[str]) -> None:

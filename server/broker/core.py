@@ -1,4 +1,4 @@
-"""What the broker's handlers, follower and upkeep share: partitions, lanes, purgatory, peers.
+"""What the broker's handlers, publisher and upkeep share: partitions, writers, purgatory, peers.
 
 World-generic.  One loop owns everything here; disks are reached through lanes only.
 
@@ -25,15 +25,15 @@ from pk.log.batch import Header
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
 from pk.server.broker.clock_watch import ClockWatch
-from pk.server.broker.lifecycle import ControllerLink
+from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.metrics import BrokerMetrics
 from pk.server.controller.reports import STORAGE_FULL
-from pk.server.replica.alter_partition import IsrChanges
+from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.damage import Damages, unreadable
-from pk.server.replica.directory_writer import WriteLane
-from pk.server.replica.fetcher import Replicas
+from pk.server.replica.directory_writer import LogDirWriter
+from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.leader import ACKS_ALL
-from pk.server.replica.partition import Partition, Ticket
+from pk.server.replica.partition import DelayedProduce, Partition
 from pk.server.replica.purgatory import ProducePurgatory, TimerHeap
 from pk.server.tier.client import TierClient
 from pk.server.tier.purges import Purges
@@ -43,7 +43,7 @@ from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 if TYPE_CHECKING:
-    from pk.server.broker.metadata_publisher import MetadataFollower
+    from pk.server.broker.metadata_publisher import MetadataPublisher
     from pk.server.handlers.produce import ProduceStream
 
 OnBug = Callable[[str, BaseException], None]
@@ -60,8 +60,8 @@ NO_LAST_WORD = (
 class BrokerCore:
     """Shared state of one broker process."""
 
-    follower: MetadataFollower
-    link: ControllerLink
+    publisher: MetadataPublisher
+    lifecycle: BrokerLifecycleManager
     tier: TierClient
     hello: wire.Hello  #: how this broker greets others
 
@@ -84,10 +84,10 @@ class BrokerCore:
         self.warn = on_warning  #: (event, **facts): one line in the process's log
         self.peer_addresses: Mapping[NodeId, str] = {}  #: instead of what brokers advertise
         self.partitions: dict[PartitionKey, Partition] = {}
-        self.purgatory: ProducePurgatory[Ticket] = ProducePurgatory()
+        self.purgatory: ProducePurgatory[DelayedProduce] = ProducePurgatory()
         self.clocks = ClockWatch(self)
-        self.replicas = Replicas(self)
-        self.isr_changes = IsrChanges(self)
+        self.fetchers = ReplicaFetcherManager(self)
+        self.alter_partition = AlterPartitionManager(self)
         self.purges = Purges(self)
         self.damages = Damages(self)
         self.feed = TierFeed(world.new_id())
@@ -101,13 +101,14 @@ class BrokerCore:
         self.retain_now: dict[
             PartitionKey, None
         ] = {}  #: partitions whose retention should not wait
-        self._lanes: dict[int, WriteLane] = {}
+        self._writers: dict[int, LogDirWriter] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_ms = 0
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._suspected: dict[PartitionKey, None] = {}
-        self._offline: dict[WriteLane, None] = {}  #: lanes of directories known to have failed
-        self._full: dict[WriteLane, None] = {}  #: lanes of directories that were said to be full
+        self._offline: dict[LogDirWriter, None] = {}  #: writers of directories known to have failed
+        #: writers of directories that were said to be full
+        self._full: dict[LogDirWriter, None] = {}
 
     # -- what handlers ask -----------------------------------------------------------------------
 
@@ -127,16 +128,16 @@ class BrokerCore:
         partition = self.partitions.get(key)
         if partition is not None:
             return partition
-        raise self.follower.why_not_here(key).with_traceback(None)
+        raise self.publisher.why_not_here(key).with_traceback(None)
 
     def leader_hint(self, key: PartitionKey) -> NodeId:
         """Who leads, as far as this broker knows."""
-        return self.follower.leader_of(key)
+        return self.publisher.leader_of(key)
 
     def address_of(self, node_id: NodeId) -> str:
         """Where this broker reaches another one; '' if it is not known."""
         direct = self.peer_addresses.get(node_id)
-        broker = self.follower.image.brokers.get(node_id)
+        broker = self.publisher.image.brokers.get(node_id)
         return direct or ("" if broker is None else broker.address)
 
     def batch_bounds(self, key: PartitionKey) -> tuple[int, int]:
@@ -158,7 +159,7 @@ class BrokerCore:
         return self.manager.directories[0].disk
 
     def append(
-        self, key: PartitionKey, header: Header, batch: Buffer, epoch: int, ticket: Ticket
+        self, key: PartitionKey, header: Header, batch: Buffer, epoch: int, delayed: DelayedProduce
     ) -> None:
         """Decide a checked batch.  Raises typed errors; then nothing happened.
 
@@ -167,13 +168,13 @@ class BrokerCore:
         """
         if self.draining:
             raise errors.BrokerUnavailable("this broker is shutting down")
-        if ticket.acks != ACKS_ALL and not self.link.in_contact():
+        if delayed.acks != ACKS_ALL and not self.lifecycle.in_contact():
             raise errors.ControllerUnavailable(
                 "no contact to the controller: only acks=all is accepted (rule R6)"
             )
         partition = self.find(key)
         try:
-            partition.append(header, batch, epoch, self.clocks.now(), ticket)
+            partition.append(header, batch, epoch, self.clocks.now(), delayed)
         except errors.InvalidRecord as refusal:
             raise self.clocks.explained(refusal) from None
         except NO_LAST_WORD as refusal:
@@ -188,7 +189,7 @@ class BrokerCore:
         """Rule R6, and no new guests while leaving."""
         if self.draining:
             raise errors.BrokerUnavailable("this broker is shutting down")
-        if not self.link.in_contact():
+        if not self.lifecycle.in_contact():
             raise errors.ControllerUnavailable(
                 "no contact to the controller: no new sessions (rule R6)"
             )
@@ -196,43 +197,43 @@ class BrokerCore:
     def retain_soon(self, key: PartitionKey) -> None:
         self.retain_now[key] = None
 
-    # -- lanes -----------------------------------------------------------------------------------
+    # -- writers -----------------------------------------------------------------------------------
 
-    def lane_of(self, disk: Disk) -> WriteLane:
-        """The one write lane of a directory."""
-        lane = self._lanes.get(id(disk))
-        if lane is None:
-            lane = self._lanes[id(disk)] = WriteLane(
+    def writer_of(self, disk: Disk) -> LogDirWriter:
+        """The one writer of a directory."""
+        writer = self._writers.get(id(disk))
+        if writer is None:
+            writer = self._writers[id(disk)] = LogDirWriter(
                 disk,
                 on_bug=self.bug,
                 reserve_bytes=self.server["disk_reserve_bytes"],
                 on_space=self._space_changed,
             )
-        return lane
+        return writer
 
-    def lanes(self) -> list[WriteLane]:
-        return list(self._lanes.values())
+    def writers(self) -> list[LogDirWriter]:
+        return list(self._writers.values())
 
-    def _space_changed(self, lane: WriteLane) -> None:
+    def _space_changed(self, writer: LogDirWriter) -> None:
         """L16: the controller hears at once of a directory that is full, or has room again."""
-        root, free = lane.disk.storage.root, lane.space.free
-        if lane.space.full and lane not in self._full:
-            self._full[lane] = None
+        root, free = writer.disk.storage.root, writer.space.free
+        if writer.space.full and writer not in self._full:
+            self._full[writer] = None
             self.warn("directory_full", directory=root, free_bytes=free)
-        elif not lane.space.full and lane in self._full:
-            del self._full[lane]
+        elif not writer.space.full and writer in self._full:
+            del self._full[writer]
             self.warn("directory_has_room", directory=root, free_bytes=free)
-        if hasattr(self, "link"):
-            self.link.beat_soon()
+        if hasattr(self, "lifecycle"):
+            self.lifecycle.beat_soon()
 
-    def lane_full(self, key: PartitionKey) -> bool:
+    def writer_full(self, key: PartitionKey) -> bool:
         partition = self.partitions.get(key)
-        return partition is not None and partition.lane.full
+        return partition is not None and partition.writer.full
 
-    async def lane_room(self, key: PartitionKey) -> None:
+    async def writer_room(self, key: PartitionKey) -> None:
         partition = self.partitions.get(key)
         if partition is not None:
-            await partition.lane.room()
+            await partition.writer.room()
 
     # -- partition.Host --------------------------------------------------------------------------
 
@@ -255,26 +256,26 @@ class BrokerCore:
         if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on
             self.replica_failed(partition, errors.StorageFailed(error.message, **error.details))
             return
-        self._directory_offline(partition.lane, error)
+        self._directory_offline(partition.writer, error)
 
     def notice_failed_directories(self) -> None:
         """B3 for what failed outside an append: a checkpoint, a new segment, a removal; and for a
         partition that was created there before, and adopted after it was noticed.
         """
-        for lane in self.lanes():
-            failure = lane.disk.storage.failed
+        for writer in self.writers():
+            failure = writer.disk.storage.failed
             if failure is not None:
-                root = lane.disk.storage.root
+                root = writer.disk.storage.root
                 told = f"{root} is offline: {failure}"
-                self._directory_offline(lane, errors.StorageFailed(told, directory=root))
+                self._directory_offline(writer, errors.StorageFailed(told, directory=root))
 
-    def _directory_offline(self, lane: WriteLane, error: errors.PkError) -> None:
-        if lane not in self._offline:
-            self._offline[lane] = None
-            self.warn("directory_offline", directory=lane.disk.storage.root, error=error.message)
-            self.link.beat_soon()
+    def _directory_offline(self, writer: LogDirWriter, error: errors.PkError) -> None:
+        if writer not in self._offline:
+            self._offline[writer] = None
+            self.warn("directory_offline", directory=writer.disk.storage.root, error=error.message)
+            self.lifecycle.beat_soon()
         for each in self.partitions.values():
-            if each.lane is not lane:
+            if each.writer is not writer:
                 continue
             if self._goes_down(each):
                 self._fail(each, error)
@@ -282,7 +283,7 @@ class BrokerCore:
     def _goes_down(self, partition: Partition) -> bool:
         """It was served, or waited for its tier's table only: that is over (K4 of
         tier/epoch_fence.py)."""
-        return partition.problem is None or self.follower.claims.cancel(partition.key)
+        return partition.problem is None or self.publisher.epoch_fence.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
         """This replica cannot go on (rules R4, L9); others of the partition may."""
@@ -299,17 +300,17 @@ class BrokerCore:
             "partition_offline",
             partition=str(partition),
             error=error.message,
-            directory=partition.lane.disk.storage.root,
+            directory=partition.writer.disk.storage.root,
         )
         self._fail(partition, error)
 
     def _fail(self, partition: Partition, error: errors.PkError) -> None:
-        self.replicas.leave(partition)
+        self.fetchers.leave(partition)
         partition.fail(error)
         if partition.tiered:  # the copier lets go of it
             self.feed.remove(partition.key, partition.topic)
             self.feed_moved.set()
-        self.link.beat_soon()  # the controller elects another replica
+        self.lifecycle.beat_soon()  # the controller elects another replica
 
     def suspect(self, partition: Partition, told: errors.PkError) -> None:
         """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
@@ -327,7 +328,7 @@ class BrokerCore:
             partition.log.read, offset, bound=partition.high_watermark, max_bytes=1, verify=True
         )
         try:
-            await partition.lane.disk.read(look)
+            await partition.writer.disk.read(look)
         except errors.CorruptLog as damage:
             if partition.leader is leader:  # else it may have been cut under the look
                 self.storage_failed(partition, damage)
@@ -354,8 +355,8 @@ class BrokerCore:
         """
         lost = errors.StorageFailed | errors.CorruptLog
         broken = {k: None for k, p in self.partitions.items() if isinstance(p.problem, lost)}
-        image, anew = self.follower.image, self.follower.anew
-        closed = {**broken, **dict.fromkeys(self.follower.unopened), **self.manager.by_hand}
+        image, anew = self.publisher.image, self.publisher.anew
+        closed = {**broken, **dict.fromkeys(self.publisher.unopened), **self.manager.by_hand}
         found = []
         for key in {**anew, **closed}:
             state = image.partition(key)
@@ -367,18 +368,18 @@ class BrokerCore:
 
     def unfit(self) -> list[wire.Unfit]:
         """Which replicas here should not lead, and why (rules L10, L16)."""
-        lanes = [
-            self.lane_of(each.disk) for each in self.manager.directories if each.failed is None
+        writers = [
+            self.writer_of(each.disk) for each in self.manager.directories if each.failed is None
         ]
-        full = [lane for lane in lanes if lane.space.full]
-        short = [lane for lane in lanes if not lane.space.full and not lane.space.roomy]
+        full = [writer for writer in writers if writer.space.full]
+        short = [writer for writer in writers if not writer.space.full and not writer.space.roomy]
         found = self.clocks.unfit()
         for some, gives_up in ((full, True), (short, False)):
             if not some:
                 continue
-            said = wire.Unfit(reason=STORAGE_FULL, gives_up=gives_up, all=len(some) == len(lanes))
+            said = wire.Unfit(reason=STORAGE_FULL, gives_up=gives_up, all=len(some) == len(writers))
             for key, partition in {} if said.all else self.partitions.items():
-                if partition.lane in some:
+                if partition.writer in some:
                     said.replicas.add(topic_id=key.topic_id, partition=key.partition)
             found.append(said)
         return found
@@ -391,12 +392,12 @@ class BrokerCore:
         found = []
         for each in asked:
             key = PartitionKey(each.topic_id, each.partition)
-            partition, state = self.partitions.get(key), self.follower.image.partition(key)
+            partition, state = self.partitions.get(key), self.publisher.image.partition(key)
             if partition is None or state is None or state.leader != NONE:
                 continue
             log, problem = partition.log, partition.problem
             lost = isinstance(problem, errors.StorageFailed | errors.CorruptLog)
-            if lost or log.written_end != log.log_end or key in self.replicas.changing:
+            if lost or log.written_end != log.log_end or key in self.fetchers.changing:
                 continue
             found.append(
                 wire.ReplicaPosition(
@@ -423,8 +424,8 @@ class BrokerCore:
 
     def _expire(self) -> None:
         self._alarm = None
-        for ticket in self.purgatory.on_time(self.clock.monotonic_ms()):
-            ticket.answer(
+        for delayed in self.purgatory.on_time(self.clock.monotonic_ms()):
+            delayed.answer(
                 errors.RequestTimedOut(
                     "the batch is written, but the in-sync replicas did not confirm it in time"
                 )

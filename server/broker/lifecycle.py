@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.server.broker.controller_search import Search
+from pk.server.broker.controller_search import ControllerSearch
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -61,7 +61,7 @@ class Identity:
     previous_broker_epoch: int = NONE
 
 
-class ControllerLink:
+class BrokerLifecycleManager:
     """Keeps a broker registered and alive in the active controller's eyes.
 
     `addresses`: of controllers, any of which knows the active one; `voters`: by node id, those that
@@ -94,7 +94,7 @@ class ControllerLink:
         clocks: ClockWatch | None = None,
     ) -> None:
         self._world = world
-        self._search = Search(addresses)
+        self._search = ControllerSearch(addresses)
         self._peers = dict(peers or {})
         self._voters = voters
         self._hello = hello

@@ -39,9 +39,9 @@ from pk.server.metadata import records
 from pk.server.metadata.delta import difference
 from pk.server.metadata.image import TOPIC_RESOURCE, MetadataImage, PartitionState
 from pk.server.metadata.loader import SLICE_RECORDS
-from pk.server.replica.creation import Creations, may_take_part, together, typed
+from pk.server.replica.creation import ReplicaCreator, may_take_part, together, typed
 from pk.server.replica.partition import Partition
-from pk.server.tier.epoch_fence import Claims
+from pk.server.tier.epoch_fence import EpochFence
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -91,7 +91,7 @@ class _Changes:
             self.me = self.me or getattr(record, kind).broker_id == node_id
 
 
-class MetadataFollower:
+class MetadataPublisher:
     """See the module's docstring."""
 
     def __init__(
@@ -107,13 +107,13 @@ class MetadataFollower:
         self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
         self.anew: dict[PartitionKey, Epoch] = {}  #: M8: and the leader epoch it was
         self._told: dict[PartitionKey, int] = {}  #: M7: the link's `told_offline`, in the image
-        self.claims = Claims(core)
+        self.epoch_fence = EpochFence(core)
         self.listeners: dict[
             Any, None
         ] = {}  #: called with the names of changed topics, None = brokers or all
         self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
         self._wait_number = 0
-        self._creations = Creations(core, self)
+        self._creator = ReplicaCreator(core, self)
         self._loaded = False
         self._task: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class MetadataFollower:
 
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker (M3)."""
-        await self._creations.load()
+        await self._creator.load()
         self._loaded = True
         changes = _Changes()
         changes.me = True
@@ -193,14 +193,14 @@ class MetadataFollower:
         """Follow from here on."""
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run())
-        self._retry = loop.create_task(self._creations.retry_unopened())
+        self._retry = loop.create_task(self._creator.retry_unopened())
 
     async def close(self) -> None:
         tasks = [task for task in (self._task, self._retry) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.claims.close()
+        await self.epoch_fence.close()
 
     async def _run(self) -> None:
         try:
@@ -208,7 +208,7 @@ class MetadataFollower:
                 await self._react(await self._next())
         except Exception as bug:  # half applied, or half carried out: only a restart can be trusted
             self._core.bug("following the metadata log", bug)
-            self._core.link.fatal(typed(bug))
+            self._core.lifecycle.fatal(typed(bug))
 
     async def _next(self) -> _Changes:
         """The next fetch that the controller answers."""
@@ -229,8 +229,8 @@ class MetadataFollower:
             replica_id=self._core.node_id,
             last_fetched_epoch=NONE,
         )
-        told = dict(self._core.link.told_offline)  # what that left behind is committed by now
-        frame = await self._core.link.call(request, POLL_TIMEOUT_MS)
+        told = dict(self._core.lifecycle.told_offline)  # what that left behind is committed by now
+        frame = await self._core.lifecycle.call(request, POLL_TIMEOUT_MS)
         reply = frame.head.fetch_metadata_log_reply
         if reply.snapshot:
             return await self._load_snapshot(reply)
@@ -282,24 +282,24 @@ class MetadataFollower:
         for topic_id, name in changes.purges.items():
             self._core.purges.begin(topic_id, name)
         keys = changes.partitions
-        joined = self._creations.joined()
+        joined = self._creator.joined()
         if changes.me or joined:
             keys = {
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self.image.partitions_of(self._core.node_id)
             }
-        keys |= {key: None for key in self._core.link.told_offline if self._damaged(key)}
+        keys |= {key: None for key in self._core.lifecycle.told_offline if self._damaged(key)}
         if changes.brokers:
-            self._core.replicas.brokers_changed()
+            self._core.fetchers.brokers_changed()
         # Settings first: under an older min_insync_replicas the watermark would move past a member
         # that the same records keep eligible (rule R1).  Not for who led until these records.
         self._reconfigure(changes)
         for some in together(list(keys)):
-            await self._creations.create_missing(some)
+            await self._creator.create_missing(some)
             for key in some:
                 await self._settle(key)
         if joined:
-            await self._creations.give_up_strays()
+            await self._creator.give_up_strays()
         named = (
             self.image.topics.get(topic_id) for topic_id in {key.topic_id: None for key in keys}
         )
@@ -314,10 +314,10 @@ class MetadataFollower:
     def _tell(self, changes: _Changes) -> None:
         """Whoever waits for what the chunk changed."""
         if changes.me:
-            self._core.link.beat_soon()
+            self._core.lifecycle.beat_soon()
         if changes.brokers:  # who came back may join (R2)
             for partition in self._core.partitions.values():
-                self._core.isr_changes.consider(partition)
+                self._core.alter_partition.consider(partition)
         if changes.topics or changes.configured or changes.brokers or changes.all_configured:
             names = (
                 None
@@ -346,14 +346,14 @@ class MetadataFollower:
             return
         by_hand = key in core.manager.by_hand and self.registered()
         if by_hand and may_take_part(state, core.node_id, has_log=partition is not None):
-            await self._creations.told(key)
+            await self._creator.told(key)
         if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)
             partition = None
         if partition is None:
             if key in self.unopened:
                 return
-            await self._creations.create_missing([key])  # anew (M7)
+            await self._creator.create_missing([key])  # anew (M7)
             partition = core.partitions.get(key)
             if partition is None:
                 return
@@ -363,7 +363,7 @@ class MetadataFollower:
         """M7: and the controller has heard of it, and what came of that is known here."""
         partition = self._core.partitions.get(key)
         problem = self.unopened.get(key) if partition is None else partition.problem
-        told = self._core.link.told_offline.get(key)
+        told = self._core.lifecycle.told_offline.get(key)
         return (
             isinstance(problem, errors.CorruptLog | errors.LogMissing)
             and told is not None
@@ -373,8 +373,9 @@ class MetadataFollower:
     def compared(self, key: PartitionKey) -> None:
         """M8: the leader knows what is here now."""
         if self.anew.pop(key, None) is not None:
-            self._core.link.told_offline.pop(key, None)  # damaged once more, it is told once more
-            self._core.link.beat_soon()
+            # damaged once more, it is told once more
+            self._core.lifecycle.told_offline.pop(key, None)
+            self._core.lifecycle.beat_soon()
 
     def _others_have_it(self, state: PartitionState) -> bool:
         """L9: another broker leads, and nobody counts on what is here any more."""
@@ -387,11 +388,11 @@ class MetadataFollower:
         self.anew[key] = self.image.topics[key.topic_id].partitions[key.partition].leader_epoch
         topic = self.image.topics[key.topic_id].name
         core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
-        self.claims.cancel(key)  # it would go on with the new log
+        self.epoch_fence.cancel(key)  # it would go on with the new log
         if partition is not None:
             core.partitions.pop(key, None)
-            core.replicas.leave(partition)
-            await core.replicas.stand_still(partition)
+            core.fetchers.leave(partition)
+            await core.fetchers.stand_still(partition)
         delay_ms = self.settings_of(topic)["file_delete_delay_ms"]
         try:
             tp = TopicPartition(topic, key.partition)
@@ -408,21 +409,22 @@ class MetadataFollower:
             leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:
                 core.feed.remove(partition.key, partition.topic)
-            self.claims.give_up(partition)
+            self.epoch_fence.give_up(partition)
             partition.step_down(state.leader if leads_elsewhere else NONE)
             self._follow_or_not(partition, state)
             return
         fresh = partition.leader_epoch != state.leader_epoch
-        claimed = self.claims.epoch(partition.key)
-        if claimed is None and partition.problem is not None:
+        fenced_for = self.epoch_fence.epoch(partition.key)
+        if fenced_for is None and partition.problem is not None:
             return  # damaged or on a dead disk: no election brings that back (rules L2, L9)
-        core.replicas.leave(partition)
-        if claimed is not None or (fresh and state.unclean and partition.tiered):
-            if claimed != state.leader_epoch:  # M5: `take_office` follows when the table is claimed
-                self.claims.begin(partition, state)
+        core.fetchers.leave(partition)
+        if fenced_for is not None or (fresh and state.unclean and partition.tiered):
+            # M5: `take_office` follows when the table is claimed
+            if fenced_for != state.leader_epoch:
+                self.epoch_fence.begin(partition, state)
             return
         if partition.leader is None:  # what a former leader sent is written, or undone
-            await core.replicas.stand_still(partition)
+            await core.fetchers.stand_still(partition)
         # What `retry_unopened` waited with may be over: the image has moved on.  By its value: an
         # image that is loaded anew has its own, and nobody reacts to what did not change.
         if partition.problem is None and self.image.partition(partition.key) == state:
@@ -435,10 +437,10 @@ class MetadataFollower:
             or partition.problem is not None
             or not self.registered()
         ):
-            core.replicas.leave(partition)
+            core.fetchers.leave(partition)
         else:
             partition.others = True
-            core.replicas.follow(partition, state)
+            core.fetchers.follow(partition, state)
 
     def take_office(self, partition: Partition, state: PartitionState) -> None:
         """Lead `partition` in the epoch `state` names."""
@@ -467,14 +469,14 @@ class MetadataFollower:
     async def _drop(self, partition: Partition, why: errors.PkError) -> None:
         """This broker has no replica of it any more."""
         core = self._core
-        self.claims.cancel(partition.key)
-        core.replicas.leave(partition)
+        self.epoch_fence.cancel(partition.key)
+        core.fetchers.leave(partition)
         self.anew.pop(partition.key, None)
         del core.partitions[partition.key]
         partition.fail(why)
         core.feed.remove(partition.key, partition.topic)
         core.feed_moved.set()
-        await core.replicas.stand_still(partition)
+        await core.fetchers.stand_still(partition)
         await self.discard(partition.key, str(partition))
 
     async def discard(self, key: PartitionKey, partition: str) -> None:

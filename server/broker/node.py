@@ -25,8 +25,8 @@ from pk import errors, tracing
 from pk.log.manager import LogManager
 from pk.log.storage import Disk
 from pk.server.broker.core import BrokerCore
-from pk.server.broker.lifecycle import ControllerLink, Identity
-from pk.server.broker.metadata_publisher import MetadataFollower
+from pk.server.broker.lifecycle import BrokerLifecycleManager, Identity
+from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.broker.metrics import BrokerMetrics
 from pk.server.broker.upkeep import Upkeep
 from pk.server.handlers.admin import ProducerIds
@@ -129,17 +129,17 @@ class BrokerNode:
             enabled=bool(run.tier_url),
             fetch_wait_ms=server["remote_fetch_max_wait_ms"],
         )
-        core.follower = MetadataFollower(core, self._incarnation_id, dict(run.topic_defaults))
-        core.link = ControllerLink(
+        core.publisher = MetadataPublisher(core, self._incarnation_id, dict(run.topic_defaults))
+        core.lifecycle = BrokerLifecycleManager(
             self.world,
             run.controller_addresses,
             hello,
             self._identity(),
             peers=run.peer_controller_addresses,
-            voters=lambda: {each.node_id: each.address for each in core.follower.image.voters},
+            voters=lambda: {each.node_id: each.address for each in core.publisher.image.voters},
             session_timeout_ms=server["broker_session_timeout_ms"],
             heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
-            metadata_offset=lambda: core.follower.reacted,
+            metadata_offset=lambda: core.publisher.reacted,
             offline_directories=core.offline_directories,
             positions=core.positions,
             offline_replicas=core.offline_replicas,
@@ -150,15 +150,15 @@ class BrokerNode:
             on_fatal=self._fatal,
             on_epoch=self._manager.remember_broker_epoch,
         )
-        await core.follower.catch_up()
-        await core.follower.load()
-        fresh = not self._manager.logs() and not core.follower.unopened
+        await core.publisher.catch_up()
+        await core.publisher.load()
+        fresh = not self._manager.logs() and not core.publisher.unopened
         appended_ms = await core.clocks.newest_append_ms()
         core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
         self._upkeep = Upkeep(core)
         await self._upkeep.measure_all()  # L16: before it is asked to lead
-        core.link.start()
-        core.follower.start()
+        core.lifecycle.start()
+        core.publisher.start()
         self._upkeep.start()
         await self._until_unfenced()
         self._serving.set()
@@ -181,7 +181,7 @@ class BrokerNode:
         )
 
     async def _until_unfenced(self) -> None:
-        while self.core.link.fenced:
+        while self.core.lifecycle.fenced:
             if self.failed is not None:
                 raise self.failed
             await self.world.clock.sleep_ms(10)
@@ -237,7 +237,7 @@ class BrokerNode:
 
     def _proven(self, hello: wire.Hello) -> bool:
         """Rule L17: the peer knows what only a registered broker and the controllers know."""
-        broker = self.core.follower.image.brokers.get(hello.node_id)
+        broker = self.core.publisher.image.brokers.get(hello.node_id)
         return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     # -- stop ------------------------------------------------------------------------------------
@@ -250,15 +250,15 @@ class BrokerNode:
             await self._manager.close(clean=True)
             return
         core.draining = True
-        core.link.want_shutdown = True
-        core.link.beat_soon()
+        core.lifecycle.want_shutdown = True
+        core.lifecycle.beat_soon()
         try:
             async with asyncio.timeout(CONTROLLED_SHUTDOWN_MS / 1000):
-                await core.link.may_shut_down.wait()
+                await core.lifecycle.may_shut_down.wait()
         except TimeoutError:
             self._warn("controlled_shutdown_timed_out")
-        for lane in core.lanes():
-            await lane.idle()
+        for writer in core.writers():
+            await writer.idle()
         for partition in core.partitions.values():
             partition.step_down(partition.leader_hint)  # answers what is parked (L5)
         if self._listener is not None:
@@ -268,8 +268,8 @@ class BrokerNode:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._close_parts()
-        for lane in core.lanes():
-            await lane.idle()
+        for writer in core.writers():
+            await writer.idle()
         await self._note_run()
         await self._manager.close(clean=True)
 
@@ -288,10 +288,10 @@ class BrokerNode:
         core.close_timers()
         if self._upkeep is not None:
             await self._upkeep.close()
-        if hasattr(core, "follower"):  # first: what it hears of would begin to fetch again
-            await core.follower.close()
-        await core.isr_changes.close()
-        await core.replicas.close()
+        if hasattr(core, "publisher"):  # first: what it hears of would begin to fetch again
+            await core.publisher.close()
+        await core.alter_partition.close()
+        await core.fetchers.close()
         for part in ("link", "tier"):
             if hasattr(core, part):
                 await getattr(core, part).close()

@@ -49,7 +49,7 @@ async def _fetch(core: BrokerCore, wanted: SnapshotId) -> bytes:
         request = wire.FetchSnapshotRequest(
             end=wanted.end, epoch=wanted.epoch, position=len(raw), max_bytes=PIECE_BYTES
         )
-        frame = await core.link.call(request, PIECE_TIMEOUT_MS)
+        frame = await core.lifecycle.call(request, PIECE_TIMEOUT_MS)
         reply: Any = frame.head.fetch_snapshot_reply
         asked = (wanted.end, wanted.epoch, len(raw))
         if (reply.end, reply.epoch, reply.position) != asked or not frame.payload:

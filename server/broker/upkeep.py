@@ -22,7 +22,8 @@ Invariants
   U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
   U2  one partition's failure neither stops the wheel nor the others' retention
   U3  what a leader decides, only a leader carries out: when the tier has answered another one may
-      lead, and the log be cut in its lane, where a segment that is begun meanwhile stays as a hole
+      lead, and the log be cut in its directory's writer, where a segment that is begun meanwhile
+      stays as a hole
   U4  no tick waits for a disk or a store: one that hangs must not keep a dead follower in the ISR,
       on whose word the partitions of every other directory wait; nor do other directories' jobs
   U5  what expires in a table that all replicas share, a leader decides in contact with the
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
-from pk.server.replica.directory_writer import WriteLane
+from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.partition import Partition
 from pk.server.tier.health import TierHealth
 from pk.types import NONE, Offset, PartitionKey
@@ -73,7 +74,7 @@ class Upkeep:
         self._queue: deque[PartitionKey] = deque()
         self._credit = 0.0  #: visits the wheel owes
         #: (due, job): renamed segments that wait for their delay
-        self._doomed: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
+        self._pending_delete: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
         self._unflushed: dict[Disk, dict[PartitionKey, None]] = {}  #: whose flush is due
         self._visits: _Visits = {}
         self._starts: _Visits = {}  #: log starts on their way to a disk (U6)
@@ -116,7 +117,7 @@ class Upkeep:
         core.clocks.gauges()
         self._note_run()
         self._flush_due(now_ms)
-        self._remove_doomed(now_ms)
+        self._remove_pending_delete(now_ms)
         self._consider_followers()
         core.notice_failed_directories()
         self._measure_due(now_ms)
@@ -177,7 +178,7 @@ class Upkeep:
             self._turns -= 1
             partition = core.partitions.get(self._led.popleft())
             if partition is not None:
-                core.isr_changes.consider(partition)
+                core.alter_partition.consider(partition)
 
     # -- flush -----------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class Upkeep:
         for key in core.flushes.pop_due(now_ms):
             partition = core.partitions.get(key)
             if partition is not None:
-                self._unflushed.setdefault(partition.lane.disk, {})[key] = None
+                self._unflushed.setdefault(partition.writer.disk, {})[key] = None
         for disk, due in self._unflushed.items():
             if due:
                 self._beside("flush", disk, partial(self._flush, disk))
@@ -246,7 +247,7 @@ class Upkeep:
     ) -> None:
         """Start a visit; later, if one of its kind is under way there or there is no room."""
         core, key = self._core, partition.key
-        here = visits.setdefault(partition.lane.disk, {})
+        here = visits.setdefault(partition.writer.disk, {})
         if key in here:
             return
         if len(here) >= VISITS_MAX:
@@ -286,7 +287,7 @@ class Upkeep:
         log = partition.log
         plan = self._plan(partition)
         if plan.roll and log.roll():
-            partition.lane.submit(partition, 0)
+            partition.writer.submit(partition, 0)
             self._core.retain_soon(key)  # the next tick plans again, with the new segment written
             return
         if plan.drop:
@@ -298,7 +299,7 @@ class Upkeep:
     def _may_expire(self, partition: Partition) -> bool:
         """U5; local data of a tiered topic may go nevertheless."""
         return partition.leader is not None and (
-            not partition.tiered or self._core.link.in_contact()
+            not partition.tiered or self._core.lifecycle.in_contact()
         )
 
     def _plan(self, partition: Partition) -> RetentionPlan:
@@ -352,7 +353,7 @@ class Upkeep:
         """
         log, tier = partition.log, partition.tier
         marks = [max(tier.tiered_end, log.local_log_start), log.written_end]
-        above, end = await partition.lane.disk.read(partial(log.bytes_at, marks))
+        above, end = await partition.writer.disk.read(partial(log.bytes_at, marks))
         excess = tier.tier_bytes + (end - above) - allowed
         covered = tier.tiered_end - tier.start
         if excess <= 0 or covered <= 0 or tier.tier_bytes <= 0:
@@ -381,26 +382,27 @@ class Upkeep:
         await core.manager.move_log_starts({partition.key: plan.log_start})
         if core.partitions.get(partition.key) is not partition:
             return  # the topic was deleted meanwhile
-        if partition.key in core.replicas.changing or log.cuts != cuts:
-            return  # the log is being cut or begun anew in its lane, or was: the plan is void
+        if partition.key in core.fetchers.changing or log.cuts != cuts:
+            # the log is being cut or begun anew in its directory's writer, or was: the plan is void
+            return
         rename, remove = log.drop_segments(plan)
         core.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))
         partition.bounds_moved()
-        await partition.lane.disk.write(rename)
+        await partition.writer.disk.write(rename)
         due = core.clock.monotonic_ms() + log.config.file_delete_delay_ms
-        self._doomed.setdefault(partition.lane.disk, deque()).append((due, remove))
+        self._pending_delete.setdefault(partition.writer.disk, deque()).append((due, remove))
 
-    def _remove_doomed(self, now_ms: int) -> None:
-        for disk, doomed in self._doomed.items():
-            if any(due <= now_ms for due, _ in doomed):
+    def _remove_pending_delete(self, now_ms: int) -> None:
+        for disk, pending_delete in self._pending_delete.items():
+            if any(due <= now_ms for due, _ in pending_delete):
                 self._beside("removing segments", disk, partial(self._remove, disk, now_ms))
 
     async def _remove(self, disk: Disk, now_ms: int) -> None:
-        doomed = self._doomed[disk]
-        for _ in range(len(doomed)):
-            due, remove = doomed.popleft()
+        pending_delete = self._pending_delete[disk]
+        for _ in range(len(pending_delete)):
+            due, remove = pending_delete.popleft()
             if due > now_ms:
-                doomed.append((due, remove))
+                pending_delete.append((due, remove))
                 continue
             await disk.write(remove)
 
@@ -448,14 +450,14 @@ class Upkeep:
         metrics.tier_problems.set(problems)
         metrics.damaged_partitions.set(damaged)
         metrics.partitions.labels("leading").set(leading)
-        metrics.partitions.labels("offline").set(offline + len(core.follower.unopened))
+        metrics.partitions.labels("offline").set(offline + len(core.publisher.unopened))
         metrics.offline_directories.set(len(core.offline_directories()))
         metrics.parked.set(len(core.purgatory))
-        metrics.in_contact.set(core.link.in_contact())
-        for lane in core.lanes():
-            disk = lane.disk
-            metrics.write_queue.labels(disk.storage.root).set(lane.queued_bytes)
-            metrics.full.labels(disk.storage.root).set(lane.space.full)
+        metrics.in_contact.set(core.lifecycle.in_contact())
+        for writer in core.writers():
+            disk = writer.disk
+            metrics.write_queue.labels(disk.storage.root).set(writer.queued_bytes)
+            metrics.full.labels(disk.storage.root).set(writer.space.full)
 
     # -- free space (rule L16) -------------------------------------------------------------------
 
@@ -463,22 +465,22 @@ class Upkeep:
         """Every directory, before the wheel turns.  One that cannot tell has failed."""
         core = self._core
         for each in core.manager.directories:
-            await self._guarded("free space", self._measure(core.lane_of(each.disk)))
+            await self._guarded("free space", self._measure(core.writer_of(each.disk)))
 
     def _measure_due(self, now_ms: int) -> None:
-        for lane in self._core.lanes():
-            wait_ms = 0 if lane.space.full else SPACE_MS
-            if now_ms - self._measured_ms.get(lane.disk, NONE) >= wait_ms:
-                self._beside("free space", lane.disk, partial(self._measure, lane))
+        for writer in self._core.writers():
+            wait_ms = 0 if writer.space.full else SPACE_MS
+            if now_ms - self._measured_ms.get(writer.disk, NONE) >= wait_ms:
+                self._beside("free space", writer.disk, partial(self._measure, writer))
 
-    async def _measure(self, lane: WriteLane) -> None:
+    async def _measure(self, writer: LogDirWriter) -> None:
         """A file system that is away may hang here, too: not on the loop (U4)."""
-        core, storage = self._core, lane.disk.storage
-        self._measured_ms[lane.disk] = core.now_ms
-        free = 0 if storage.failed else await lane.disk.read(storage.free_bytes)
+        core, storage = self._core, writer.disk.storage
+        self._measured_ms[writer.disk] = core.now_ms
+        free = 0 if storage.failed else await writer.disk.read(storage.free_bytes)
         core.metrics.free.labels(storage.root).set(free)
         if storage.failed is None:
-            lane.space.measured(free - lane.queued_bytes, core.now_ms)
+            writer.space.measured(free - writer.queued_bytes, core.now_ms)
 
 
 def _told(partition: Partition) -> Offset:
@@ -492,7 +494,7 @@ async def flush(core: BrokerCore, partition: Partition) -> None:
     a failed fsync takes the directory offline and is never retried (L2).  Others are flushed next.
     """
     try:
-        synced_end = await partition.lane.disk.write(partition.log.flush)
+        synced_end = await partition.writer.disk.write(partition.log.flush)
     except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
         core.metrics.refused(passing)
         core.flushes.set(partition.key, core.now_ms)  # at the next tick

@@ -66,7 +66,7 @@ NAMED_MAX = 20
 Say = Callable[..., None]
 
 
-class Term:
+class ActiveController:
     """See the module."""
 
     def __init__(

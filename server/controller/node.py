@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pk
 from pk import errors, limits, tracing
 from pk.log.storage import Buffer, Disk
-from pk.server.controller.active import Term
+from pk.server.controller.active import ActiveController
 from pk.server.controller.clocks import RunningSince
 from pk.server.controller.machine import Controller
 from pk.server.metadata.snapshot import file_name
@@ -115,7 +115,7 @@ class ControllerNode:
             reserve_bytes=reserve_bytes,
         )
         self._running_since = RunningSince(world.clock)
-        self.term: Term | None = None  #: while this node is the active controller
+        self.active: ActiveController | None = None  #: while this node is the active controller
         self._listener: Listener | None = None
         self._terms: asyncio.Task[None] | None = None
         self._next_stream = 1
@@ -154,29 +154,29 @@ class ControllerNode:
     async def _begin_term(self) -> None:
         """Serve once this node leads.  Raises `ControllerUnavailable` if it is deposed first."""
         await self.metadata.lead()
-        term = Term(
+        active = ActiveController(
             self.world, self.run, self.metadata, say=self._say, on_fatal=self._fatal,
             running_since=self._running_since,
         )  # fmt: skip
         try:
-            await term.start()
+            await active.start()
         except BaseException:
-            await term.close()
+            await active.close()
             raise
-        self.term = term
-        self._say("active_controller", epoch=term.epoch)
+        self.active = active
+        self._say("active_controller", epoch=active.epoch)
 
     async def _serve_terms(self) -> None:
         """One term after another, whenever this node leads."""
         try:
             while True:
-                if self.term is None:
+                if self.active is None:
                     try:
                         await self._begin_term()
                     except errors.ControllerUnavailable:
                         continue
-                assert self.term is not None
-                await self.metadata.term_over(self.term.epoch)
+                assert self.active is not None
+                await self.metadata.term_over(self.active.epoch)
                 await self._end_term()
         except asyncio.CancelledError:
             raise
@@ -184,10 +184,10 @@ class ControllerNode:
             self._fatal(bug)
 
     async def _end_term(self) -> None:
-        term, self.term = self.term, None
-        if term is not None:
-            await term.close()
-            self._say("controller_resigned", epoch=term.epoch)
+        active, self.active = self.active, None
+        if active is not None:
+            await active.close()
+            self._say("controller_resigned", epoch=active.epoch)
 
     async def close(self) -> None:
         """Stop serving; what was decided is committed or refused."""
@@ -241,26 +241,26 @@ class ControllerNode:
         try:
             await serve_control(stream, self._handlers(number), on_error=self._bug)
         finally:
-            if self.term is not None:
-                self.term.lost(number)
+            if self.active is not None:
+                self.active.lost(number)
 
     def _proven(self, hello: wire.Hello, stream: Stream) -> bool:
         """Rule L17: a registered broker that knows its incarnation, or the host of a voter."""
         if proven_by_address(stream.peer, self.metadata.voters.addresses.values()):
             return True
-        if self.term is None:
+        if self.active is None:
             return False
-        broker = self.term.machine.image.brokers.get(hello.node_id)
+        broker = self.active.machine.image.brokers.get(hello.node_id)
         return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     def _bug(self, where: str, bug: BaseException) -> None:
         if self._log is not None:
             self._log.bug(where, bug)
 
-    def _active(self) -> Term:
+    def _active(self) -> ActiveController:
         """The term.  Raises `ControllerUnavailable` that names the leader, if one is known."""
-        if self.term is not None:
-            return self.term
+        if self.active is not None:
+            return self.active
         leader = self.metadata.leadership.leader
         if leader is None or leader.node_id == self.run.node_id:
             raise errors.ControllerUnavailable("no controller is active yet")
@@ -273,10 +273,10 @@ class ControllerNode:
     def _handlers(self, number: int) -> Mapping[str, Handler]:
         def active(name: str) -> Handler:
             async def handle(request: Any, frame: frames.Frame) -> Any:
-                term = self._active()
+                active = self._active()
                 if name in _CONTACT and not self.metadata.in_touch():  # R6
                     raise errors.ControllerUnavailable("no majority of controllers was heard of")
-                return await term.handlers(number)[name](request, frame)
+                return await active.handlers(number)[name](request, frame)
 
             return handle
 
@@ -286,8 +286,8 @@ class ControllerNode:
         of_quorum = self.metadata.handlers()
 
         async def fetch_of_voter(request: Any, frame: frames.Frame) -> Any:
-            if self.term is not None:
-                self.term.heard_voter(request)
+            if self.active is not None:
+                self.active.heard_voter(request)
             return await of_quorum["quorum_fetch"](request, frame)
 
         table = {

@@ -5,7 +5,7 @@ A session belongs to the stream its broker registered on.  A lost stream makes t
 *lost*: it is fenced at once if the broker's address refuses a connection, else when the session
 timeout has passed since the last heartbeat, unless the broker comes back first.  A new active
 controller grants every unfenced broker a timeout, less what is over for certain (raft/timing.py);
-three quarters are always left to find this controller (ControllerLink).
+three quarters are always left to find this controller (BrokerLifecycleManager).
 """
 
 from __future__ import annotations

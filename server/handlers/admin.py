@@ -33,11 +33,11 @@ async def forward(core: BrokerCore, request: Message, frame: frames.Frame) -> Me
     """Any admin request: to the controller, then wait for our own reaction (A1)."""
     timeout_ms = frame.head.timeout_ms or ADMIN_TIMEOUT_MS
     started_ms = core.clock.monotonic_ms()
-    reply_frame = await core.link.call(request, timeout_ms)
+    reply_frame = await core.lifecycle.call(request, timeout_ms)
     body: Any = getattr(reply_frame.head, reply_frame.head.WhichOneof("body") or "error")
     offset = getattr(body, "metadata_offset", NONE)
     left_ms = max(100, timeout_ms - (core.clock.monotonic_ms() - started_ms))
-    await core.follower.reached(offset, left_ms)
+    await core.publisher.reached(offset, left_ms)
     message: Message = body
     return message
 
@@ -51,7 +51,7 @@ async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message
     for result in reply.results:
         if result.HasField("error"):
             continue
-        for key, problem in core.follower.unopened.items():
+        for key, problem in core.publisher.unopened.items():
             if key.topic_id == result.topic_id:
                 result.note = f"partition {key.partition} is offline: {problem.message}"
                 break
@@ -68,7 +68,7 @@ async def delete(
         for partition in core.partitions.values()
         if partition.tier.uri
     }
-    ids = dict(core.follower.image.topic_ids.items())
+    ids = dict(core.publisher.image.topic_ids.items())
     reply: Any = await forward(core, request, frame)
     for result in reply.results:
         uri = uris.get(result.name)
@@ -118,11 +118,11 @@ class ProducerIds:
     async def _fresh(self) -> wire.InitProducerIdReply:
         async with self._asking:
             if self._next >= self._end:
-                link = self._core.link
+                lifecycle = self._core.lifecycle
                 request = wire.AllocateProducerIdsRequest(
-                    broker_id=self._core.node_id, broker_epoch=link.broker_epoch
+                    broker_id=self._core.node_id, broker_epoch=lifecycle.broker_epoch
                 )
-                reply = await link.call(request, ADMIN_TIMEOUT_MS)
+                reply = await lifecycle.call(request, ADMIN_TIMEOUT_MS)
                 block = reply.head.allocate_producer_ids_reply
                 self._next, self._end = max(1, block.first), block.first + block.count
             given, self._next = self._next, self._next + 1

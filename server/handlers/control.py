@@ -110,7 +110,7 @@ def describe_partitions(
     core: BrokerCore, request: wire.DescribePartitionsRequest
 ) -> wire.DescribePartitionsReply:
     """Every offset a partition has, for people and readiness checks."""
-    image = core.follower.image
+    image = core.publisher.image
     for name in request.topics:
         if image.topic(name) is None:
             raise errors.UnknownTopicOrPartition(f"topic {name!r} does not exist")
@@ -120,7 +120,7 @@ def describe_partitions(
     for partition in here:
         if not wanted or partition.topic in wanted:
             _describe(core, partition, reply)
-    for key, problem in sorted(core.follower.unopened.items()):
+    for key, problem in sorted(core.publisher.unopened.items()):
         topic = image.topics.get(key.topic_id)
         if topic is not None and (not wanted or topic.name in wanted):
             reply.partitions.add(
@@ -134,7 +134,7 @@ def describe_partitions(
 
 
 def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartitionsReply) -> None:
-    log, state = partition.log, core.follower.image.partition(partition.key)
+    log, state = partition.log, core.publisher.image.partition(partition.key)
     described = reply.partitions.add(
         topic=partition.topic,
         topic_id=partition.key.topic_id,
@@ -150,13 +150,13 @@ def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartit
         local_bytes=log.size_bytes,
         tier_bytes=partition.tier.tier_bytes,
         segments=log.segment_count,
-        directory=partition.lane.disk.storage.root,
+        directory=partition.writer.disk.storage.root,
         isr=() if state is None else state.isr,
         replicas=() if state is None else state.replicas,
     )
     problem = partition.problem or core.damages.problem_of(partition)
     if problem is None and state is not None and state.leader == NONE:
-        names = ", ".join(map(str, waits_for(state, core.follower.image.available)))
+        names = ", ".join(map(str, waits_for(state, core.publisher.image.available)))
         awaited = f"brokers {names}" if names else "an election"
         problem = errors.EligibleLeadersNotAvailable(f"{partition} waits for {awaited} (rule R3)")
     if problem is not None:

@@ -251,9 +251,9 @@ class FetchStream:
             if recent is not None:
                 sent += self._add(reply, pieces, plans.pop(0), recent, None)
                 continue
-            disk = plans[0].partition.lane.disk
-            turn = [plan for plan in plans if plan.partition.lane.disk is disk]
-            plans = [plan for plan in plans if plan.partition.lane.disk is not disk]
+            disk = plans[0].partition.writer.disk
+            turn = [plan for plan in plans if plan.partition.writer.disk is disk]
+            plans = [plan for plan in plans if plan.partition.writer.disk is not disk]
             room = budget - sent
             force = sent == 0
             done = await disk.read(partial(_read_all, turn, room, force))

@@ -41,11 +41,11 @@ _FOR_CLIENTS = (
 
 def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataReply:
     """What the image says of the topics asked for; an unknown one has its error in place."""
-    image = core.follower.image
+    image = core.publisher.image
     reply = wire.MetadataReply(
         cluster_id=image.cluster_id,
         controller_id=image.leader_id,
-        metadata_offset=core.follower.image.offset,  # what the content is of, carried out or not
+        metadata_offset=core.publisher.image.offset,  # what the content is of, carried out or not
     )
     for broker_id in sorted(image.brokers):
         broker = image.brokers[broker_id]
@@ -77,25 +77,25 @@ async def create_missing(core: BrokerCore, request: wire.MetadataRequest) -> Non
 
     Whatever keeps it from being created, the reply says that the topic does not exist.
     """
-    missing = [name for name in request.topics if core.follower.image.topic(name) is None]
+    missing = [name for name in request.topics if core.publisher.image.topic(name) is None]
     if not missing:
         return
     create = wire.CreateTopicsRequest(topics=[wire.NewTopic(name=name) for name in missing])
     try:
-        reply = (await core.link.call(create, CREATE_TIMEOUT_MS)).head.create_topics_reply
-        await core.follower.reached(reply.metadata_offset, CREATE_TIMEOUT_MS)
+        reply = (await core.lifecycle.call(create, CREATE_TIMEOUT_MS)).head.create_topics_reply
+        await core.publisher.reached(reply.metadata_offset, CREATE_TIMEOUT_MS)
     except errors.PkError as error:
         core.warn("auto_create_failed", topics=",".join(missing), error=error.message)
 
 
 def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) -> None:
     info = reply.topics.add(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
-    wanted = core.follower.settings_of(topic.name)
+    wanted = core.publisher.settings_of(topic.name)
     for name in _FOR_CLIENTS:
         value = wanted[name]
         info.configs[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    info.configs["tiered"] = str(core.follower.is_tiered(topic.name, wanted)).lower()
-    available = core.follower.image.available
+    info.configs["tiered"] = str(core.publisher.is_tiered(topic.name, wanted)).lower()
+    available = core.publisher.image.available
     for number, state in sorted(topic.partitions.items()):
         info.partitions.add(
             partition=number,
@@ -138,11 +138,11 @@ class Watch:
         """Watch what `request` names, from `reply` on; a newer request replaces an older one."""
         self._request, self._last = request, reply
         if self._task is None:
-            self._core.follower.listeners[self._notice] = None
+            self._core.publisher.listeners[self._notice] = None
             self._task = asyncio.get_running_loop().create_task(self._push())
 
     async def close(self) -> None:
-        self._core.follower.listeners.pop(self._notice, None)
+        self._core.publisher.listeners.pop(self._notice, None)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -156,7 +156,7 @@ async def _ask_tier(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
 async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
     by_disk: dict[int, tuple[Disk, list[_Lookup]]] = {}
     for lookup in lookups:
-        disk = lookup.partition.lane.disk
+        disk = lookup.partition.writer.disk
         by_disk.setdefault(id(disk), (disk, []))[1].append(lookup)
     for disk, mine in by_disk.values():
         found = await disk.read(partial(_look_up_all, mine))
@@ -233,7 +233,7 @@ async def _sample(
                 points.append((offset, int((offset - start) * per_offset)))
     if hot < end:
         base = points[-1][1]
-        samples = await partition.lane.disk.read(lambda: log.sample_offsets(hot, end, wanted))
+        samples = await partition.writer.disk.read(lambda: log.sample_offsets(hot, end, wanted))
         for offset, size in samples:
             if offset > points[-1][0]:
                 points.append((offset, base + size))

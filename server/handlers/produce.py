@@ -4,8 +4,8 @@ World-generic.  A stream has three tasks however many batches it carries: the *r
 off the socket and starts their checks, the *appender* decides the checked frames in the order they
 came, the *replier* sends what was answered meanwhile.  Heavy frames are checked off the loop (CRC,
 structure, decompression, every length: rule L13), light ones at once.  No byte of a payload is
-copied here: the batches are views into the frame until the directory's lane writes them.  So a byte
-is copied twice in this process, both times by the kernel: the socket into the frame, the frame
+copied here: the batches are views into the frame until the directory's writer writes them.  So a
+byte is copied twice in this process, both times by the kernel: the socket into the frame, the frame
 into the page cache.
 
 Invariants
@@ -34,7 +34,7 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import CODEC_MASK, HEADER_BYTES, Header
 from pk.server.replica.leader import ACKS_ALL
-from pk.server.replica.partition import Ticket
+from pk.server.replica.partition import DelayedProduce
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -126,8 +126,8 @@ class ProduceStream:
         self._answers: dict[int, wire.ProduceReply] = {}
         self._answer_ready = asyncio.Event()
         self._answer_sent = asyncio.Event()
-        self._tickets: dict[
-            Ticket, None
+        self._delayed: dict[
+            DelayedProduce, None
         ] = {}  #: parked or under way; forgotten when the stream ends
 
     async def serve(self) -> None:
@@ -151,10 +151,10 @@ class ProduceStream:
             for job in self._jobs:
                 if isinstance(job.checking, asyncio.Task):
                     job.checking.cancel()
-            for ticket in self._tickets:
-                ticket.sink = None
-                if ticket.parked is not None:
-                    self._core.purgatory.forget(ticket.parked)
+            for delayed in self._delayed:
+                delayed.sink = None
+                if delayed.parked is not None:
+                    self._core.purgatory.forget(delayed.parked)
             self._fall_silent()
             self._stream.close()
 
@@ -235,7 +235,7 @@ class ProduceStream:
 
     def _append_at_once(self, job: _Job) -> bool:
         """The short cut of small frames; False if some directory's queue is full."""
-        if any(self._core.lane_full(entry.key) for entry in job.entries):
+        if any(self._core.writer_full(entry.key) for entry in job.entries):
             return False
         for index in range(len(job.entries)):
             self._append(job, index)
@@ -253,8 +253,9 @@ class ProduceStream:
                 assert job.checking is not None
                 job.checked = await job.checking
             for index, entry in enumerate(job.entries):
-                if self._core.lane_full(entry.key):
-                    await self._core.lane_room(entry.key)  # D3: meanwhile nobody reads this socket
+                if self._core.writer_full(entry.key):
+                    # D3: meanwhile nobody reads this socket
+                    await self._core.writer_room(entry.key)
                 self._append(job, index)
             self._jobs.popleft()
             self._job_taken.set()
@@ -263,20 +264,22 @@ class ProduceStream:
         entry = job.entries[index]
         assert job.checked is not None
         checked = job.checked[index]
-        ticket = Ticket(self._answered, job.correlation_id, index, job.acks, job.deadline_ms)
+        delayed = DelayedProduce(
+            self._answered, job.correlation_id, index, job.acks, job.deadline_ms
+        )
         if job.acks:
             self._owed += 1
-            self._tickets[ticket] = None
+            self._delayed[delayed] = None
         try:
             if isinstance(checked, errors.PkError):
                 raise checked
             self._hear(checked.producer_id)
-            self._core.append(entry.key, checked, entry.batch, entry.leader_epoch, ticket)
+            self._core.append(entry.key, checked, entry.batch, entry.leader_epoch, delayed)
         except errors.PkError as refusal:
-            ticket.answer(refusal)
+            delayed.answer(refusal)
         except Exception as bug:
             self._core.bug("append", bug)
-            ticket.answer(errors.InternalError(f"append: {bug!r}"))
+            delayed.answer(errors.InternalError(f"append: {bug!r}"))
 
     def _hear(self, producer_id: int) -> None:
         """D5.  Raises `BrokerUnavailable`."""
@@ -302,33 +305,33 @@ class ProduceStream:
 
     # -- replier ---------------------------------------------------------------------------------
 
-    def _answered(self, ticket: Ticket, error: errors.PkError | None) -> None:
+    def _answered(self, delayed: DelayedProduce, error: errors.PkError | None) -> None:
         if error is not None:
             self._core.metrics.refused(error)
-        if not ticket.acks:
+        if not delayed.acks:
             return
-        self._tickets.pop(ticket, None)
-        reply = self._answers.get(ticket.correlation_id)
+        self._delayed.pop(delayed, None)
+        reply = self._answers.get(delayed.correlation_id)
         if reply is None:
-            reply = self._answers[ticket.correlation_id] = wire.ProduceReply()
+            reply = self._answers[delayed.correlation_id] = wire.ProduceReply()
         if error is None:
             reply.results.add(
-                index=ticket.index,
-                base_offset=ticket.base_offset,
-                last_offset=ticket.last_offset,
-                log_append_time_ms=ticket.append_time_ms,
-                log_start=ticket.log_start,
-                leader_epoch=ticket.leader_epoch,
+                index=delayed.index,
+                base_offset=delayed.base_offset,
+                last_offset=delayed.last_offset,
+                log_append_time_ms=delayed.append_time_ms,
+                log_start=delayed.log_start,
+                leader_epoch=delayed.leader_epoch,
             )
         else:
             hint = error.details.get("leader")
             reply.results.add(
-                index=ticket.index,
+                index=delayed.index,
                 error=frames.error_of(error),
                 base_offset=NONE,
                 last_offset=NONE,
                 log_append_time_ms=NONE,
-                leader_epoch=ticket.leader_epoch,
+                leader_epoch=delayed.leader_epoch,
                 leader_hint=int(hint) if hint is not None else NONE,
             )
         self._answer_ready.set()

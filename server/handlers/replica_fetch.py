@@ -105,7 +105,7 @@ class ReplicaEnd:
                 and leader.broker_epoch_of(self.replica) in (NONE, self.broker_epoch)
             ):
                 leader.on_follower_full(self.replica)
-                self._core.isr_changes.consider(partition)
+                self._core.alter_partition.consider(partition)
 
     def forgotten(self, keys: list[PartitionKey]) -> None:
         """It does not follow these any more: not as it did on this stream.  On a newer one it may
@@ -149,7 +149,7 @@ class ReplicaEnd:
             partition.watermark_moved()
         partition.log_starts_heard()
         if self.replica not in leader.isr:
-            self._core.isr_changes.consider(partition)
+            self._core.alter_partition.consider(partition)
 
     # -- the partition speaks ----------------------------------------------------------------------
 
@@ -194,17 +194,19 @@ class ReplicaEnd:
         if compared and heard != self.broker_epoch:
             raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
         if not compared or position.next_offset < partition.log.first_offset:  # P3
-            parting = partition.parting(position.last_fetched_epoch, position.next_offset)
-            if isinstance(parting, StartAt):
+            divergence = partition.find_divergence(
+                position.last_fetched_epoch, position.next_offset
+            )
+            if isinstance(divergence, StartAt):
                 position.cold = True
                 asked = leader, partition.log.first_offset
-                work = self._read_start(position, partition, parting.offset, asked)
+                work = self._read_start(position, partition, divergence.offset, asked)
                 self._stream.later(work)
                 return None
-            if parting is not None:
+            if divergence is not None:
                 entry = self._stream.entry(reply, position, partition)
                 entry.diverging.CopyFrom(
-                    wire.EpochEnd(epoch=parting.epoch, end_offset=parting.end_offset)
+                    wire.EpochEnd(epoch=divergence.epoch, end_offset=divergence.end_offset)
                 )
                 self._stream.end(position)
                 return None
@@ -230,7 +232,7 @@ class ReplicaEnd:
         self, position: Position, partition: Partition, offset: Offset, asked: _Asked
     ) -> None:
         """Rule R5: the producer state travels along, so that idempotence goes on."""
-        disk = partition.lane.disk
+        disk = partition.writer.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
         leader, first = asked
         if partition.leader is not leader or partition.log.first_offset != first:

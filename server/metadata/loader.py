@@ -1,7 +1,7 @@
 """Everything the metadata log has said: the newest snapshot, and the log behind it.
 
 World-generic.  Whoever needs the cluster's metadata as of an offset reads it here, from the disk:
-the controller when its term begins, the maker of the next snapshot.
+the controller when its term begins, the generator of the next snapshot.
 
 Invariants
   H1  between two turns of the loop at most `SLICE_RECORDS` records are applied, or one batch of a
@@ -33,7 +33,7 @@ Apply = Callable[[int, MetadataRecord], None]
 Say = Callable[..., None]
 
 
-class History:
+class MetadataLoader:
     """See the module.  `base`: where the log begins; what is below is only in snapshots."""
 
     def __init__(

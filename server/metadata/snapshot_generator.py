@@ -22,7 +22,7 @@ from pk import errors
 from pk.clock import Clock
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.metadata.loader import History
+from pk.server.metadata.loader import MetadataLoader
 from pk.server.raft.messages import SnapshotId
 from pk.server.raft.recovery import SnapshotRules
 from pk.server.raft.snapshot_files import SnapshotFiles
@@ -55,13 +55,13 @@ class Source(Protocol):
         ...
 
 
-class SnapshotMaker:
+class SnapshotGenerator:
     """See the module."""
 
     def __init__(
         self,
         source: Source,
-        history: History,
+        history: MetadataLoader,
         files: SnapshotFiles,
         clock: Clock,
         rules: SnapshotRules,

@@ -7,7 +7,9 @@ from pk.server.raft.messages import EpochEnd, Fetch, LogState, SnapshotId
 from pk.types import NONE
 
 
-def parting(log: LogState, epochs: LeaderEpochs, fetch: Fetch) -> SnapshotId | EpochEnd | None:
+def find_divergence(
+    log: LogState, epochs: LeaderEpochs, fetch: Fetch
+) -> SnapshotId | EpochEnd | None:
     """What a leader with `log` tells a fetcher: None = yours is a prefix of mine.
 
     A snapshot is what to begin with again; an `EpochEnd` says how far both may still be the same.

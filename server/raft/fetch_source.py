@@ -17,17 +17,17 @@ from dataclasses import replace
 from typing import Any
 
 from pk import errors
-from pk.server.metadata.loader import READ_BYTES, History, Say
+from pk.server.metadata.loader import READ_BYTES, MetadataLoader, Say
 from pk.server.raft.messages import FetchReply, SnapshotId
 from pk.server.raft.snapshot_files import SnapshotFiles
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 
 
-class Source:
+class FetchSource:
     """See the module."""
 
-    def __init__(self, history: History, files: SnapshotFiles, say: Say) -> None:
+    def __init__(self, history: MetadataLoader, files: SnapshotFiles, say: Say) -> None:
         self._history = history
         self._files = files
         self._say = say

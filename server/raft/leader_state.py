@@ -26,7 +26,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Tenure:
+class LeaderState:
     """One epoch of one leader."""
 
     me: Voter

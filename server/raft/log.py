@@ -1,5 +1,4 @@
-"""`__cluster_metadata-0` on a disk: the partition log, the saved vote, and the quorum that commits
-it.
+"""`__cluster_metadata-0` on a disk: the partition log, the saved vote and the quorum over it.
 
 World-generic.  The log is an ordinary partition log whose every write is SYNCED before it counts
 (rule L1); what is committed is what the quorum machine says (rule Q4).  It is the `ReplayLog` of
@@ -32,12 +31,12 @@ from pk.effects import Level
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
-from pk.server.metadata.loader import READ_BYTES, Apply, History
+from pk.server.metadata.loader import READ_BYTES, Apply, MetadataLoader
 from pk.server.metadata.records import MetadataRecord, encode_batch
-from pk.server.metadata.snapshot_generator import SnapshotMaker
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.node.runtime import MachineHost, Timers
 from pk.server.raft import messages, recovery
-from pk.server.raft.fetch_source import Source
+from pk.server.raft.fetch_source import FetchSource
 from pk.server.raft.machine import Quorum, Role
 from pk.server.raft.messages import (
     HIGH_WATERMARK,
@@ -55,9 +54,9 @@ from pk.server.raft.messages import (
 )
 from pk.server.raft.peers import Peers
 from pk.server.raft.recovery import QUORUM_STATE, SnapshotRules, recover, state_bytes
-from pk.server.raft.request_handler import Answers
+from pk.server.raft.request_handler import RaftRequestHandler
 from pk.server.raft.reserve import RESERVE_BYTES, ReserveDisk
-from pk.server.raft.snapshot_fetcher import SnapshotLoader
+from pk.server.raft.snapshot_fetcher import SnapshotFetcher
 from pk.server.raft.snapshot_files import SnapshotFiles
 from pk.server.raft.timing import Timing
 from pk.server.raft.voters import Voters
@@ -117,7 +116,7 @@ class MetadataLog:
         self._rules = rules or SnapshotRules()
         self._say = say
         self._files = SnapshotFiles(self._disk, world.clock)
-        self._loader = SnapshotLoader(
+        self._fetcher = SnapshotFetcher(
             self._files, self._peers, world.clock,
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
@@ -127,8 +126,8 @@ class MetadataLog:
         self._vote = Vote()  #: as it is saved
         self._noted = 0  #: what is saved beside it of how far the log is SYNCED
         self._log: PartitionLog | None = None
-        self._history: History | None = None
-        self._answers: Answers
+        self._history: MetadataLoader | None = None
+        self._request_handler: RaftRequestHandler
         self._writing = asyncio.Lock()
         self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
@@ -149,9 +148,9 @@ class MetadataLog:
         log, self._vote = opened.log, opened.vote
         self._log = log
         self._files.kept = opened.kept
-        self._history = History(self._disk, self._clock, self._files, log, self._say)
-        self._answers = Answers(
-            self.quorum, Source(self._history, self._files, self._say), self.voters,
+        self._history = MetadataLoader(self._disk, self._clock, self._files, log, self._say)
+        self._request_handler = RaftRequestHandler(
+            self.quorum, FetchSource(self._history, self._files, self._say), self.voters,
             ask=self._post, renew=lambda: self._post(Synced(self._state())),
         )  # fmt: skip
         opened.report(self._say)
@@ -269,16 +268,16 @@ class MetadataLog:
         """This node leads, and so lately heard of a majority that nobody else can have been elected
         for long: an election begins `fetch_ms` after a follower last heard of its leader.
         """
-        tenure = self.quorum.tenure
+        state = self.quorum.leader_state
         since_ms = self._clock.monotonic_ms() - self.quorum.timing.lease_ms
-        return tenure is not None and tenure.in_touch(self.quorum.voters, since_ms)
+        return state is not None and state.in_touch(self.quorum.voters, since_ms)
 
     def address_of(self, node_id: NodeId) -> str:
         """HOST:PORT of a controller; '' if it is not known."""
         return self.voters.addresses.get(node_id, "")
 
     @property
-    def _told(self) -> History:
+    def _told(self) -> MetadataLoader:
         assert self._history is not None, "the metadata log is not open"
         return self._history
 
@@ -380,7 +379,7 @@ class MetadataLog:
             return quorum.leader == op.leader and self.epoch == epoch
 
         try:
-            found = await self._loader.visit(op, max(log.log_end, self.committed), follows)
+            found = await self._fetcher.visit(op, max(log.log_end, self.committed), follows)
             if found is None:
                 await self._clock.sleep_ms(quorum.timing.again_ms)
             else:
@@ -397,7 +396,7 @@ class MetadataLog:
         """The log begins anew behind `loaded`: nothing of it is needed that is below."""
         log = self._open_log
         await self._files.begin_load(loaded)
-        self._loader.done()
+        self._fetcher.done()
         async with self._writing:
             await self._files.finish_load(loaded, log)
             self._told.rebase()
@@ -430,7 +429,7 @@ class MetadataLog:
 
     def handlers(self) -> dict[str, Handler]:
         """For the control streams of the quorum's other nodes."""
-        return self._answers.handlers()
+        return self._request_handler.handlers()
 
     # -- the controller's log (pk.server.node.runtime.ReplayLog) -----------------------------------
 
@@ -586,7 +585,9 @@ class MetadataLog:
         self._post(Synced(self._state()))
 
     async def _make_snapshots(self) -> None:
-        maker = SnapshotMaker(self, self._told, self._files, self._clock, self._rules, self._say)
+        maker = SnapshotGenerator(
+            self, self._told, self._files, self._clock, self._rules, self._say
+        )
         try:
             await maker.run()
         except Exception as failure:

@@ -37,8 +37,8 @@ from typing import Any
 from pk import errors
 from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
 from pk.log.epochs import LeaderEpochs
-from pk.server.raft.divergence import common_end, parting
-from pk.server.raft.leader_state import Tenure, Waiting
+from pk.server.raft.divergence import common_end, find_divergence
+from pk.server.raft.leader_state import LeaderState, Waiting
 from pk.server.raft.messages import (
     HIGH_WATERMARK,
     LEADERSHIP,
@@ -99,7 +99,7 @@ class Quorum:
         self.leader: Voter | None = None
         self.high_watermark = 0
         self.log = LogState()
-        self.tenure: Tenure | None = None  #: while this node leads
+        self.leader_state: LeaderState | None = None  #: while this node leads
         self._rng = rng
         self._epochs = LeaderEpochs()
         self._granted: dict[Voter, None] = {}
@@ -185,13 +185,13 @@ class Quorum:
 
     def _leave(self) -> None:
         """End what the present role had begun."""
-        tenure, self.tenure = self.tenure, None
-        if tenure is not None:
-            for each in tenure.waiting.values():
+        state, self.leader_state = self.leader_state, None
+        if state is not None:
+            for each in state.waiting.values():
                 self._respond(each.request, self._not_leader(each.fetch, None))
-            if tenure.change is not None:
+            if state.change is not None:
                 refusal = errors.ControllerUnavailable("the leader changed meanwhile")
-                self._effects.append(Respond(tenure.change[0], refusal))
+                self._effects.append(Respond(state.change[0], refusal))
             self._write(StopLeading(self._next_job()))
         self._granted = {}
         self._fetching = None
@@ -292,7 +292,7 @@ class Quorum:
         assert not self._writing, "U6"
         self._leave()
         self.role, self.leader = Role.LEADER, self.me
-        self.tenure = Tenure(self.me, self.log.end, now_ms)
+        self.leader_state = LeaderState(self.me, self.log.end, now_ms)
         word_ms, self._word_ms = self._word_ms, None
         until_ms = None if word_ms is None else self.timing.answered_until_ms(word_ms, now_ms)
         self._effects += [
@@ -405,7 +405,7 @@ class Quorum:
             self._fetch(now_ms)
         elif key == TICK and self.role is Role.LEADER:
             self._tick(now_ms)
-        elif key == WAITING and self.tenure is not None:
+        elif key == WAITING and self.leader_state is not None:
             self._release(now_ms)
 
     # -- following ---------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ class Quorum:
         if event.job == self._job:
             self._writing = False
         self._commit_to(self._sure_end())
-        if self.tenure is not None:
+        if self.leader_state is not None:
             self._advance(now_ms)
             self._release(now_ms)
         elif self.role is Role.FOLLOWER:
@@ -493,30 +493,30 @@ class Quorum:
 
     def _tick(self, now_ms: int) -> None:
         """Tell who has not come yet; step down without a majority."""
-        tenure = self.tenure
-        assert tenure is not None
-        if not tenure.in_touch(self.voters, now_ms - 3 * self.timing.fetch_ms // 2):
+        state = self.leader_state
+        assert state is not None
+        if not state.in_touch(self.voters, now_ms - 3 * self.timing.fetch_ms // 2):
             self._detach(self.epoch, now_ms)
             return
-        for voter in tenure.silent(self.voters, now_ms - self.timing.fetch_ms):
+        for voter in state.silent(self.voters, now_ms - self.timing.fetch_ms):
             self._effects.append(Send(voter, LeaderBegins(self.me, self.epoch, voter)))
         self._effects.append(SetTimer(TICK, now_ms + self.timing.fetch_ms // 4))
 
     def _asked_fetch(self, request: Any, fetch: Fetch, now_ms: int) -> None:
-        tenure = self.tenure
-        if tenure is None or fetch.epoch != self.epoch:
+        state = self.leader_state
+        if state is None or fetch.epoch != self.epoch:
             self._respond(request, self._not_leader(fetch, self._live_leader(now_ms)))
             return
-        earlier = tenure.waiting.pop(fetch.sender, None)
+        earlier = state.waiting.pop(fetch.sender, None)
         if earlier is not None:
             self._respond(earlier.request, self._data(earlier.fetch))
-        tenure.heard_ms[fetch.sender] = now_ms  # also while it loads a snapshot
-        apart = parting(self.log, self._epochs, fetch)
+        state.heard_ms[fetch.sender] = now_ms  # also while it loads a snapshot
+        apart = find_divergence(self.log, self._epochs, fetch)
         if apart is not None:
             self._respond(request, self._part(fetch, apart))
             return
-        tenure.note(fetch, self.log.end, now_ms)
-        tenure.waiting[fetch.sender] = Waiting(request, fetch, now_ms + self.timing.wait_ms)
+        state.note(fetch, self.log.end, now_ms)
+        state.waiting[fetch.sender] = Waiting(request, fetch, now_ms + self.timing.wait_ms)
         self._advance(now_ms)
         self._release(now_ms)
 
@@ -541,58 +541,58 @@ class Quorum:
 
     def _advance(self, now_ms: int) -> None:
         """Commit what a majority holds (U2, U3)."""
-        tenure = self.tenure
-        assert tenure is not None
-        committed = tenure.committed(self.voters, self.log.end)
-        if committed > tenure.start:
+        state = self.leader_state
+        assert state is not None
+        committed = state.committed(self.voters, self.log.end)
+        if committed > state.start:
             self._commit_to(committed)
-        change = tenure.change
-        if change is not None and self.voters == change[1] and self._settled(tenure):
+        change = state.change
+        if change is not None and self.voters == change[1] and self._settled(state):
             self._effects.append(Respond(change[0], None))
-            tenure.change = None
-        if self.me not in self.voters and self._settled(tenure):
-            self._effects += self._goodbye(tenure)
+            state.change = None
+        if self.me not in self.voters and self._settled(state):
+            self._effects += self._goodbye(state)
             self._detach(self.epoch, now_ms)
 
-    def _settled(self, tenure: Tenure) -> bool:
+    def _settled(self, state: LeaderState) -> bool:
         """The voters in force are committed, and so is a record of this epoch."""
-        return self.high_watermark > max(tenure.start, self.log.voters[-1].offset)
+        return self.high_watermark > max(state.start, self.log.voters[-1].offset)
 
     def _release(self, now_ms: int) -> None:
         """Answer the fetches for which there is news, or which have waited enough."""
-        tenure = self.tenure
-        if tenure is None:
+        state = self.leader_state
+        if state is None:
             return
-        for sender, each in list(tenure.waiting.items()):
+        for sender, each in list(state.waiting.items()):
             fetch = each.fetch
             news = self.log.end > fetch.offset or self.high_watermark > fetch.high_watermark
             if news or each.until_ms <= now_ms:
-                del tenure.waiting[sender]
+                del state.waiting[sender]
                 self._respond(each.request, self._data(fetch))
-        self._effects.append(SetTimer(WAITING, tenure.next_due_ms()))
+        self._effects.append(SetTimer(WAITING, state.next_due_ms()))
 
     def _change_voters(self, event: VotersChange, now_ms: int) -> None:
         """One at a time, and not before this leader's epoch has committed something (KIP-853)."""
-        tenure = self.tenure
-        if tenure is None:
+        state = self.leader_state
+        if state is None:
             self._respond(event.request, errors.ControllerUnavailable("this node does not lead"))
             return
         if len(set(event.voters) ^ set(self.voters)) != 1 or not event.voters:
             self._respond(event.request, errors.InvalidRequest("voters change one at a time"))
-        elif tenure.change is not None or not self._settled(tenure):
+        elif state.change is not None or not self._settled(state):
             self._respond(event.request, errors.ControllerUnavailable("other voters are under way"))
         else:
-            tenure.change = (event.request, tuple(event.voters))  # other records may go before it
+            state.change = (event.request, tuple(event.voters))  # other records may go before it
             self._effects.append(
                 Write([AppendVoters(self.epoch, tuple(event.voters))], Level.SYNCED)
             )
 
-    def _goodbye(self, tenure: Tenure) -> list[Effect]:
-        successors = tenure.successors(self.voters)
+    def _goodbye(self, state: LeaderState) -> list[Effect]:
+        successors = state.successors(self.voters)
         ends = LeaderEnds(self.me, self.epoch, successors)
         return [Send(voter, ends) for voter in successors]
 
     def _resign(self, now_ms: int) -> None:
-        if self.tenure is not None:
-            self._effects += self._goodbye(self.tenure)
+        if self.leader_state is not None:
+            self._effects += self._goodbye(self.leader_state)
             self._detach(self.epoch, now_ms)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pk import errors
-from pk.server.raft.leader_state import Tenure
+from pk.server.raft.leader_state import LeaderState
 from pk.server.raft.machine import Quorum
 from pk.server.raft.messages import Voter
 from pk.types import NONE, NodeId
@@ -28,10 +28,10 @@ OBSERVER_MS = 300_000
 LATELY = 5
 
 
-def _tenure(quorum: Quorum) -> Tenure:
-    if quorum.tenure is None:
+def _leader_state(quorum: Quorum) -> LeaderState:
+    if quorum.leader_state is None:
         raise errors.ControllerUnavailable("this controller does not lead")
-    return quorum.tenure
+    return quorum.leader_state
 
 
 def describe(
@@ -41,7 +41,7 @@ def describe(
 
     Raises `ControllerUnavailable` if this node does not lead.
     """
-    tenure = _tenure(quorum)
+    state = _leader_state(quorum)
     reply = wire.DescribeQuorumReply(
         leader_id=quorum.me.node_id,
         leader_epoch=quorum.epoch,
@@ -60,16 +60,16 @@ def describe(
             node_id=voter.node_id,
             directory_id=voter.directory_id,
             address=address_of(voter.node_id),
-            log_end=quorum.log.end if voter == quorum.me else tenure.ends.get(voter, NONE),
-            last_fetch_ago_ms=ago(tenure.heard_ms, voter),
-            last_caught_up_ago_ms=ago(tenure.caught_up_ms, voter),
+            log_end=quorum.log.end if voter == quorum.me else state.ends.get(voter, NONE),
+            last_fetch_ago_ms=ago(state.heard_ms, voter),
+            last_caught_up_ago_ms=ago(state.caught_up_ms, voter),
         )
 
     reply.voters.extend(row(voter) for voter in sorted(quorum.voters))
     reply.observers.extend(
         row(voter)
-        for voter in sorted(tenure.ends)
-        if voter not in quorum.voters and now_ms - tenure.heard_ms[voter] < OBSERVER_MS
+        for voter in sorted(state.ends)
+        if voter not in quorum.voters and now_ms - state.heard_ms[voter] < OBSERVER_MS
     )
     return reply
 
@@ -79,7 +79,7 @@ def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
 
     Raises `InvalidRequest`, `OffsetNotAvailable` (V1), `ControllerUnavailable`.
     """
-    tenure = _tenure(quorum)
+    state = _leader_state(quorum)
     if voter in quorum.voters:
         if quorum.log.voters[-1].offset >= quorum.high_watermark:
             raise errors.ControllerUnavailable("a change of voters is under way")
@@ -90,7 +90,7 @@ def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
                 f"controller {voter.node_id} votes with directory {known.directory_id}: remove "
                 "that voter first"
             )
-    caught_up_ms = tenure.caught_up_ms.get(voter)
+    caught_up_ms = state.caught_up_ms.get(voter)
     if caught_up_ms is None or now_ms - caught_up_ms > LATELY * quorum.timing.fetch_ms:
         raise errors.OffsetNotAvailable(
             f"{_name(voter)} has not caught up with the leader: is it running, with that directory?"
@@ -105,7 +105,7 @@ def without_voter(
 
     Raises `InvalidRequest`, `ControllerUnavailable`.
     """
-    _tenure(quorum)
+    _leader_state(quorum)
     gone = [
         voter
         for voter in quorum.voters
@@ -121,9 +121,9 @@ def without_voter(
 
 def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Voter, ...]:
     """V2."""
-    tenure = _tenure(quorum)
+    state = _leader_state(quorum)
     since_ms = now_ms - quorum.timing.fetch_ms
-    present = [v for v in voters if v == quorum.me or tenure.heard_ms.get(v, NONE) >= since_ms]
+    present = [v for v in voters if v == quorum.me or state.heard_ms.get(v, NONE) >= since_ms]
     if len(present) <= len(voters) // 2:
         ids = ", ".join(str(voter.node_id) for voter in voters)
         raise errors.InvalidRequest(

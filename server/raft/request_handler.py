@@ -17,7 +17,7 @@ from typing import Any
 
 from pk import errors
 from pk.server.raft import codec
-from pk.server.raft.fetch_source import Source
+from pk.server.raft.fetch_source import FetchSource
 from pk.server.raft.machine import Quorum
 from pk.server.raft.messages import Asked, FetchReply, FetchStatus
 from pk.server.raft.voters import Voters
@@ -25,7 +25,7 @@ from pk.wire import frames
 from pk.wire.calls import Handler
 
 
-class Answers:
+class RaftRequestHandler:
     """See the module.  `ask` takes what the machine is asked; `renew` has it hear of the log, which
     nobody cuts while this node leads.
     """
@@ -33,7 +33,7 @@ class Answers:
     def __init__(
         self,
         quorum: Quorum,
-        source: Source,
+        source: FetchSource,
         voters: Voters,
         *,
         ask: Callable[[Asked], None],
@@ -53,7 +53,7 @@ class Answers:
         try:
             reply, piece = await self._source.piece(request)
         except errors.SnapshotNotFound:
-            if self._quorum.tenure is not None:
+            if self._quorum.leader_state is not None:
                 self._renew()  # A2
             raise
         return reply, (piece,)
@@ -68,7 +68,7 @@ class Answers:
         payload: bytes = b""
         if isinstance(reply, FetchReply) and reply.status is FetchStatus.DATA:
             filled, payload = await self._source.filled(reply)
-            if payload and (quorum.tenure is None or quorum.epoch != reply.epoch):  # A1
+            if payload and (quorum.leader_state is None or quorum.epoch != reply.epoch):  # A1
                 raise errors.ControllerUnavailable("the leader changed meanwhile")
             reply = filled
         return self._voters.naming(codec.encode(reply)), (payload,)

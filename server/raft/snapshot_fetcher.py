@@ -36,7 +36,7 @@ class _Part:
     size: int | None = None  #: as the leader says; None = nothing was fetched
 
 
-class SnapshotLoader:
+class SnapshotFetcher:
     """See the module."""
 
     def __init__(

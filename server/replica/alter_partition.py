@@ -43,7 +43,7 @@ class _Wish(NamedTuple):
     broker_epochs: tuple[int, ...]
 
 
-class IsrChanges:
+class AlterPartitionManager:
     """All wishes of one broker."""
 
     def __init__(self, core: BrokerCore) -> None:
@@ -66,7 +66,7 @@ class IsrChanges:
         now_ms = core.now_ms
         if self._not_before_ms.get(partition.key, 0) > now_ms:
             return
-        brokers = core.follower.image.brokers
+        brokers = core.publisher.image.brokers
         eligible = {
             replica: brokers[replica].broker_epoch
             for replica in leader.replicas
@@ -78,7 +78,9 @@ class IsrChanges:
             return
         leader.on_isr_proposed(wanted)
         epochs = tuple(
-            core.link.broker_epoch if member == core.node_id else leader.broker_epoch_of(member)
+            core.lifecycle.broker_epoch
+            if member == core.node_id
+            else leader.broker_epoch_of(member)
             for member in wanted
         )
         self._unsure.pop(partition.key, None)
@@ -123,7 +125,7 @@ class IsrChanges:
         core = self._core
         asked = dict(list(self._wishes.items())[:ITEMS_MAX])
         request = wire.AlterPartitionRequest(
-            broker_id=core.node_id, broker_epoch=core.link.broker_epoch
+            broker_id=core.node_id, broker_epoch=core.lifecycle.broker_epoch
         )
         for key, wish in asked.items():
             request.items.add(
@@ -136,7 +138,7 @@ class IsrChanges:
                 recovered=not core.partitions[key].tiered and core.partitions[key].unclean,
             )
         try:
-            frame = await core.link.call(request, ASK_TIMEOUT_MS)
+            frame = await core.lifecycle.call(request, ASK_TIMEOUT_MS)
         except errors.PkError:
             self._unsure.update(dict.fromkeys(asked))
             raise

@@ -34,17 +34,17 @@ from pk.types import NONE, NodeId, PartitionKey, TopicPartition
 
 if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
-    from pk.server.broker.metadata_publisher import MetadataFollower
+    from pk.server.broker.metadata_publisher import MetadataPublisher
 
 RETRY_CREATE_MS = 5_000
 
 
-class Creations:
+class ReplicaCreator:
     """See the module's docstring."""
 
-    def __init__(self, core: BrokerCore, follower: MetadataFollower) -> None:
+    def __init__(self, core: BrokerCore, publisher: MetadataPublisher) -> None:
         self._core = core
-        self._follower = follower
+        self._publisher = publisher
         self._creating = asyncio.Lock()
         self._joined = False  #: C1
 
@@ -52,7 +52,7 @@ class Creations:
 
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
-        core, unopened = self._core, self._follower.unopened
+        core, unopened = self._core, self._publisher.unopened
         core.manager.gone = self._gone
         problems = await core.manager.load(self._config_of)
         for where, why in core.manager.restored.items():
@@ -84,7 +84,7 @@ class Creations:
 
     def joined(self) -> bool:
         """C1: True once, when the image first holds this process's registration."""
-        if self._joined or not self._follower.registered():
+        if self._joined or not self._publisher.registered():
             return False
         self._joined = True
         self._miss_failed_directories()
@@ -103,7 +103,7 @@ class Creations:
         """Rule L15: the metadata can know the partition of that log, and this broker is to have no
         log of it.  Asked on a write lane, too: it reads the image and changes nothing.
         """
-        core, image = self._core, self._follower.image
+        core, image = self._core, self._publisher.image
         if (found.cluster_id, found.genesis) != (core.manager.cluster_id, image.genesis):
             return False
         if not 0 <= found.created <= image.offset:
@@ -121,38 +121,40 @@ class Creations:
         if not failed:
             return
         root = failed[0].disk.storage.root
-        for topic, number, _ in self._follower.image.partitions_of(self._core.node_id):
+        for topic, number, _ in self._publisher.image.partitions_of(self._core.node_id):
             key = PartitionKey(topic.topic_id, number)
-            known = key in self._core.partitions or key in self._follower.unopened
+            known = key in self._core.partitions or key in self._publisher.unopened
             if not known and not self._core.manager.is_stray(key):
                 error = errors.StorageFailed(
                     f"{topic.name}-{number} is in no directory that works, so it is taken to be in "
                     f"{root}, which failed: {failed[0].failed}",
                     directory=root,
                 )
-                self._follower.unopened[key] = error
+                self._publisher.unopened[key] = error
                 self._core.warn("partition_offline", partition=str(key), error=error.message)
 
     # -- what is to be created -------------------------------------------------------------------
     def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
         """For `LogManager.load`: None = a stray (M3)."""
-        state = self._follower.image.partition(PartitionKey(topic_id, tp.partition))
+        state = self._publisher.image.partition(PartitionKey(topic_id, tp.partition))
         if state is None or self._core.node_id not in state.replicas:
             return None
-        return LogConfig.of(self._follower.settings_of(self._follower.image.topics[topic_id].name))
+        return LogConfig.of(
+            self._publisher.settings_of(self._publisher.image.topics[topic_id].name)
+        )
 
     def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
         core = self._core
         log = core.manager.get(key)
         assert log is not None
-        topic = self._follower.image.topics[key.topic_id].name
+        topic = self._publisher.image.topics[key.topic_id].name
         partition = Partition(
             core,
             key,
             log,
-            core.lane_of(core.manager.disk_of(key)),
+            core.writer_of(core.manager.disk_of(key)),
             wanted,
-            tiered=self._follower.is_tiered(topic, wanted),
+            tiered=self._publisher.is_tiered(topic, wanted),
         )
         core.partitions[key] = partition
         partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
@@ -170,7 +172,7 @@ class Creations:
                 key
                 for key in keys
                 if key not in core.partitions
-                and (again or key not in self._follower.unopened)
+                and (again or key not in self._publisher.unopened)
                 and self._is_mine(key)
             ]
             if not missing:
@@ -189,15 +191,15 @@ class Creations:
                     self._not_created(key, name, outcome)
                     continue
                 outcome.config = config
-                self._follower.unopened.pop(key, None)
+                self._publisher.unopened.pop(key, None)
                 self._adopt(key, wanted)
             for key, outcome in made.items():
-                self._follower.unopened.pop(key, None)
+                self._publisher.unopened.pop(key, None)
                 if not isinstance(outcome, errors.PkError):
-                    await self._follower.discard(key, str(outcome.topic_partition))
+                    await self._publisher.discard(key, str(outcome.topic_partition))
 
     def _new(self, key: PartitionKey, config: LogConfig, again: bool = False) -> NewPartition:
-        image = self._follower.image
+        image = self._publisher.image
         tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
         return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
 
@@ -210,13 +212,13 @@ class Creations:
         except errors.PkError as error:  # tried again with the next change
             core.warn("adoption_failed", partition=str(key), error=error.message)
             return
-        if isinstance(self._follower.unopened.get(key), errors.LogMissing):
-            del self._follower.unopened[key]
-        core.link.beat_soon()
+        if isinstance(self._publisher.unopened.get(key), errors.LogMissing):
+            del self._publisher.unopened[key]
+        core.lifecycle.beat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
         """The image gives this broker a replica of it."""
-        state = self._follower.image.partition(key)
+        state = self._publisher.image.partition(key)
         return state is not None and self._core.node_id in state.replicas
 
     def _topics_of(
@@ -225,15 +227,15 @@ class Creations:
         """Name and settings of the topics of `keys`, by id: of a thousand partitions once."""
         found = {}
         for topic_id in {key.topic_id: None for key in keys}:
-            name = self._follower.image.topics[topic_id].name
-            wanted = self._follower.settings_of(name)
+            name = self._publisher.image.topics[topic_id].name
+            wanted = self._publisher.settings_of(name)
             found[topic_id] = name, wanted, LogConfig.of(wanted)
         return found
 
     def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
-        self._follower.unopened[key] = error
+        self._publisher.unopened[key] = error
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
-        self._core.link.beat_soon()  # the controller elects another replica
+        self._core.lifecycle.beat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
         """M4, C4: what could not be done for want of space is tried again."""
@@ -241,27 +243,27 @@ class Creations:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)
             for key in [
                 key
-                for key in self._follower.unopened
-                if self._follower.image.partition(key) is None
+                for key in self._publisher.unopened
+                if self._publisher.image.partition(key) is None
             ]:
-                del self._follower.unopened[key]
+                del self._publisher.unopened[key]
             for torn in [each for each in self._core.partitions.values() if _half_way(each)]:
                 await self._guarded(self._reopen(torn))
-            waiting = [key for key, error in self._follower.unopened.items() if error.retriable]
+            waiting = [key for key, error in self._publisher.unopened.items() if error.retriable]
             for some in together(waiting):
                 await self._guarded(self.create_missing(some, again=True))
                 for key in some:
                     partition, state = (
                         self._core.partitions.get(key),
-                        self._follower.image.partition(key),
+                        self._publisher.image.partition(key),
                     )
                     if partition is not None and state is not None:
-                        await self._guarded(self._follower.lead_or_follow(partition, state))
+                        await self._guarded(self._publisher.lead_or_follow(partition, state))
 
     async def _reopen(self, partition: Partition) -> None:
         """C4."""
         core, key = self._core, partition.key
-        await core.replicas.stand_still(partition)
+        await core.fetchers.stand_still(partition)
         if core.partitions.get(key) is not partition or not _half_way(partition):
             return
         damage: errors.CorruptLog | None = None
@@ -275,12 +277,12 @@ class Creations:
         if core.partitions.get(key) is not partition:
             return
         partition.problem = None
-        state = self._follower.image.partition(key)
+        state = self._publisher.image.partition(key)
         if damage is not None:
             core.storage_failed(partition, damage)
         elif state is not None:
             core.warn("partition_online", partition=str(partition), log_end=partition.log.log_end)
-            await self._follower.lead_or_follow(partition, state)
+            await self._publisher.lead_or_follow(partition, state)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """What goes wrong with some is no matter of the others."""

@@ -51,7 +51,7 @@ class Damages:
         """Find the range of what was met; False: this replica is to go offline instead."""
         core, key = self._core, partition.key
         serves = partition.leader is not None and partition.problem is None
-        if not serves or not self.is_only_copy(core.follower.image.partition(key)):
+        if not serves or not self.is_only_copy(core.publisher.image.partition(key)):
             return False
         if key not in self._looking:
             self._looking[key] = None
@@ -63,7 +63,7 @@ class Damages:
         found: list[Damage] = []
         try:
             survey = partial(partition.log.survey, offset)
-            found = await partition.lane.disk.read(survey)
+            found = await partition.writer.disk.read(survey)
         except errors.PkError as failure:
             self._core.metrics.refused(failure)
         finally:
@@ -78,7 +78,7 @@ class Damages:
 
     def opened(self, partition: Partition) -> None:
         """A log was opened, with damage perhaps; of several copies `settle` has the say."""
-        if self.is_only_copy(self._core.follower.image.partition(partition.key)):
+        if self.is_only_copy(self._core.publisher.image.partition(partition.key)):
             self.tell(partition, partition.log.damage)
 
     def tell(self, partition: Partition, found: list[Damage]) -> None:
@@ -91,8 +91,8 @@ class Damages:
                 offset=each.start,
                 next_offset=each.end,
                 error=each.problem,
-                directory=partition.lane.disk.storage.root,
-                repair=f"pk log repair {partition.lane.disk.storage.root} {partition}",
+                directory=partition.writer.disk.storage.root,
+                repair=f"pk log repair {partition.writer.disk.storage.root} {partition}",
             )
 
     def settle(self, partition: Partition, state: PartitionState) -> None:

@@ -1,13 +1,13 @@
-"""The write side of one data directory: many partitions' appends in one wake-up of its lane (rule
+"""The write side of one data directory: many partitions' appends in one wake-up of its writer (rule
 P2).
 
 World-generic.  Partitions hand in that they have decided appends; while one round of writes is on
 the disk the next one gathers, so the group grows with the load by itself.  A round takes every
-partition's appends in the order in which they were decided, writes them in the lane, and completes
-them on the loop.
+partition's appends in the order in which they were decided, writes them in the writer, and
+completes them on the loop.
 
 Invariants
-  L1  one round is in the lane at a time; a partition's appends are written in the order they were
+  L1  one round is in the writer at a time; a partition's appends are written in the order they were
       decided
   L2  `queued_bytes` counts what was decided and is not completed; above the bound `room` waits, and
       with it the produce streams that would add more (rule: a full queue pushes back, never grows)
@@ -28,10 +28,10 @@ from pk.server.replica.space import Space
 
 
 class Appender(Protocol):
-    """A partition as the lane sees it."""
+    """A partition as the writer sees it."""
 
     def take_round(self) -> Callable[[], Any] | None:
-        """What to run in the lane for everything decided so far;
+        """What to run in the writer for everything decided so far;
 
         None = nothing is left to write.
         """
@@ -42,7 +42,7 @@ class Appender(Protocol):
         ...
 
 
-class WriteLane:
+class LogDirWriter:
     """Group commit for the partitions of one directory."""
 
     def __init__(
@@ -52,7 +52,7 @@ class WriteLane:
         on_bug: Callable[[str, BaseException], None],
         bytes_max: int = limits.WRITE_QUEUE_BYTES_MAX,
         reserve_bytes: int = 0,
-        on_space: Callable[[WriteLane], None] = lambda lane: None,
+        on_space: Callable[[LogDirWriter], None] = lambda writer: None,
     ) -> None:
         self.disk = disk
         self.space = Space(disk.storage.root, reserve_bytes, lambda: on_space(self))
@@ -117,7 +117,7 @@ class WriteLane:
                     continue
                 self.rounds += 1
                 self._current = {each: None for each, _ in work}
-                outcomes = await self._in_lane([run for _, run in work])
+                outcomes = await self._run_round([run for _, run in work])
                 for (appender, _), (outcome, failure) in zip(work, outcomes, strict=True):
                     try:
                         appender.end_round(outcome, failure)
@@ -137,17 +137,17 @@ class WriteLane:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _in_lane(
+    async def _run_round(
         self, work: list[Callable[[], Any]]
     ) -> list[tuple[Any, BaseException | None]]:
         try:
             return await self.disk.write(lambda: _run_all(work))
-        except Exception as failure:  # the lane itself is gone: nothing of this round was written
+        except Exception as failure:  # the writer itself is gone: nothing of this round was written
             return [(None, failure)] * len(work)
 
 
 def _run_all(work: list[Callable[[], Any]]) -> list[tuple[Any, BaseException | None]]:
-    """In the lane: run each; what one raises is its own outcome (L3)."""
+    """In the writer: run each; what one raises is its own outcome (L3)."""
     outcomes: list[tuple[Any, BaseException | None]] = []
     for run in work:
         try:

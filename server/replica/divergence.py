@@ -26,12 +26,12 @@ class StartAt(NamedTuple):
     offset: Offset
 
 
-Parting = EpochEnd | StartAt
+Divergence = EpochEnd | StartAt
 
 
-def parting(
+def find_divergence(
     epochs: LeaderEpochs, first: Offset, end: Offset, last_epoch: Epoch, offset: Offset
-) -> Parting | None:
+) -> Divergence | None:
     """What to tell a follower whose log ends at `offset`, with `last_epoch` before it; None = the
     two logs agree up to there.
 

@@ -2,7 +2,7 @@
 
 World-generic.  A replica sets its position at the leader once per leader epoch
 (replica/follower.py); from then on the leader sends what it appends (rule P4), the replica's
-directory lane writes it, and the stream tells the leader how far each log has come.  What a
+directory's writer writes it, and the stream tells the leader how far each log has come.  What a
 follower confirms is WRITTEN, or SYNCED where the topic acknowledges only that (rule L2).
 
 Invariants
@@ -63,7 +63,9 @@ class Replica:
         "unclean_epoch",
     )
 
-    def __init__(self, fetcher: LeaderFetcher, partition: Partition, state: PartitionState) -> None:
+    def __init__(
+        self, fetcher: ReplicaFetcher, partition: Partition, state: PartitionState
+    ) -> None:
         self.fetcher = fetcher
         self.partition = partition
         self.leader_epoch: Epoch = state.leader_epoch
@@ -99,12 +101,12 @@ class Replica:
             self.fetcher.again(self)
 
 
-class Replicas:
+class ReplicaFetcherManager:
     """All followed partitions, by the broker that leads them."""
 
     def __init__(self, core: BrokerCore) -> None:
         self.core = core
-        self._fetchers: dict[NodeId, LeaderFetcher] = {}
+        self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         #: logs being cut or begun anew: whoever wants such a log to stand still waits (R2)
         self.changing: dict[PartitionKey, asyncio.Task[Any]] = {}
 
@@ -112,7 +114,7 @@ class Replicas:
         """Return once nothing that was decided for the log is under way."""
         while (task := self.changing.get(partition.key)) is not None:
             await asyncio.wait((task,))
-        await partition.lane.settled(partition)
+        await partition.writer.settled(partition)
 
     def follow(self, partition: Partition, state: PartitionState) -> None:
         """Fetch `partition` from the leader that `state` names; nothing to do if that is so."""
@@ -125,7 +127,7 @@ class Replicas:
             self.leave(partition)
         fetcher = self._fetchers.get(state.leader)
         if fetcher is None:
-            fetcher = self._fetchers[state.leader] = LeaderFetcher(self.core, state.leader)
+            fetcher = self._fetchers[state.leader] = ReplicaFetcher(self.core, state.leader)
         replica = Replica(fetcher, partition, state)
         partition.replica = replica
         fetcher.add(replica)
@@ -150,7 +152,7 @@ class Replicas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class LeaderFetcher:
+class ReplicaFetcher:
     """One leader's stream."""
 
     def __init__(self, core: BrokerCore, leader: NodeId) -> None:
@@ -219,10 +221,10 @@ class LeaderFetcher:
     async def _place(self, replica: Replica) -> None:
         """R2."""
         replica.placed = False
-        await self.core.replicas.stand_still(replica.partition)
+        await self.core.fetchers.stand_still(replica.partition)
         if replica.current and not replica.placed:
             if replica.partition.log.blank:
-                if replica.key not in self.core.replicas.changing:
+                if replica.key not in self.core.fetchers.changing:
                     self._change(replica, self._begin_blank(replica))
                 return
             # What a former leader had committed beyond this log's end, an unclean one may not have.
@@ -268,7 +270,7 @@ class LeaderFetcher:
             self._stream.close()
 
     def _wanted_session(self) -> tuple[str, int]:
-        return self.core.address_of(self.leader), self.core.link.broker_epoch
+        return self.core.address_of(self.leader), self.core.lifecycle.broker_epoch
 
     async def _run(self) -> None:
         """Connections, one after another, as long as there is something to follow."""
@@ -406,7 +408,7 @@ class LeaderFetcher:
     async def _sync(self, replica: Replica) -> None:
         partition = replica.partition
         try:
-            await partition.lane.disk.write(partition.log.flush)
+            await partition.writer.disk.write(partition.log.flush)
         except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
             self.core.metrics.refused(passing)
             self.again(replica, FULL_MS)
@@ -447,8 +449,8 @@ class LeaderFetcher:
             self.again(replica)
             return False
         if entry.HasField("diverging"):
-            parting = entry.diverging
-            self._change(replica, self._cut(replica, (parting.epoch, parting.end_offset)))
+            divergence = entry.diverging
+            self._change(replica, self._cut(replica, (divergence.epoch, divergence.end_offset)))
             return False
         if entry.HasField("start_at"):
             self._change(replica, self._start_anew(replica, entry.start_at, entry.log_start))
@@ -470,7 +472,7 @@ class LeaderFetcher:
                 self.again(replica)
                 return False
         replica.refused = 0
-        self.core.follower.compared(replica.key)
+        self.core.publisher.compared(replica.key)
         replica.owed += entry.payload_bytes
         partition.heard_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
@@ -482,7 +484,7 @@ class LeaderFetcher:
     def _change(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
         """Do `work` on the log of `replica` while nothing else happens to it, then ask again."""
         replica.placed = False
-        changing, key = self.core.replicas.changing, replica.key
+        changing, key = self.core.fetchers.changing, replica.key
         assert key not in changing, "a position is answered once"
         task = changing[key] = asyncio.get_running_loop().create_task(self._try(replica, work))
 
@@ -503,7 +505,7 @@ class LeaderFetcher:
         except errors.PkError as error:
             if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
                 self.core.metrics.refused(error)
-                replica.partition.lane.space.no_room(self.core.now_ms)
+                replica.partition.writer.space.no_room(self.core.now_ms)
                 return False
             self.core.storage_failed(replica.partition, error)
         return True
@@ -511,7 +513,7 @@ class LeaderFetcher:
     async def _cut(self, replica: Replica, theirs: tuple[Epoch, Offset]) -> None:
         """R3: the logs part."""
         partition, log, core = replica.partition, replica.partition.log, self.core
-        await partition.lane.settled(partition)
+        await partition.writer.settled(partition)
         if not replica.current:
             return
         known = partition.high_watermark
@@ -539,7 +541,7 @@ class LeaderFetcher:
     async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
         """Rule R5."""
         partition, core = replica.partition, self.core
-        await partition.lane.settled(partition)
+        await partition.writer.settled(partition)
         if not replica.current:
             return
         offset, known = told.local_log_start, partition.high_watermark

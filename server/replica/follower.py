@@ -26,7 +26,7 @@ from pk.types import NONE, Epoch, Offset
 
 
 class Cut(NamedTuple):
-    """What a parting answer asks for."""
+    """What a diverging answer asks for."""
 
     offset: Offset  #: the log's end afterwards
     below_watermark: bool  #: committed records go: an unclean leader never had them (F1)

@@ -1,18 +1,18 @@
 """One partition on this broker: its log, its leader machine, who waits for it.
 
 World-generic, on the loop.  The life of a batch here: `append` decides offsets in memory, the
-directory's write lane writes, `end_round` completes, the leader machine moves the high watermark,
+directory's writer writes, `end_round` completes, the leader machine moves the high watermark,
 and whoever waited is told: produce replies, fetch sessions, the tier's feed.  There is no other way
 from append to reply, and none from append to a reader.
 
 Invariants
-  P1  a produce entry is answered exactly once; `Ticket.answer` is the only way
+  P1  a produce entry is answered exactly once; `DelayedProduce.answer` is the only way
   P2  an answer without error under acks=all follows the high watermark of the epoch it was decided
       under (L5)
   P3  readers get a bound: the high watermark or the last stable offset, never the log's end
   P4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
-  P5  a failed write fails every ticket decided since the last good end, duplicates of them included
-      (L2)
+  P5  a failed write fails every delayed produce decided since the last good end, duplicates of them
+      included (L2)
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pk.log.storage import Buffer
 from pk.server.handlers.fetch_session import READ_COMMITTED
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.deletions import Deletions
-from pk.server.replica.directory_writer import WriteLane
-from pk.server.replica.divergence import Parting, parting
+from pk.server.replica.directory_writer import LogDirWriter
+from pk.server.replica.divergence import Divergence, find_divergence
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
 from pk.server.replica.watchers import EndWatcher, Follows, Watcher
@@ -42,7 +42,7 @@ from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 
-class Ticket:
+class DelayedProduce:
     """One entry of a produce request that is owed an answer."""
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Ticket:
 
     def __init__(
         self,
-        sink: Callable[[Ticket, errors.PkError | None], None] | None,
+        sink: Callable[[DelayedProduce, errors.PkError | None], None] | None,
         correlation_id: int,
         index: int,
         acks: int,
@@ -79,7 +79,7 @@ class Ticket:
         self.leader_epoch: Epoch = NONE
         self.append_time_ms = NONE
         self.log_start: Offset = NONE
-        self.parked: Parked[Ticket] | None = None
+        self.parked: Parked[DelayedProduce] | None = None
 
     def answer(self, error: errors.PkError | None) -> None:
         """Once (P1).  What was appended may be stored, whoever leads now: its client must know."""
@@ -102,7 +102,7 @@ class Host(Protocol):
         ...
 
     @property
-    def purgatory(self) -> ProducePurgatory[Ticket]: ...
+    def purgatory(self) -> ProducePurgatory[DelayedProduce]: ...
 
     def parked(self) -> None:
         """Something was parked: the timers may have to fire earlier."""
@@ -125,7 +125,7 @@ class Partition:
         host: Host,
         key: PartitionKey,
         log: PartitionLog,
-        lane: WriteLane,
+        writer: LogDirWriter,
         settings: Mapping[str, Any],
         *,
         tiered: bool,
@@ -134,7 +134,7 @@ class Partition:
         self.key = key
         self.topic = log.topic_partition.topic
         self.log = log
-        self.lane = lane
+        self.writer = writer
         self.settings: Mapping[str, Any] = settings
         self.tiered = tiered  #: the topic has a tier and the server an object store
         self.tier = TierState()
@@ -151,9 +151,9 @@ class Partition:
         self._leader_watermark: Offset = 0
         self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
         self._deletions = Deletions()
-        self._inflight: deque[Ticket] = deque()
+        self._inflight: deque[DelayedProduce] = deque()
         self._plan: Any = None
-        log.recent = lane.recent
+        log.recent = writer.recent
         tier_has_what_left(log, tiered=tiered)
 
     # -- what others ask -------------------------------------------------------------------------
@@ -224,11 +224,13 @@ class Partition:
 
     # -- produce ---------------------------------------------------------------------------------
 
-    def append(self, header: Header, batch: Buffer, epoch: Epoch, now: Now, ticket: Ticket) -> None:
-        """Decide a checked batch and own its ticket.  If it raises, nothing happened."""
+    def append(
+        self, header: Header, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce
+    ) -> None:
+        """Decide a checked batch and own its delayed produce.  If it raises, nothing happened."""
         leader = self.serving(epoch)
-        leader.check_acks(ticket.acks)
-        if ticket.acks == ACKS_ALL:
+        leader.check_acks(delayed.acks)
+        if delayed.acks == ACKS_ALL:
             self._host.purgatory.check_room()
         elif header.idempotent:
             raise errors.InvalidRequest("an idempotent producer needs acks=all (rule L6)")
@@ -238,41 +240,41 @@ class Partition:
             leader_epoch=leader.leader_epoch,
             now_ms=now.wall_ms,
             heard_ms=now.heard_ms,
-            refusal=self.lane.space.refusal(),
+            refusal=self.writer.space.refusal(),
         )
-        ticket.base_offset, ticket.last_offset = decided.base_offset, decided.last_offset
-        ticket.append_time_ms = decided.log_append_time_ms
-        ticket.log_start = self.log.log_start
-        ticket.leader_epoch = leader.leader_epoch
+        delayed.base_offset, delayed.last_offset = decided.base_offset, decided.last_offset
+        delayed.append_time_ms = decided.log_append_time_ms
+        delayed.log_start = self.log.log_start
+        delayed.leader_epoch = leader.leader_epoch
         if isinstance(decided, Duplicate):
             if self._inflight and decided.last_offset >= self.log.written_end:
-                self._inflight.append(ticket)  # P4: behind its original
+                self._inflight.append(delayed)  # P4: behind its original
             else:
-                self._settle(ticket, leader)
+                self._settle(delayed, leader)
             return
-        ticket.size = decided.size
-        self._inflight.append(ticket)
-        self.lane.submit(self, decided.size)
+        delayed.size = decided.size
+        self._inflight.append(delayed)
+        self.writer.submit(self, decided.size)
 
-    def _settle(self, ticket: Ticket, leader: Leader) -> None:
-        """What the ticket waits for is WRITTEN:
+    def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
+        """What the delayed produce waits for is WRITTEN:
 
         answer it, or park it until the watermark covers it.
         """
-        if ticket.sink is None:
+        if delayed.sink is None:
             return
-        if ticket.acks != ACKS_ALL or leader.high_watermark > ticket.last_offset:
-            ticket.answer(None)
+        if delayed.acks != ACKS_ALL or leader.high_watermark > delayed.last_offset:
+            delayed.answer(None)
             return
-        ticket.parked = self._host.purgatory.park(
-            self.key, ticket.leader_epoch, ticket.last_offset + 1, ticket.deadline_ms, ticket
+        delayed.parked = self._host.purgatory.park(
+            self.key, delayed.leader_epoch, delayed.last_offset + 1, delayed.deadline_ms, delayed
         )
         self._host.parked()
 
-    # -- the lane (lanes.Appender) ---------------------------------------------------------------
+    # -- the writer (directory_writer.Appender) ----------------------------------------------------
 
     def take_round(self) -> Callable[[], Any] | None:
-        """Everything decided since the last round, to be performed in the lane."""
+        """Everything decided since the last round, to be performed in the writer."""
         assert self._plan is None, "one round at a time"
         plan = self.log.take_writes()
         if plan is None:
@@ -281,7 +283,7 @@ class Partition:
         return partial(self.log.perform, plan)
 
     def end_round(self, outcome: Any, failure: BaseException | None) -> None:
-        """The lane is done: complete, move the watermark, answer."""
+        """The writer is done: complete, move the watermark, answer."""
         plan, self._plan = self._plan, None
         error = failure
         if failure is not None and not isinstance(failure, errors.PkError):
@@ -297,11 +299,11 @@ class Partition:
         moved = leader is not None and leader.on_local_end(done.written_end, done.synced_end)
         size = 0
         while self._inflight and self._inflight[0].last_offset < done.written_end:
-            ticket = self._inflight.popleft()
-            size += ticket.size
+            delayed = self._inflight.popleft()
+            size += delayed.size
             if leader is not None:
-                self._settle(ticket, leader)
-        self.lane.done(size)
+                self._settle(delayed, leader)
+        self.writer.done(size)
         for watcher in list(self._followers):
             watcher.moved(self.key)
         if moved:
@@ -313,14 +315,14 @@ class Partition:
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
         """P5: nothing decided since the last good end was stored."""
-        tickets, self._inflight = self._inflight, deque()
-        self.lane.done(sum(ticket.size for ticket in tickets))
-        for ticket in tickets:
-            ticket.answer(self.as_told(error))
+        every, self._inflight = self._inflight, deque()
+        self.writer.done(sum(delayed.size for delayed in every))
+        for delayed in every:
+            delayed.answer(self.as_told(error))
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFull):
-            self.lane.space.no_room(self._host.now_ms)
+            self.writer.space.no_room(self._host.now_ms)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
             self._host.storage_failed(self, error)
         elif self.replica is not None:
@@ -330,10 +332,10 @@ class Partition:
         """Tell everybody who waits for the high watermark or the last stable offset."""
         leader = self.leader
         assert leader is not None
-        for ticket in self._host.purgatory.on_high_watermark(
+        for delayed in self._host.purgatory.on_high_watermark(
             self.key, leader.leader_epoch, leader.high_watermark
         ):
-            ticket.answer(None)
+            delayed.answer(None)
         self.bounds_moved()
 
     def bounds_moved(self, *, urgent: bool = False) -> None:
@@ -420,25 +422,25 @@ class Partition:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
         self._abandon(self.as_told(error))
-        for ticket in self._host.purgatory.on_epoch(self.key, None):
-            ticket.answer(self.as_told(error))
+        for delayed in self._host.purgatory.on_epoch(self.key, None):
+            delayed.answer(self.as_told(error))
         self.bounds_moved(urgent=True)
 
     def _overtaken(self, leader_epoch: Epoch | None) -> None:
         error = errors.NotLeaderOrFollower(
             f"{self}: the leader epoch ended before the batch was committed"
         )
-        for ticket in self._host.purgatory.on_epoch(self.key, leader_epoch):
-            ticket.answer(error)
+        for delayed in self._host.purgatory.on_epoch(self.key, leader_epoch):
+            delayed.answer(error)
         self._abandon(error)
 
     def _abandon(self, error: errors.PkError) -> None:
-        """What is in the lane may be stored yet: with acks=all the client takes any answer so (L5),
-        without it must not take NOT_LEADER for a refusal and send again (L7).
+        """What is in the writer may be stored yet: with acks=all the client takes any answer so
+        (L5), without it must not take NOT_LEADER for a refusal and send again (L7).
         """
         unknown = errors.OutcomeUnknown(f"{error.message}; it may have been stored")
-        for ticket in list(self._inflight):  # they stay queued for the lane's accounts
-            ticket.answer(error if ticket.acks == ACKS_ALL else unknown)
+        for delayed in list(self._inflight):  # they stay queued for the writer's accounts
+            delayed.answer(error if delayed.acks == ACKS_ALL else unknown)
 
     def synced(self, synced_end: Offset) -> None:
         """A flush outside a round reached `synced_end`."""
@@ -470,17 +472,17 @@ class Partition:
         Raises `CorruptBatch`, `FencedLeaderEpoch`; what stood before the bad batch is taken.
         """
         assert self.leader is None, "a leader does not follow"
-        ticket = Ticket(None, 0, 0, 0, 0)
+        delayed = DelayedProduce(None, 0, 0, 0, 0)
         try:
             for header, raw in batches.iter_batches(payload):
                 batches.check(raw)
                 done = self.log.append_as_follower(header, raw, now_ms=now_ms, newest=epoch)
-                ticket.size += done.size
-                ticket.last_offset = done.last_offset
+                delayed.size += done.size
+                delayed.last_offset = done.last_offset
         finally:
-            if ticket.size:
-                self._inflight.append(ticket)
-                self.lane.submit(self, ticket.size)
+            if delayed.size:
+                self._inflight.append(delayed)
+                self.writer.submit(self, delayed.size)
 
     def heard_watermark(self, high_watermark: Offset) -> None:
         """The leader's high watermark; it counts here as far as this log goes."""
@@ -566,9 +568,9 @@ class Partition:
             return None
         return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))
 
-    def parting(self, last_epoch: Epoch, offset: Offset) -> Parting | None:
+    def find_divergence(self, last_epoch: Epoch, offset: Offset) -> Divergence | None:
         """Where a follower whose log ends at `offset`, with `last_epoch` before it, parts from this
         log.
         """
         log = self.log
-        return parting(log.epochs, log.first_offset, log.written_end, last_epoch, offset)
+        return find_divergence(log.epochs, log.first_offset, log.written_end, last_epoch, offset)

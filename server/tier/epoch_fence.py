@@ -76,7 +76,7 @@ def _note_covered(partition: Partition, end: Offset) -> None:
         partition.log.tiered_end = partition.log.droppable_end = end
 
 
-class Claims:
+class EpochFence:
     """Claims under way, and what is to be told of them, one task each."""
 
     def __init__(self, core: BrokerCore) -> None:
@@ -131,7 +131,7 @@ class Claims:
         backoff_ms = BACKOFF_MS[0]
         while True:
             try:
-                await core.replicas.stand_still(partition)
+                await core.fetchers.stand_still(partition)
                 table = await core.tier.claim(partition, state.leader_epoch, commit=True)
                 await self._compare(partition, table)
                 break
@@ -143,10 +143,10 @@ class Claims:
             backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
         self._epochs.pop(partition.key, None)
         partition.problem = None
-        now = core.follower.image.partition(partition.key)
+        now = core.publisher.image.partition(partition.key)
         if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
             return  # K1: the follower reacts to the newer epoch
-        core.follower.take_office(partition, now)
+        core.publisher.take_office(partition, now)
         await self._tell_recovered(partition, state.leader_epoch)
 
     async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
@@ -171,7 +171,7 @@ class Claims:
             local_end=log.written_end,
             table_end=table.end,
         )
-        changing = self._core.replicas.changing
+        changing = self._core.fetchers.changing
         task = changing[partition.key] = asyncio.get_running_loop().create_task(
             self._begin_at_table(partition, table.end, start)
         )
@@ -200,11 +200,11 @@ class Claims:
         core, key = self._core, partition.key
         backoff_ms = BACKOFF_MS[0]
         while True:
-            now = core.follower.image.partition(key)
+            now = core.publisher.image.partition(key)
             if now is None or not now.unclean or partition.leader_epoch != leader_epoch:
                 return
             request = wire.AlterPartitionRequest(
-                broker_id=core.node_id, broker_epoch=core.link.broker_epoch
+                broker_id=core.node_id, broker_epoch=core.lifecycle.broker_epoch
             )
             request.items.add(
                 topic_id=key.topic_id,
@@ -212,11 +212,11 @@ class Claims:
                 leader_epoch=leader_epoch,
                 partition_epoch=now.partition_epoch,
                 new_isr=now.isr,
-                isr_broker_epochs=[core.link.broker_epoch] * len(now.isr),
+                isr_broker_epochs=[core.lifecycle.broker_epoch] * len(now.isr),
                 recovered=True,
             )
             try:
-                await core.link.call(request, ALTER_TIMEOUT_MS)
+                await core.lifecycle.call(request, ALTER_TIMEOUT_MS)
             except errors.PkError as error:
                 core.warn("recovered_not_told", partition=str(partition), error=error.message)
             await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))

@@ -80,7 +80,7 @@ def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:
         topic=partition.topic,
         topic_id=key.topic_id,
         partition=key.partition,
-        path=os.path.join(partition.lane.disk.storage.root, log.path),
+        path=os.path.join(partition.writer.disk.storage.root, log.path),
         leader_epoch=partition.leader.leader_epoch,
         unclean=partition.unclean,
         log_start=log.log_start,
@@ -153,11 +153,11 @@ async def describe_tier(
     core: BrokerCore, request: wire.DescribeTierRequest
 ) -> wire.DescribeTierReply:
     """The topic's table as its owner knows it, with this broker's view of what is missing."""
-    topic = core.follower.image.topic(request.topic)
+    topic = core.publisher.image.topic(request.topic)
     if topic is None:
         raise errors.UnknownTopicOrPartition(f"topic {request.topic!r} does not exist")
-    wanted = core.follower.settings_of(request.topic)
-    if not core.follower.is_tiered(request.topic, wanted):
+    wanted = core.publisher.settings_of(request.topic)
+    if not core.publisher.is_tiered(request.topic, wanted):
         why = (
             "the server has no tier_url"
             if not core.tier.enabled

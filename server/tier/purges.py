@@ -62,7 +62,7 @@ class Purges:
 
     async def _purge(self, topic_id: TopicId, topic: str) -> None:
         core = self._core
-        delay_ms = core.follower.settings_of(topic)["file_delete_delay_ms"]
+        delay_ms = core.publisher.settings_of(topic)["file_delete_delay_ms"]
         while True:
             await core.clock.sleep_ms(delay_ms)
             try:
@@ -77,9 +77,9 @@ class Purges:
 
     async def _report(self, topic_id: TopicId) -> None:
         """D3; nothing to say once the mark has ended."""
-        link = self._core.link
-        if topic_id in self._core.follower.image.purges:
+        lifecycle = self._core.lifecycle
+        if topic_id in self._core.publisher.image.purges:
             request = wire.TierPurgedRequest(
-                broker_id=self._core.node_id, broker_epoch=link.broker_epoch, topic_id=topic_id
+                broker_id=self._core.node_id, broker_epoch=lifecycle.broker_epoch, topic_id=topic_id
             )
-            await link.call(request, REPORT_TIMEOUT_MS)
+            await lifecycle.call(request, REPORT_TIMEOUT_MS)

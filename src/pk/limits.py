@@ -16,7 +16,7 @@ FRAME_BYTES = 4 * MIB
 FRAME_HEAD_BYTES_MAX = 8 * MIB
 #: The largest `max_message_bytes` that may be configured.
 MESSAGE_BYTES_MAX = 256 * MIB
-#: The largest frame any carrier takes: the largest batch, its frame head and some slack.
+#: The largest frame any transport takes: the largest batch, its frame head and some slack.
 WIRE_FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
 #: The largest control request a server takes (rule L17).  A reply may be larger: it comes from a
 #: server that was asked, and the tier's carries batches.

@@ -1,4 +1,4 @@
-"""What tests of the socket carrier share: raw connections, served listeners, handlers."""
+"""What tests of the socket transport share: raw connections, served listeners, handlers."""
 
 from __future__ import annotations
 

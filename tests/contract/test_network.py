@@ -59,15 +59,15 @@ def run_sim(test: Test, seed: int = 7) -> None:
     world.close()
 
 
-def _run_real(test: Test, address: str, carrier: str = "pk") -> None:
+def _run_real(test: Test, address: str, transport: str = "pk") -> None:
     async def main() -> None:
         failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
-        make = GrpcNetwork if carrier == "grpc" else PkNetwork
+        make = GrpcNetwork if transport == "grpc" else PkNetwork
         server, client = make(), make()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await test(Nets(server, client, address, SystemClock(), carrier == "data"))
+                await test(Nets(server, client, address, SystemClock(), transport == "data"))
         finally:
             await client.close()
             await server.close()
@@ -84,10 +84,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param == "sim":
         return run_sim
     address = "127.0.0.1:0"
-    carrier, _, way = request.param.partition("-")
+    transport, _, way = request.param.partition("-")
     if way == "unix":
         address = f"unix:{tmp_path_factory.mktemp('s')}/n.sock"
-    return lambda test: _run_real(test, address, carrier)
+    return lambda test: _run_real(test, address, transport)
 
 
 async def echo(_kind: StreamKind, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""What only the socket carrier has: its opening, its lengths, its one port (N1–N8)."""
+"""What only the socket transport has: its opening, its lengths, its one port (N1–N8)."""
 
 from __future__ import annotations
 

@@ -327,9 +327,9 @@ def test_removed_files_leave_and_txn_only_commits_work(run: Run) -> None:
         table, snapshot = await created(kit)
         snapshot = await table.commit(append(snapshot, 0, 100))
         snapshot = await table.commit(append(snapshot, 0, 200))
-        doomed = snapshot.files_of(0)[0].path
+        pending_delete = snapshot.files_of(0)[0].path
         counters = snapshot.partition(0)._replace(start=100, removed=100)
-        snapshot = await table.commit(Commit(snapshot, (), (doomed,), {0: counters}))
+        snapshot = await table.commit(Commit(snapshot, (), (pending_delete,), {0: counters}))
         claimed = snapshot.partition(0)._replace(claim=7)
         snapshot = await table.commit(Commit(snapshot, counters={0: claimed}))
         seen = await kit.table().load([0])

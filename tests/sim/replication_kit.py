@@ -142,7 +142,7 @@ class Kit:
 
     def hold_metadata(self, n: int) -> Callable[[], None]:
         """Broker `n` hears of nothing new until what is returned is called; then in one chunk."""
-        follower, clock, held = self.brokers[n].core.follower, self.brokers[n].core.clock, [True]
+        follower, clock, held = self.brokers[n].core.publisher, self.brokers[n].core.clock, [True]
         poll = follower._poll
 
         async def later(wait_ms: int) -> Any:

@@ -387,8 +387,8 @@ def test_metadata_names_the_offset_that_its_content_is_of(make: Any) -> None:
     kit = make(9)
     kit.create("t")
     core = kit.brokers[1].core
-    kit.until(lambda: core.follower.reacted == core.follower.image.offset)
-    core.follower.reacted -= 1  # the reaction to the last records is under way
+    kit.until(lambda: core.publisher.reacted == core.publisher.image.offset)
+    core.publisher.reacted -= 1  # the reaction to the last records is under way
     reply = metadata(core, wire.MetadataRequest())
     assert [topic.name for topic in reply.topics] == ["t"]
-    assert reply.metadata_offset == core.follower.image.offset
+    assert reply.metadata_offset == core.publisher.image.offset

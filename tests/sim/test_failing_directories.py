@@ -46,7 +46,7 @@ class Houses(Kit):
         self.second[n].crash()
 
     def lies_on_second(self, n: int, topic: str) -> bool:
-        return self.replica(n, topic).lane.disk.storage is self.second[n]
+        return self.replica(n, topic).writer.disk.storage is self.second[n]
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class _Full:
     def __call__(self, operation: str, path: str) -> Exception | None:
         if operation == "read" or "topics/t-0" not in path:
             return None
-        if not self.hits and not self._kit.brokers[self._n].core.replicas.changing:
+        if not self.hits and not self._kit.brokers[self._n].core.fetchers.changing:
             return None
         self._left -= 1
         if self._left >= 0:

@@ -10,7 +10,7 @@ import pytest
 from pk.log import batch as batches
 from pk.log import columns
 from pk.server.broker.metadata_publisher import POLL_WAIT_MS
-from pk.server.replica.partition import Partition, Ticket
+from pk.server.replica.partition import DelayedProduce, Partition
 from pk.types import NodeId
 from tests.sim.replication_kit import Kit
 
@@ -22,12 +22,12 @@ def append(kit: Kit, n: NodeId, topic: str, content: bytes) -> None:
     partition = kit.replica(n, topic)
     rows = pa.RecordBatch.from_pydict({"value": pa.array([content * 40_000], pa.binary())})
     raw = b"".join(columns.encode(rows, default_timestamp=1_735_689_600_000))
-    ticket = Ticket(None, 0, 0, 0, 0)
+    delayed = DelayedProduce(None, 0, 0, 0, 0)
 
     async def story() -> None:
         core = kit.brokers[n].core
         core.partitions[partition.key].append(
-            batches.check(raw), raw, partition.leader_epoch, core.clocks.now(), ticket
+            batches.check(raw), raw, partition.leader_epoch, core.clocks.now(), delayed
         )
 
     kit.until(kit.sim.spawn(f"b{n}", story()).done)
@@ -37,7 +37,7 @@ def hold_reads(partition: Partition, clock: Any) -> list[Any]:
     """The disk of `partition` reads nothing until the list that is returned is cleared: who waits
     is in it.
     """
-    disk: Any = partition.lane.disk
+    disk: Any = partition.writer.disk
     read, held = disk.read, []
 
     async def reading(work: Any) -> Any:

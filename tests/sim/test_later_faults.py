@@ -8,7 +8,7 @@ import pytest
 
 from pk import errors
 from pk.log.validate import Verdict
-from pk.server.replica.alter_partition import IsrChanges
+from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.sim.campaign import Report, Run
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
@@ -71,9 +71,9 @@ def test_answers_to_isr_changes_get_lost_both_ways() -> None:
 def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
     """Rule R2: it may be granted already, so it stays and is asked again
     (replica/alter_partition.py, C2)."""
-    ask = IsrChanges._ask
+    ask = AlterPartitionManager._ask
 
-    async def forgetful(self: IsrChanges) -> None:
+    async def forgetful(self: AlterPartitionManager) -> None:
         asked = dict(self._wishes)
         try:
             await ask(self)
@@ -83,7 +83,7 @@ def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
                 wish.leader.on_isr_refused(wish.isr)
             raise
 
-    with patch.object(IsrChanges, "_ask", forgetful):
+    with patch.object(AlterPartitionManager, "_ask", forgetful):
         violation = executed(ISR_SEED, *ISR_FAULTS).violation
     assert violation.split(":")[0] in ("V12", "V13", "V14", "V6"), violation or "nothing"
 

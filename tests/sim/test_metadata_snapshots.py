@@ -474,7 +474,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     away(cluster, late)
     monkeypatch.setattr("pk.server.raft.snapshot_fetcher.PIECE_BYTES", 3)
     cluster.boot(late)
-    cluster.until(lambda: late.log is not None and late.log._loader._part is not None)
+    cluster.until(lambda: late.log is not None and late.log._fetcher._part is not None)
     log, leader = late.log, cluster.leader()
     assert log is not None
     assert leader is not None

@@ -36,7 +36,7 @@ async def drop(kit: Kit, n: NodeId, before: Offset) -> None:
     plan = log.retention_plan(None)
     gone = tuple(each.base_offset for each in log.segments if each.base_offset < before)
     rename, _ = log.drop_segments(plan._replace(drop=gone, log_start=before))
-    await partition.lane.disk.write(rename)
+    await partition.writer.disk.write(rename)
 
 
 def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(make: Any) -> None:
@@ -45,10 +45,10 @@ def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(ma
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)
     leader, _, n = kit.state("t").replicas
-    log, lane = kit.replica(leader, "t").log, kit.replica(leader, "t").lane
+    log, writer = kit.replica(leader, "t").log, kit.replica(leader, "t").writer
     bases = [each.base_offset for each in log.segments]
     assert len(bases) == 3
-    read, asked = lane.disk.read, []
+    read, asked = writer.disk.read, []
 
     async def reading(work: Any) -> Any:
         if getattr(work, "func", None) == log.snapshot_at:
@@ -60,7 +60,7 @@ def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(ma
     kit.empty_disk(n)
     task = kit.sim.spawn(f"b{leader}", drop(kit, leader, bases[1]))
     kit.until(task.done)
-    lane.disk.read = reading
+    writer.disk.read = reading
     kit.boot(n)
     kit.until(lambda: len(kit.state("t").isr) == 3 and kit.in_sync("t"))
     assert asked == [bases[1], bases[2]]
@@ -74,7 +74,7 @@ def test_retention_passes_a_replica_that_is_being_filled(make: Any) -> None:
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)
     leader, _, n = kit.state("t").replicas
-    log, disk = kit.replica(leader, "t").log, kit.replica(leader, "t").lane.disk
+    log, disk = kit.replica(leader, "t").log, kit.replica(leader, "t").writer.disk
     bases = [each.base_offset for each in log.segments]
     read, reads = disk.read, []
 
@@ -102,8 +102,8 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
     written(kit, "t", 3_500)
     leader, second, n = kit.state("t").replicas
     partition = kit.replica(leader, "t")
-    log, lane = partition.log, partition.lane
-    read, asked = lane.disk.read, []
+    log, writer = partition.log, partition.writer
+    read, asked = writer.disk.read, []
 
     async def reading(work: Any) -> Any:
         if getattr(work, "func", None) == log.snapshot_at:
@@ -115,7 +115,7 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
     kit.empty_disk(n)
     task = kit.sim.spawn(f"b{leader}", drop(kit, leader, log.segments[1].base_offset))
     kit.until(task.done)
-    lane.disk.read = reading
+    writer.disk.read = reading
     kit.boot(n)
     kit.until(lambda: bool(asked))
     release = kit.hold_metadata(n)

@@ -49,7 +49,7 @@ def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) ->
     kit.sim.network.heal(f"b{leader}", f"b{n}")
     kit.until(lambda: len(kit.state("t").isr) == 3)
     kit.until(lambda: kit.in_sync("t"))
-    assert not kit.brokers[n].core.follower.anew
+    assert not kit.brokers[n].core.publisher.anew
     ledger.check()
 
 
@@ -79,7 +79,7 @@ def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any
     ledger = written(kit, "t", 100)
     _, n = outside(kit, "t")
     old: Any = kit.replica(n, "t").replica
-    key, fetcher, follower = old.key, old.fetcher, kit.brokers[n].core.follower
+    key, fetcher, follower = old.key, old.fetcher, kit.brokers[n].core.publisher
     stale = wire.FetchedPartition(topic_id=key.topic_id, partition=0, high_watermark=100)
     kit.sim.network.heal(f"b{n}", "controller")
     damage(kit, "t", n)
@@ -101,7 +101,7 @@ def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> No
     leader, _, n = kit.state("t").replicas
     kit.sim.network.cut(f"b{leader}", f"b{n}")
     ledger.more(200)
-    follower = kit.brokers[n].core.follower
+    follower = kit.brokers[n].core.publisher
     key = kit.replica(n, "t").key
     kit.until(lambda: n not in follower.image.partition(key).isr)
     ledger.stop()
@@ -125,7 +125,7 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
     leader, n = outside(kit, "t")
     kit.sim.network.cut(f"b{leader}", f"b{n}")
     core = kit.brokers[n].core
-    key, call, go_on = kit.replica(n, "t").key, core.link.call, asyncio.Event()
+    key, call, go_on = kit.replica(n, "t").key, core.lifecycle.call, asyncio.Event()
 
     async def stands(request: Any, timeout_ms: int) -> Any:
         if isinstance(request, wire.FetchMetadataLogRequest):
@@ -133,15 +133,15 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
         return await call(request, timeout_ms)
 
     kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: n not in core.follower.image.partition(key).isr)
-    core.link.call = stands
+    kit.until(lambda: n not in core.publisher.image.partition(key).isr)
+    core.lifecycle.call = stands
     kit.wait(POLL_WAIT_MS)  # what was under way is answered
     damage(kit, "t", n)
-    kit.until(lambda: key in core.link.told_offline)
-    task = kit.sim.spawn(f"b{n}", core.follower._settle(key))
+    kit.until(lambda: key in core.lifecycle.told_offline)
+    task = kit.sim.spawn(f"b{n}", core.publisher._settle(key))
     kit.until(task.done)
     assert kit.events("replica_made_anew") == 0
-    core.link.call = call
+    core.lifecycle.call = call
     go_on.set()
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.sim.network.heal(f"b{leader}", f"b{n}")
@@ -160,13 +160,13 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
     damage(kit, "t", n)
     kit.sim.network.heal(f"b{n}", "controller")
     kit.until(lambda: kit.events("replica_made_anew") == 1)
-    ask, answered = core.link._ask, asyncio.Event()
+    ask, answered = core.lifecycle._ask, asyncio.Event()
     held: list[Any] = []
     told: list[bool] = []
 
     async def late(request: Any, timeout_ms: int, **more: Any) -> Any:
         if held:
-            told.append(key in core.link.told_offline)
+            told.append(key in core.lifecycle.told_offline)
             return await ask(request, timeout_ms, **more)
         reply = await ask(request, timeout_ms, **more)
         if list(request.offline_replicas):
@@ -174,10 +174,10 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
             await answered.wait()
         return reply
 
-    core.link._ask = late
+    core.lifecycle._ask = late
     kit.until(lambda: bool(held))
     kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: not core.follower.anew)
+    kit.until(lambda: not core.publisher.anew)
     answered.set()
     kit.until(lambda: bool(told))
     assert not told[0]
@@ -194,7 +194,7 @@ def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) 
     ledger = written(kit, "t", 100)
     leader, n = outside(kit, "t")
     known: Any = kit.replica(leader, "t").leader
-    call, lost = kit.brokers[leader].core.link.call, []
+    call, lost = kit.brokers[leader].core.lifecycle.call, []
 
     async def loses(request: Any, timeout_ms: int) -> Any:
         if isinstance(request, wire.AlterPartitionRequest):
@@ -202,15 +202,15 @@ def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) 
             raise errors.ControllerUnavailable("lost")
         return await call(request, timeout_ms)
 
-    kit.brokers[leader].core.link.call = loses
+    kit.brokers[leader].core.lifecycle.call = loses
     kit.sim.network.heal(f"b{n}", "controller")
     kit.until(lambda: bool(lost))
     damage(kit, "t", n)
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.wait(1_000)
     assert known.end_of(n) == known.log_end, "it was not compared"
-    assert kit.brokers[n].core.follower.anew
-    kit.brokers[leader].core.link.call = call
+    assert kit.brokers[n].core.publisher.anew
+    kit.brokers[leader].core.lifecycle.call = call
     kit.until(lambda: len(kit.state("t").isr) == 3)
     assert kit.replica(n, "t").log.written_end == known.log_end
     ledger.check()

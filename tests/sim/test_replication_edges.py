@@ -121,9 +121,9 @@ def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
     n = kit.state("t").replicas[2]
     replica = kit.replica(n, "t")
     fetcher = replica.replica.fetcher
-    kit.until(lambda: replica.lane.queued_bytes > 0)
-    kit.brokers[n].core.replicas.leave(replica)
-    kit.until(lambda: replica.lane.queued_bytes == 0)
+    kit.until(lambda: replica.writer.queued_bytes > 0)
+    kit.brokers[n].core.fetchers.leave(replica)
+    kit.until(lambda: replica.writer.queued_bytes == 0)
     assert fetcher._owed == 0
 
 
@@ -140,8 +140,8 @@ def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
     leader, _, n = kit.state("t").replicas
     kit.kill(n)
     kit.until(lambda: n not in kit.state("t").isr)
-    link = kit.brokers[leader].core.link
-    call, lost = link.call, []
+    lifecycle = kit.brokers[leader].core.lifecycle
+    call, lost = lifecycle.call, []
 
     async def loses(request: Any, timeout_ms: int) -> Any:
         if isinstance(request, wire.AlterPartitionRequest):
@@ -149,12 +149,12 @@ def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
             raise errors.ControllerUnavailable("lost")
         return await call(request, timeout_ms)
 
-    link.call = loses
+    lifecycle.call = loses
     kit.boot(n)
     kit.until(lambda: bool(lost))
     kit.kill(n)
     kit.until(lambda: not kit.controller.machine.image.available(n))
-    link.call = call
+    lifecycle.call = call
     if back:
         kit.boot(n)
         kit.until(lambda: len(kit.state("t").isr) == 3)
@@ -231,7 +231,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
         else:
             await move(wanted)
 
-    disk, queued = partition.lane.disk, []
+    disk, queued = partition.writer.disk, []
     write = disk.write
 
     async def writing(work: Any) -> Any:
@@ -243,7 +243,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
     core.manager.move_log_starts = moving
     partition.told_log_start = log.segments[1].base_offset
     task = kit.sim.spawn(f"b{n}", _visits(kit, n, partition.key))
-    kit.until(lambda: task.done() and not core.replicas.changing)
+    kit.until(lambda: task.done() and not core.fetchers.changing)
     assert task.exception() is None
     assert len(moves) == 2
     files = [name for name in kit.storages[n].files() if name.endswith(".log") and "/t-0/" in name]
@@ -267,7 +267,7 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
         if len(moves) == 2:  # the segments are to go now
             replica.unclean_epoch = 10
             replica.fetcher._change(replica, replica.fetcher._cut(replica, (0, start - 100)))
-            while core.replicas.changing:
+            while core.fetchers.changing:
                 await core.clock.sleep_ms(0.01)
 
     core.manager.move_log_starts = moving
@@ -427,7 +427,7 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
     request.changes.add(resource=resource).set["min_insync_replicas"] = "1"
     kit.until(kit.spawn_ask(request, n).done)
     kit.sim.network.heal(f"b{leader}", "controller")
-    kit.until(lambda: leader not in kit.state("t").isr and not core.link.fenced)
+    kit.until(lambda: leader not in kit.state("t").isr and not core.lifecycle.fenced)
     assert partition.leader is known
     go_on()
     kit.until(lambda: partition.leader is None)
@@ -448,8 +448,8 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
     ledger.more(200)
     leader = kit.state("t").leader
     partition, core = kit.replica(leader, "t"), kit.brokers[leader].core
-    partition.lane._bytes_max = 500
-    disk: Any = partition.lane.disk
+    partition.writer._bytes_max = 500
+    disk: Any = partition.writer.disk
     write = disk.write
 
     async def slow(work: Any) -> Any:
@@ -457,14 +457,14 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
         return await write(work)
 
     disk.write = slow
-    kit.until(lambda: partition.lane.full)
+    kit.until(lambda: partition.writer.full)
     told: list[tuple[int, Any]] = []
     for each in partition._inflight:
         sink: Any = each.sink
 
-        def answered(ticket: Any, error: Any, sink: Any = sink) -> None:
-            told.append((ticket.last_offset, error))
-            sink(ticket, error)
+        def answered(delayed: Any, error: Any, sink: Any = sink) -> None:
+            told.append((delayed.last_offset, error))
+            sink(delayed, error)
 
         each.sink = answered
     kit.drain(leader)

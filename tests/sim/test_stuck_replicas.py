@@ -12,7 +12,7 @@ import pytest
 from pk.log import batch as batches
 from pk.log import columns
 from pk.server.replica.leader import ACKS_ALL
-from pk.server.replica.partition import Ticket
+from pk.server.replica.partition import DelayedProduce
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import assign, written
@@ -40,7 +40,7 @@ def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -
     kit.until(lambda: fetcher._stream is None)
     kit.wait(300)
     kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: kit.brokers[n].core.link.broker_epoch > known[1])
+    kit.until(lambda: kit.brokers[n].core.lifecycle.broker_epoch > known[1])
     assign(kit, "t", leader, other, n)
     kit.until(lambda: fetcher._stream is not None and bool(fetcher._replicas))
     assert fetcher._session == fetcher._wanted_session() != known
@@ -58,19 +58,19 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
     kit.wait(2_500)  # the poll under way ends
     kit.kill(leader)
     kit.until(lambda: kit.state("t").leader not in (-1, leader))
-    close = core.replicas.close
+    close = core.fetchers.close
 
     async def close_and_hear() -> None:
         await close()
         release()  # of the next leader, of whom nothing was fetched yet
         await core.clock.sleep_ms(100)
 
-    core.replicas.close = close_and_hear
+    core.fetchers.close = close_and_hear
     task = kit.sim.spawn(f"b{n}", kit.brokers[n].close())
     kit.until(task.done)
     task.result()
-    assert list(core.replicas._fetchers) == [leader]
-    assert all(each._run_task.done() for each in core.replicas._fetchers.values())
+    assert list(core.fetchers._fetchers) == [leader]
+    assert all(each._run_task.done() for each in core.fetchers._fetchers.values())
 
 
 def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -> None:
@@ -81,8 +81,8 @@ def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -
     at, _, n = kit.state("t").replicas
     leader, partition = kit.replica(at, "t").leader, kit.replica(n, "t")
     replica: Any = partition.replica
-    fetcher, replicas = replica.fetcher, kit.brokers[n].core.replicas
-    state = kit.brokers[n].core.follower.image.partition(partition.key)
+    fetcher, replicas = replica.fetcher, kit.brokers[n].core.fetchers
+    state = kit.brokers[n].core.publisher.image.partition(partition.key)
     kit.sim.network.cut(f"b{n}", "controller")
     kit.until(lambda: n not in leader.isr)
     link = kit.sim.network.link(f"b{n}", f"b{at}")
@@ -122,8 +122,8 @@ def test_what_a_checkpoint_flushed_counts_when_flush_on_ack_is_switched_on(make:
 
     async def appended() -> None:
         now = kit.brokers[at].core.clocks.now()
-        partition.append(header, raw, NONE, now, Ticket(None, 1, 0, ACKS_ALL, 0))
-        await partition.lane.idle()
+        partition.append(header, raw, NONE, now, DelayedProduce(None, 1, 0, ACKS_ALL, 0))
+        await partition.writer.idle()
 
     kit.until(kit.sim.spawn(f"b{at}", appended()).done)
     kit.until(lambda: kit.state("t").isr == (at,))
@@ -132,8 +132,8 @@ def test_what_a_checkpoint_flushed_counts_when_flush_on_ack_is_switched_on(make:
 
     async def flushed_by_a_checkpoint() -> None:
         if log.roll():  # as a leader whose checkpointed watermark is old finds its log
-            partition.lane.submit(partition, 0)
-        await partition.lane.idle()
+            partition.writer.submit(partition, 0)
+        await partition.writer.idle()
         await kit.brokers[at].core.manager.checkpoint()
 
     kit.until(kit.sim.spawn(f"b{at}", flushed_by_a_checkpoint()).done)

@@ -5,7 +5,7 @@
 
 A listener looks at the first bytes of each connection: what opens HTTP/2 is handed, byte by byte,
 to a grpc server behind it, so that a broker has one address for everything and a firewall one
-rule.  Why data does not travel over grpc: docs/design/0003-carrier.md.
+rule.  Why data does not travel over grpc: docs/design/0003-transport.md.
 
 Rules
   N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed, and one that

@@ -1,10 +1,11 @@
 """One stream over a socket: frames behind their length, read straight into their own memory.
 
-The data path's carrier (docs/design/0003-carrier.md).  After the opening (pk.wire.socket_network)
-each direction is `(u32le length | frame)*`, and the length 0xffffffff says the clean end.  There is
-no task per stream: the event loop calls `_on_readable` and `_on_writable`, and `send` writes at
-once when nothing waits before it.  So a small frame costs one system call on either side, and a
-byte of a large one is copied twice, by the kernel: out of the sender's buffer, into the receiver's.
+The data path's transport (docs/design/0003-transport.md).  After the opening
+(pk.wire.socket_network) each direction is `(u32le length | frame)*`, and the length 0xffffffff says
+the clean end.  There is no task per stream: the event loop calls `_on_readable` and `_on_writable`,
+and `send` writes at once when nothing waits before it.  So a small frame costs one system call on
+either side, and a byte of a large one is copied twice, by the kernel: out of the sender's buffer,
+into the receiver's.
 
 Rules
   N1  A frame is any bytes, also none; its length is checked before memory is taken for it, and

@@ -91,7 +91,7 @@ class Image:
         return replace(state, replicas=every, isr=(*state.isr, *self.elsewhere))
 
 
-class Follower:
+class Publisher:
     def __init__(self) -> None:
         self.image = Image()
         self.unopened: dict[PartitionKey, errors.PkError] = {}
@@ -160,9 +160,9 @@ class Rig:
         )
         self.contact = True
         self.tier = Tier()
-        link: Any = SimpleNamespace(in_contact=lambda: self.contact, beat_soon=lambda: None)
-        self.core.link = link
-        self.core.follower = Follower()  # type: ignore[assignment]
+        lifecycle: Any = SimpleNamespace(in_contact=lambda: self.contact, beat_soon=lambda: None)
+        self.core.lifecycle = lifecycle
+        self.core.publisher = Publisher()  # type: ignore[assignment]
         self.core.tier = self.tier  # type: ignore[assignment]
         self.core.clocks.begin("boot", fresh=True)
         self.core.clocks.trust.heard((), ())  # it is alone, and its clock right
@@ -190,7 +190,7 @@ class Rig:
             now_ms=self.mine.clock.wall_ms(),
         )
         partition = Partition(
-            self.core, key, log, self.core.lane_of(self.disk), wanted, tiered=tiered
+            self.core, key, log, self.core.writer_of(self.disk), wanted, tiered=tiered
         )
         self.core.partitions[key] = partition
         self.manager.logs[key] = log
@@ -212,7 +212,7 @@ class Rig:
             leader_epoch=epoch,
             partition_epoch=partition_epoch,
         )
-        self.core.follower.image.states[partition.key] = state
+        self.core.publisher.image.states[partition.key] = state
         partition.lead(state, checkpointed=self.manager.high_watermark(partition.key))
 
     async def serve(self, kind: StreamKind, stream: Stream) -> None:

@@ -54,12 +54,12 @@ def test_every_removal_is_deleted_in_time_and_once(
     for what, wait in [*steps, ("vacuum", 100)]:
         now += wait
         if what == "vacuum":
-            doomed = it.expired(retention, now)
+            pending_delete = it.expired(retention, now)
             if it.must_look(retention):
                 named = [path for path, at in log.items() if at + retention <= now]
-                doomed = list(dict.fromkeys([*doomed, *it.looked(named, now)]))
-            it.deleted(doomed, retention)
-            for path in doomed:
+                pending_delete = list(dict.fromkeys([*pending_delete, *it.looked(named, now)]))
+            it.deleted(pending_delete, retention)
+            for path in pending_delete:
                 assert log[path] + retention <= now
                 deleted.setdefault(path, now)
             assert all(path in deleted for path, at in log.items() if at + retention <= now)

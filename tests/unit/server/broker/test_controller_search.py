@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pk.server.broker.controller_search import PATIENT_ROUNDS, Search
+from pk.server.broker.controller_search import PATIENT_ROUNDS, ControllerSearch
 
 
 def test_each_is_asked_once_a_round() -> None:
-    search = Search(["a", "b", "c", "a"])
+    search = ControllerSearch(["a", "b", "c", "a"])
     asked = []
     over = False
     while not over:
@@ -17,7 +17,7 @@ def test_each_is_asked_once_a_round() -> None:
 
 
 def test_whom_a_refusal_names_comes_next() -> None:
-    search = Search(["a", "b", "c"])
+    search = ControllerSearch(["a", "b", "c"])
     assert not search.failed(hint="c")
     assert search.address == "c"
     assert not search.failed(hint="x")
@@ -29,7 +29,7 @@ def test_whom_a_refusal_names_comes_next() -> None:
 
 def test_a_hint_to_one_that_failed_is_followed_in_the_next_round() -> None:
     """Followers of a leader that died name it until another is elected."""
-    search = Search(["a", "b", "c"])
+    search = ControllerSearch(["a", "b", "c"])
     assert not search.failed()
     assert not search.failed(hint="a")
     assert search.address == "c"
@@ -38,7 +38,7 @@ def test_a_hint_to_one_that_failed_is_followed_in_the_next_round() -> None:
 
 
 def test_one_that_is_silent_waits_until_the_others_had_their_rounds() -> None:
-    search = Search(["a", "b", "c"])
+    search = ControllerSearch(["a", "b", "c"])
     assert not search.failed(silent=True)
     asked = []
     for _ in range(PATIENT_ROUNDS):
@@ -58,7 +58,7 @@ def test_one_that_is_silent_waits_until_the_others_had_their_rounds() -> None:
 
 def test_two_silent_ones_are_not_asked_one_after_the_other() -> None:
     """K5: in between somebody may have been elected."""
-    search = Search(["a", "b", "c", "d", "e"])
+    search = ControllerSearch(["a", "b", "c", "d", "e"])
     asked = []
     for _ in range(60):
         asked.append(search.address)
@@ -71,7 +71,7 @@ def test_two_silent_ones_are_not_asked_one_after_the_other() -> None:
 
 
 def test_all_silent_are_asked_in_turn() -> None:
-    search = Search(["a", "b", "c"])
+    search = ControllerSearch(["a", "b", "c"])
     asked = []
     for _ in range(9):
         asked.append(search.address)
@@ -81,7 +81,7 @@ def test_all_silent_are_asked_in_turn() -> None:
 
 
 def test_patience_grows_with_one_that_may_be_slow() -> None:
-    search = Search(["a", "b"])
+    search = ControllerSearch(["a", "b"])
     assert search.doublings == 0
     search.failed(silent=True)
     while search.address != "a":
@@ -94,7 +94,7 @@ def test_patience_grows_with_one_that_may_be_slow() -> None:
 
 
 def test_with_one_controller_each_try_is_a_round() -> None:
-    search = Search(["a"])
+    search = ControllerSearch(["a"])
     assert search.alone
     assert search.failed(silent=True)
     assert search.failed()
@@ -102,7 +102,7 @@ def test_with_one_controller_each_try_is_a_round() -> None:
 
 
 def test_those_that_came_later_are_asked_after_those_that_were_given() -> None:
-    search = Search(["a", "b"])
+    search = ControllerSearch(["a", "b"])
     search.learn(["b", "x"])
     asked = []
     over = False

@@ -91,7 +91,7 @@ class Cluster:
         return self.active()
 
     def terms(self) -> list[int]:
-        return [n for n, node in self.controllers.items() if node.term is not None]
+        return [n for n, node in self.controllers.items() if node.active is not None]
 
     def active(self) -> int:
         self.sim.run_until(lambda: bool(self.terms()))
@@ -156,29 +156,29 @@ def make() -> Iterator[Any]:
 
 def names(cluster: Cluster) -> list[str]:
     assert cluster.broker is not None
-    return sorted(cluster.broker.core.follower.image.topic_ids)
+    return sorted(cluster.broker.core.publisher.image.topic_ids)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_broker_finds_the_active_controller_and_follows_the_next(seed: int, make: Any) -> None:
     cluster = make(seed)
     first = cluster.start()
-    assert cluster.broker.core.link.address == f"c{first}:1"
-    epoch = cluster.broker.core.link.broker_epoch
+    assert cluster.broker.core.lifecycle.address == f"c{first}:1"
+    epoch = cluster.broker.core.lifecycle.broker_epoch
     cluster.create("one")
     cluster.down(first)
     cluster.watch(6_000, lambda: not cluster.fenced())
     second = cluster.active()
-    assert cluster.broker.core.link.address == f"c{second}:1"
-    assert cluster.broker.core.link.broker_epoch == epoch, "K1: the same incarnation"
-    assert cluster.broker.core.link.in_contact()
+    assert cluster.broker.core.lifecycle.address == f"c{second}:1"
+    assert cluster.broker.core.lifecycle.broker_epoch == epoch, "K1: the same incarnation"
+    assert cluster.broker.core.lifecycle.in_contact()
     cluster.create("two")
     assert names(cluster) == ["one", "two"]
     cluster.boot(first)
     cluster.down(second)
     cluster.create("three")
     assert names(cluster) == ["one", "three", "two"]
-    assert cluster.broker.core.link.broker_epoch == epoch
+    assert cluster.broker.core.lifecycle.broker_epoch == epoch
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -192,7 +192,7 @@ def test_a_silent_controller_does_not_cost_a_broker_its_session(seed: int, make:
     cluster.cut(first, *others, f"b{BROKER}", "client")
     del cluster.controllers[first]  # it may believe that it leads
     cluster.watch(16_000, lambda: not cluster.fenced())
-    assert cluster.broker.core.link.in_contact()
+    assert cluster.broker.core.lifecycle.in_contact()
     cluster.create("two")
     assert names(cluster) == ["one", "two"]
 
@@ -208,7 +208,7 @@ def test_two_silent_controllers_of_five_addresses(make: Any) -> None:
     cluster.cut(first, *(f"c{n}" for n in IDS if n != first), f"b{BROKER}")
     del cluster.controllers[first]
     cluster.watch(16_000, lambda: not cluster.fenced())
-    assert cluster.broker.core.link.in_contact()
+    assert cluster.broker.core.lifecycle.in_contact()
 
 
 def test_a_controller_that_stops_leading_is_left_though_it_answers(make: Any) -> None:
@@ -218,8 +218,8 @@ def test_a_controller_that_stops_leading_is_left_though_it_answers(make: Any) ->
     cluster.watch(16_000, lambda: True)
     new = cluster.active()
     assert new != old
-    assert cluster.controllers[old].term is None
-    assert cluster.broker.core.link.address == f"c{new}:1"
+    assert cluster.controllers[old].active is None
+    assert cluster.broker.core.lifecycle.address == f"c{new}:1"
     assert not cluster.fenced()
     cluster.create("after")
     assert names(cluster) == ["after"]
@@ -242,7 +242,7 @@ def test_no_broker_trusts_a_controller_that_was_deposed(seed: int, make: Any) ->
         cluster.sim.loop.run_for_ms(20)
         if cluster.terms() and cluster.fenced():
             fenced += 1
-            assert not cluster.broker.core.link.in_contact()
+            assert not cluster.broker.core.lifecycle.in_contact()
     assert fenced
 
 
@@ -250,7 +250,7 @@ def test_a_probe_goes_where_the_settings_say(make: Any) -> None:
     """R7 through a test's proxy: refused there, refused."""
     cluster = make(9)
     active = cluster.start()
-    term = cluster.controllers[active].term
+    term = cluster.controllers[active].active
     term._run = config(active, "controller", peer_addresses=f"{BROKER}=nowhere:1")
     session = term.sessions._by_broker[BROKER]
     session.stream = None
@@ -270,7 +270,7 @@ def test_metadata_is_never_followed_back(make: Any) -> None:
     cluster.cut(old, *(f"c{n}" for n in IDS if n != old), f"b{BROKER}")
     cluster.sim.run_until(lambda: any(n != old for n in cluster.terms()))
     cluster.create("new")
-    follower = cluster.broker.core.follower
+    follower = cluster.broker.core.publisher
     applied = follower.next_offset
     node = cluster.controllers[old]
     assert applied > node.metadata.end
@@ -295,16 +295,16 @@ def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -
     first = cluster.start()
     cluster.sim.loop.run_for_ms(3_000)
     cluster.cut(first, f"b{BROKER}")
-    link = cluster.broker.core.link
+    lifecycle = cluster.broker.core.lifecycle
     cluster.sim.loop.run_for_ms(1_000 + 1_500 + 100)
-    assert link.address != f"c{first}:1"
+    assert lifecycle.address != f"c{first}:1"
 
 
 def _stall(cluster: Any, stall_ms: int) -> list[str]:
     """The metadata disk stands still once, with a topic on the way; what the controller said."""
     first = cluster.start()
     said: list[str] = []
-    cluster.controllers[first].term._say = lambda event, **facts: said.append(event)
+    cluster.controllers[first].active._say = lambda event, **facts: said.append(event)
     cluster.storages[f"c{first}"].lag_ms = stall_ms
 
     async def write(world: World) -> None:
@@ -332,11 +332,11 @@ def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make:
     cluster = make(1)
     broken = [wire.FetchPartition(topic_id="broken")]
     said = _stall(cluster, stall_ms)
-    cluster.broker.core.link._offline_replicas = lambda: broken
+    cluster.broker.core.lifecycle._offline_replicas = lambda: broken
     cluster.sim.loop.run_for_ms(stall_ms + 6_000)
     assert "broker_registered" in said, "it looked for another controller meanwhile"
     assert "broker_fenced" not in said
-    assert cluster.broker.core.link.in_contact()
+    assert cluster.broker.core.lifecycle.in_contact()
 
 
 @pytest.mark.parametrize("stall_ms", [4_000, 16_000])
@@ -344,21 +344,21 @@ def test_a_disk_that_stalls_at_the_controller_takes_no_contact(stall_ms: int, ma
     """R6: who has nothing to say that must be written is answered, and goes on serving."""
     cluster = make(1)
     said = _stall(cluster, stall_ms)
-    link = cluster.broker.core.link
+    lifecycle = cluster.broker.core.lifecycle
     for _ in range(stall_ms // 100 + 20):
         cluster.sim.loop.run_for_ms(100)
-        assert link.in_contact()
+        assert lifecycle.in_contact()
     assert [event for event in said if event != "topic_created"] == []
 
 
 def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:
     """R7: only the incarnation that has the session renews it by asking."""
     cluster = make(1)
-    term = cluster.controllers[cluster.start()].term
+    term = cluster.controllers[cluster.start()].active
     session = term.sessions._by_broker[BROKER]
     session.deadline_ms -= 500  # as long ago is its last heartbeat
     before, stream = session.deadline_ms, session.stream
-    mine = cluster.broker.core.link.identity.incarnation_id
+    mine = cluster.broker.core.lifecycle.identity.incarnation_id
     request = wire.RegisterBrokerRequest(broker_id=BROKER, incarnation_id="other")
     term._resume(stream + 1, request)
     assert (session.deadline_ms, session.stream) == (before, stream)
@@ -372,23 +372,23 @@ def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: A
     """K2: the metric says how near a broker came to its session timeout."""
     cluster = make(10)
     first = cluster.start()
-    link, ages = cluster.broker.core.link, list[int]()
-    link._on_contact = ages.append
+    lifecycle, ages = cluster.broker.core.lifecycle, list[int]()
+    lifecycle._on_contact = ages.append
     cluster.sim.loop.run_for_ms(10_000)
     interval_ms = settings.SERVER.by_name["broker_heartbeat_interval_ms"].default
     assert len(ages) >= 8
     assert all(interval_ms <= age < interval_ms + 100 for age in ages)
-    before = link._contact_ms
+    before = lifecycle._contact_ms
     assert before is not None
     ages.clear()
     cluster.cut(first, f"b{BROKER}")
     cluster.sim.loop.run_for_ms(1_000)
     cluster.sim.network.heal(f"c{first}", f"b{BROKER}")
-    cluster.sim.run_until(lambda: link._contact_ms != before)
+    cluster.sim.run_until(lambda: lifecycle._contact_ms != before)
     assert len(ages) == 1
-    now_ms = link._world.clock.monotonic_ms()
+    now_ms = lifecycle._world.clock.monotonic_ms()
     assert ages[0] == now_ms - before > 1_000
-    assert link._contact_ms < now_ms, "the answer took its time: contact is older than this"
+    assert lifecycle._contact_ms < now_ms, "the answer took its time: contact is older than this"
 
 
 def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> None:
@@ -412,13 +412,13 @@ def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) ->
     for n in IDS:  # a broker that is cut off from the true addresses by their names alone
         cluster.sim.network.refuse(f"proxy{n}:1")
     first = cluster.start()
-    link = cluster.broker.core.link
-    link._peers = {first: f"proxy{first}:1"}
+    lifecycle = cluster.broker.core.lifecycle
+    lifecycle._peers = {first: f"proxy{first}:1"}
     refusal = errors.ControllerUnavailable("x", controller=str(first), address=f"c{first}:1")
-    assert link._named_in(refusal) == f"proxy{first}:1"
+    assert lifecycle._named_in(refusal) == f"proxy{first}:1"
     other = errors.ControllerUnavailable("x", controller="99", address="c99:1")
-    assert link._named_in(other) == "c99:1"
-    assert link._named_in(errors.RequestTimedOut("x")) == ""
+    assert lifecycle._named_in(other) == "c99:1"
+    assert lifecycle._named_in(errors.RequestTimedOut("x")) == ""
 
 
 def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> None:
@@ -438,19 +438,19 @@ def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
     """K6."""
     cluster = make(8)
     first = cluster.start()
-    link = cluster.broker.core.link
+    lifecycle = cluster.broker.core.lifecycle
     request = wire.DescribeConfigsRequest()
 
     async def hurried() -> None:
         with pytest.raises(errors.ControllerUnavailable):
-            await link.call(request, 1)
+            await lifecycle.call(request, 1)
 
     cluster.sim.network.link(f"b{BROKER}", f"c{first}").delay_us = (20_000, 20_000)
     task = cluster.sim.spawn(f"b{BROKER}", hurried())
     cluster.sim.run_until(task.done)
     task.result()
-    assert link.address == f"c{first}:1"
-    assert link._registered.is_set()
+    assert lifecycle.address == f"c{first}:1"
+    assert lifecycle._registered.is_set()
 
 
 def test_controllers_that_came_later_are_found_by_what_the_metadata_say(make: Any) -> None:

@@ -272,7 +272,7 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
     one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
     partitions = cluster.broker.core.partitions
     roots = {
-        key.topic_id: partition.lane.disk.storage.root for key, partition in partitions.items()
+        key.topic_id: partition.writer.disk.storage.root for key, partition in partitions.items()
     }
     assert roots[one] != roots[two]
     assert cluster.do(cluster.produce(kit, one, 1)) == [0]
@@ -325,7 +325,7 @@ def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
         cluster.do(cluster.produce(kit, topic_id, 1))
     assert cluster.broker is not None
     core = cluster.broker.core
-    root = core.partitions[PartitionKey(one, 0)].lane.disk.storage.root
+    root = core.partitions[PartitionKey(one, 0)].writer.disk.storage.root
     warned: list[tuple[str, dict[str, Any]]] = []
     core.warn = lambda event, **facts: warned.append((event, facts))
     cluster.storages[root].fault = lambda operation, path: (

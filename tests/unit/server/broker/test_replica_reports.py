@@ -28,7 +28,7 @@ def test_a_replica_on_a_dead_disk_gives_up_the_lead_until_it_is_back(
     one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
     core = cluster.broker.core
     key = PartitionKey(one, 0)
-    root = core.partitions[key].lane.disk.storage.root
+    root = core.partitions[key].writer.disk.storage.root
     assert cluster.do(cluster.produce(kit, one, 1)) == [0]
     assert core.offline_replicas() == []
     cluster.storages[root].fault = lambda operation, path: (
@@ -42,9 +42,9 @@ def test_a_replica_on_a_dead_disk_gives_up_the_lead_until_it_is_back(
         await cluster.client.clock.sleep_ms(500)
 
     cluster.do(wait())
-    state = core.follower.image.partition(key)
+    state = core.publisher.image.partition(key)
     assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
-    assert core.follower.image.partition(PartitionKey(two, 0)).leader == 1
+    assert core.publisher.image.partition(PartitionKey(two, 0)).leader == 1
     with pytest.raises(errors.StorageFailed):  # clients still learn why
         cluster.do(cluster.produce(kit, one, 1))
     for name in list(cluster.storages):
@@ -53,7 +53,7 @@ def test_a_replica_on_a_dead_disk_gives_up_the_lead_until_it_is_back(
             cluster.kill("broker", name)
     cluster.start_broker()
     cluster.do(wait())
-    state = cluster.broker.core.follower.image.partition(key)
+    state = cluster.broker.core.publisher.image.partition(key)
     assert (state.leader, state.isr, state.unclean) == (1, (1,), True)
     assert cluster.do(cluster.read(kit, one)) == 3
 
@@ -70,7 +70,7 @@ def test_a_position_is_that_of_a_replica_that_stands_still(
     end = core.partitions[key].log.written_end
     assert end > 0
     assert core.positions(asked(key)) == [], "it is led"
-    partitions = core.follower.image.topics[topic_id].partitions
+    partitions = core.publisher.image.topics[topic_id].partitions
     partitions[0] = replace(partitions[0], leader=NONE)
     (found,) = core.positions(asked(key, PartitionKey("gone", 0)))
     assert (found.topic_id, found.last_epoch, found.log_end) == (topic_id, 0, end)

@@ -68,7 +68,7 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
     behind: Cluster, kit: Any
 ) -> None:
     cluster = behind
-    follower = cluster.broker.core.follower
+    follower = cluster.broker.core.publisher
     told: list[Any] = []
 
     async def story() -> None:
@@ -122,7 +122,7 @@ def test_a_broker_that_starts_behind_the_log_begins_with_the_snapshot(
         return str(kept)
 
     kept = cluster.do(before())
-    at = cluster.broker.core.follower.next_offset
+    at = cluster.broker.core.publisher.next_offset
     cluster.kill("broker", "d1", power=power)
     cluster.boot = "boot-2" if power else cluster.boot
 
@@ -140,7 +140,7 @@ def test_a_broker_that_starts_behind_the_log_begins_with_the_snapshot(
         assert await cluster.read(kit, kept) in (range(7) if power else (6,))
 
     cluster.do(after())
-    assert cluster.broker.core.follower.image == cluster.controller.machine.image
+    assert cluster.broker.core.publisher.image == cluster.controller.machine.image
 
 
 def test_a_controller_that_was_killed_goes_on_from_its_snapshot(behind: Cluster, kit: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_damaged_snapshot_is_not_taken_and_what_is_behind_the_one_before_it_is
     behind: Cluster, kit: Any
 ) -> None:
     cluster = behind
-    follower = cluster.broker.core.follower
+    follower = cluster.broker.core.publisher
 
     async def story() -> None:
         await cluster.create("kept")

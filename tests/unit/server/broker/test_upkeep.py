@@ -60,7 +60,7 @@ def test_expired_segments_go_and_log_start_is_durable_first(
         names = rig.storage.list("topics/t-0")
         assert sum(name.endswith(".log.deleted") for name in names) == 3
         await rig.mine.clock.sleep_ms(1_500)
-        upkeep._remove_doomed(rig.mine.clock.monotonic_ms())
+        upkeep._remove_pending_delete(rig.mine.clock.monotonic_ms())
         await asyncio.gather(*upkeep._jobs.values())
         assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
 
@@ -76,7 +76,7 @@ def test_an_active_segment_that_expired_is_rolled_and_goes(
     async def story() -> None:
         await segments(rig, kit, 1, age_ms=2 * HOUR)
         await visit(upkeep, partition)
-        await partition.lane.idle()
+        await partition.writer.idle()
         assert partition.key in rig.core.retain_now
         await visit(upkeep, partition)
         assert partition.log.log_start == 1
@@ -153,7 +153,7 @@ def test_topic_retention_counts_tier_and_local_log_together(
 def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
     rig: Any, kit: Any, upkeep: Upkeep
 ) -> None:
-    """R4, T9: the log may be cut in its lane by now."""
+    """R4, T9: the log may be cut in its directory's writer by now."""
     partition = small(rig, tiered=True, local_retention_ms=HOUR, retention_ms=10 * HOUR)
 
     def deposed(timestamp_ms: int) -> wire.TierOffsetForTimeReply:
@@ -212,7 +212,7 @@ def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep)
     async def story() -> None:
         await segments(rig, kit, 3)
         upkeep.start()
-        rig.core.link.fenced = False
+        rig.core.lifecycle.fenced = False
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         rig.world.clocks["broker"].step(10 * HOUR)
         rig.core.retain_soon(partition.key)
@@ -315,7 +315,7 @@ def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep
         partition.heard_watermark(4)
         partition.heard_retention(3, -1, 0)
         rig.core.retain_now.clear()  # that visit came before the write
-        await partition.lane.idle()
+        await partition.writer.idle()
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 3
         await upkeep.close()
@@ -407,7 +407,7 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep:
     """They are due together, and none of them is asked for again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
 
-    rig.core.follower.image.elsewhere = (2,)
+    rig.core.publisher.image.elsewhere = (2,)
 
     async def story() -> None:
         await segments(rig, kit, 1)
@@ -492,7 +492,7 @@ def test_a_directory_that_went_does_not_stop_the_wheel(rig: Any, kit: Any, upkee
     async def story() -> None:
         storage = SimStorage("d2", rig.world.random("d2"))
         storage.free_bytes = gone  # type: ignore[method-assign]
-        rig.core.lane_of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
+        rig.core.writer_of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
         upkeep.start()
         await rig.mine.clock.sleep_ms(GAUGES_MS)
         await segments(rig, kit, 1)

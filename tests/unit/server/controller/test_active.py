@@ -204,8 +204,8 @@ def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) 
 def gone_before_the_reply(scene: Scene, kind: type) -> Callable[[], bool]:
     """Who asks for a `kind` is never answered, though it is committed; returns whether it was."""
     assert scene.node is not None
-    assert scene.node.term is not None
-    host, committed = scene.node.term.host, asyncio.Event()
+    assert scene.node.active is not None
+    host, committed = scene.node.active.host, asyncio.Event()
     ask = host.ask
 
     async def asked(command: Any) -> Any:
@@ -272,8 +272,8 @@ def test_elections_without_room_are_tried_though_the_broker_is_gone(
         assert not again.image.brokers[1].fenced
         assert again.state().leader == NONE
         assert scene.node is not None
-        assert scene.node.term is not None
-        term = scene.node.term
+        assert scene.node.active is not None
+        term = scene.node.active
         assert term._elections_due_ms is None, "nothing is new"
         monkeypatch.undo()
         await world.network.listen("broker1:1", serve)  # it lives: it is not fenced
@@ -297,8 +297,8 @@ def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
             assert broker._task is not None
             broker._task.cancel()  # its stream stays
         assert scene.node is not None
-        assert scene.node.term is not None
-        term, fenced = scene.node.term, []
+        assert scene.node.active is not None
+        term, fenced = scene.node.active, []
         for broker in brokers:  # at one tick
             term.sessions._by_broker[broker.node_id].deadline_ms = world.clock.monotonic_ms()
         ask = term.host.ask
@@ -330,8 +330,8 @@ def test_a_silent_broker_is_fenced_at_the_end_of_its_session(scene: Scene) -> No
         broker._task.cancel()  # its stream stays
         node = scene.node
         assert node is not None
-        assert node.term is not None
-        (session,) = node.term.sessions._by_broker.values()
+        assert node.active is not None
+        (session,) = node.active.sessions._by_broker.values()
         ends_ms = session.deadline_ms
         while not node.machine.image.brokers[1].fenced:
             await world.clock.sleep_ms(5)

@@ -104,8 +104,8 @@ def test_who_is_about_to_be_fenced_is_not_told_that_all_is_well(scene: Scene) ->
         one, two = await two_up(scene, world)
         stuck = await stand_still(scene, world)
         assert scene.node is not None
-        assert scene.node.term is not None
-        sessions = scene.node.term.sessions
+        assert scene.node.active is not None
+        sessions = scene.node.active.sessions
         sessions._by_broker[1].deadline_ms = world.clock.monotonic_ms()
         await world.clock.sleep_ms(2 * TICK_MS)
         with pytest.raises(errors.RequestTimedOut):
@@ -125,19 +125,19 @@ def test_a_term_that_replays_its_log_says_nothing_of_registrations(scene: Scene)
         broker, other = await two_up(scene, world)
         node = scene.node
         assert node is not None
-        assert node.term is not None
+        assert node.active is not None
         request = wire.BrokerHeartbeatRequest(broker_id=1, broker_epoch=broker.epoch)
-        beat = commands.Beat(request, node.term._known())
-        assert node.term._settled(beat) is not None
+        beat = commands.Beat(request, node.active._known())
+        assert node.active._settled(beat) is not None
         log: list[Any] = []
         await node.metadata.replay(lambda offset, record: log.append(record))
         part, whole = Controller(node.machine.rules), node.machine
         for offset, record in enumerate(log[:-1]):
             part.apply(offset, record)
-        node.term.host.machine = part
+        node.active.host.machine = part
         assert not part.image.brokers[1].fenced
-        assert node.term._settled(beat) is None
-        node.term.host.machine = whole
+        assert node.active._settled(beat) is None
+        node.active.host.machine = whole
         for each in (broker, other):
             await each.caller.close()
 

@@ -60,7 +60,7 @@ class Controllers:
 
     def active(self) -> int:
         def terms() -> list[int]:
-            return [n for n, node in self.nodes.items() if node.term is not None]
+            return [n for n, node in self.nodes.items() if node.active is not None]
 
         self.sim.run_until(lambda: bool(terms()))
         return max(terms(), key=lambda n: self.nodes[n].metadata.epoch)
@@ -166,7 +166,7 @@ def test_a_controller_that_was_deposed_refuses_and_names_its_successor(make: Any
     for n in others:
         world.sim.network.cut(f"c{old}", f"c{n}")
     world.sim.loop.run_for_ms(8_000)
-    assert world.nodes[old].term is None
+    assert world.nodes[old].active is None
     new = world.active()
     assert new in others
     for n in others:
@@ -189,7 +189,7 @@ def test_what_was_asked_of_a_leader_without_a_majority_is_not_done_twice(make: A
         if n != old:
             world.sim.network.cut(f"c{old}", f"c{n}")
     end = world.nodes[old].metadata.end
-    term = world.nodes[old].term
+    term = world.nodes[old].active
     assert term is not None
     task = world.sim.spawn(f"c{old}", term.handlers(1)["register_broker"](register(8), None))
     world.sim.loop.run_for_ms(10_000)
@@ -276,8 +276,8 @@ def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, mak
     else:
         for n in others:
             world.sim.network.cut(f"c{first}", f"c{n}")
-    world.sim.run_until(lambda: any(world.nodes[n].term for n in others))
-    (second,) = (n for n in others if world.nodes[n].term is not None)
+    world.sim.run_until(lambda: any(world.nodes[n].active for n in others))
+    (second,) = (n for n in others if world.nodes[n].active is not None)
     image = world.nodes[second].machine.image
     world.sim.run_until(lambda: image.brokers[7].fenced)
     timeout_ms = RUN.server["broker_session_timeout_ms"]
@@ -301,10 +301,10 @@ def test_a_slow_disk_makes_no_session_longer(make: Any) -> None:
     (node,) = (node for node in nodes if node.metadata.leads)
     elected_ms = world.sim.loop.now_us // 1000
     world.storages[node.run.node_id].lag_ms = 100
-    world.sim.run_until(lambda: node.term is not None and 7 in node.term.sessions._by_broker)
+    world.sim.run_until(lambda: node.active is not None and 7 in node.active.sessions._by_broker)
     assert world.sim.loop.now_us // 1000 - elected_ms >= 300
     timing, timeout_ms = Timing(), RUN.server["broker_session_timeout_ms"]
-    ends_ms = node.term.sessions._by_broker[7].deadline_ms
+    ends_ms = node.active.sessions._by_broker[7].deadline_ms
     assert ends_ms - elected_ms == timeout_ms - (timing.fetch_ms - timing.lease_ms)
 
 

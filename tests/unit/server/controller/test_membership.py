@@ -62,7 +62,7 @@ class Controllers:
 
     def active(self) -> int:
         def terms() -> list[int]:
-            return [n for n, node in self.nodes.items() if node.term is not None]
+            return [n for n, node in self.nodes.items() if node.active is not None]
 
         self.sim.run_until(lambda: bool(terms()))
         return max(terms(), key=lambda n: self.nodes[n].metadata.epoch)
@@ -88,7 +88,7 @@ class Controllers:
         return reply
 
     def observers(self) -> list[wire.QuorumReplica]:
-        leading = [n for n in self.nodes.values() if n.metadata.quorum.tenure is not None]
+        leading = [n for n in self.nodes.values() if n.metadata.quorum.leader_state is not None]
         if not leading:
             return []
         node = max(leading, key=lambda n: n.metadata.epoch)
@@ -173,7 +173,7 @@ def test_an_emptied_disk_does_not_vote_until_it_was_added(make: Any) -> None:
     other = next(n for n in (1, 2, 3) if n not in (leader, lost))
     world.down(other)
     world.sim.loop.run_for_ms(8_000)
-    assert not [n for n, node in world.nodes.items() if node.term is not None], "no majority"
+    assert not [n for n, node in world.nodes.items() if node.active is not None], "no majority"
     world.boot(other, f"dir-{other}")
     world.sim.loop.run_for_ms(4_000)
     world.ask(wire.RemoveVoterRequest(node_id=lost, directory_id=f"dir-{lost}"))
@@ -273,7 +273,7 @@ def test_who_was_away_finds_a_leader_that_was_added_meanwhile(make: Any) -> None
     world.down(other)
     world.boot(away, f"dir-{away}")
     world.sim.loop.run_for_ms(20_000)
-    assert [n for n, node in world.nodes.items() if node.term is not None] == [4]
+    assert [n for n, node in world.nodes.items() if node.active is not None] == [4]
     assert world.nodes[away].metadata.address_of(4) == "c4:1"
 
 
@@ -336,12 +336,12 @@ def test_who_came_once_and_died_is_told_again(make: Any) -> None:
         world.down(gone)
     now = world.active()
     world.boot(away, f"dir-{away}")
-    tenure = world.nodes[now].metadata.quorum.tenure
-    world.sim.run_until(lambda: Voter(away, f"dir-{away}") in tenure.ends)
+    state = world.nodes[now].metadata.quorum.leader_state
+    world.sim.run_until(lambda: Voter(away, f"dir-{away}") in state.ends)
     world.down(away)
     world.boot(away, f"dir-{away}")
     world.sim.run_until(lambda: away in world.nodes)
     assert {each.node_id for each in world.nodes[away].metadata.voters.now} == {1, 2, 3}
     world.sim.loop.run_for_ms(20_000)
-    assert world.nodes[now].metadata.quorum.tenure is tenure, "nobody had to be elected"
+    assert world.nodes[now].metadata.quorum.leader_state is state, "nobody had to be elected"
     assert {each.node_id for each in world.nodes[away].metadata.voters.now} == {away, 4, 5}

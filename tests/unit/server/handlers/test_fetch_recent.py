@@ -81,7 +81,7 @@ def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: 
     """
     partition = rig.partition()
 
-    rig.core.follower.image.elsewhere = (2,)
+    rig.core.publisher.image.elsewhere = (2,)
 
     async def story() -> None:
         producer = await rig.stream(StreamKind.PRODUCE)
@@ -207,7 +207,7 @@ def test_a_deleted_partition_is_not_read_from_memory(rig: Any, kit: Any) -> None
         await kit.fetched(stream)
         partition.log.retire()
         del rig.core.partitions[partition.key]
-        assert partition.lane.recent.bytes == 0
+        assert partition.writer.recent.bytes == 0
         await stream.send(kit.fetch(kit.position()))
         reply, payload = await kit.fetched(stream)
         assert (reply.partitions[0].error.code, len(payload)) == (errors.UnknownTopicId.code, 0)

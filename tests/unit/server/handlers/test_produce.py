@@ -65,7 +65,7 @@ def test_nothing_is_visible_before_it_is_written(rig: Any, kit: Any) -> None:
 
 
 def test_many_partitions_share_a_round(rig: Any, kit: Any) -> None:
-    """Rule P2: one wake-up of the lane writes many partitions."""
+    """Rule P2: one wake-up of the writer writes many partitions."""
     partitions = [rig.partition(number) for number in range(20)]
 
     async def story() -> None:
@@ -73,8 +73,8 @@ def test_many_partitions_share_a_round(rig: Any, kit: Any) -> None:
         await stream.send(kit.produce(*((number, kit.batch()) for number in range(20))))
         answers = await kit.results(stream, 20)
         assert sorted(a.index for a in answers) == list(range(20))
-        assert partitions[0].lane.rounds <= 2
-        assert partitions[0].lane.queued_bytes == 0
+        assert partitions[0].writer.rounds <= 2
+        assert partitions[0].writer.queued_bytes == 0
 
     rig.run(story)
 
@@ -198,7 +198,7 @@ def test_what_is_being_written_when_leadership_goes_was_not_refused(
         else:
             partition.step_down(2)
         assert [code(a) for a in await kit.results(stream, 1)] == [errors.OutcomeUnknown.code]
-        await partition.lane.idle()
+        await partition.writer.idle()
         assert partition.log.written_end == 3, "it was stored"
 
     rig.run(story)
@@ -278,7 +278,7 @@ def test_a_full_disk_refuses_and_serves_again_by_itself(rig: Any, kit: Any) -> N
         await stream.send(kit.produce((0, kit.batch()), correlation_id=3))
         (answer,) = await kit.results(stream, 1)
         assert (code(answer), answer.base_offset) == (0, 3)
-        assert partition.lane.queued_bytes == 0
+        assert partition.writer.queued_bytes == 0
 
     rig.run(story)
 
@@ -335,7 +335,7 @@ def test_a_broken_stream_cancels_what_is_queued_not_what_is_appended(rig: Any, k
 def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None:
     """The write queue is bounded; what does not fit stays with the producer."""
     partition = rig.partition()
-    partition.lane._bytes_max = 300_000
+    partition.writer._bytes_max = 300_000
     rig.disk._write_ms = (100.0, 100.0)
     raw = kit.batch(1, size=100_000)
 
@@ -350,7 +350,7 @@ def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None
         most = 0
         for _ in range(100):
             await rig.mine.clock.sleep_ms(5)
-            most = max(most, partition.lane.queued_bytes)
+            most = max(most, partition.writer.queued_bytes)
         assert 300_000 <= most <= 300_000 + 2 * len(raw)
         assert not sender.done()
         answers = await kit.results(stream, 60)

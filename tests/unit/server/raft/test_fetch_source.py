@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.metadata.loader import History
-from pk.server.raft.fetch_source import Source
+from pk.server.metadata.loader import MetadataLoader
+from pk.server.raft.fetch_source import FetchSource
 from pk.server.raft.messages import SnapshotId
 from pk.types import NONE
 
@@ -53,7 +53,7 @@ class Rig:
 
         history: Any = SimpleNamespace(rebase=rebase)
         files: Any = self.files
-        self.source = Source(history, files, lambda event, **_: self.said.append(event))
+        self.source = FetchSource(history, files, lambda event, **_: self.said.append(event))
 
     def piece(self, position: int = 0, end: int = NONE) -> bytes:
         asked = SimpleNamespace(end=end, epoch=1, position=position, max_bytes=100)
@@ -85,7 +85,7 @@ def test_without_a_snapshot_the_log_reaches_back_to_where_its_files_begin() -> N
     """Where it was made shorter no file was dropped yet: who is behind is read to from there."""
     log: Any = SimpleNamespace(segments=[SimpleNamespace(base_offset=0)], log_start=OLD.end)
     files: Any = SimpleNamespace(kept=(OLD, NEW))
-    history = History(None, None, files, log, lambda *_, **__: None)  # type: ignore[arg-type]
+    history = MetadataLoader(None, None, files, log, lambda *_, **k: None)  # type: ignore[arg-type]
     assert (history.base, log.log_start) == (OLD, OLD.end)
     files.kept = (OLD,)
     history.rebase()

@@ -15,7 +15,7 @@ from pk.effects import Level
 from pk.log import batch as batches
 from pk.server.metadata.records import record_of
 from pk.server.metadata.snapshot import file_name
-from pk.server.metadata.snapshot_generator import SnapshotMaker
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft.log import MetadataLog
 from pk.server.raft.messages import (
     BeginEpoch,
@@ -337,8 +337,10 @@ def test_a_replay_gives_way_to_votes() -> None:
     files = log._files
     assert files.newest is None
     writing = files._clock = Turns(clock)  # type: ignore[assignment]
-    maker = SnapshotMaker(log, history, files, clock, SnapshotRules(), lambda event, **facts: None)
-    disk.world.run(maker.make())
+    generator = SnapshotGenerator(
+        log, history, files, clock, SnapshotRules(), lambda event, **facts: None
+    )
+    disk.world.run(generator.make())
     assert len(writing.at) > 4_500 // 128
     turns = history._clock = Turns(clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
@@ -352,13 +354,13 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
     """Q1: who votes is in the snapshot, when nothing in the log says so any more."""
     disk = Disk()
     log = disk.open()
-    maker = SnapshotMaker(
+    generator = SnapshotGenerator(
         log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
     )
     for name in ("a", "b", "c"):
         log.append([topic(name)], 5)
         disk.world.run(log.commit())
-        disk.world.run(maker.make())
+        disk.world.run(generator.make())
     assert log.log_start > 3
     disk.world.run(log.close())
     disk.storage.crash()
@@ -376,14 +378,14 @@ def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
     disk = Disk()
     log = disk.open()
     files = log._files
-    maker = SnapshotMaker(
+    generator = SnapshotGenerator(
         log, log._told, files, log._clock, SnapshotRules(), lambda event, **facts: None
     )
     later = SnapshotId(log.end + 10, log.epoch)
 
     async def story() -> None:
         async with log._writing:  # as `_install` has it
-            making = asyncio.get_running_loop().create_task(maker.make())
+            making = asyncio.get_running_loop().create_task(generator.make())
             await log._clock.sleep_ms(1_000)
             disk.storage.replace_file(file_name(later), b"loaded")
             files.kept = (later,)
@@ -405,7 +407,7 @@ def test_none_is_made_below_one_that_was_loaded() -> None:
     disk.world.run(log.commit())
     behind: Any = SimpleNamespace(committed=log.end - 1, epoch_at=log.epoch_at)
     makers = [
-        SnapshotMaker(
+        SnapshotGenerator(
             source, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
         )
         for source in (log, behind)
@@ -421,18 +423,18 @@ def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
     log = disk.open()
     log.append([topic(f"t{n}") for n in range(500)], 5)
     disk.world.run(log.commit())
-    maker = SnapshotMaker(
+    generator = SnapshotGenerator(
         log, log._told, log._files, log._clock, SnapshotRules(1), lambda event, **facts: None
     )
     found: list[bool] = []
 
     class Asking(Turns):
         async def sleep_ms(self, ms: float) -> None:
-            found.append(await maker._due())
+            found.append(await generator._due())
 
     history = log._told
     turns = history._clock = Asking(log._clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
     assert found
     assert not any(found)
-    assert disk.world.run(maker._due())
+    assert disk.world.run(generator._due())

@@ -17,7 +17,7 @@ SEEDS = int(os.environ.get("PK_QUORUM_SEEDS", "40"))
 
 
 def history(seed: int) -> World:
-    """A minute of unrest, half a minute of calm."""
+    """A minute of faults, half a minute without."""
     world = World(seed, voters=[1, 3, 3, 5][seed % 4])
     rng = world.rng
     until = 60_000
@@ -35,7 +35,7 @@ def history(seed: int) -> World:
 
 
 def alive(world: World) -> None:
-    """After healing: one leader, and what it is given everybody commits."""
+    """After the faults: one leader, and what it is given everybody commits."""
     leaders = world.leaders()
     newest = max(leaders, key=lambda node: node.machine.epoch)
     assert all(n is newest or n.me not in newest.machine.voters for n in leaders), "two leaders"

@@ -11,7 +11,7 @@ import pytest
 from pk import errors
 from pk.server.metadata.records import record_of
 from pk.server.metadata.snapshot import file_name
-from pk.server.metadata.snapshot_generator import SnapshotMaker
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft.recovery import SnapshotRules
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.raft.test_log import WORLDS, Disk
@@ -28,13 +28,13 @@ def test_a_snapshot_that_is_found_damaged_is_not_named_again() -> None:
     """Nothing is appended meanwhile, which would have told the machine what is there."""
     disk = Disk()
     log = disk.open()
-    maker = SnapshotMaker(
+    generator = SnapshotGenerator(
         log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
     )
     for name in ("a", "b"):
         log.append([record_of(wire.TopicRecord(name=name, topic_id=name))], 5)
         disk.world.run(log.commit())
-        disk.world.run(maker.make())
+        disk.world.run(generator.make())
     older, newest = log._files.kept
     assert log.log_start == older.end
     disk.storage.rot(file_name(newest), 60, 0)

@@ -11,7 +11,7 @@ import pytest
 from pk import errors
 from pk.server.metadata import snapshot
 from pk.server.raft.messages import LoadSnapshot, SnapshotId, Voter
-from pk.server.raft.snapshot_fetcher import SnapshotLoader
+from pk.server.raft.snapshot_fetcher import SnapshotFetcher
 from pk.server.raft.snapshot_files import SNAPSHOT_BYTES_MAX, SnapshotFiles
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -42,7 +42,7 @@ class Scene:
         self.piece = 100
         self.files = SnapshotFiles(disk, self.world.clock)
         peers: Any = SimpleNamespace(ask=self.ask)
-        self.loader = SnapshotLoader(
+        self.loader = SnapshotFetcher(
             self.files, peers, self.world.clock, visit_ms=visit_ms, piece_ms=100
         )
 

@@ -2,8 +2,9 @@
 
 The file format and `--rewrite` are those of tests/unit/server/raft/raft_trace.py.  A trace drives
 the production cores: the leader's view (`pk.server.replica.leader`), where two logs diverge
-(`parting`), and how far a follower may truncate (`follower`).  A log is a list of leader epochs,
-one a record, so a trace can print it: `1 1 2` holds two records of epoch 1 and one of epoch 2.
+(`find_divergence`), and how far a follower may truncate (`follower`).  A log is a list of leader
+epochs, one a record, so a trace can print it: `1 1 2` holds two records of epoch 1 and one of epoch
+2.
 
 Commands (replica numbers)
   replicas N              replicas 1..N with empty logs
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from pk.errors import PkError
 from pk.log.epochs import LeaderEpochs
 from pk.server.replica import follower
-from pk.server.replica.divergence import StartAt, parting
+from pk.server.replica.divergence import StartAt, find_divergence
 from pk.server.replica.leader import Leader
 from pk.types import NONE
 
@@ -135,7 +136,9 @@ class Trace:
         theirs = self.logs[leader.node_id]
         while True:
             self.out.append(f"{number}>{leader.node_id} position ({log.last_epoch}, {log.end})")
-            apart = parting(theirs.epochs, theirs.start, theirs.end, log.last_epoch, log.end)
+            apart = find_divergence(
+                theirs.epochs, theirs.start, theirs.end, log.last_epoch, log.end
+            )
             if apart is None:
                 log.compared = True
                 self.out.append(f"{leader.node_id}>{number} the logs agree up to {log.end}")

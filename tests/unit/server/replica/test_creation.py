@@ -17,7 +17,7 @@ from pk.log import identity
 from pk.log.creation import VISIT_MAX, NewPartition, Outcome
 from pk.log.identity import Identity
 from pk.log.manager import LogManager
-from pk.server.broker.metadata_publisher import MetadataFollower
+from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.server.replica.creation import may_take_part
 from pk.types import NONE, PartitionKey, TopicPartition
@@ -89,7 +89,7 @@ def test_what_is_full_waits_and_the_others_go_on(
     cluster.world.loop.run_for_ms(6_000)
     assert visits == [[0, 70, 71], [70]]
     assert core.partitions[mine[70]].leader is not None
-    assert core.follower.unopened == {}
+    assert core.publisher.unopened == {}
 
 
 def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Cluster) -> None:
@@ -121,7 +121,7 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
     assert len(core.manager.logs()) == 1  # nobody's yet
     cluster.world.loop.run_for_ms(4_000)
     assert [type(outcome).__name__ for outcome in tried[0]] == ["PartitionLog", "StorageFull"]
-    assert core.manager.logs() == core.partitions == core.follower.unopened == {}
+    assert core.manager.logs() == core.partitions == core.publisher.unopened == {}
     left = [name for name in storage.list("topics") if not name.endswith("-delete")]
     assert left == ["flights-1"]  # unfinished: the next start removes it
     cluster.kill("broker", "d1")
@@ -170,7 +170,7 @@ def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit
     cluster.start()
     old = cluster.do(cluster.create("flights", 3))
     cluster.do(cluster.produce(kit, old, 2))
-    follower = cluster.broker.core.follower
+    follower = cluster.broker.core.publisher
     poll = follower._poll
 
     async def hold(wait_ms: int) -> Any:  # the next chunk is one of all that was said by then
@@ -211,9 +211,9 @@ def test_two_who_miss_one_partition_create_it_once(
     del visits[:]
 
     async def both() -> None:
-        again = core.follower._creations.create_missing([key], again=True)
-        del core.follower.unopened[key]
-        await asyncio.gather(again, core.follower._creations.create_missing([key]))
+        again = core.publisher._creator.create_missing([key], again=True)
+        del core.publisher.unopened[key]
+        await asyncio.gather(again, core.publisher._creator.create_missing([key]))
 
     task = cluster.world.spawn("broker", both())
     cluster.world.run_until(task.done)
@@ -233,18 +233,18 @@ def test_what_is_offline_is_not_created_by_the_next_record(
     del visits[:]
 
     async def touched() -> None:
-        core.follower.unopened[key] = problem
+        core.publisher.unopened[key] = problem
         del core.partitions[key]
-        await core.follower._creations.create_missing([key])
-        await core.follower._settle(key)
+        await core.publisher._creator.create_missing([key])
+        await core.publisher._settle(key)
 
     task = cluster.world.spawn("broker", touched())
     cluster.world.run_until(task.done)
     task.result()
-    assert (visits, core.follower.unopened) == ([], {key: problem})
+    assert (visits, core.publisher.unopened) == ([], {key: problem})
 
 
-async def _knows_nothing(_: MetadataFollower) -> None:
+async def _knows_nothing(_: MetadataPublisher) -> None:
     """The image of a controller that was deposed without hearing of it, at its extreme."""
 
 
@@ -257,7 +257,7 @@ def test_what_an_old_image_does_not_know_is_kept(
     kept = cluster.do(cluster.create("flights", 2))
     assert cluster.do(cluster.produce(kit, kept, 1)) == [0]
     cluster.kill("broker", "d1")
-    monkeypatch.setattr(MetadataFollower, "catch_up", _knows_nothing)
+    monkeypatch.setattr(MetadataPublisher, "catch_up", _knows_nothing)
     cluster.start_broker()
     assert cluster.do(cluster.produce(kit, kept, 1)) == [3]
     cluster.world.loop.run_for_ms(61_000)
@@ -282,7 +282,7 @@ def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
     """M3, rules Q2, L15: the topic was deleted, or other metadata may know it."""
     cluster.start()
     cluster.do(cluster.create("flights"))
-    image = cluster.broker.core.follower.image
+    image = cluster.broker.core.publisher.image
     found = Identity(
         "nobody's",
         TopicPartition("ghosts", 0),
@@ -311,7 +311,7 @@ def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
     cluster.start()
     one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
     roots = {
-        key.topic_id: partition.lane.disk.storage.root
+        key.topic_id: partition.writer.disk.storage.root
         for key, partition in cluster.broker.core.partitions.items()
     }
     assert roots[one] != roots[two]
@@ -320,7 +320,7 @@ def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
     cluster.storages[roots[two]].crash()
     dead = OSError("I/O error")
     cluster.storages[roots[one]].fault = lambda operation, path: dead
-    monkeypatch.setattr(MetadataFollower, "catch_up", _knows_nothing)
+    monkeypatch.setattr(MetadataPublisher, "catch_up", _knows_nothing)
     cluster.start_broker()
     assert cluster.do(cluster.produce(kit, two, 1)) == [3]
     with pytest.raises(errors.StorageFailed, match=roots[one]):
@@ -333,7 +333,7 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
     """Rules Q2, L8: the topic was created again, and the image has not heard of it."""
     cluster.start()
     cluster.do(cluster.create("flights"))
-    reached = cluster.broker.core.follower.next_offset
+    reached = cluster.broker.core.publisher.next_offset
 
     async def remove() -> None:
         caller = cluster.caller()
@@ -350,13 +350,13 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
         if offset < reached:
             apply(self, offset, record)
 
-    async def upto(self: MetadataFollower) -> None:
+    async def upto(self: MetadataPublisher) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(MetadataImage, "apply", first_life)
             await self._poll(0)
         self.next_offset = reached
 
-    monkeypatch.setattr(MetadataFollower, "catch_up", upto)
+    monkeypatch.setattr(MetadataPublisher, "catch_up", upto)
     cluster.start_broker()
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
 
@@ -383,7 +383,7 @@ def test_a_directory_fails_while_the_other_still_creates(
     with contextlib.suppress(errors.RequestTimedOut):
         cluster.do(cluster.create("b", partitions=2))
     cluster.world.loop.run_for_ms(5_000)
-    on_failed = [p for p in core.partitions.values() if p.lane.disk.storage.root == "d1"]
+    on_failed = [p for p in core.partitions.values() if p.writer.disk.storage.root == "d1"]
     assert sorted(each.topic for each in on_failed) == ["a", "b"]
     assert all(isinstance(each.problem, errors.StorageFailed) for each in on_failed)
     assert len(core.offline_replicas()) == 2
@@ -402,8 +402,8 @@ def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
     async def settle(key: PartitionKey) -> None:
         raise errors.StorageFull("of something in between")
 
-    monkeypatch.setattr(core.follower, "_settle", settle)
-    monkeypatch.setattr(core.link, "fatal", fatal.append)
+    monkeypatch.setattr(core.publisher, "_settle", settle)
+    monkeypatch.setattr(core.lifecycle, "fatal", fatal.append)
     monkeypatch.setattr(core, "bug", lambda where, bug: None)
     with contextlib.suppress(errors.RequestTimedOut):
         cluster.do(cluster.create("flights"))
@@ -419,7 +419,7 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    follower, partition = core.follower, core.partitions[key]
+    follower, partition = core.publisher, core.partitions[key]
     led = follower.image.partition(key)
     over = replace(led, leader=-1, leader_epoch=led.leader_epoch + 1)
     partition.step_down(-1)
@@ -428,7 +428,7 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
         follower.image.topics[topic_id].partitions[0] = over
         await follower.lead_or_follow(partition, over)
 
-    monkeypatch.setattr(core.replicas, "stand_still", meanwhile)
+    monkeypatch.setattr(core.fetchers, "stand_still", meanwhile)
     task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()
@@ -442,14 +442,14 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    follower, partition = core.follower, core.partitions[key]
+    follower, partition = core.publisher, core.partitions[key]
     led = follower.image.partition(key)
     partition.step_down(-1)
 
     async def meanwhile(_partition: Any) -> None:
         follower.image.topics[topic_id].partitions[0] = replace(led)
 
-    monkeypatch.setattr(core.replicas, "stand_still", meanwhile)
+    monkeypatch.setattr(core.fetchers, "stand_still", meanwhile)
     task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()
@@ -471,14 +471,14 @@ def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
     cluster.start_broker()
     cluster.world.loop.run_for_ms(1_000)
     core = cluster.broker.core
-    assert isinstance(core.follower.unopened[key], errors.StorageFull)
+    assert isinstance(core.publisher.unopened[key], errors.StorageFull)
     assert core.offline_replicas() == [wire.FetchPartition(topic_id=topic_id, partition=0)]
-    state = core.follower.image.partition(key)
+    state = core.publisher.image.partition(key)
     assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
     cluster.storages["d1"].fault = None
     cluster.world.loop.run_for_ms(10_000)
     assert core.offline_replicas() == []
-    assert core.follower.image.partition(key).leader == 1
+    assert core.publisher.image.partition(key).leader == 1
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
 
 
@@ -491,11 +491,11 @@ def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     cluster.storages["d1"].fault = full(0)
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    assert isinstance(core.follower.unopened[key], errors.StorageFull)
+    assert isinstance(core.publisher.unopened[key], errors.StorageFull)
     cluster.storages["d1"].failed = errors.StorageFailed("gone")
     cluster.world.loop.run_for_ms(6_000)
     assert key not in core.partitions
-    assert isinstance(core.follower.unopened[key], errors.StorageFailed)
+    assert isinstance(core.publisher.unopened[key], errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
 
 

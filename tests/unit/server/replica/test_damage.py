@@ -55,7 +55,7 @@ async def ask(rig: Any, kit: Any, partition: int) -> int:
 @pytest.fixture
 def another(rig: Any) -> None:
     """Another replica is in sync: a damaged one goes offline, and is made anew."""
-    rig.core.follower.image.elsewhere = (2,)
+    rig.core.publisher.image.elsewhere = (2,)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
 
     async def story() -> None:
         await fill(rig, kit, 0, 0, 0)
-        damaged.lane.recent.forget(damaged.log)
+        damaged.writer.recent.forget(damaged.log)
         second = LOG.replace("0.log", "1.log")
         rig.storage.open(second).write_at(HEADER_MAGIC, b"rot")
         rig.storage.remove(second.replace(".log", ".index"))
@@ -339,7 +339,7 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
         await fill(rig, kit, 0, 0)
         flip(rig, 5_000)
         await entry_at(rig, kit, 0, errors.DataLoss.code)
-        image = rig.core.follower.image
+        image = rig.core.publisher.image
         rig.core.damages.settle(damaged, image.partition(damaged.key))
         assert damaged.problem is None
         image.elsewhere = (2,)

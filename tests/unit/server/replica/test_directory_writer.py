@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pk.server.replica.directory_writer import WriteLane
+from pk.server.replica.directory_writer import LogDirWriter
 from pk.sim.disk import SimStorage
 
 T = TypeVar("T")
 
 
 class SlowDisk:
-    """A lane whose rounds end when the test says so."""
+    """A writer whose rounds end when the test says so."""
 
     def __init__(self) -> None:
         self.storage = SimStorage()
@@ -31,9 +31,9 @@ class Appender:
     def __init__(self, name: str, trace: list[Any], *, fails: bool = False) -> None:
         self.name, self.trace, self.fails, self.decided = name, trace, fails, 0
 
-    def decide(self, lane: WriteLane, size: int) -> None:
+    def decide(self, writer: LogDirWriter, size: int) -> None:
         self.decided += size
-        lane.submit(self, size)
+        writer.submit(self, size)
 
     def take_round(self) -> Callable[[], Any] | None:
         size, self.decided = self.decided, 0
@@ -53,26 +53,26 @@ class Appender:
         self.trace.append((self.name, outcome, type(failure).__name__))
 
 
-def lane_on(disk: SlowDisk, **more: Any) -> WriteLane:
+def writer_on(disk: SlowDisk, **more: Any) -> LogDirWriter:
     def on_bug(where: str, bug: BaseException) -> None:
         raise AssertionError(where) from bug
 
-    return WriteLane(disk, on_bug=on_bug, **more)  # type: ignore[arg-type]
+    return LogDirWriter(disk, on_bug=on_bug, **more)  # type: ignore[arg-type]
 
 
 def test_what_is_decided_while_a_round_is_written_makes_the_next_round() -> None:
     async def story() -> list[Any]:
         disk, trace = SlowDisk(), []
-        lane = lane_on(disk)
+        writer = writer_on(disk)
         a, b = Appender("a", trace), Appender("b", trace)
-        a.decide(lane, 1)
+        a.decide(writer, 1)
         await asyncio.sleep(0)
-        a.decide(lane, 2)
-        b.decide(lane, 3)
-        a.decide(lane, 4)
+        a.decide(writer, 2)
+        b.decide(writer, 3)
+        a.decide(writer, 4)
         disk.gate.set()
-        await lane.idle()
-        assert lane.rounds == 2
+        await writer.idle()
+        assert writer.rounds == 2
         return trace
 
     assert asyncio.run(story()) == [
@@ -85,11 +85,11 @@ def test_one_failing_partition_does_not_stop_the_others() -> None:
     async def story() -> list[Any]:
         disk, trace = SlowDisk(), []
         disk.gate.set()
-        lane = lane_on(disk)
+        writer = writer_on(disk)
         bad, good = Appender("bad", trace, fails=True), Appender("good", trace)
-        bad.decide(lane, 1)
-        good.decide(lane, 1)
-        await lane.idle()
+        bad.decide(writer, 1)
+        good.decide(writer, 1)
+        await writer.idle()
         return trace
 
     assert asyncio.run(story()) == [("good", 1), ("bad", None, "OSError"), ("good", 1, "NoneType")]
@@ -97,22 +97,22 @@ def test_one_failing_partition_does_not_stop_the_others() -> None:
 
 def test_a_full_queue_makes_producers_wait_and_wakes_them_in_order() -> None:
     async def story() -> None:
-        lane = lane_on(SlowDisk(), bytes_max=10)
-        lane.submit(Appender("a", []), 10)
+        writer = writer_on(SlowDisk(), bytes_max=10)
+        writer.submit(Appender("a", []), 10)
         order: list[int] = []
 
         async def produce(number: int) -> None:
-            await lane.room()
+            await writer.room()
             order.append(number)
 
         tasks = [asyncio.create_task(produce(number)) for number in range(3)]
         await asyncio.sleep(0)
         assert order == []
-        lane.done(5)
+        writer.done(5)
         await asyncio.gather(*tasks)
         assert order == [0, 1, 2]
-        lane.disk.gate.set()  # type: ignore[attr-defined]
-        await lane.idle()
+        writer.disk.gate.set()  # type: ignore[attr-defined]
+        await writer.idle()
 
     asyncio.run(story())
 
@@ -126,9 +126,9 @@ def test_a_lane_that_is_gone_fails_its_round() -> None:
 
     async def story() -> list[Any]:
         trace: list[Any] = []
-        lane = lane_on(Closed())  # type: ignore[arg-type]
-        Appender("a", trace).decide(lane, 1)
-        await lane.idle()
+        writer = writer_on(Closed())  # type: ignore[arg-type]
+        Appender("a", trace).decide(writer, 1)
+        await writer.idle()
         return trace
 
     assert asyncio.run(story()) == [("a", None, "OSError")]
@@ -137,9 +137,9 @@ def test_a_lane_that_is_gone_fails_its_round() -> None:
 @pytest.mark.parametrize("size", [0, 9])
 def test_below_the_bound_nobody_waits(size: int) -> None:
     async def story() -> None:
-        lane = lane_on(SlowDisk(), bytes_max=10)
-        lane.queued_bytes = size
+        writer = writer_on(SlowDisk(), bytes_max=10)
+        writer.queued_bytes = size
         async with asyncio.timeout(1):
-            await lane.room()
+            await writer.room()
 
     asyncio.run(story())

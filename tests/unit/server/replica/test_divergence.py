@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
-from pk.server.replica.divergence import EpochEnd, Parting, StartAt, parting
+from pk.server.replica.divergence import Divergence, EpochEnd, StartAt, find_divergence
 from pk.server.replica.follower import check_start, cut_at
 from pk.types import NONE, EpochStart
 
@@ -30,9 +30,9 @@ def epochs_of(log: Log, first: int = 0) -> LeaderEpochs:
     return known
 
 
-def asked(leader: Log, last: int, end: int, first: int = 0) -> Parting | None:
+def asked(leader: Log, last: int, end: int, first: int = 0) -> Divergence | None:
     """Of a leader whose segments begin at `first`."""
-    return parting(epochs_of(leader, first), first, len(leader), last, end)
+    return find_divergence(epochs_of(leader, first), first, len(leader), last, end)
 
 
 @st.composite

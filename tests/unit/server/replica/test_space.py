@@ -167,7 +167,7 @@ def test_of_several_directories_only_the_full_one_gives_up(kit: Any, make_cluste
     cluster.start()
     ids = [cluster.do(cluster.create(name)) for name in ("one", "two")]
     core = cluster.broker.core
-    homes = {key.topic_id: each.lane.disk.storage.root for key, each in core.partitions.items()}
+    homes = {key.topic_id: each.writer.disk.storage.root for key, each in core.partitions.items()}
     assert sorted(homes.values()) == ["d1", "d2"]
     cluster.storages["d2"].capacity = cluster.storages["d2"].used_bytes() + 60_000
     cluster.world.loop.run_for_ms(2 * SPACE_MS)

@@ -32,7 +32,7 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     cluster.do(produce(cluster, kit, topic_id, 3))
     partition = partition_of(cluster, topic_id)
     cluster.world.run_until(lambda: partition.tiered_end == 3)
-    lost = partition.lane.disk.storage.root
+    lost = partition.writer.disk.storage.root
     cluster.world.kill("tier")
     cluster.kill("broker", lost, power=True)
     for each in cluster.disks:
@@ -40,14 +40,14 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     cluster.boot = "boot-2"
     cluster.start_broker()
     core, partition = cluster.broker.core, partition_of(cluster, topic_id)
-    cluster.world.run_until(lambda: core.follower.claims.epoch(partition.key) is not None)
+    cluster.world.run_until(lambda: core.publisher.epoch_fence.epoch(partition.key) is not None)
     cluster.storages[lost].failed = errors.StorageFailed("gone")
     cluster.world.run_until(
-        lambda: core.follower.image.partition(partition.key).leader == -1  # it was told
+        lambda: core.publisher.image.partition(partition.key).leader == -1  # it was told
     )
     cluster.start_tier()
     cluster.world.loop.run_for_ms(30_000)
-    assert core.follower.claims.epoch(partition.key) is None
+    assert core.publisher.epoch_fence.epoch(partition.key) is None
     assert partition.leader is None
     assert isinstance(partition.problem, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
@@ -62,14 +62,14 @@ def test_a_claim_ends_with_its_replica(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", **QUICK))
     core, partition = cluster.broker.core, partition_of(cluster, topic_id)
-    state = core.follower.image.partition(partition.key)
+    state = core.publisher.image.partition(partition.key)
 
     async def made_anew() -> None:
-        core.follower.claims.begin(partition, state)
-        await core.follower._set_aside(partition.key, partition)
+        core.publisher.epoch_fence.begin(partition, state)
+        await core.publisher._set_aside(partition.key, partition)
 
     cluster.do(made_anew())
-    assert core.follower.claims.epoch(partition.key) is None
+    assert core.publisher.epoch_fence.epoch(partition.key) is None
     assert partition.key not in core.partitions
 
 
@@ -88,7 +88,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     start_anew, core.manager.start_anew = core.manager.start_anew, full
     cluster.start_tier()
     cluster.world.run_until(lambda: core.offline_replicas())
-    assert core.follower.claims.epoch(again.key) is None
+    assert core.publisher.epoch_fence.epoch(again.key) is None
     assert again.leader is None
     assert isinstance(again.problem, errors.StorageFailed)
     core.manager.start_anew = start_anew
@@ -105,7 +105,7 @@ def _no_room_half_way(operation: str, path: str) -> Exception | None:
 
 def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
     """Another broker is elected."""
-    state = core.follower.image.partition(partition.key)
+    state = core.publisher.image.partition(partition.key)
     assert state is not None
     return replace(state, leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
 
@@ -120,12 +120,12 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
-    storage = again.lane.disk.storage
+    storage = again.writer.disk.storage
     start_anew = core.manager.start_anew
 
     async def meanwhile(*args: Any, **named: Any) -> None:
         core.manager.start_anew = start_anew
-        await core.follower.lead_or_follow(again, _elsewhere(core, again))
+        await core.publisher.lead_or_follow(again, _elsewhere(core, again))
         assert (again.problem, again.replica is None) == (None, False)
         storage.fault = _no_room_half_way
         await start_anew(*args, **named)
@@ -150,7 +150,7 @@ def test_a_claim_ends_with_a_log_that_it_found_half_way(
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
-    storage, follower = again.lane.disk.storage, core.follower
+    storage, follower = again.writer.disk.storage, core.publisher
 
     async def elected() -> None:
         await follower.lead_or_follow(again, _elsewhere(core, again))
@@ -158,12 +158,12 @@ def test_a_claim_ends_with_a_log_that_it_found_half_way(
         replica = again.replica
         replica.fetcher._change(replica, replica.fetcher._begin(replica, 12, b"", 0))
         await follower.lead_or_follow(again, follower.image.partition(again.key))
-        assert follower.claims.epoch(again.key) is not None
+        assert follower.epoch_fence.epoch(again.key) is not None
 
     cluster.do(elected())
     cluster.world.run_until(lambda: again.log.torn)
     cluster.world.loop.run_for_ms(1_000)
-    assert follower.claims.epoch(again.key) is None
+    assert follower.epoch_fence.epoch(again.key) is None
     assert isinstance(again.problem, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
     storage.fault = None

@@ -111,7 +111,7 @@ def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) ->
         is_tiered=lambda *_: True,
     )
     tier = SimpleNamespace(enabled=True, describe=describe)
-    core: Any = SimpleNamespace(follower=follower, tier=tier, partitions={})
+    core: Any = SimpleNamespace(publisher=follower, tier=tier, partitions={})
     reply = asyncio.run(describe_tier(core, wire.DescribeTierRequest(topic="t")))
     assert reply.topic_id == "new"
     known = life == "new"

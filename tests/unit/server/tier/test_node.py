@@ -255,7 +255,7 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
         assert list(cluster.do(read(cluster, kit, topic_id, 0, 12))) == list(range(12))
         cluster.do(produce(cluster, kit, topic_id, 2))
         cluster.world.run_until(lambda p=partition: p.tiered_end == 14)  # type: ignore[misc]
-        state = cluster.broker.core.follower.image.partition(partition.key)
+        state = cluster.broker.core.publisher.image.partition(partition.key)
         assert not state.unclean  # the controller heard that it recovered
 
 
@@ -267,7 +267,7 @@ def test_a_recovery_that_is_not_heard_is_told_again(
     topic_id = back_without_a_tier(cluster, kit)
     served = partition_of(cluster, topic_id)
     core = cluster.broker.core
-    call, lost = core.link.call, []
+    call, lost = core.lifecycle.call, []
 
     async def lossy(request: Any, timeout_ms: int) -> Any:
         if isinstance(request, wire.AlterPartitionRequest) and len(lost) < 2:
@@ -275,13 +275,13 @@ def test_a_recovery_that_is_not_heard_is_told_again(
             raise errors.ControllerUnavailable("lost")
         return await call(request, timeout_ms)
 
-    core.link.call = lossy
+    core.lifecycle.call = lossy
     cluster.start_tier()
     cluster.world.run_until(lambda: served.leader is not None)
-    assert core.follower.image.partition(served.key).unclean
-    cluster.world.run_until(lambda: not core.follower.image.partition(served.key).unclean)
+    assert core.publisher.image.partition(served.key).unclean
+    cluster.world.run_until(lambda: not core.publisher.image.partition(served.key).unclean)
     assert len(lost) == 2
-    cluster.world.run_until(lambda: not core.follower.claims._tasks)
+    cluster.world.run_until(lambda: not core.publisher.epoch_fence._tasks)
 
 
 def test_tier_wins_for_every_partition_of_a_topic(
@@ -469,7 +469,7 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
     partition = partition_of(tiered, topic_id)
     tiered.world.run_until(lambda: partition.log.droppable_end == 12)
     assert 0 < partition.log.local_log_start <= 9
-    disk, looks = partition.lane.disk, []
+    disk, looks = partition.writer.disk, []
     read_disk = disk.read
 
     async def later(work: Any) -> Any:

@@ -50,7 +50,7 @@ def restart_everything(cluster: Cluster) -> None:
 
 def purges_of(cluster: Cluster) -> dict[str, str]:
     """As the controller decides by, and as it is committed."""
-    decided, committed = cluster.controller.machine.image, cluster.broker.core.follower.image
+    decided, committed = cluster.controller.machine.image, cluster.broker.core.publisher.image
     return {**decided.purges, **committed.purges}
 
 
@@ -141,7 +141,7 @@ def test_a_broker_that_skips_the_deletion_by_a_snapshot_purges(
     cluster.do(cluster.produce(kit, topic_id, 4))
     partition = partition_of(cluster, topic_id)
     cluster.world.run_until(lambda: partition.tiered_end == 12)
-    follower = cluster.broker.core.follower
+    follower = cluster.broker.core.publisher
     image = follower.image
 
     async def ask(request: Any) -> None:

@@ -1,6 +1,7 @@
-"""What carries a stream, measured alone: sockets against grpc.aio (docs/design/0003-carrier.md).
+"""The transport of a stream, measured alone: sockets against grpc.aio
+(docs/design/0003-transport.md).
 
-    python -m bench.carrier            # 4 GiB in 4 MiB frames, 5,000 echoes of 100 bytes, both ways
+    python -m bench.transport  # 4 GiB in 4 MiB frames, 5,000 echoes of 100 bytes, both ways
 
 One process serves both kinds of stream at one address; this one reads.  No log, no codec.
 """
@@ -93,17 +94,17 @@ async def _measure(direct: str, both: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print one JSON line a carrier: medians of five interleaved rounds."""
+    """Print one JSON line a transport: medians of five interleaved rounds."""
     if sys.argv[1:] == ["serve"]:
         asyncio.run(_child())
         return
-    command = [sys.executable, "-m", "bench.carrier", "serve"]
+    command = [sys.executable, "-m", "bench.transport", "serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             direct, both = child.stdout.readline().split()
             for name, figures in asyncio.run(_measure(direct, both)).items():
-                print(json.dumps({"carrier": name, **figures}))
+                print(json.dumps({"transport": name, **figures}))
         finally:
             child.kill()
 
