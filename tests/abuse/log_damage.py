@@ -1,4 +1,4 @@
-"""Flipped bits in the log files of topics with one copy (rule L9).
+"""Flipped bits in log files: of topics with one copy, and of one replica of three (rule L9).
 
 A server with topics of every codec is filled; bits of batches are flipped in its `.log` files:
 while it runs, after a stop, or after a kill.  Then everything is read.  Kept:
@@ -11,6 +11,8 @@ while it runs, after a stop, or after a kill.  Then everything is read.  Kept:
 One flip a batch; the batch's header is as likely as its body.  No two batches side by side are hit,
 but in the last round of the long form: there a whole batch between such neighbours may be told as
 lost, for nothing proves its place; what is read must still be right.
+
+Then three nodes, of which one replica is damaged (_replica_damage.py).
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import json
 import random
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import _replica_damage as replica_damage
 from verdicts import Verdict
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
@@ -223,4 +227,18 @@ def run(seed: int, work: Path, short: bool) -> list[Verdict]:
             server = EmbeddedServer(work / f"{number}-{mode.replace(' ', '-')}")
             anywhere = not short and number == rounds - 1
             verdicts += one_round(server, rng, mode, scale, anywhere=anywhere)
+    return verdicts + replicated(rng, work, short)
+
+
+def replicated(rng: random.Random, work: Path, short: bool) -> list[Verdict]:
+    """The same on three nodes; a case that raises is a broken verdict, the others still run."""
+    verdicts = []
+    for number in range(1 if short else 3):
+        for name in replica_damage.CASES:
+            home = work / f"replicas-{number}-{name.replace(' ', '-')}"
+            try:
+                verdicts += replica_damage.run(rng, home, 1 + number, name)
+            except Exception as error:
+                traceback.print_exc()
+                verdicts.append(Verdict(name, False, f"{type(error).__name__}: {error}"))
     return verdicts
