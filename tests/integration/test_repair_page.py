@@ -1,7 +1,13 @@
 """docs/REPAIR.md's commands, run: each damage is made, told, and put right as the page says.
 
-Only places change: the data directory, and names of topics and files that an operator would read
-off what pk says.
+Only places change: the data directory, the broker's address, and names of topics and files that an
+operator would read off what pk says.
+
+The page's sections on rows that went, metadata, disks and clocks name commands in their text and
+have no block to run.  Other tests do what they name: test_rows_missing.py repairs and accepts (by
+AdminClient), test_cluster.py runs `pk server format` and `pk quorum`, test_clocks.py runs
+`pk brokers confirm-clock`.  Restoring `_delta_log` or a metadata directory from a backup, making
+room and setting a clock are no commands of pk.
 """
 
 from __future__ import annotations
@@ -147,3 +153,67 @@ def test_a_lost_identity(tmp_path: Path) -> None:
         assert numbers(server, 4) == [0, 1, 2, 3]
         fill(server, 1)
         assert numbers(server, 5) == [0, 1, 2, 3, 0]
+
+
+def test_a_log_that_is_given_up(tmp_path: Path) -> None:
+    """The same damage, the other answer: the only replica begins empty, and takes records."""
+    _, _, discard = commands("The identity of a log")
+    with EmbeddedServer(tmp_path) as server:
+        with AdminClient(server.address) as admin:
+            admin.create_topic(TOPIC, 1, {"retention_ms": -1})
+        fill(server, 4)
+    (server.data / "topics" / f"{TOPIC}-0" / "partition.json").unlink()
+    (server.data / "partition-identity-checkpoint").unlink()
+    with server, AdminClient(server.address) as admin:
+        (described,) = admin.describe_topics([TOPIC])
+        assert isinstance(described.error, errors.LogUnidentified)
+    run(discard, server.data)
+    with server, AdminClient(server.address) as admin:
+        fill(server, 2)
+        (described,) = admin.describe_topics([TOPIC])
+        assert (described.error, described.log_end) == (None, 2)
+        assert numbers(server, 2) == [0, 1]
+
+
+def test_a_data_file_that_is_restored(tmp_path: Path) -> None:
+    """A file of the table is cut short, and nothing else has its rows: the damage is listed until
+    the object is back under its name."""
+    (describe,) = commands("A data file of a table")
+    (tmp_path / "tier").mkdir()
+    quick = {"tier_max_lag_ms": 100, "log_retention_check_interval_ms": 100}
+    cold = {
+        "retention_ms": -1, "segment_bytes": 65_536, "local_retention_bytes": 0,
+        "tier_file_bytes": 65_536, "local_drop_delay_ms": 0, "file_delete_delay_ms": 0,
+    }  # fmt: skip
+    with (
+        EmbeddedServer(tmp_path, tier_url=(tmp_path / "tier").as_uri(), settings=quick) as server,
+        AdminClient(server.address) as admin,
+    ):
+        described = describe + f" --bootstrap {server.address}"
+        admin.create_topic(TOPIC, 1, cold)
+        fill(server, 12)
+        until(
+            "nothing leaves the local log",
+            lambda: admin.describe_topics([TOPIC])[0].local_log_start >= 6,
+            server,
+        )
+        assert "status: ok" in run(described, server.data)
+        file = next((tmp_path / "tier").glob(f"{TOPIC}/*/partition=0/{0:020d}-*.parquet"))
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        place = TopicPartition(TOPIC, 0)
+        with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([place])
+            with pytest.raises(errors.DamagedTierFile, match=file.name):
+                consumer.poll(PATIENCE_S)
+        told = run(described, server.data)
+        assert "status: damaged" in told
+        assert file.name in told
+        file.write_bytes(whole)
+        until(
+            "it is not found to be whole",
+            lambda: "status: ok" in run(described, server.data),
+            server,
+        )
+        assert file.name not in run(described, server.data)
+        assert numbers(server, 12) == list(range(12))
