@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from deltalake import DeltaTable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "chaos"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chaos"))  # its names come last
 
 from real_cluster import RealCluster, run as pk, until  # noqa: I001
 from replicas import compare
