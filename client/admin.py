@@ -22,7 +22,7 @@ from pk.client.brokers import BrokerCalls
 from pk.client.cluster import Cluster
 from pk.client.described import PartitionDescription, TierDescription
 from pk.client.offsets import ISOLATION, lookup_offsets
-from pk.client.options import TIMEOUT_S, bootstrap_of
+from pk.client.options import TIMEOUT_S, bootstrap_of, items_of
 from pk.client.quorum import QuorumCalls, ask_active
 from pk.client.tier_rows import TierRows, tier_rows
 from pk.types import NONE, PartitionKey, TopicPartition
@@ -162,7 +162,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         """Create topics, each by itself: look at each result's `error`."""
         request = wire.CreateTopicsRequest(validate_only=validate_only)
         request.request_id = self._cluster.world.new_id()  # it may be asked again
-        for topic in topics:
+        for topic in items_of("topics", topics):
             request.topics.add(
                 name=topic.name, partitions=topic.partitions,
                 replication_factor=topic.replication_factor, configs=_settings_of(topic.configs),
@@ -179,7 +179,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, names: Iterable[str], *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicResult]:
         """Delete topics, each by itself: look at each result's `error`."""
-        request = wire.DeleteTopicsRequest(names=list(names), purge_tier=purge_tier)
+        request = wire.DeleteTopicsRequest(names=items_of("names", names), purge_tier=purge_tier)
         return _results(self._ask(request, wire.DeleteTopicsReply, timeout_s).results)
 
     def create_partitions(
@@ -209,7 +209,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
 
         Raises `UnknownTopicOrPartition` for a name that no topic has.
         """
-        wanted = None if names is None else described.unique(names)
+        wanted = None if names is None else described.unique(items_of("names", names))
         if wanted is not None and not wanted:
             return []
         return self._joined(
@@ -352,7 +352,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> list[PartitionReassignment]:
         """The reassignments under way, of these topics (None = all)."""
-        wanted = None if topics is None else list(topics)
+        wanted = None if topics is None else items_of("topics", topics)
         if wanted is not None and not wanted:
             return []
         request = wire.ListReassignmentsRequest(topics=wanted or ())
@@ -368,7 +368,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, tuple[int, ...]]:
         """The replicas of every partition of these topics; an unknown topic is left out."""
-        request = wire.MetadataRequest(topics=list(topics))
+        request = wire.MetadataRequest(topics=items_of("topics", topics))
         reply = self._ask(request, wire.MetadataReply, timeout_s)
         return {
             TopicPartition(t.name, p.partition): tuple(p.replicas)
@@ -390,7 +390,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         """
         request = wire.ElectLeadersRequest(unclean=unclean)
         if partitions is not None:
-            wanted = [TopicPartition(*place) for place in partitions]
+            wanted = [TopicPartition(*place) for place in items_of("partitions", partitions)]
             if not wanted:
                 return {}
             deadline = self._now_s() + timeout_s
