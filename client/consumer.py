@@ -13,6 +13,7 @@ first offset on.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import threading
 from collections import deque
@@ -30,7 +31,7 @@ from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause, Seek
 from pk.client.futures import must_not_block
-from pk.client.offsets import EARLIEST, LATEST
+from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.records import Lines
 from pk.client.serializers import deserializer
@@ -146,12 +147,18 @@ class Consumer:
         return found
 
     def seek(self, partition: TopicPartition, offset: int) -> None:
-        """The next poll of an assigned partition begins at `offset`."""
-        if offset < 0:
+        """The next poll of an assigned partition begins at `offset`.
+
+        Raises `TypeError` for what is no integer, `InvalidOption` outside of [0, 2^63 - 1].
+        """
+        whole = operator.index(offset)  # a numpy integer is one, 1.5 is none
+        if whole < 0:
             raise errors.InvalidOption(
-                f"offset {offset} is negative; see seek_to_beginning and seek_to_end"
+                f"offset {whole} is negative; see seek_to_beginning and seek_to_end"
             )
-        self._seek(TopicPartition(*partition), offset)
+        if whole > OFFSET_MAX:
+            raise errors.InvalidOption(f"offset {whole} is larger than {OFFSET_MAX}")
+        self._seek(TopicPartition(*partition), whole)
 
     def seek_to_beginning(self, *partitions: TopicPartition) -> None:
         """To the first offset of these partitions, or of all assigned."""

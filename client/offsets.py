@@ -17,6 +17,8 @@ from pk.wire import pk_pb2 as wire
 #: What a "time" below 0 means to a broker.
 LATEST = -1
 EARLIEST = -2
+#: Offsets are 64 bits wide.
+OFFSET_MAX = 2**63 - 1
 
 ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 

@@ -77,6 +77,16 @@ def test_a_seek_right_behind_an_assignment_is_never_too_late(world: Any) -> None
     assert seen(consumer.poll(1.0) + consumer.poll(1.0)) == [(0, 1), (1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("offset", [1.5, float("inf"), "1", None, 2**70, -5])
+def test_a_seek_to_what_is_no_offset_is_refused(world: Any, offset: Any) -> None:
+    world.put(T0, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="earliest")
+    consumer.assign([T0])
+    with pytest.raises(errors.InvalidOption if isinstance(offset, int) else TypeError):
+        consumer.seek(T0, offset)
+    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+
+
 def test_who_does_not_seek_is_told_by_the_next_poll(world: Any) -> None:
     consumer = world.consumer(auto_offset_reset="none")
     consumer.assign([T0, T1])
