@@ -30,6 +30,7 @@ from pk.clock import SystemClock, block_s, monotonic_s
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.store_settings import StoreSettings
+from pk.tiering.table import check_successor
 
 PATIENCE_S = 60
 TOPIC = "flights"
@@ -198,6 +199,8 @@ async def loaded(root: Path, behind: int, later: list[tuple[Path, bytes]] | None
             for path, data in later or ():
                 path.write_bytes(data)
         snapshot = await table.load(range(PARTITIONS))
+        if snapshot is not None:
+            check_successor(root.as_uri(), None, snapshot)  # as the owner does: protocol and id
     except errors.PkError as error:
         if isinstance(error, errors.TierTableChanged):
             return "TierTableChanged"
