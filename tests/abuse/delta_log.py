@@ -200,7 +200,7 @@ async def loaded(root: Path, behind: int, later: list[tuple[Path, bytes]] | None
                 path.write_bytes(data)
         snapshot = await table.load(range(PARTITIONS))
         if snapshot is not None:
-            check_successor(root.as_uri(), None, snapshot)  # as the owner does: protocol and id
+            check_successor(root.as_uri(), None, snapshot)  # as the owner does (T8)
     except errors.PkError as error:
         if isinstance(error, errors.TierTableChanged):
             return "TierTableChanged"
