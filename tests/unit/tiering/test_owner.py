@@ -238,6 +238,7 @@ def test_a_changed_table_refuses_everybody_until_it_is_itself_again() -> None:
     it.step(Submit("a", append(10, 20)))
     it.loaded(Snapshot(6, "id", {}, {}, TableProtocol(3, 7, ("deletionVectors",))))
     assert isinstance(it.answers["a"], errors.TierTableChanged)
+    assert "protocol is now reader 3" in it.answers["a"].message
     it.step(Submit("b", append(10, 20)))
     assert isinstance(it.answers["b"], errors.TierTableChanged)
     assert it.asked == []
@@ -249,6 +250,15 @@ def test_a_changed_table_refuses_everybody_until_it_is_itself_again() -> None:
     it.step(Submit("c", append(10, 20))).loaded(snapshot(7, [], end=10))
     it.committed()
     assert it.answers["c"].version == 8
+
+
+def test_the_first_load_refuses_a_protocol_that_pk_does_not_accept() -> None:
+    """Rule T8: such a snapshot names no files; taken as it is, it would be an empty table."""
+    it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=0)}))
+    it.loaded(Snapshot(6, "id", {}, {}, TableProtocol(4097, 2)))
+    assert isinstance(it.owner.problem, errors.TierTableChanged)
+    assert "protocol is now reader 4097" in it.owner.problem.message
+    assert it.asked == []
 
 
 def test_a_missing_table_is_made_only_before_anything_was_tiered() -> None:
