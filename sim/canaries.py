@@ -30,13 +30,13 @@ from pk.log.validate import Verdict
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import Draft
 from pk.server.controller.sessions import Sessions
-from pk.server.node.runtime import ReplayedHost
-from pk.server.raft.log import MetadataLog
+from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
 from pk.server.replica import follower
 from pk.server.replica.divergence import StartAt
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
+from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.tier.client import TierClient
 from pk.sim import clock_canaries, log_canaries
 from pk.sim.campaign import Run
@@ -265,10 +265,10 @@ def _full_leader_keeps_leading() -> Any:
 
 
 def _vote_not_saved() -> Any:
-    def forget(self: MetadataLog, vote: Any) -> None:
-        self._open_log.flush()
+    def forget(self: LogWriter[Any], vote: Any) -> None:
+        self.log.flush()
 
-    return _put(MetadataLog, "_save", forget)
+    return _put(LogWriter, "_save", forget)
 
 
 def _replies_before_the_commit() -> Any:

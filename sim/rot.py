@@ -27,8 +27,8 @@ from pk.log import identity
 from pk.log.directory import HIGH_WATERMARKS, RECOVERY_POINTS
 from pk.log.epochs import FILE as EPOCHS
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX
-from pk.server.metadata.snapshot import SUFFIX
 from pk.server.raft.recovery import LOG_DIR
+from pk.server.raft.snapshot_id import SUFFIX
 from pk.sim.cluster import SimCluster
 from pk.sim.machine import DISKS, Machine, MortalStorage
 from pk.sim.operations import Operator

@@ -62,10 +62,11 @@ WORLD_GENERIC = {
     "pk.server.controller.active",
     "pk.server.controller.node",
     "pk.server.handlers",
-    "pk.server.metadata.loader",
     "pk.server.metadata.snapshot_generator",
-    "pk.server.node.runtime",
     "pk.server.raft.log",
+    "pk.server.raft.log_reader",
+    "pk.server.raft.log_writer",
+    "pk.server.raft.snapshot_generator",
     "pk.server.raft.peers",
     "pk.server.raft.request_handler",
     "pk.server.raft.snapshot_fetcher",
@@ -77,6 +78,7 @@ WORLD_GENERIC = {
     "pk.server.replica.directory_writer",
     "pk.server.replica.fetcher",
     "pk.server.replica.partition",
+    "pk.server.runtime",
     "pk.server.tier",
     "pk.sim",
 }
@@ -415,9 +417,9 @@ def test_the_lists_of_this_test_name_what_exists() -> None:
         ("pk.log.batch", "from pk.server.replica import purgatory"),
         ("pk.log.batch", "def f():\n    from pk.client.sender import Sender"),
         ("pk.types", "import pk.log.batch"),
-        ("pk.sparkconnector.source", "from pk.server.node.runtime import Runtime"),
+        ("pk.sparkconnector.source", "from pk.server.node.supervisor import Supervisor"),
         ("pk.tiering.copier", "from pk.compaction import plan"),
-        ("pk.server.node.runtime", "from pk import cli"),
+        ("pk.server.node.supervisor", "from pk import cli"),
     ],
 )
 def test_a_wrong_import_is_caught(module: str, text: str) -> None:

@@ -38,7 +38,7 @@ from pk.server.broker.snapshot_loader import load_image
 from pk.server.metadata import records
 from pk.server.metadata.delta import difference
 from pk.server.metadata.image import TOPIC_RESOURCE, MetadataImage, PartitionState
-from pk.server.metadata.loader import SLICE_RECORDS
+from pk.server.raft.log_reader import SLICE_RECORDS
 from pk.server.replica.creation import ReplicaCreator, may_take_part, together, typed
 from pk.server.replica.partition import Partition
 from pk.server.tier.epoch_fence import EpochFence

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.raft.messages import SnapshotId
 from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX
+from pk.server.raft.snapshot_framing import check
+from pk.server.raft.snapshot_id import SnapshotId, id_of
 from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ async def load_image(core: BrokerCore, name: str, next_offset: int) -> MetadataI
 
     Raises `SnapshotNotFound`, `ControllerUnavailable`, and `NewerFormat` if this build is too old.
     """
-    wanted = snapshot.id_of(name)
+    wanted = id_of(name)
     if wanted is None or wanted.end <= next_offset:
         raise errors.ControllerUnavailable(f"{name!r} is no snapshot beyond {next_offset}")
     raw = await _fetch(core, wanted)
     try:
-        snapshot.check(raw, wanted)
+        check(raw, wanted)
     except errors.CorruptLog as damage:  # the controller's, which makes another one in time
         raise errors.ControllerUnavailable(f"{name}: {damage.message}") from damage
     image = MetadataImage()

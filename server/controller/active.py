@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.effects import Effect, Publish
+from pk.running_since import RunningSince
 from pk.server.controller import commands, leaders, reassignments
-from pk.server.controller.clocks import Clocks, RunningSince
+from pk.server.controller.clocks import Clocks
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.events import EVENT
@@ -40,8 +41,8 @@ from pk.server.controller.sessions import Session, Sessions
 from pk.server.controller.sweeps import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
 from pk.server.metadata.records import MetadataRecord
-from pk.server.node.runtime import ReplayedHost
-from pk.server.raft.log import MetadataLog
+from pk.server.raft.log import RaftLog
+from pk.server.runtime.replayed_host import ReplayedHost
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -73,7 +74,7 @@ class ActiveController:
         self,
         world: World,
         run: RunConfig,
-        metadata: MetadataLog,
+        metadata: RaftLog[MetadataRecord],
         *,
         say: Say,
         on_fatal: Callable[[BaseException], None],

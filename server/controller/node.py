@@ -23,16 +23,18 @@ from typing import TYPE_CHECKING, Any
 import pk
 from pk import errors, limits, tracing
 from pk.log.storage import Buffer, Disk
+from pk.running_since import RunningSince
 from pk.server.controller.active import ActiveController
-from pk.server.controller.clocks import RunningSince
 from pk.server.controller.machine import Controller
-from pk.server.metadata.snapshot import file_name
+from pk.server.metadata.record_serde import MetadataRecordSerde
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.node.settings import voter_directory_id
 from pk.server.raft import membership
-from pk.server.raft.log import MetadataLog
+from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import Voter
 from pk.server.raft.recovery import SnapshotRules
 from pk.server.raft.reserve import RESERVE_BYTES
+from pk.server.raft.snapshot_id import file_name
 from pk.server.raft.timing import Timing
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -97,9 +99,11 @@ class ControllerNode:
         self._on_fatal = on_fatal
         self._address = run.controller_listen if address is None else address
         voters = first_voters(run) if voters is None else voters
-        self.metadata = MetadataLog(
+        self.metadata = RaftLog(
             world,
             disk,
+            MetadataRecordSerde(),
+            SnapshotGenerator,
             me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
             address=run.voters.get(run.node_id, self._address),
             on_fatal=self._fatal,
@@ -300,7 +304,7 @@ class ControllerNode:
         return {name: self._unless_failed(name, handler) for name, handler in table.items()}
 
     def _unless_failed(self, name: str, handler: Handler) -> Handler:
-        """N1.  What the term refuses is judged by its host (pk.server.node.runtime)."""
+        """N1.  What the term refuses is judged by its host (runtime/replayed_host.py)."""
 
         async def handle(request: Any, frame: frames.Frame) -> Any:
             try:

@@ -19,8 +19,6 @@ from pk.wire import pk_pb2 as wire
 
 MetadataRecord = wire.MetadataRecord
 
-#: The topic id of the metadata log itself.
-METADATA_TOPIC_ID = "00000000-0000-0000-0000-000000000001"
 #: Decoded bytes of one batch of metadata records.
 DECODED_BYTES_MAX = 64 * limits.MIB
 

@@ -6,17 +6,12 @@ an offset of the log is state itself, rows carry that: a broker epoch is the off
 registration, and a partition without a leader has been so since a record.  So whoever replays the
 log replays a snapshot with the same `apply` and the same checks.
 
-File `<end>-<epoch>.checkpoint`: header, batches of rows, footer.
-
-    header   magic, format, epoch of the last record, end, CRC-32C of these
-    batches  as in the log; the value of a row is a MetadataRecord, its key the offset (8 bytes, big
-             endian), an empty one = end - 1
-    footer   magic, number of rows, bytes of the batches, CRC-32C of everything before it
+The file is framed by raft/snapshot_framing.py.  Its batches are as in the log; the value of a row
+is a MetadataRecord, its key the offset (8 bytes, big endian), an empty one = end - 1.
 
 Invariants
   N1  equal images of equal ids have equal bytes, on every node: what was fetched from one leader
       may be finished from the next
-  N2  a file that is torn or damaged is never taken for a snapshot: `check` sees every byte
   N3  rows come in the image's own order, which the records gave it; replayed, it is the same again
 """
 
@@ -26,9 +21,8 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from crc32c import crc32c
 from google.protobuf.message import Message
 
 from pk import errors
@@ -43,39 +37,16 @@ from pk.server.metadata.records import (
     encode_record,
     record_of,
 )
-from pk.server.raft.messages import SnapshotId, Voter
-from pk.types import NONE, NodeId, PartitionKey, TopicId
+from pk.server.raft.snapshot_framing import check, content_of, framed
+from pk.server.raft.snapshot_id import SnapshotId
+from pk.types import NONE, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
-SUFFIX = ".checkpoint"
-FORMAT = 0
-_HEADER = struct.Struct("<8sIiqI")
-_FOOTER = struct.Struct("<8sQQI")
-_CRC_BYTES = 4
-_MAGIC, _END_MAGIC = b"pk meta\n", b"pk done\n"
 _OFFSET = struct.Struct(">q")
 #: Rows of one batch: what is encoded or decoded between two turns of the loop.
 BATCH_ROWS = 128
 
 Row = tuple[int, MetadataRecord]
-
-
-# -- names -----------------------------------------------------------------------------------------
-
-
-def file_name(snapshot: SnapshotId) -> str:
-    """As Kafka names them: they sort by age."""
-    return f"{snapshot.end:020d}-{snapshot.epoch:010d}{SUFFIX}"
-
-
-def id_of(name: str) -> SnapshotId | None:
-    """What a file's name says; None for other files."""
-    stem = name.removesuffix(SUFFIX)
-    end, dash, epoch = stem.partition("-")
-    known = name.endswith(SUFFIX) and dash and len(end) == 20 and len(epoch) == 10
-    if not known or not (end.isdecimal() and epoch.isdecimal()):
-        return None
-    return SnapshotId(int(end), int(epoch))
 
 
 # -- image to rows ---------------------------------------------------------------------------------
@@ -188,17 +159,14 @@ def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> w
 
 def encode(snapshot: SnapshotId, rows: Iterable[Row]) -> Iterator[bytes]:
     """The file, in pieces of at most `BATCH_ROWS` rows: header, one piece a batch, footer."""
-    head = _HEADER.pack(_MAGIC, FORMAT, snapshot.epoch, snapshot.end, 0)[:-_CRC_BYTES]
-    piece = head + crc32c(head).to_bytes(_CRC_BYTES, "little")
-    checksum, count, size = crc32c(piece), 0, 0
-    yield piece
-    left = iter(rows)
+    return framed(snapshot, _encoded(rows, snapshot.end - 1))
+
+
+def _encoded(rows: Iterable[Row], last: int) -> Iterator[tuple[int, bytes]]:
+    count, left = 0, iter(rows)
     while part := list(islice(left, BATCH_ROWS)):
-        piece = _encode_batch(part, count, snapshot.end - 1)
-        checksum, count, size = crc32c(piece, checksum), count + len(part), size + len(piece)
-        yield piece
-    foot = _FOOTER.pack(_END_MAGIC, count, size, 0)[:-_CRC_BYTES]
-    yield foot + crc32c(foot, checksum).to_bytes(_CRC_BYTES, "little")
+        yield len(part), _encode_batch(part, count, last)
+        count += len(part)
 
 
 def _encode_batch(rows: list[Row], base: int, last: int) -> bytes:
@@ -208,62 +176,20 @@ def _encode_batch(rows: list[Row], base: int, last: int) -> bytes:
     return b"".join(batches.patched(raw, base, 0))
 
 
-class Content(NamedTuple):
-    """What `check` found."""
-
-    id: SnapshotId
-    rows: int
-
-
-def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
-    """Look at every byte (N2); it is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
-    view = memoryview(raw)
-    if len(view) < _HEADER.size + _FOOTER.size:
-        raise errors.CorruptLog(f"{len(view)} bytes are no snapshot: it is torn")
-    magic, version, epoch, end, crc = _HEADER.unpack_from(view)
-    if magic != _MAGIC or crc != crc32c(view[: _HEADER.size - _CRC_BYTES]):
-        raise errors.CorruptLog("the snapshot's header is damaged")
-    if version > FORMAT:
-        raise errors.NewerFormat(f"a snapshot of format {version}, this pk knows {FORMAT}")
-    magic, rows, size, crc = _FOOTER.unpack_from(view, len(view) - _FOOTER.size)
-    if magic != _END_MAGIC or len(view) != _HEADER.size + size + _FOOTER.size:
-        raise errors.CorruptLog("the snapshot has no footer: it is torn")
-    if crc != crc32c(view[:-_CRC_BYTES]):
-        raise errors.CorruptLog("the snapshot's checksum does not match")
-    found = SnapshotId(end, epoch)
-    if wanted is not None and found != wanted:
-        raise errors.CorruptLog(f"the snapshot is {found}, not {wanted}")
-    return Content(found, rows)
-
-
 def batches_of(raw: Buffer) -> Iterator[list[Row]]:
     """The rows of a snapshot that `check` accepted, `BATCH_ROWS` at most at a time.
 
     Raises `NewerFormat` for a kind of record that this build does not know.
     """
-    view = memoryview(raw)
-    last = _HEADER.unpack_from(view)[3] - 1
-    for header, batch in batches.iter_batches(view[_HEADER.size : -_FOOTER.size]):
+    made, content = content_of(raw)
+    last = made.end - 1
+    for header, batch in batches.iter_batches(content):
         found = columns.decode(batch, decoded_bytes_max=DECODED_BYTES_MAX, header=header)
         keys, values = found.column("key").to_pylist(), found.column("value").to_pylist()
         yield [
             (_OFFSET.unpack(key)[0] if key else last, decode_record(value))
             for key, value in zip(keys, values, strict=True)
         ]
-
-
-def voters_of(raw: Buffer) -> tuple[tuple[Voter, ...], dict[NodeId, str]]:
-    """The voters in force at the end of a checked snapshot (KIP-853), and their addresses.
-
-    Raises `CorruptLog` if it names none.
-    """
-    for part in batches_of(raw):
-        for _, record in part:
-            if record.WhichOneof("record") == "voters":
-                named = record.voters.voters
-                voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
-                return voters, {each.node_id: each.address for each in named if each.address}
-    raise errors.CorruptLog("the snapshot names no voters")
 
 
 # -- for people ------------------------------------------------------------------------------------

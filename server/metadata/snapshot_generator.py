@@ -15,17 +15,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 from pk import errors
 from pk.clock import Clock
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.metadata.loader import MetadataLoader
-from pk.server.raft.messages import SnapshotId
+from pk.server.metadata.records import MetadataRecord
+from pk.server.raft.log_reader import LogReader, Say
 from pk.server.raft.recovery import SnapshotRules
 from pk.server.raft.snapshot_files import SnapshotFiles
+from pk.server.raft.snapshot_generator import SnapshotSource
+from pk.server.raft.snapshot_id import SnapshotId
 
 #: How often is looked.
 TICK_MS = 1_000
@@ -33,42 +32,20 @@ TICK_MS = 1_000
 AGAIN_MS = 10_000
 
 
-class Source(Protocol):
-    """What is asked of the metadata log."""
-
-    @property
-    def committed(self) -> int: ...
-
-    def epoch_at(self, offset: int) -> int:
-        """The leader epoch of a record that is there."""
-        ...
-
-    async def note_synced(self) -> None:
-        """Say for the next opening how far the log is SYNCED.  Raises `StorageFull`."""
-        ...
-
-    async def begin_at(self, made: SnapshotId) -> None:
-        """`made` is SYNCED: keep it, and make the log shorter (K2).
-
-        Raises `SnapshotNotFound` if a later one was loaded meanwhile.
-        """
-        ...
-
-
 class SnapshotGenerator:
     """See the module."""
 
     def __init__(
         self,
-        source: Source,
-        history: MetadataLoader,
+        source: SnapshotSource,
+        reader: LogReader[MetadataRecord],
         files: SnapshotFiles,
         clock: Clock,
         rules: SnapshotRules,
-        say: Callable[..., None],
+        say: Say,
     ) -> None:
         self._source = source
-        self._history = history
+        self._reader = reader
         self._files = files
         self._clock = clock
         self._rules = rules
@@ -90,12 +67,12 @@ class SnapshotGenerator:
     async def _due(self) -> bool:
         source, newest = self._source, self._files.newest
         start, end = 0 if newest is None else newest.end, source.committed
-        if end <= start or self._history.busy:
+        if end <= start or self._reader.busy:
             return False
         waited_ms = self._clock.monotonic_ms() - self._since_ms
         if 0 < self._rules.max_interval_ms <= waited_ms:
             return True
-        return await self._history.bytes_between(start, end) >= self._rules.max_bytes
+        return await self._reader.bytes_between(start, end) >= self._rules.max_bytes
 
     async def make(self) -> SnapshotId:
         """One of everything that is committed now (K1).  Raises `SnapshotNotFound` if a later one
@@ -106,7 +83,7 @@ class SnapshotGenerator:
         if newest is not None and newest.end >= end:
             raise errors.SnapshotNotFound("a later one was loaded meanwhile")
         made = SnapshotId(end, source.epoch_at(end - 1))
-        await self._history.replay(image.apply, end)
+        await self._reader.replay(image.apply, end)
         assert image.offset == end - 1, (image.offset, end)
         await self._files.write(made, snapshot.encode(made, snapshot.rows_of(image)))
         await source.begin_at(made)

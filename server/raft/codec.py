@@ -22,10 +22,10 @@ from pk.server.raft.messages import (
     LeaderEnds,
     Reply,
     Request,
-    SnapshotId,
     Voter,
     VoteReply,
 )
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.wire import pk_pb2 as wire
 
 _STATUS = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pk.log.epochs import LeaderEpochs
-from pk.server.raft.messages import EpochEnd, Fetch, LogState, SnapshotId
+from pk.server.raft.messages import EpochEnd, Fetch, LogState
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.types import NONE
 
 

@@ -5,10 +5,10 @@ refuse it and ask again; the controller would never hear of it, and a single bit
 disk would keep every broker that starts from its metadata.  So it looks itself.
 
 Invariants
-  H1  a damaged batch is not handed out (metadata/loader.py): the controller that has it ends and
+  H1  a damaged batch is not handed out (log_reader.py): the controller that has it ends and
       leads no more (rule L9, controller/node.py); the other voters have the same records
   H2  a damaged snapshot is not begun to be handed out, nor kept: the one before it and the log are
-      as good (metadata/loader.py)
+      as good (log_reader.py)
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from pk import errors
-from pk.server.metadata.loader import READ_BYTES, MetadataLoader, Say
-from pk.server.raft.messages import FetchReply, SnapshotId
+from pk.server.raft.log_reader import READ_BYTES, LogReader, Say
+from pk.server.raft.messages import FetchReply
 from pk.server.raft.snapshot_files import SnapshotFiles
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 
@@ -27,8 +28,8 @@ from pk.wire import pk_pb2 as wire
 class FetchSource:
     """See the module."""
 
-    def __init__(self, history: MetadataLoader, files: SnapshotFiles, say: Say) -> None:
-        self._history = history
+    def __init__(self, reader: LogReader[Any], files: SnapshotFiles, say: Say) -> None:
+        self._reader = reader
         self._files = files
         self._say = say
 
@@ -36,7 +37,7 @@ class FetchSource:
         """The batches of the range that a reply to a voter promises.  Raises `CorruptLog`."""
         if reply.end <= reply.offset:
             return reply, b""
-        payload, end = await self._history.read(reply.offset, reply.end, READ_BYTES)
+        payload, end = await self._reader.read(reply.offset, reply.end, READ_BYTES)
         return replace(reply, end=end), payload
 
     async def piece(self, request: Any) -> tuple[wire.FetchSnapshotReply, bytes]:
@@ -66,5 +67,5 @@ class FetchSource:
         except errors.CorruptLog as damage:
             self._say("metadata_snapshot_damaged", why=damage.message)
             self._files.forget(wanted)
-            self._history.rebase()
+            self._reader.rebase()
             raise errors.SnapshotNotFound(damage.message) from damage

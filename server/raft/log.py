@@ -1,8 +1,10 @@
-"""`__cluster_metadata-0` on a disk: the partition log, the saved vote and the quorum over it.
+"""The replicated log on a disk: the partition log, the saved vote and the quorum over it.
 
 World-generic.  The log is an ordinary partition log whose every write is SYNCED before it counts
 (rule L1); what is committed is what the quorum machine says (rule Q4).  It is the `ReplayLog` of
-the controller, the source of `fetch_metadata_log`, and where other voters fetch from.
+the controller, the source of `fetch_metadata_log`, and where other voters fetch from.  What its
+records mean is not known here: `serde` writes and reads them, `make_generator` gives what makes
+snapshots of them.
 
 Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote, JSON),
 `__cluster_metadata-0/`, `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
@@ -12,11 +14,7 @@ Invariants
   L2  what a former leader had decided and not written is undone before anything is fetched
   L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
       meanwhile nobody else writes to the log (raft/machine.py, U6)
-  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
-  L5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
-      does not have is no damage when it is gone
-  L6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
-      a torn tail when the log is opened (recovery.py, O2)
+(L4 to L6: log_writer.py)
 """
 
 from __future__ import annotations
@@ -24,19 +22,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pk import errors
 from pk.effects import Level
-from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
-from pk.server.metadata.loader import READ_BYTES, Apply, MetadataLoader
-from pk.server.metadata.records import MetadataRecord, encode_batch
-from pk.server.metadata.snapshot_generator import SnapshotGenerator
-from pk.server.node.runtime import MachineHost, Timers
-from pk.server.raft import messages, recovery
+from pk.server.raft import messages
 from pk.server.raft.fetch_source import FetchSource
+from pk.server.raft.log_reader import READ_BYTES, Apply, LogReader, Say
+from pk.server.raft.log_writer import FULL_WAIT_MS, LogWriter
 from pk.server.raft.machine import Quorum, Role
 from pk.server.raft.messages import (
     HIGH_WATERMARK,
@@ -45,7 +40,6 @@ from pk.server.raft.messages import (
     Leadership,
     LogState,
     Resign,
-    SnapshotId,
     Started,
     Synced,
     TimerFired,
@@ -53,13 +47,18 @@ from pk.server.raft.messages import (
     Voter,
 )
 from pk.server.raft.peers import Peers
-from pk.server.raft.recovery import QUORUM_STATE, SnapshotRules, recover, state_bytes
+from pk.server.raft.record_serde import RecordSerde
+from pk.server.raft.recovery import SnapshotRules, recover
 from pk.server.raft.request_handler import RaftRequestHandler
 from pk.server.raft.reserve import RESERVE_BYTES, ReserveDisk
 from pk.server.raft.snapshot_fetcher import SnapshotFetcher
 from pk.server.raft.snapshot_files import SnapshotFiles
+from pk.server.raft.snapshot_generator import MakeGenerator
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
 from pk.server.raft.voters import Voters
+from pk.server.runtime.machine_host import MachineHost
+from pk.server.runtime.timers import Timers
 from pk.types import NONE, NodeId
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler
@@ -67,11 +66,12 @@ from pk.world import World
 
 #: How long a farewell may take.
 RESIGN_MS = 1_000
-#: A follower whose disk is full looks again after this.
-FULL_WAIT_MS = 1_000
 
 
-class MetadataLog:
+R = TypeVar("R")
+
+
+class RaftLog(Generic[R]):
     """See the module.  One per controller process.
 
     `voters`: the first voters of a new quorum with their addresses; none but this node by default.
@@ -83,6 +83,8 @@ class MetadataLog:
         self,
         world: World,
         disk: Disk,
+        serde: RecordSerde[R],
+        make_generator: MakeGenerator[R],
         *,
         me: Voter,
         address: str,
@@ -91,7 +93,7 @@ class MetadataLog:
         timing: Timing | None = None,
         cluster_id: str = "",
         rules: SnapshotRules | None = None,
-        say: Callable[..., None] = lambda event, **facts: None,
+        say: Say = lambda event, **facts: None,
         peers: Mapping[NodeId, str] | None = None,
         reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
@@ -99,7 +101,7 @@ class MetadataLog:
         self._clock = world.clock
         self._disk = ReserveDisk(disk, reserve_bytes)
         self._on_fatal = on_fatal
-        self.voters = Voters(me, address, first)
+        self.voters = Voters(serde, me, address, first)
         self.quorum = Quorum(me, timing or Timing(), world.rng)
         self._timers = Timers(world.clock, lambda _owner, key: self._post(TimerFired(key)))
         self._host: MachineHost[Any] = MachineHost(
@@ -121,14 +123,12 @@ class MetadataLog:
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
-        self._foreign: list[tuple[int, MetadataRecord]] = []  #: the quorum's own, for the term
-        self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
-        self._vote = Vote()  #: as it is saved
-        self._noted = 0  #: what is saved beside it of how far the log is SYNCED
+        self._serde = serde
+        self._make_generator = make_generator
         self._log: PartitionLog | None = None
-        self._history: MetadataLoader | None = None
+        self._reader: LogReader[R] | None = None
+        self._writer: LogWriter[R]
         self._request_handler: RaftRequestHandler
-        self._writing = asyncio.Lock()
         self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
         self._failed: Exception | None = None
         self.leadership = Leadership(0, None)
@@ -145,12 +145,15 @@ class MetadataLog:
         opened = await self._disk.write(
             partial(recover, self._disk.storage, self._rules, self._clock.wall_ms())
         )
-        log, self._vote = opened.log, opened.vote
-        self._log = log
+        log = self._log = opened.log
         self._files.kept = opened.kept
-        self._history = MetadataLoader(self._disk, self._clock, self._files, log, self._say)
+        self._reader = LogReader(self._disk, self._clock, self._serde, self._files, log, self._say)
+        self._writer = LogWriter(
+            self._disk, self._clock, self._serde, log, self.voters, opened.vote,
+            lambda job: self._post(Synced(self._state(), job)),
+        )  # fmt: skip
         self._request_handler = RaftRequestHandler(
-            self.quorum, FetchSource(self._history, self._files, self._say), self.voters,
+            self.quorum, FetchSource(self._reader, self._files, self._say), self.voters,
             ask=self._post, renew=lambda: self._post(Synced(self._state())),
         )  # fmt: skip
         opened.report(self._say)
@@ -159,7 +162,7 @@ class MetadataLog:
             self.voters.begin_with(self._files.newest, await self._files.read(self._files.newest))
             offset = self._files.newest.end
         while offset < log.written_end:
-            raw, following = await self._told.read(offset, log.written_end, READ_BYTES)
+            raw, following = await self._open_reader.read(offset, log.written_end, READ_BYTES)
             self.voters.find(raw, offset)
             offset = following
         voters = self.voters.now
@@ -183,26 +186,9 @@ class MetadataLog:
                 return found
             await self._next_news()
 
-    def _save(self, vote: Vote) -> None:
-        synced_end = self._open_log.flush()
-        self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
-        self._vote, self._noted = vote, synced_end
-
-    def _cut(self, end: int) -> None:
-        """L5: first nobody promises any more what is cut, then it is cut."""
-        log = self._open_log
-        if end < log.synced_end:
-            self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
-            self._noted = end
-        log.truncate_to(end)
-
     async def note_synced(self) -> None:
-        """L6.  Raises `StorageFull`: then it is only known later."""
-        if not self._disk.held:
-            await self._disk.prepare()
-        if self._noted < self._open_log.synced_end:
-            async with self._writing:
-                await self._disk.write(lambda: self._save(self._vote))
+        """Say for the next opening how far the log is SYNCED.  Raises `StorageFull`."""
+        await self._writer.note_synced()
 
     async def resign(self) -> None:
         """Say farewell if this node leads: the others need not wait for a timeout."""
@@ -221,12 +207,8 @@ class MetadataLog:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._host.close()
         await self._peers.close()
-        await asyncio.gather(*self._unfinished, return_exceptions=True)
-        log = self._log
-        if log is not None:
-            async with self._writing:
-                args = self._disk.storage, log, self._vote, clean
-                await self._disk.write(partial(recovery.close_log, *args))
+        if self._log is not None:
+            await self._writer.close(clean)
 
     def _fail(self, failure: BaseException) -> None:
         if isinstance(failure, Exception):
@@ -277,21 +259,21 @@ class MetadataLog:
         return self.voters.addresses.get(node_id, "")
 
     @property
-    def _told(self) -> MetadataLoader:
-        assert self._history is not None, "the metadata log is not open"
-        return self._history
+    def _open_reader(self) -> LogReader[R]:
+        assert self._reader is not None, "the log is not open"
+        return self._reader
 
     @property
     def _open_log(self) -> PartitionLog:
-        assert self._log is not None, "the metadata log is not open"
+        assert self._log is not None, "the log is not open"
         return self._log
 
     def _state(self) -> LogState:
         log = self._open_log
-        base, newest = self._told.base, self._files.newest
+        base, newest = self._open_reader.base, self._files.newest
         return LogState(log.synced_end, log.epochs.entries, tuple(self.voters.at), base, newest)
 
-    # -- the quorum's doors (pk.server.node.runtime.Doors) -----------------------------------------
+    # -- the quorum's doors (runtime/machine_host.py) ----------------------------------------------
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
         """Perform what the quorum asks for; all of it is SYNCED."""
@@ -304,19 +286,18 @@ class MetadataLog:
         elif isinstance(op, messages.BeginEpoch | messages.AppendVoters):
             if self.quorum.role is Role.LEADER and op.epoch == self.epoch:
                 records = self.voters.records(op)
-                base = self._append(records, op.epoch, self._clock.wall_ms())
-                self._foreign += enumerate(records, base)
+                self._writer.append_own(records, op.epoch)
                 try:
-                    await self._write_out()
+                    await self._writer.write_out()
                 except errors.StorageFull:
                     if isinstance(op, messages.BeginEpoch):  # the epoch is for another node
                         raise
                 if self.voters.now != op.voters:  # undone, alone or with others: no room on disk
                     self._post(Resign())
         elif isinstance(op, messages.StopLeading):
-            await self._undo(op.job)
+            await self._writer.undo(op.job)  # L2
         elif isinstance(op, messages.AppendFetched):
-            await self._append_fetched(op)
+            await self._writer.append_fetched(op.reply, op.job)
         elif isinstance(op, messages.TruncateTo):
             await self._truncate(op)
         elif isinstance(op, messages.LoadSnapshot):
@@ -329,46 +310,15 @@ class MetadataLog:
         """Nothing is voted, or sent, before; so on a full disk this waits for room."""
         while True:
             try:
-                async with self._writing:
-                    await self._disk.write(partial(self._save, vote))
+                await self._writer.save_vote(vote)
                 return
             except errors.StorageFull as full:
                 self._say("vote_waits_for_room", why=full.message)
                 await self._clock.sleep_ms(FULL_WAIT_MS)
 
-    async def _undo(self, job: int) -> None:
-        """L2."""
-        log = self._open_log
-        async with self._writing:
-            plan = log.take_writes()
-            if plan is not None:
-                log.complete(plan, errors.ControllerUnavailable("another controller leads"))
-        self._foreign = []
-        self.voters.forget(log.log_end)
-        self._post(Synced(self._state(), job))
-
-    async def _append_fetched(self, op: messages.AppendFetched) -> None:
-        log, now_ms = self._open_log, self._clock.wall_ms()
-        try:
-            for header, view in batches.iter_batches(op.reply.payload):
-                if header.leader_epoch > op.reply.epoch:
-                    break  # read from a log that had gone on: not this leader's word
-                batches.check(view)
-                log.append_as_follower(header, view, now_ms=now_ms)
-                self.voters.find(view, header.base_offset)
-            await self._write_out(op.job)
-        except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
-            await self._undo(0)
-            await self._clock.sleep_ms(FULL_WAIT_MS)
-            self._post(Synced(self._state(), op.job))
-
     async def _truncate(self, op: messages.TruncateTo) -> None:
-        log = self._open_log
-        async with self._writing:
-            what = f"offsets [{op.end}, {log.log_end}): the leader's log parts from this one there"
-            await self._disk.write(partial(self._cut, op.end))
-        self._say("metadata_log_cut", what=what)
-        self.voters.forget(log.log_end)
+        self._say("metadata_log_cut", what=await self._writer.truncate(op.end))
+        self.voters.forget(self._open_log.log_end)
         self._post(Synced(self._state(), op.job))
 
     async def _load(self, op: messages.LoadSnapshot) -> None:
@@ -397,9 +347,9 @@ class MetadataLog:
         log = self._open_log
         await self._files.begin_load(loaded)
         self._fetcher.done()
-        async with self._writing:
+        async with self._writer.lock:
             await self._files.finish_load(loaded, log)
-            self._told.rebase()
+            self._open_reader.rebase()
         self.voters.begin_with(loaded, raw)
         self._say("metadata_snapshot_loaded", end=loaded.end, epoch=loaded.epoch, bytes=len(raw))
 
@@ -431,7 +381,7 @@ class MetadataLog:
         """For the control streams of the quorum's other nodes."""
         return self._request_handler.handlers()
 
-    # -- the controller's log (pk.server.node.runtime.ReplayLog) -----------------------------------
+    # -- the controller's log (runtime/replayed_host.py) -------------------------------------------
 
     @property
     def end(self) -> int:
@@ -453,22 +403,11 @@ class MetadataLog:
     def failed(self) -> Exception | None:
         return self._failed or self._disk.storage.failed
 
-    def append(self, records: Sequence[MetadataRecord], now_ms: int) -> int:
+    def append(self, records: Sequence[R], now_ms: int) -> int:
         """Decide one batch in the leader's epoch.  Raises `ControllerUnavailable`."""
         if not self.leads:
             raise errors.ControllerUnavailable("this controller does not lead")
-        return self._append(records, self.epoch, now_ms)
-
-    def _append(self, records: Sequence[MetadataRecord], epoch: int, now_ms: int) -> int:
-        raw = encode_batch(records, now_ms)
-        header = batches.check(raw)
-        appended = self._open_log.decide(
-            header, raw, leader_epoch=epoch, now_ms=now_ms, from_client=False
-        )
-        for at, record in enumerate(records, appended.base_offset):
-            if record.WhichOneof("record") == "voters":
-                self.voters.note(at, record.voters)
-        return appended.base_offset
+        return self._writer.append(records, self.epoch, now_ms)
 
     async def commit(self) -> None:
         """Write, sync, and wait until the quorum has committed it.
@@ -476,45 +415,11 @@ class MetadataLog:
         Raises `ControllerUnavailable` if another node leads before that: then its outcome is open.
         """
         end, epoch = self.end, self.epoch
-        await self._write_out()
+        await self._writer.write_out()
         while self.committed < end:
             if self.leadership.start == NONE or self.epoch != epoch:
                 raise errors.ControllerUnavailable("another controller leads now")
             await self._next_news()
-
-    async def _write_out(self, job: int = 0) -> None:
-        """Who waits may be cancelled (a term that ends); the write goes on: a plan that was taken
-        is completed, or nothing is ever written again.
-        """
-        write = asyncio.get_running_loop().create_task(self._write_plan(job))
-        self._unfinished[write] = None
-        write.add_done_callback(self._ended)
-        await asyncio.shield(write)
-
-    def _ended(self, write: asyncio.Task[None]) -> None:
-        del self._unfinished[write]
-        if not write.cancelled():
-            write.exception()  # told to the caller, if there still is one
-
-    async def _write_plan(self, job: int) -> None:
-        log = self._open_log
-        async with self._writing:
-            plan = log.take_writes()
-            if plan is None:
-                if job:
-                    self._post(Synced(self._state(), job))
-                return
-            failure: Exception | None = None
-            try:
-                await self._disk.write(lambda: log.perform(plan))
-            except Exception as cause:
-                failure = cause
-            done = log.complete(plan, failure)
-        if done.error is not None:
-            self._foreign = []
-            self.voters.forget(log.log_end)
-            raise done.error
-        self._post(Synced(self._state(), job))
 
     async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
         """Let `voters` be the voters; returns when that is committed (KIP-853).
@@ -536,23 +441,21 @@ class MetadataLog:
         while self.committed < end:
             await self._next_news()
 
-    async def replay(self, apply: Apply) -> None:
+    async def replay(self, apply: Apply[R]) -> None:
         """Hand every record below the end to `apply`, in order; those below a snapshot by what they
         came to.
         """
-        await self._told.replay(apply)
-        end = self._open_log.written_end
-        self._foreign = [each for each in self._foreign if each[0] >= end]
+        await self._open_reader.replay(apply)
+        self._writer.forget_foreign(self._open_log.written_end)
 
-    def take_foreign(self) -> list[tuple[int, MetadataRecord]]:
+    def take_foreign(self) -> list[tuple[int, R]]:
         """What the quorum itself appended: the term's machine has to know every record (M3)."""
-        found, self._foreign = self._foreign, []
-        return found
+        return self._writer.take_foreign()
 
     @property
     def log_start(self) -> int:
         """What is below is only in a snapshot."""
-        return self._told.base.end
+        return self._open_reader.base.end
 
     @property
     def newest_snapshot(self) -> SnapshotId | None:
@@ -565,13 +468,13 @@ class MetadataLog:
     async def begin_at(self, made: SnapshotId) -> None:
         """Keep `made`, and drop whole segments below the older of those that are kept (L4)."""
         log = self._open_log
-        async with self._writing:
+        async with self._writer.lock:
             newest = self._files.newest
             if newest is not None and newest.end >= made.end:
                 raise errors.SnapshotNotFound("a later one was loaded meanwhile")
             await self._files.keep(made)
-            self._told.rebase()
-            log.advance_log_start(self._told.base.end)
+            self._open_reader.rebase()
+            log.advance_log_start(self._open_reader.base.end)
             plan = log.retention_plan(self._clock.wall_ms(), self.committed)
             rename, remove = log.drop_segments(plan)
 
@@ -585,11 +488,11 @@ class MetadataLog:
         self._post(Synced(self._state()))
 
     async def _make_snapshots(self) -> None:
-        maker = SnapshotGenerator(
-            self, self._told, self._files, self._clock, self._rules, self._say
+        generator = self._make_generator(
+            self, self._open_reader, self._files, self._clock, self._rules, self._say
         )
         try:
-            await maker.run()
+            await generator.run()
         except Exception as failure:
             self._fail(failure)
 
@@ -597,4 +500,4 @@ class MetadataLog:
 
     async def read(self, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Whole committed batches from `offset`, and where to go on."""
-        return await self._told.read(offset, self.committed, max_bytes)
+        return await self._open_reader.read(offset, self.committed, max_bytes)

@@ -62,7 +62,6 @@ from pk.server.raft.messages import (
     Resign,
     SaveVote,
     SelfVoted,
-    SnapshotId,
     Started,
     StopLeading,
     Synced,
@@ -75,6 +74,7 @@ from pk.server.raft.messages import (
     VoteReply,
     VotersChange,
 )
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
 
 ELECTION, FETCH, AGAIN, TICK, WAITING = "election", "fetch", "again", "tick", "waiting"

@@ -12,6 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pk.server.raft.snapshot_id import NOTHING, SnapshotId
 from pk.types import NONE, EpochStart, NodeId
 
 
@@ -43,14 +44,6 @@ class EpochEnd(NamedTuple):
 
     epoch: int
     end: int
-
-
-@dataclass(slots=True, frozen=True)
-class SnapshotId:
-    """Everything below `end`, whose last record is of `epoch`."""
-
-    end: int
-    epoch: int
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -168,7 +161,7 @@ class LogState:
     end: int = 0
     epochs: tuple[EpochStart, ...] = ()
     voters: tuple[VotersAt, ...] = ()
-    base: SnapshotId = SnapshotId(0, 0)  #: where the log begins, and the epoch of what is before
+    base: SnapshotId = NOTHING  #: where the log begins, and the epoch of what is before
     snapshot: SnapshotId | None = None  #: the latest there is
 
     @property

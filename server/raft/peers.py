@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.server.controller.clocks import RunningSince
+from pk.running_since import RunningSince
 from pk.server.raft import codec
 from pk.server.raft.messages import (
     FetchReply,
@@ -47,7 +47,7 @@ class Peers:
         hello: wire.Hello,
         addresses: Callable[[], Mapping[NodeId, str]],
         post: Callable[[Told | Unreachable], None],
-        voters: Voters,
+        voters: Voters[Any],
         *,
         timeout_ms: int,
     ) -> None:

@@ -28,14 +28,13 @@ from pk import errors, limits, settings
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.storage import Storage
-from pk.server.metadata.records import METADATA_TOPIC_ID
-from pk.server.raft.messages import SnapshotId, Vote
+from pk.server.raft.messages import Vote
 from pk.server.raft.snapshot_files import KEEP, Found, finish_load
-from pk.types import METADATA_TOPIC, TopicPartition
+from pk.server.raft.snapshot_id import NOTHING, SnapshotId
+from pk.types import METADATA_TOPIC, METADATA_TOPIC_ID, TopicPartition
 
 QUORUM_STATE = "quorum-state"
 LOG_DIR = f"{METADATA_TOPIC}-0"
-NOTHING = SnapshotId(0, 0)
 
 #: How the metadata log differs from a topic: only a snapshot makes it shorter, synced always, large
 #: batches (rule M2).

@@ -34,7 +34,7 @@ class RaftRequestHandler:
         self,
         quorum: Quorum,
         source: FetchSource,
-        voters: Voters,
+        voters: Voters[Any],
         *,
         ask: Callable[[Asked], None],
         renew: Callable[[], None],

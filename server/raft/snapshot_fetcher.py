@@ -20,9 +20,10 @@ from typing import Any
 from pk import errors
 from pk.clock import Clock
 from pk.log.storage import File
-from pk.server.raft.messages import LoadSnapshot, SnapshotId
+from pk.server.raft.messages import LoadSnapshot
 from pk.server.raft.peers import Peers
 from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX, SnapshotFiles
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.wire import pk_pb2 as wire
 
 

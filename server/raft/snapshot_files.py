@@ -25,8 +25,8 @@ from pk import errors, limits
 from pk.clock import Clock
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk, File, Storage
-from pk.server.metadata import snapshot
-from pk.server.raft.messages import SnapshotId
+from pk.server.raft.snapshot_framing import check
+from pk.server.raft.snapshot_id import SUFFIX, SnapshotId, file_name, id_of
 
 PART, LOAD = ".part", ".load"
 #: Room on a full disk is looked for again after this.
@@ -52,14 +52,14 @@ class Found:
         self.damaged: tuple[str, ...] = ()  #: why, for each
         names = storage.list("")
         for name in names:
-            if name.endswith(snapshot.SUFFIX + PART):
+            if name.endswith(SUFFIX + PART):
                 storage.remove(name)
         for name in names:
-            loading = snapshot.id_of(name.removesuffix(LOAD))
+            loading = id_of(name.removesuffix(LOAD))
             if loading is None:
                 continue
             try:
-                snapshot.check(storage.read_file(name), loading)
+                check(storage.read_file(name), loading)
             except errors.CorruptLog as cause:
                 if name.endswith(LOAD):
                     raise
@@ -69,15 +69,13 @@ class Found:
                 self.loading = loading
             else:
                 self.kept = (*self.kept, loading)
-        self.newest_end = max(
-            (known.end for name in names if (known := snapshot.id_of(name))), default=0
-        )
+        self.newest_end = max((known.end for name in names if (known := id_of(name))), default=0)
         self.kept = self.kept[-KEEP:]
 
 
 def finish_load(storage: Storage, loaded: SnapshotId) -> None:
     """The log begins behind `loaded`, SYNCED: it is the only snapshot from now on."""
-    name = snapshot.file_name(loaded)
+    name = file_name(loaded)
     if storage.exists(name + LOAD):  # else a full disk came behind it
         storage.rename(name + LOAD, name)
     storage.sync_dir("")
@@ -86,9 +84,9 @@ def finish_load(storage: Storage, loaded: SnapshotId) -> None:
 
 def remove_others(storage: Storage, kept: Iterable[SnapshotId]) -> None:
     """F1."""
-    names = {snapshot.file_name(each) for each in kept}
+    names = {file_name(each) for each in kept}
     for name in storage.list(""):
-        if snapshot.id_of(name) is not None and name not in names:
+        if id_of(name) is not None and name not in names:
             storage.remove(name)
     storage.sync_dir("")
 
@@ -112,7 +110,7 @@ class SnapshotFiles:
     async def piece(self, wanted: SnapshotId, position: int, max_bytes: int) -> tuple[bytes, int]:
         """At most `PIECE_BYTES` at `position`, and the file's size.  Raises `SnapshotNotFound`."""
         if wanted not in self.kept:
-            raise errors.SnapshotNotFound(f"{snapshot.file_name(wanted)} is not here")
+            raise errors.SnapshotNotFound(f"{file_name(wanted)} is not here")
         count = max(1, min(max_bytes, PIECE_BYTES))
         return await self._disk.read(
             partial(_read_piece, self._disk.storage, wanted, position, count)
@@ -128,7 +126,7 @@ class SnapshotFiles:
         Raises what the storage raises.
         """
         disk = self._disk
-        part = snapshot.file_name(made) + PART
+        part = file_name(made) + PART
         writing = await self.begin_part(made)
         waiting: list[bytes] = []
         size = 0
@@ -141,7 +139,7 @@ class SnapshotFiles:
                     waiting, size = [], 0
                 await self._clock.sleep_ms(0)
             await disk.write(partial(_append, writing, waiting))
-            await disk.write(partial(_rename, disk.storage, part, snapshot.file_name(made)))
+            await disk.write(partial(_rename, disk.storage, part, file_name(made)))
         except errors.PkError:
             await disk.write(partial(disk.storage.remove, part))
             raise
@@ -157,14 +155,14 @@ class SnapshotFiles:
 
     async def begin_part(self, fetched: SnapshotId) -> File:
         """An empty `.part`."""
-        name = snapshot.file_name(fetched) + PART
+        name = file_name(fetched) + PART
         return await self._disk.write(partial(_fresh, self._disk.storage, name))
 
     async def append_part(self, file: File, piece: bytes) -> None:
         await self._disk.write(partial(_append, file, [piece]))
 
     async def drop_part(self, fetched: SnapshotId) -> None:
-        name = snapshot.file_name(fetched) + PART
+        name = file_name(fetched) + PART
         await self._disk.write(partial(self._disk.storage.remove, name))
 
     async def read_part(self, fetched: SnapshotId) -> bytes:
@@ -173,7 +171,7 @@ class SnapshotFiles:
 
     async def begin_load(self, fetched: SnapshotId) -> None:
         """F2: from here on it is the truth, and the log follows."""
-        name = snapshot.file_name(fetched)
+        name = file_name(fetched)
         await self._disk.write(partial(_rename, self._disk.storage, name + PART, name + LOAD))
 
     async def finish_load(self, loaded: SnapshotId, log: PartitionLog) -> None:
@@ -206,10 +204,10 @@ def _rename(storage: Storage, old: str, new: str) -> None:
 
 
 def _read_checked(storage: Storage, wanted: SnapshotId, suffix: str = "") -> bytes:
-    name = snapshot.file_name(wanted) + suffix
+    name = file_name(wanted) + suffix
     try:
         raw = storage.read_file(name)
-        snapshot.check(raw, wanted)
+        check(raw, wanted)
     except FileNotFoundError as cause:
         raise errors.SnapshotNotFound(f"{storage.root}/{name} is gone") from cause
     except errors.CorruptLog as cause:
@@ -220,7 +218,7 @@ def _read_checked(storage: Storage, wanted: SnapshotId, suffix: str = "") -> byt
 def _read_piece(
     storage: Storage, wanted: SnapshotId, position: int, count: int
 ) -> tuple[bytes, int]:
-    name = snapshot.file_name(wanted)
+    name = file_name(wanted)
     try:
         file = storage.open(name, write=False)
     except FileNotFoundError as cause:

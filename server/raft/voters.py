@@ -11,21 +11,33 @@ whoever names a leader says where it is reached, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from pk.server.metadata import snapshot
-from pk.server.metadata.records import MetadataRecord, decode_batches, record_of
-from pk.server.raft.messages import AppendVoters, BeginEpoch, SnapshotId, Voter, VotersAt
+from pk import errors
+from pk.log.storage import Buffer
+from pk.server.raft.messages import (
+    AppendVoters,
+    BeginEpoch,
+    Voter,
+    VotersAt,
+)
+from pk.server.raft.record_serde import ControlRecord, RecordSerde
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.types import NONE, NodeId
 from pk.wire import pk_pb2 as wire
 
+R = TypeVar("R")
 
-class Voters:
+
+class Voters(Generic[R]):
     """`at`: oldest first, the last counts; never empty."""
 
-    def __init__(self, me: Voter, address: str, first: Mapping[Voter, str]) -> None:
+    def __init__(
+        self, serde: RecordSerde[R], me: Voter, address: str, first: Mapping[Voter, str]
+    ) -> None:
+        self._serde = serde
         given = {voter.node_id: where for voter, where in first.items()}
         self._given: dict[NodeId, str] = {**given, me.node_id: address}
         self.addresses: dict[NodeId, str] = dict(self._given)
@@ -37,20 +49,22 @@ class Voters:
 
     def begin_with(self, known: SnapshotId, raw: bytes) -> None:
         """The voters of a snapshot that was checked; the log behind it is read next."""
-        voters, addresses = snapshot.voters_of(raw)
+        voters, addresses = voters_of(self._serde, raw)
         self.at = [VotersAt(known.end - 1, voters)]
         self.addresses.update(addresses)
         self.addresses.update(self._given)
 
     def find(self, raw: Any, offset: int) -> None:
         """Note what batches say."""
-        for at, record in decode_batches(raw, offset, verify=False):
-            if record.WhichOneof("record") == "voters":
-                self.note(at, record.voters)
+        for at, record in self._serde.decode_batches(raw, offset, verify=False):
+            self.note(at, record)
 
-    def note(self, offset: int, record: wire.VotersRecord) -> None:
-        """A record at `offset`."""
-        named = record.voters
+    def note(self, offset: int, record: R) -> None:
+        """A record at `offset`: only some name voters."""
+        found = self._serde.voters_in(record)
+        if found is None:
+            return
+        named = found.voters
         voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
         self.at.append(VotersAt(offset, voters))
         self.addresses.update((each.node_id, each.address) for each in named if each.address)
@@ -81,7 +95,7 @@ class Voters:
         if own or leader.node_id not in self.addresses:
             self.addresses[leader.node_id] = leader.address
 
-    def records(self, op: BeginEpoch | AppendVoters) -> list[MetadataRecord]:
+    def records(self, op: BeginEpoch | AppendVoters) -> list[R]:
         """What the quorum asks to be appended."""
         voters = wire.VotersRecord(
             voters=[
@@ -93,11 +107,27 @@ class Voters:
                 for voter in op.voters
             ]
         )
-        if isinstance(op, AppendVoters):
-            return [record_of(voters)]
-        ids = [voter.node_id for voter in op.voters]
-        change = wire.LeaderChangeRecord(leader_id=op.leader.node_id, epoch=op.epoch, voters=ids)
-        return [record_of(change), record_of(voters)]
+        bodies: list[ControlRecord] = [voters]
+        if isinstance(op, BeginEpoch):
+            ids = [voter.node_id for voter in op.voters]
+            leader = op.leader.node_id
+            bodies.insert(0, wire.LeaderChangeRecord(leader_id=leader, epoch=op.epoch, voters=ids))
+        return [self._serde.record_of(body) for body in bodies]
+
+
+def voters_of(serde: RecordSerde[R], raw: Buffer) -> tuple[tuple[Voter, ...], dict[NodeId, str]]:
+    """The voters in force at the end of a checked snapshot (KIP-853), and their addresses.
+
+    Raises `CorruptLog` if it names none.
+    """
+    for part in serde.decode_snapshot(raw):
+        for _, record in part:
+            found = serde.voters_in(record)
+            if found is not None:
+                named = found.voters
+                voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
+                return voters, {each.node_id: each.address for each in named if each.address}
+    raise errors.CorruptLog("the snapshot names no voters")
 
 
 def _leader_in(message: Message) -> wire.QuorumVoter | None:

@@ -20,6 +20,8 @@ NodeId = int
 NONE = -1
 
 METADATA_TOPIC = "__cluster_metadata"
+#: The topic id of the metadata log itself.
+METADATA_TOPIC_ID = "00000000-0000-0000-0000-000000000001"
 
 
 class TopicPartition(NamedTuple):

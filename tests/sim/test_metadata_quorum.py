@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.metadata.records import record_of
-from pk.server.raft.log import MetadataLog
+from pk.server.metadata.record_serde import MetadataRecordSerde
+from pk.server.metadata.records import MetadataRecord, record_of
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
+from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import Voter
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -32,7 +34,7 @@ class Node:
     voter: Voter
     address: str
     storage: SimStorage
-    log: MetadataLog | None = None
+    log: RaftLog[MetadataRecord] | None = None
     fatal: list[BaseException] = field(default_factory=list)
 
 
@@ -64,9 +66,11 @@ class Cluster:
 
     async def _main(self, node: Node, world: World) -> None:
         disk = SimDisk(node.storage, world.clock, world.rng)
-        log = MetadataLog(
+        log = RaftLog(
             world,
             disk,
+            MetadataRecordSerde(),
+            SnapshotGenerator,
             me=node.voter,
             address=node.address,
             on_fatal=node.fatal.append,
@@ -84,7 +88,7 @@ class Cluster:
             await log.lead()
             await self._work(log, world)
 
-    async def _work(self, log: MetadataLog, world: World) -> None:
+    async def _work(self, log: RaftLog[MetadataRecord], world: World) -> None:
         """Append topics as long as this node leads."""
         while log.leadership.start != NONE:
             await world.clock.sleep_ms(world.rng.uniform(5, 60))

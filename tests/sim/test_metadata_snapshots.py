@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.metadata.records import record_of
+from pk.server.metadata.record_serde import MetadataRecordSerde
+from pk.server.metadata.records import MetadataRecord, record_of
+from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft import codec
-from pk.server.raft.log import MetadataLog
+from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import AskVote, Voter, VotersChange
 from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules
+from pk.server.raft.snapshot_id import file_name, id_of
 from pk.sim.cluster import MortalStorage
 from pk.sim.disk import SimDisk
 from pk.sim.world import SimWorld
@@ -44,7 +46,7 @@ class Node:
     voter: Voter
     address: str
     storage: MortalStorage
-    log: MetadataLog | None = None
+    log: RaftLog[MetadataRecord] | None = None
     fatal: list[BaseException] = field(default_factory=list)
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -84,9 +86,11 @@ class Cluster:
     async def _main(self, node: Node, world: World) -> None:
         disk = SimDisk(node.storage, world.clock, world.rng)
         self.sim.nodes[node.name].on_kill.append(disk.kill)
-        log = MetadataLog(
+        log = RaftLog(
             world,
             disk,
+            MetadataRecordSerde(),
+            SnapshotGenerator,
             me=node.voter,
             address=node.address,
             on_fatal=node.fatal.append,
@@ -110,7 +114,7 @@ class Cluster:
             await log.lead()
             await self._work(log, world)
 
-    async def _work(self, log: MetadataLog, world: World) -> None:
+    async def _work(self, log: RaftLog[MetadataRecord], world: World) -> None:
         """A topic, and a setting said again, as long as this node leads."""
         while log.leadership.start != NONE:
             await world.clock.sleep_ms(world.rng.uniform(*self.pace_ms))
@@ -159,7 +163,7 @@ class Cluster:
         """As whoever replays the node's log has it, up to what it knows is committed."""
         log, image = node.log, MetadataImage()
         assert log is not None
-        self.sim.run(log._told.replay(image.apply, log.committed if end is None else end))
+        self.sim.run(log._open_reader.replay(image.apply, log.committed if end is None else end))
         return image
 
     def same(self) -> None:
@@ -325,7 +329,7 @@ def test_a_controller_that_dies_in_any_step_of_making_one_comes_back(
         image = cluster.image(node)
         assert set(cluster.committed) <= set(image.topics), step
         files = [name for name in node.storage.list("") if "checkpoint" in name]
-        assert all(snapshot.id_of(name) for name in files), files
+        assert all(id_of(name) for name in files), files
         assert len(files) <= 3
         cluster.down(node, power=False)
         steps = step
@@ -391,7 +395,7 @@ def test_a_damaged_snapshot_costs_nothing_while_the_one_before_it_is_there(make:
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 4)
     cluster.down(node, power=False)
-    names = [name for name in node.storage.list("") if snapshot.id_of(name)]
+    names = [name for name in node.storage.list("") if id_of(name)]
     assert len(names) == 2
     spoil(node, names[1])
     cluster.boot(node)
@@ -403,7 +407,7 @@ def test_a_damaged_snapshot_costs_nothing_while_the_one_before_it_is_there(make:
     assert names[1] not in node.storage.list("")
     cluster.down(node, power=True)
     for name in node.storage.list(""):
-        if snapshot.id_of(name):
+        if id_of(name):
             spoil(node, name)
     cluster.boot(node)
     cluster.until(lambda: bool(node.fatal))
@@ -420,7 +424,7 @@ def test_one_that_is_found_damaged_later_costs_nothing_either(make: Any) -> None
     log = node.log
     assert log is not None
     assert log.newest_snapshot is not None
-    spoil(node, snapshot.file_name(log.newest_snapshot))
+    spoil(node, file_name(log.newest_snapshot))
     image = cluster.image(node)
     assert node.heard("metadata_snapshot_damaged") == 1
     assert set(cluster.committed[:-1]) <= set(image.topics)

@@ -16,6 +16,7 @@ from pk.cli import log_directories
 from pk.cli.repair import repair
 from pk.log import dump as dumping
 from pk.server.metadata import snapshot
+from pk.server.raft.snapshot_id import SUFFIX, id_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,9 +47,9 @@ def dump(
 ) -> None:
     """Print what FILE holds; damage is printed where it is, and the exit code is then 1."""
     kind = dumping.kind_of(file.name)
-    metadata = snapshot.id_of(file.name.removesuffix(".part").removesuffix(".load")) is not None
+    metadata = id_of(file.name.removesuffix(".part").removesuffix(".load")) is not None
     if kind is None and not metadata:
-        known = ", ".join((*dumping.SUFFIXES, snapshot.SUFFIX, *dumping.CHECKPOINTS))
+        known = ", ".join((*dumping.SUFFIXES, SUFFIX, *dumping.CHECKPOINTS))
         raise errors.InvalidOption(
             f"{file.name} is no file of a log; known are {known}", file=str(file)
         )

@@ -15,7 +15,7 @@ from pk.log.columns import Marker
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import record_of
-from pk.server.raft.messages import SnapshotId
+from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.wire import pk_pb2 as wire
 
 NOW = 1_700_000_000_000
@@ -163,7 +163,7 @@ def test_a_metadata_snapshot_is_printed(tmp_path: Path) -> None:
         image.apply(offset, record_of(body))
     made = SnapshotId(4, 2)
     raw = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
-    path = tmp_path / snapshot.file_name(made)
+    path = tmp_path / file_name(made)
     path.write_bytes(raw)
     code, (head,), text = dump(path)
     assert code == 0

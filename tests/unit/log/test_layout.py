@@ -25,7 +25,8 @@ from pk.log.plan import LogConfig
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import BrokerState, MetadataImage, TopicState
 from pk.server.raft import recovery
-from pk.server.raft.messages import SnapshotId, Vote
+from pk.server.raft.messages import Vote
+from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
@@ -111,7 +112,7 @@ async def written() -> dict[str, bytes]:
     image.topics["topic-id"] = TopicState("t", "topic-id")
     image.brokers[7] = BrokerState(7, 3, "i", "b", ("d",), "a:1", "r", changed_offset=5)
     made = SnapshotId(7, 3)
-    files[snapshot.file_name(made)] = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
+    files[file_name(made)] = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
     identity = files.pop(directory.FORMAT_FILE)
     assert b"layout" in identity
     return files

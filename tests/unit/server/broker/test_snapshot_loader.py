@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.metadata import snapshot
-from pk.server.raft.messages import SnapshotId
+from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
@@ -180,7 +179,7 @@ def test_a_damaged_snapshot_is_not_taken_and_what_is_behind_the_one_before_it_is
         storage, log = cluster.storages["meta"], cluster.controller.metadata
         await cluster.client.clock.sleep_ms(2_000)
         newest: SnapshotId = log.newest_snapshot
-        file = storage.open(snapshot.file_name(newest))
+        file = storage.open(file_name(newest))
         file.write_at(file.size() // 2, b"rotten")
         file.close()
         cluster.world.network.heal("broker", "controller")

@@ -10,6 +10,7 @@ import pytest
 
 from pk import errors, settings
 from pk.server.controller.node import ControllerNode
+from pk.server.metadata.records import record_of
 from pk.server.node.run_config import RunConfig
 from pk.server.raft import membership
 from pk.server.raft.messages import Voter
@@ -228,7 +229,7 @@ def test_an_address_of_the_settings_counts_more_than_the_log(make: Any) -> None:
             wire.Voter(node_id=7, directory_id="dir-7", address="c7:1"),
         ]
     )
-    node.metadata.voters.note(10_000, record)
+    node.metadata.voters.note(10_000, record_of(record))
     assert node.metadata.address_of(1) == "c1:1"
     assert node.metadata.address_of(7) == "c7:1"
 

@@ -15,8 +15,8 @@ from pk import errors, settings, tracing
 from pk.server.controller.node import ControllerNode
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import decode_batches
-from pk.server.metadata.snapshot import SUFFIX
 from pk.server.node.run_config import RunConfig
+from pk.server.raft.snapshot_id import SUFFIX
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.types import NONE, PartitionKey

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from pk import errors
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState, TopicState
-from pk.server.raft.messages import SnapshotId
+from pk.server.metadata.record_serde import MetadataRecordSerde
+from pk.server.raft.snapshot_framing import check
+from pk.server.raft.snapshot_id import SnapshotId, file_name, id_of
+from pk.server.raft.voters import voters_of
 from tests.unit.server.metadata.metadata_records import VOTERS, Historian, history, order
 
 
@@ -24,7 +27,7 @@ def encoded(image: MetadataImage) -> bytes:
 
 def loaded(raw: bytes) -> MetadataImage:
     image = MetadataImage()
-    snapshot.check(raw)
+    check(raw)
     for rows in snapshot.batches_of(raw):
         for offset, record in rows:
             image.apply(offset, record)
@@ -99,11 +102,11 @@ def test_a_registration_that_is_not_at_its_offset_is_refused_in_a_snapshot_too()
 
 def test_the_voters_are_found_in_it() -> None:
     raw = encoded(history(1, 0).image)
-    voters, addresses = snapshot.voters_of(raw)
+    voters, addresses = voters_of(MetadataRecordSerde(), raw)
     assert [(v.node_id, v.directory_id) for v in voters] == [(1, "d1"), (2, "d2"), (3, "d3")]
     assert addresses == {v.node_id: v.address for v in VOTERS}
     with pytest.raises(errors.CorruptLog, match="no voters"):
-        snapshot.voters_of(encoded(MetadataImage(offset=4)))
+        voters_of(MetadataRecordSerde(), encoded(MetadataImage(offset=4)))
 
 
 def test_every_damage_is_seen() -> None:
@@ -111,30 +114,30 @@ def test_every_damage_is_seen() -> None:
     image = history(5, 60).image
     raw = encoded(image)
     whole = SnapshotId(image.offset + 1, image.leader_epoch)
-    assert snapshot.check(raw, whole) == (whole, len(list(snapshot.rows_of(image))))
+    assert check(raw, whole) == (whole, len(list(snapshot.rows_of(image))))
     rng = random.Random(1)
     for length in [0, 1, 40, *(rng.randrange(len(raw)) for _ in range(200)), len(raw) - 1]:
         with pytest.raises(errors.CorruptLog):
-            snapshot.check(raw[:length])
+            check(raw[:length])
         torn = raw[:length] + bytes(len(raw) - length)  # the size got there, the data did not
         if torn != raw:
             with pytest.raises(errors.CorruptLog):
-                snapshot.check(torn)
+                check(torn)
     for position in range(len(raw)):
         bad = bytearray(raw)
         bad[position] ^= 1 << rng.randrange(8)
         with pytest.raises((errors.CorruptLog, errors.NewerFormat)):
-            snapshot.check(bad)
+            check(bad)
     with pytest.raises(errors.CorruptLog):
-        snapshot.check(raw + b"x")
+        check(raw + b"x")
     with pytest.raises(errors.CorruptLog, match="not"):
-        snapshot.check(raw, SnapshotId(whole.end, whole.epoch + 1))
+        check(raw, SnapshotId(whole.end, whole.epoch + 1))
 
 
 def test_names_sort_by_age_and_say_what_they_are() -> None:
     ids = [SnapshotId(9, 12), SnapshotId(10, 2), SnapshotId(10_000, 1)]
-    names = [snapshot.file_name(each) for each in ids]
+    names = [file_name(each) for each in ids]
     assert names == sorted(names)
-    assert [snapshot.id_of(name) for name in names] == ids
+    assert [id_of(name) for name in names] == ids
     for name in ("quorum-state", names[0] + ".part", "1-1.checkpoint", "x".join(names)):
-        assert snapshot.id_of(name) is None
+        assert id_of(name) is None

@@ -19,7 +19,13 @@ from pk.errors import PkError
 from pk.log.epochs import LeaderEpochs
 from pk.server.raft import messages as say
 from pk.server.raft.machine import Quorum, Role
-from pk.server.raft.messages import LogState, SnapshotId, Vote, Voter, VotersAt
+from pk.server.raft.messages import (
+    LogState,
+    Vote,
+    Voter,
+    VotersAt,
+)
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
 from pk.types import NONE
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.metadata.loader import MetadataLoader
 from pk.server.raft.fetch_source import FetchSource
-from pk.server.raft.messages import SnapshotId
+from pk.server.raft.log_reader import LogReader
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.types import NONE
 
 OLD, NEW = SnapshotId(5, 1), SnapshotId(9, 1)
@@ -85,7 +85,8 @@ def test_without_a_snapshot_the_log_reaches_back_to_where_its_files_begin() -> N
     """Where it was made shorter no file was dropped yet: who is behind is read to from there."""
     log: Any = SimpleNamespace(segments=[SimpleNamespace(base_offset=0)], log_start=OLD.end)
     files: Any = SimpleNamespace(kept=(OLD, NEW))
-    history = MetadataLoader(None, None, files, log, lambda *_, **k: None)  # type: ignore[arg-type]
+    unused: Any = None
+    history = LogReader(unused, unused, unused, files, log, lambda *_, **k: None)
     assert (history.base, log.log_start) == (OLD, OLD.end)
     files.kept = (OLD,)
     history.rebase()

@@ -13,19 +13,19 @@ import pytest
 from pk import errors
 from pk.effects import Level
 from pk.log import batch as batches
-from pk.server.metadata.records import record_of
-from pk.server.metadata.snapshot import file_name
+from pk.server.metadata.record_serde import MetadataRecordSerde
+from pk.server.metadata.records import MetadataRecord, record_of
 from pk.server.metadata.snapshot_generator import SnapshotGenerator
-from pk.server.raft.log import MetadataLog
+from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import (
     BeginEpoch,
     SaveVote,
-    SnapshotId,
     TruncateTo,
     Vote,
     Voter,
 )
 from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules, read_state
+from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire
@@ -50,15 +50,27 @@ class Disk:
         self.storage = SimStorage("m", self.world.random("disk"))
         self.fatal: list[BaseException] = []
 
-    def open(self) -> MetadataLog:
+    def open(self) -> RaftLog[MetadataRecord]:
         world = self.world.world_of("n")
         disk = SimDisk(self.storage, world.clock, world.rng)
-        log = MetadataLog(world, disk, me=Voter(1, "d"), address="", on_fatal=self.fatal.append)
+        log = RaftLog(
+            world,
+            disk,
+            MetadataRecordSerde(),
+            SnapshotGenerator,
+            me=Voter(1, "d"),
+            address="",
+            on_fatal=self.fatal.append,
+        )
         self.world.run(_opened(log))
         return log
 
 
-async def _opened(log: MetadataLog) -> None:
+def silent(_event: str, **_facts: object) -> None:
+    """Nobody reads what is said."""
+
+
+async def _opened(log: RaftLog[MetadataRecord]) -> None:
     await log.open()
     await log.lead()
 
@@ -67,7 +79,7 @@ def topic(name: str) -> Any:
     return record_of(wire.TopicRecord(name=name, topic_id=name))
 
 
-def names(disk: Disk, log: MetadataLog) -> list[str]:
+def names(disk: Disk, log: RaftLog[MetadataRecord]) -> list[str]:
     found: list[str] = []
 
     def take(_offset: int, record: Any) -> None:
@@ -130,7 +142,7 @@ def test_damaged_state_is_not_guessed() -> None:
         disk.open()
 
 
-def committed(*records: str) -> tuple[Disk, MetadataLog, str]:
+def committed(*records: str) -> tuple[Disk, RaftLog, str]:
     """A log of one topic in each batch, long after its election, and its only file."""
     disk = Disk()
     log = disk.open()
@@ -222,7 +234,7 @@ def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
     assert names(disk, log) == ["after"]
 
 
-async def _abandon(log: MetadataLog) -> None:
+async def _abandon(log: RaftLog[MetadataRecord]) -> None:
     """A commit whose caller goes while the disk writes."""
     commit = asyncio.get_running_loop().create_task(log.commit())
     await asyncio.sleep(0)
@@ -329,7 +341,7 @@ def test_a_replay_gives_way_to_votes() -> None:
     for turn in range(3):
         log.append([topic(f"t{turn}-{n}") for n in range(1_500)], 5)
         disk.world.run(log.commit())
-    history, clock = log._told, log._told._clock
+    history, clock = log._open_reader, log._open_reader._clock
     turns = history._clock = Turns(clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
     assert turns.applied > 4_500
@@ -337,9 +349,7 @@ def test_a_replay_gives_way_to_votes() -> None:
     files = log._files
     assert files.newest is None
     writing = files._clock = Turns(clock)  # type: ignore[assignment]
-    generator = SnapshotGenerator(
-        log, history, files, clock, SnapshotRules(), lambda event, **facts: None
-    )
+    generator = SnapshotGenerator(log, history, files, clock, SnapshotRules(), silent)
     disk.world.run(generator.make())
     assert len(writing.at) > 4_500 // 128
     turns = history._clock = Turns(clock)  # type: ignore[assignment]
@@ -355,7 +365,7 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
     disk = Disk()
     log = disk.open()
     generator = SnapshotGenerator(
-        log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+        log, log._open_reader, log._files, log._clock, SnapshotRules(), silent
     )
     for name in ("a", "b", "c"):
         log.append([topic(name)], 5)
@@ -365,9 +375,9 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
     disk.world.run(log.close())
     disk.storage.crash()
     world = disk.world.world_of("other")
-    other = MetadataLog(
-        world, SimDisk(disk.storage, world.clock, world.rng), me=Voter(1, "other"), address="",
-        on_fatal=disk.fatal.append,
+    other = RaftLog(
+        world, SimDisk(disk.storage, world.clock, world.rng), MetadataRecordSerde(),
+        SnapshotGenerator, me=Voter(1, "other"), address="", on_fatal=disk.fatal.append,
     )  # fmt: skip
     with pytest.raises(errors.DirectoryOfAnotherCluster, match="directory d,"):
         disk.world.run(other.open())
@@ -378,13 +388,11 @@ def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
     disk = Disk()
     log = disk.open()
     files = log._files
-    generator = SnapshotGenerator(
-        log, log._told, files, log._clock, SnapshotRules(), lambda event, **facts: None
-    )
+    generator = SnapshotGenerator(log, log._open_reader, files, log._clock, SnapshotRules(), silent)
     later = SnapshotId(log.end + 10, log.epoch)
 
     async def story() -> None:
-        async with log._writing:  # as `_install` has it
+        async with log._writer.lock:  # as `_install` has it
             making = asyncio.get_running_loop().create_task(generator.make())
             await log._clock.sleep_ms(1_000)
             disk.storage.replace_file(file_name(later), b"loaded")
@@ -408,7 +416,12 @@ def test_none_is_made_below_one_that_was_loaded() -> None:
     behind: Any = SimpleNamespace(committed=log.end - 1, epoch_at=log.epoch_at)
     makers = [
         SnapshotGenerator(
-            source, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+            source,
+            log._open_reader,
+            log._files,
+            log._clock,
+            SnapshotRules(),
+            silent,
         )
         for source in (log, behind)
     ]
@@ -424,7 +437,7 @@ def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
     log.append([topic(f"t{n}") for n in range(500)], 5)
     disk.world.run(log.commit())
     generator = SnapshotGenerator(
-        log, log._told, log._files, log._clock, SnapshotRules(1), lambda event, **facts: None
+        log, log._open_reader, log._files, log._clock, SnapshotRules(1), silent
     )
     found: list[bool] = []
 
@@ -432,7 +445,7 @@ def test_the_log_is_not_made_shorter_under_who_replays_it() -> None:
         async def sleep_ms(self, ms: float) -> None:
             found.append(await generator._due())
 
-    history = log._told
+    history = log._open_reader
     turns = history._clock = Asking(log._clock)  # type: ignore[assignment]
     disk.world.run(history.replay(turns.apply))
     assert found

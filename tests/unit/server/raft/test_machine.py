@@ -26,7 +26,6 @@ from pk.server.raft.messages import (
     LogState,
     SaveVote,
     SelfVoted,
-    SnapshotId,
     Started,
     Synced,
     TimerFired,
@@ -36,6 +35,7 @@ from pk.server.raft.messages import (
     VoteReply,
     VotersAt,
 )
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
 from pk.types import NONE, EpochStart
 

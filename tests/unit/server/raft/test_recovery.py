@@ -11,8 +11,8 @@ from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import encode_batch, record_of
 from pk.server.raft import recovery
-from pk.server.raft.messages import SnapshotId
-from pk.server.raft.recovery import LOG_DIR, NOTHING, SnapshotRules, base_of, recover
+from pk.server.raft.recovery import LOG_DIR, SnapshotRules, base_of, recover
+from pk.server.raft.snapshot_id import NOTHING, SnapshotId, file_name
 from pk.sim.disk import SimStorage
 from pk.wire import pk_pb2 as wire
 
@@ -36,7 +36,7 @@ def log_of(storage: SimStorage, *epochs: int, start: int | None = None) -> Parti
 
 def put(storage: SimStorage, made: SnapshotId, suffix: str = "", *, damaged: bool = False) -> None:
     raw = b"".join(snapshot.encode(made, snapshot.rows_of(MetadataImage(offset=made.end - 1))))
-    storage.replace_file(snapshot.file_name(made) + suffix, raw[:-1] if damaged else raw)
+    storage.replace_file(file_name(made) + suffix, raw[:-1] if damaged else raw)
 
 
 def test_a_log_that_was_being_replaced_begins_anew_with_nothing_of_what_it_was() -> None:
@@ -53,7 +53,7 @@ def test_a_log_that_was_being_replaced_begins_anew_with_nothing_of_what_it_was()
         assert not log.epochs.entries
         log.close()
     assert [name for name in storage.list("") if "checkpoint" in name] == [
-        snapshot.file_name(SnapshotId(10, 5))
+        file_name(SnapshotId(10, 5))
     ]
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from pk import errors
 from pk.server.metadata.records import record_of
-from pk.server.metadata.snapshot import file_name
 from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft.recovery import SnapshotRules
+from pk.server.raft.snapshot_id import file_name
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.raft.test_log import WORLDS, Disk
 
@@ -29,7 +29,7 @@ def test_a_snapshot_that_is_found_damaged_is_not_named_again() -> None:
     disk = Disk()
     log = disk.open()
     generator = SnapshotGenerator(
-        log, log._told, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
+        log, log._open_reader, log._files, log._clock, SnapshotRules(), lambda event, **facts: None
     )
     for name in ("a", "b"):
         log.append([record_of(wire.TopicRecord(name=name, topic_id=name))], 5)

@@ -10,9 +10,10 @@ import pytest
 
 from pk import errors
 from pk.server.metadata import snapshot
-from pk.server.raft.messages import LoadSnapshot, SnapshotId, Voter
+from pk.server.raft.messages import LoadSnapshot, Voter
 from pk.server.raft.snapshot_fetcher import SnapshotFetcher
 from pk.server.raft.snapshot_files import SNAPSHOT_BYTES_MAX, SnapshotFiles
+from pk.server.raft.snapshot_id import SnapshotId
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.wire import pk_pb2 as wire

@@ -1,184 +1,31 @@
-"""The loop that hosts machines: events in, step, effects out.  World-generic.
-
-`MachineHost` runs a Machine: one bounded queue of events, one step at a time, its effects in
-order. `ReplayedHost` runs a Replayed machine over a log: decide, append, apply, and release the
-reply when all it saw is committed.  Neither knows what is behind the doors it was handed.
+"""Runs one Replayed machine over a log: decide, append, apply, and release the reply when all it
+saw is committed.  World-generic.
 
 Rules
-  H1  Writes of one machine are performed in order, by one task; `then` only after its level (rule
-      L1).
   H2  Everything is bounded: a full queue refuses with THROTTLED, never grows.
   H3  A reply of a Replayed machine, also to a read, leaves when the log is committed up to the
       end it had when the reply was decided (rule Q3).
   H4  A failed append discards the machine, fails every reply that is not committed, and replays;
       where another node leads the log by then, the host ends instead.
-  H5  Timers of all machines of a process share one heap, keyed by (machine, key) (rule P6).
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from pk import errors
 from pk.clock import Clock
-from pk.effects import Effect, Level, Machine, Publish, Replayed, Respond, Send, SetTimer, Write
+from pk.effects import Effect, Replayed
+from pk.server.runtime.machine_host import QUEUE_MAX, Fatal
 
-E = TypeVar("E")
 C = TypeVar("C")
 R = TypeVar("R")
 
-QUEUE_MAX = 4_096
 #: Commands decided together before the log is written: bounds the latency of the first.
 ROUND_MAX = 256
-
-Fatal = Callable[[BaseException], None]
-
-
-class Timers:
-    """One heap of timers (H5): set, replace, cancel; `fire` is told what came due, in order."""
-
-    def __init__(self, clock: Clock, fire: Callable[[Any, Any], None]) -> None:
-        self._clock = clock
-        self._fire = fire
-        self._heap: list[tuple[int, int, Any]] = []
-        self._due: dict[Any, tuple[int, int]] = {}  # key -> (at_ms, number) of the valid entry
-        self._number = 0
-        self._changed = asyncio.Event()
-
-    def set(self, owner: Any, key: Any, at_ms: int | None) -> None:
-        """At `at_ms` of the monotonic clock `fire(owner, key)` is called; None cancels."""
-        full = (owner, key)
-        if at_ms is None:
-            self._due.pop(full, None)
-            return
-        self._number += 1
-        self._due[full] = (at_ms, self._number)
-        heapq.heappush(self._heap, (at_ms, self._number, full))
-        self._changed.set()
-
-    def drop(self, owner: Any) -> None:
-        """Cancel all timers of `owner`."""
-        for full in [full for full in self._due if full[0] == owner]:
-            del self._due[full]
-
-    async def run(self) -> None:
-        """Fire what is due, for ever."""
-        while True:
-            now_ms = self._clock.monotonic_ms()
-            while self._heap and (self._stale() or self._heap[0][0] <= now_ms):
-                at_ms, number, full = heapq.heappop(self._heap)
-                if self._due.get(full) == (at_ms, number):
-                    del self._due[full]
-                    self._fire(*full)
-            self._changed.clear()
-            wait_ms = self._heap[0][0] - now_ms if self._heap else None
-            try:
-                async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-
-    def _stale(self) -> bool:
-        at_ms, number, full = self._heap[0]
-        return self._due.get(full) != (at_ms, number)
-
-
-class Doors(Protocol):
-    """What a machine's effects reach."""
-
-    async def write(self, ops: Sequence[Any], level: Level) -> None:
-        """Perform `ops` in order; return once `level` is reached."""
-        ...
-
-    def send(self, peer: Any, message: Any) -> None: ...
-
-    def respond(self, request: Any, reply: Any) -> None: ...
-
-    def publish(self, name: str, value: Any) -> None: ...
-
-
-class MachineHost(Generic[E]):
-    """Runs one Machine."""
-
-    def __init__(
-        self,
-        machine: Machine[E],
-        doors: Doors,
-        clock: Clock,
-        *,
-        timers: Timers | None = None,
-        on_fatal: Fatal,
-        queue_max: int = QUEUE_MAX,
-    ) -> None:
-        self.machine = machine
-        self._doors = doors
-        self._clock = clock
-        self._timers = timers
-        self._on_fatal = on_fatal
-        self._queue_max = queue_max
-        self._events: deque[E] = deque()
-        self._writes: deque[Write] = deque()
-        self._wake = asyncio.Event()
-        self._wake_writer = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._run()), loop.create_task(self._write())]
-
-    def post(self, event: E) -> None:
-        """Queue an event.  Raises `ThrottledError` when too many wait (H2)."""
-        if len(self._events) >= self._queue_max:
-            raise errors.ThrottledError(f"{self._queue_max} events wait for one machine")
-        self._events.append(event)
-        self._wake.set()
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                while self._events:
-                    event = self._events.popleft()
-                    self._perform(self.machine.step(event, self._clock.monotonic_ms()))
-                self._wake.clear()
-                await self._wake.wait()
-        except Exception as bug:
-            self._on_fatal(bug)
-
-    def _perform(self, effects: Iterable[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Write):
-                self._writes.append(effect)
-                self._wake_writer.set()
-            elif isinstance(effect, Send):
-                self._doors.send(effect.peer, effect.message)
-            elif isinstance(effect, Respond):
-                self._doors.respond(effect.request, effect.reply)
-            elif isinstance(effect, Publish):
-                self._doors.publish(effect.name, effect.value)
-            elif isinstance(effect, SetTimer):
-                assert self._timers is not None, "this host was given no timers"
-                self._timers.set(self, effect.key, effect.at_ms)
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                while self._writes:
-                    write = self._writes.popleft()
-                    await self._doors.write(write.ops, write.level)
-                    self._perform(write.then)  # H1
-                self._wake_writer.clear()
-                await self._wake_writer.wait()
-        except Exception as failure:
-            self._on_fatal(failure)
 
 
 class ReplayLog(Protocol[R]):

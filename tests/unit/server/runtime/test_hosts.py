@@ -10,7 +10,9 @@ import pytest
 
 from pk import errors
 from pk.effects import Decision, Effect, Level, Publish, Respond, Send, SetTimer, Write
-from pk.server.node.runtime import MachineHost, ReplayedHost, Timers
+from pk.server.runtime.machine_host import MachineHost
+from pk.server.runtime.replayed_host import ReplayedHost
+from pk.server.runtime.timers import Timers
 from pk.sim.world import SimWorld
 from pk.world import World
 

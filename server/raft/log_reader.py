@@ -1,7 +1,7 @@
-"""Everything the metadata log has said: the newest snapshot, and the log behind it.
+"""Reads the log of the quorum from the disk: the newest snapshot, and the records behind it.
 
-World-generic.  Whoever needs the cluster's metadata as of an offset reads it here, from the disk:
-the controller when its term begins, the generator of the next snapshot.
+World-generic.  The controller replays the log here when its term begins, and so does the generator
+of the next snapshot.
 
 Invariants
   H1  between two turns of the loop at most `SLICE_RECORDS` records are applied, or one batch of a
@@ -16,32 +16,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 from pk import errors, limits
 from pk.clock import Clock
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
-from pk.server.metadata import snapshot
-from pk.server.metadata.records import MetadataRecord, decode_batches
+from pk.server.raft.record_serde import RecordSerde
 from pk.server.raft.recovery import base_of
 from pk.server.raft.snapshot_files import SnapshotFiles
 
 READ_BYTES = 4 * limits.MIB
 SLICE_RECORDS = 128
 
-Apply = Callable[[int, MetadataRecord], None]
+R = TypeVar("R")
+
+Apply = Callable[[int, R], None]
 Say = Callable[..., None]
 
 
-class MetadataLoader:
+class LogReader(Generic[R]):
     """See the module.  `base`: where the log begins; what is below is only in snapshots."""
 
     def __init__(
-        self, disk: Disk, clock: Clock, files: SnapshotFiles, log: PartitionLog, say: Say
+        self,
+        disk: Disk,
+        clock: Clock,
+        serde: RecordSerde[R],
+        files: SnapshotFiles,
+        log: PartitionLog,
+        say: Say,
     ) -> None:
         self.log = log
         self._disk = disk
         self._clock = clock
+        self._serde = serde
         self._files = files
         self._say = say
         self._replays = 0
@@ -69,7 +78,7 @@ class MetadataLoader:
         below, upto = await self._disk.read(partial(self.log.bytes_at, [start, end]))
         return upto - below
 
-    async def replay(self, apply: Apply, end: int | None = None) -> None:
+    async def replay(self, apply: Apply[R], end: int | None = None) -> None:
         """Hand the records below `end`, or all, to `apply`: the newest snapshot's, then the log's.
 
         Raises `ControllerUnavailable` if the log is replaced meanwhile, `CorruptLog`.
@@ -83,7 +92,7 @@ class MetadataLoader:
         finally:
             self._replays -= 1
 
-    async def _replay_snapshot(self, apply: Apply) -> int:
+    async def _replay_snapshot(self, apply: Apply[R]) -> int:
         """H2.  Returns where it ends."""
         while (newest := self._files.newest) is not None:
             try:
@@ -93,18 +102,18 @@ class MetadataLoader:
                 self._files.forget(newest)
                 self.rebase()
                 continue
-            for rows in snapshot.batches_of(raw):
+            for rows in self._serde.decode_snapshot(raw):
                 for offset, record in rows:
                     apply(offset, record)
                 await self._clock.sleep_ms(0)
             return newest.end
         return 0
 
-    async def _replay_log(self, offset: int, end: int | None, apply: Apply) -> None:
+    async def _replay_log(self, offset: int, end: int | None, apply: Apply[R]) -> None:
         count = 0
         while offset < (upto := self.log.written_end if end is None else end):
             raw, following = await self.read(offset, upto, READ_BYTES)
-            for at, record in decode_batches(raw, offset):
+            for at, record in self._serde.decode_batches(raw, offset):
                 if end is None or at < end:
                     apply(at, record)
                 count += 1

@@ -1,0 +1,194 @@
+"""The one writer of the quorum's log and of its saved vote: records are appended, written, SYNCED,
+cut and undone here.
+
+World-generic.  Who decides what is written is the quorum machine, or the controller that leads.
+
+Invariants
+  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
+  L5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
+      does not have is no damage when it is gone
+  L6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
+      a torn tail when the log is opened (recovery.py, O2)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+from pk import errors
+from pk.clock import Clock
+from pk.log import batch as batches
+from pk.log.partition_log import PartitionLog
+from pk.server.raft import recovery
+from pk.server.raft.messages import FetchReply, Vote
+from pk.server.raft.record_serde import RecordSerde
+from pk.server.raft.recovery import QUORUM_STATE, state_bytes
+from pk.server.raft.reserve import ReserveDisk
+from pk.server.raft.voters import Voters
+
+R = TypeVar("R")
+
+#: A follower whose disk is full looks again after this.
+FULL_WAIT_MS = 1_000
+
+
+class LogWriter(Generic[R]):
+    """See the module.  `synced` is called with the job of a write once it is SYNCED, or undone."""
+
+    def __init__(
+        self,
+        disk: ReserveDisk,
+        clock: Clock,
+        serde: RecordSerde[R],
+        log: PartitionLog,
+        voters: Voters[R],
+        vote: Vote,
+        synced: Callable[[int], None],
+    ) -> None:
+        self.log = log
+        self.lock = asyncio.Lock()  #: L4
+        self._disk = disk
+        self._clock = clock
+        self._serde = serde
+        self._voters = voters
+        self._vote = vote  #: as it is saved
+        self._noted = 0  #: what is saved beside it of how far the log is SYNCED
+        self._synced = synced
+        self._foreign: list[tuple[int, R]] = []  #: the quorum's own, for the term
+        self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
+
+    # -- the saved vote ----------------------------------------------------------------------------
+
+    async def save_vote(self, vote: Vote) -> None:
+        """SYNCED, with the log.  Raises `StorageFull`."""
+        async with self.lock:
+            await self._disk.write(partial(self._save, vote))
+
+    async def note_synced(self) -> None:
+        """L6.  Raises `StorageFull`: then it is only known later."""
+        if not self._disk.held:
+            await self._disk.prepare()
+        if self._noted < self.log.synced_end:
+            async with self.lock:
+                await self._disk.write(lambda: self._save(self._vote))
+
+    def _save(self, vote: Vote) -> None:
+        synced_end = self.log.flush()
+        self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
+        self._vote, self._noted = vote, synced_end
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def append(self, records: Sequence[R], epoch: int, now_ms: int) -> int:
+        """Decide one batch; returns the offset of its first record."""
+        raw = self._serde.encode_batch(records, now_ms)
+        header = batches.check(raw)
+        appended = self.log.decide(
+            header, raw, leader_epoch=epoch, now_ms=now_ms, from_client=False
+        )
+        for at, record in enumerate(records, appended.base_offset):
+            self._voters.note(at, record)
+        return appended.base_offset
+
+    def append_own(self, records: Sequence[R], epoch: int) -> None:
+        """Decide a batch of the quorum's own (`take_foreign`)."""
+        base = self.append(records, epoch, self._clock.wall_ms())
+        self._foreign += enumerate(records, base)
+
+    def take_foreign(self) -> list[tuple[int, R]]:
+        """What the quorum itself appended since the last call."""
+        found, self._foreign = self._foreign, []
+        return found
+
+    def forget_foreign(self, end: int) -> None:
+        """What is below `end` was replayed."""
+        self._foreign = [each for each in self._foreign if each[0] >= end]
+
+    async def append_fetched(self, reply: FetchReply, job: int) -> None:
+        """What a leader sent; what cannot be written is undone, and fetched again."""
+        log, now_ms = self.log, self._clock.wall_ms()
+        try:
+            for header, view in batches.iter_batches(reply.payload):
+                if header.leader_epoch > reply.epoch:
+                    break  # read from a log that had gone on: not this leader's word
+                batches.check(view)
+                log.append_as_follower(header, view, now_ms=now_ms)
+                self._voters.find(view, header.base_offset)
+            await self.write_out(job)
+        except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
+            await self.undo(0)
+            await self._clock.sleep_ms(FULL_WAIT_MS)
+            self._synced(job)
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    async def write_out(self, job: int = 0) -> None:
+        """Who waits may be cancelled (a term that ends); the write goes on: a plan that was taken
+        is completed, or nothing is ever written again.
+        """
+        write = asyncio.get_running_loop().create_task(self._write_plan(job))
+        self._unfinished[write] = None
+        write.add_done_callback(self._ended)
+        await asyncio.shield(write)
+
+    def _ended(self, write: asyncio.Task[None]) -> None:
+        del self._unfinished[write]
+        if not write.cancelled():
+            write.exception()  # told to the caller, if there still is one
+
+    async def _write_plan(self, job: int) -> None:
+        log = self.log
+        async with self.lock:
+            plan = log.take_writes()
+            if plan is None:
+                if job:
+                    self._synced(job)
+                return
+            failure: Exception | None = None
+            try:
+                await self._disk.write(lambda: log.perform(plan))
+            except Exception as cause:
+                failure = cause
+            done = log.complete(plan, failure)
+        if done.error is not None:
+            self._foreign = []
+            self._voters.forget(log.log_end)
+            raise done.error
+        self._synced(job)
+
+    async def undo(self, job: int) -> None:
+        """Take back what was decided and not written."""
+        log = self.log
+        async with self.lock:
+            plan = log.take_writes()
+            if plan is not None:
+                log.complete(plan, errors.ControllerUnavailable("another controller leads"))
+        self._foreign = []
+        self._voters.forget(log.log_end)
+        self._synced(job)
+
+    async def truncate(self, end: int) -> str:
+        """Cut the log at `end`; says what was cut."""
+        log = self.log
+        async with self.lock:
+            what = f"offsets [{end}, {log.log_end}): the leader's log parts from this one there"
+            await self._disk.write(partial(self._cut, end))
+        return what
+
+    def _cut(self, end: int) -> None:
+        """L5: first nobody promises any more what is cut, then it is cut."""
+        log = self.log
+        if end < log.synced_end:
+            self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
+            self._noted = end
+        log.truncate_to(end)
+
+    async def close(self, clean: bool) -> None:
+        """What is under way is finished, then the log is closed."""
+        await asyncio.gather(*self._unfinished, return_exceptions=True)
+        async with self.lock:
+            args = self._disk.storage, self.log, self._vote, clean
+            await self._disk.write(partial(recovery.close_log, *args))

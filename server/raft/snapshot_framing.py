@@ -1,0 +1,75 @@
+"""The frame of a snapshot's file: header, batches, footer (KIP-630).
+
+    header   magic, format, epoch of the last record, end, CRC-32C of these
+    batches  as in the log, each of rows of the state machine (metadata/snapshot.py)
+    footer   magic, number of rows, bytes of the batches, CRC-32C of everything before it
+
+Invariants
+  N2  a file that is torn or damaged is never taken for a snapshot: `check` sees every byte
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pk import errors
+from pk.log.storage import Buffer
+from pk.server.raft.snapshot_id import SnapshotId
+
+FORMAT = 0
+_HEADER = struct.Struct("<8sIiqI")
+_FOOTER = struct.Struct("<8sQQI")
+_CRC_BYTES = 4
+_MAGIC, _END_MAGIC = b"pk meta\n", b"pk done\n"
+
+
+def framed(snapshot: SnapshotId, batches: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+    """The file in pieces: header, each of `batches` (number of rows, bytes), footer."""
+    head = _HEADER.pack(_MAGIC, FORMAT, snapshot.epoch, snapshot.end, 0)[:-_CRC_BYTES]
+    piece = head + crc32c(head).to_bytes(_CRC_BYTES, "little")
+    checksum, count, size = crc32c(piece), 0, 0
+    yield piece
+    for rows, piece in batches:
+        checksum, count, size = crc32c(piece, checksum), count + rows, size + len(piece)
+        yield piece
+    foot = _FOOTER.pack(_END_MAGIC, count, size, 0)[:-_CRC_BYTES]
+    yield foot + crc32c(foot, checksum).to_bytes(_CRC_BYTES, "little")
+
+
+class Content(NamedTuple):
+    """What `check` found."""
+
+    id: SnapshotId
+    rows: int
+
+
+def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
+    """Look at every byte (N2); it is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
+    view = memoryview(raw)
+    if len(view) < _HEADER.size + _FOOTER.size:
+        raise errors.CorruptLog(f"{len(view)} bytes are no snapshot: it is torn")
+    magic, version, epoch, end, crc = _HEADER.unpack_from(view)
+    if magic != _MAGIC or crc != crc32c(view[: _HEADER.size - _CRC_BYTES]):
+        raise errors.CorruptLog("the snapshot's header is damaged")
+    if version > FORMAT:
+        raise errors.NewerFormat(f"a snapshot of format {version}, this pk knows {FORMAT}")
+    magic, rows, size, crc = _FOOTER.unpack_from(view, len(view) - _FOOTER.size)
+    if magic != _END_MAGIC or len(view) != _HEADER.size + size + _FOOTER.size:
+        raise errors.CorruptLog("the snapshot has no footer: it is torn")
+    if crc != crc32c(view[:-_CRC_BYTES]):
+        raise errors.CorruptLog("the snapshot's checksum does not match")
+    found = SnapshotId(end, epoch)
+    if wanted is not None and found != wanted:
+        raise errors.CorruptLog(f"the snapshot is {found}, not {wanted}")
+    return Content(found, rows)
+
+
+def content_of(raw: Buffer) -> tuple[SnapshotId, memoryview]:
+    """What a file that `check` accepted says it is, and its batches."""
+    view = memoryview(raw)
+    _, _, epoch, end, _ = _HEADER.unpack_from(view)
+    return SnapshotId(end, epoch), view[_HEADER.size : -_FOOTER.size]

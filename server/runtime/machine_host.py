@@ -1,0 +1,121 @@
+"""Runs one Machine: a bounded queue of events, one step at a time, its effects in order.
+
+World-generic.  The host does not know what is behind the doors it was handed.
+
+Rules
+  H1  Writes of one machine are performed in order, by one task; `then` only after its level (rule
+      L1).
+  H2  Everything is bounded: a full queue refuses with THROTTLED, never grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from pk import errors
+from pk.clock import Clock
+from pk.effects import Effect, Level, Machine, Publish, Respond, Send, SetTimer, Write
+from pk.server.runtime.timers import Timers
+
+E = TypeVar("E")
+
+QUEUE_MAX = 4_096
+
+Fatal = Callable[[BaseException], None]
+
+
+class Doors(Protocol):
+    """What a machine's effects reach."""
+
+    async def write(self, ops: Sequence[Any], level: Level) -> None:
+        """Perform `ops` in order; return once `level` is reached."""
+        ...
+
+    def send(self, peer: Any, message: Any) -> None: ...
+
+    def respond(self, request: Any, reply: Any) -> None: ...
+
+    def publish(self, name: str, value: Any) -> None: ...
+
+
+class MachineHost(Generic[E]):
+    """Runs one Machine."""
+
+    def __init__(
+        self,
+        machine: Machine[E],
+        doors: Doors,
+        clock: Clock,
+        *,
+        timers: Timers | None = None,
+        on_fatal: Fatal,
+        queue_max: int = QUEUE_MAX,
+    ) -> None:
+        self.machine = machine
+        self._doors = doors
+        self._clock = clock
+        self._timers = timers
+        self._on_fatal = on_fatal
+        self._queue_max = queue_max
+        self._events: deque[E] = deque()
+        self._writes: deque[Write] = deque()
+        self._wake = asyncio.Event()
+        self._wake_writer = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._run()), loop.create_task(self._write())]
+
+    def post(self, event: E) -> None:
+        """Queue an event.  Raises `ThrottledError` when too many wait (H2)."""
+        if len(self._events) >= self._queue_max:
+            raise errors.ThrottledError(f"{self._queue_max} events wait for one machine")
+        self._events.append(event)
+        self._wake.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                while self._events:
+                    event = self._events.popleft()
+                    self._perform(self.machine.step(event, self._clock.monotonic_ms()))
+                self._wake.clear()
+                await self._wake.wait()
+        except Exception as bug:
+            self._on_fatal(bug)
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Write):
+                self._writes.append(effect)
+                self._wake_writer.set()
+            elif isinstance(effect, Send):
+                self._doors.send(effect.peer, effect.message)
+            elif isinstance(effect, Respond):
+                self._doors.respond(effect.request, effect.reply)
+            elif isinstance(effect, Publish):
+                self._doors.publish(effect.name, effect.value)
+            elif isinstance(effect, SetTimer):
+                assert self._timers is not None, "this host was given no timers"
+                self._timers.set(self, effect.key, effect.at_ms)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._writes:
+                    write = self._writes.popleft()
+                    await self._doors.write(write.ops, write.level)
+                    self._perform(write.then)  # H1
+                self._wake_writer.clear()
+                await self._wake_writer.wait()
+        except Exception as failure:
+            self._on_fatal(failure)
