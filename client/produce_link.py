@@ -10,19 +10,18 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from pk import errors
-from pk.client.sender_events import Broken, Frame, Replied, Result, Written
+from pk.client.cluster import Cluster
+from pk.client.sender_events import Broken, Event, Frame, Replied, Result, Written
 from pk.log.storage import Buffer
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of, open_stream
-from pk.world import Disconnected, Stream, StreamKind
-
-if TYPE_CHECKING:
-    from pk.client.produce_engine import ProduceEngine
+from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
@@ -32,10 +31,35 @@ AHEAD = 3
 HELLO_TIMEOUT_MS = 5_000
 
 
+class Engine(Protocol):
+    """What a link asks of its engine (produce_engine.py)."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def acks(self) -> int: ...
+
+    @property
+    def compute(self) -> Callable[..., Any] | None: ...
+
+    def step(self, event: Event) -> None: ...
+
+    def encode(
+        self, frame: Frame, build: Callable[[Frame], list[Buffer]]
+    ) -> asyncio.Task[list[Buffer]]: ...
+
+
 class Link:
     """The PRODUCE stream to one broker."""
 
-    def __init__(self, engine: ProduceEngine, node: int) -> None:
+    def __init__(self, engine: Engine, node: int) -> None:
         self._engine = engine
         self._node = node
         self._queue: deque[Frame] = deque()

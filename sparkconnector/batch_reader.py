@@ -20,8 +20,8 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pk import errors
 from pk.sparkconnector.offsets import Bounds, Progress, Range
 from pk.sparkconnector.options import Column, Source
+from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
-from pk.sparkconnector.source import PkPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa

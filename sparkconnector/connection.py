@@ -32,7 +32,7 @@ from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
 from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, Fetched, Line, Scan
-from pk.types import NONE, PartitionKey
+from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import open_stream
@@ -47,7 +47,6 @@ HELLO_TIMEOUT_MS = 5_000
 #: How much longer than its patience an attempt may take to say why it failed.
 LAST_WORD_MS = 50
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
-READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
 
 class Topic(NamedTuple):

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pyspark.sql.datasource import DataSource, InputPartition
+from pyspark.sql.datasource import DataSource
 
 from pk import errors
 from pk.sparkconnector import options
-from pk.sparkconnector.planner import Task, warn
+from pk.sparkconnector.planner import warn
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
         DataSourceWriter,
     )
     from pyspark.sql.types import StructType
-
-
-class PkPartition(InputPartition):
-    """A task, as Spark carries it to an executor."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __repr__(self) -> str:
-        one = self.task.range
-        where = "tier" if self.task.cold is not None else "log"
-        return f"{one.topic}-{one.partition} [{one.start}, {one.end}) of the {where}"
 
 
 class PkDataSource(DataSource):

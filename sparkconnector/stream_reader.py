@@ -36,8 +36,8 @@ from pk import clock
 from pk.sparkconnector import offsets, ranges
 from pk.sparkconnector.offsets import Bounds, Progress, Range, TopicProgress
 from pk.sparkconnector.options import Column, Source
+from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
-from pk.sparkconnector.source import PkPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa

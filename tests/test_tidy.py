@@ -12,7 +12,7 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,25 @@ LAYERS = {
     "cli": 6,
     "sim": 7,
 }
+
+#: Folder of server/ → its layer, as above.  `*/node.py` compose a process: they are the top.
+SERVER_LAYERS = {
+    "runtime": 0,
+    "raft": 1,
+    "metadata": 2,
+    "node": 3,
+    "controller": 4,
+    "replica": 5,
+    "tier": 6,
+    "broker": 7,
+    "handlers": 8,
+    "process": 9,
+}
+PROCESSES = {
+    f"pk.server.{name}" for name in ("__main__", "broker.node", "controller.node", "tier.node")
+}
+#: Packages in which no file imports, by whatever way, one that imports it.
+ACYCLIC = ("pk.server", "pk.client", "pk.log", "pk.wire", "pk.cli", "pk.compaction")
 
 #: ◇ async over injected Storage, Network, Clock, ObjectStore: the simulator runs the same file.
 #: A name covers the modules below it.
@@ -72,6 +91,7 @@ WORLD_GENERIC = {
     "pk.server.raft.snapshot_fetcher",
     "pk.server.raft.snapshot_files",
     "pk.server.replica.alter_partition",
+    "pk.server.replica.context",
     "pk.server.replica.creation",
     "pk.server.replica.damage",
     "pk.server.replica.deletions",
@@ -197,6 +217,58 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 submodule = node.module == "pk" or node.module in {f"pk.{n}" for n in LAYERS}
                 yield node.lineno, f"{node.module}.{alias.name}" if submodule else node.module
+
+
+def server_folder(module: str) -> str:
+    """The layer of a module of server/; '' of any other."""
+    if module in PROCESSES:
+        return "process"
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["pk", "server"] and len(parts) > 2 else ""
+
+
+def file_imports(text: str, modules: Collection[str]) -> Iterator[tuple[int, str]]:
+    """(line, module) of the files of `modules` that a file imports; under TYPE_CHECKING, too."""
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, each.name) for each in node.names if each.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for each in node.names:
+                whole = f"{node.module}.{each.name}"
+                found = whole if whole in modules else node.module
+                if found in modules:
+                    yield node.lineno, found
+
+
+def server_breaks(module: str, text: str, modules: Collection[str]) -> list[str]:
+    """Imports within server/ that go up."""
+    mine = server_folder(module)
+    found = []
+    for line, name in file_imports(text, modules) if mine else ():
+        theirs = server_folder(name)
+        if theirs not in ("", mine) and SERVER_LAYERS[theirs] >= SERVER_LAYERS[mine]:
+            found.append(f"{line}: server/{mine} may not import {name} ({theirs})")
+    return found
+
+
+def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Groups of files that reach each other."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            each = waiting.pop()
+            if each not in seen:
+                seen.add(each)
+                waiting += graph.get(each, ())
+        reach[start] = seen
+    groups = {
+        tuple(sorted({n for n in reach[each] if each in reach.get(n, ())}))
+        for each in graph
+        if each in reach[each]
+    }
+    return [list(group) for group in sorted(groups)]
 
 
 def layer_breaks(module: str, text: str) -> list[str]:
@@ -367,6 +439,19 @@ def test_imports_go_down_only() -> None:
     report({p: layer_breaks(module_of(p), text_of(p)) for p in python_files()})
 
 
+def test_imports_within_the_server_go_down_only() -> None:
+    modules = {module_of(path) for path in python_files()} - {""}
+    assert {server_folder(m) for m in modules} - {""} == set(SERVER_LAYERS)
+    report({p: server_breaks(module_of(p), text_of(p), modules) for p in python_files()})
+
+
+def test_no_files_import_each_other() -> None:
+    texts = {module_of(p): text_of(p) for p in python_files()}
+    files = {name: text for name, text in texts.items() if covered(name, set(ACYCLIC))}
+    graph = {m: {to for _, to in file_imports(text, files)} - {m} for m, text in files.items()}
+    assert not cycles(graph), cycles(graph)
+
+
 def test_cores_are_pure() -> None:
     report({p: impurities(module_of(p), text_of(p)) for p in python_files()})
 
@@ -425,6 +510,19 @@ def test_the_lists_of_this_test_name_what_exists() -> None:
 def test_a_wrong_import_is_caught(module: str, text: str) -> None:
     assert len(layer_breaks(module, text)) == 1
     assert layer_breaks("pk.sim.world", text) == []
+
+
+def test_a_wrong_import_within_the_server_is_caught() -> None:
+    modules = {"pk.server.raft.log", "pk.server.metadata.image", "pk.server.broker.node"}
+    lazy = "if TYPE_CHECKING:\n    from pk.server.metadata import image"
+    assert len(server_breaks("pk.server.raft.log", lazy, modules)) == 1
+    assert server_breaks("pk.server.broker.node", lazy, modules) == []
+    assert len(server_breaks("pk.server.broker.core", "import pk.server.broker.node", modules)) == 1
+
+
+def test_a_cycle_is_caught() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize(

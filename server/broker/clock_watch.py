@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pk import errors
 from pk.log import directory as files
@@ -18,11 +18,9 @@ from pk.log.last_run import LastRun
 from pk.log.plan import Now
 from pk.server.broker.clock_trust import DELAY_MAX_MS, ClockTrust, Doubt, Limits, Sample
 from pk.server.controller.reports import CLOCK_OFF
+from pk.server.replica.context import BrokerContext
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 #: Rows of log/validate.py that compare a client's timestamp with the broker's clock.
 _BY_THE_CLOCK = ("F", "G")
@@ -31,7 +29,7 @@ _BY_THE_CLOCK = ("F", "G")
 class ClockWatch:
     """The clock of one broker process."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._clock = core.clock
         self._boot_id = ""

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pk import errors, limits, settings
 from pk.clock import Clock
@@ -26,13 +27,14 @@ from pk.log.manager import LogManager
 from pk.log.storage import Buffer, Disk
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.lifecycle import BrokerLifecycleManager
-from pk.server.broker.metrics import BrokerMetrics
+from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.reports import STORAGE_FULL
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.damage import Damages, unreadable
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.leader import ACKS_ALL
+from pk.server.replica.metrics import BrokerMetrics
 from pk.server.replica.partition import DelayedProduce, Partition
 from pk.server.replica.purgatory import ProducePurgatory, TimerHeap
 from pk.server.tier.client import TierClient
@@ -41,10 +43,6 @@ from pk.server.tier.view import TierFeed
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
-
-if TYPE_CHECKING:
-    from pk.server.broker.metadata_publisher import MetadataPublisher
-    from pk.server.handlers.produce import ProduceStream
 
 OnBug = Callable[[str, BaseException], None]
 
@@ -55,6 +53,15 @@ NO_LAST_WORD = (
     errors.UnknownProducerId,
     errors.InvalidProducerEpoch,
 )
+
+
+@dataclass(slots=True)
+class ProducerStream:
+    """Which producer spoke last on one produce stream (handlers/produce.py, D5)."""
+
+    number: int  #: streams count up
+    producer_id: int = NONE
+    given_up: bool = False  #: its producer speaks on a newer stream
 
 
 class BrokerCore:
@@ -93,8 +100,8 @@ class BrokerCore:
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
-        self.streams_opened = 0  #: produce streams, ever
-        self.voices: dict[int, ProduceStream] = {}  #: producer id → its newest stream
+        self.streams_opened: int = 0  #: produce streams, ever
+        self.speakers: dict[int, ProducerStream] = {}  #: producer id → its newest stream
         self.flushes: TimerHeap[PartitionKey] = (
             TimerHeap()
         )  #: partitions with flush_ms and unsynced data

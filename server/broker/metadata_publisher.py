@@ -30,24 +30,29 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pk import errors
 from pk.log.plan import LogConfig
+from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.snapshot_loader import load_image
 from pk.server.metadata import records
 from pk.server.metadata.delta import difference
 from pk.server.metadata.image import TOPIC_RESOURCE, MetadataImage, PartitionState
 from pk.server.raft.log_reader import SLICE_RECORDS
+from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.creation import ReplicaCreator, may_take_part, together, typed
+from pk.server.replica.damage import Damages
+from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.partition import Partition
+from pk.server.replica.purgatory import TimerHeap
+from pk.server.tier.context import TierContext
 from pk.server.tier.epoch_fence import EpochFence
+from pk.server.tier.purges import Purges
+from pk.server.tier.view import TierFeed
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 POLL_WAIT_MS = 2_000
 POLL_TIMEOUT_MS = 6_000
@@ -91,11 +96,39 @@ class _Changes:
             self.me = self.me or getattr(record, kind).broker_id == node_id
 
 
+class PublisherContext(TierContext, Protocol):
+    """The broker as its publisher sees it: every part that a change may concern."""
+
+    @property
+    def lifecycle(self) -> BrokerLifecycleManager: ...
+
+    @property
+    def fetchers(self) -> ReplicaFetcherManager: ...
+
+    @property
+    def alter_partition(self) -> AlterPartitionManager: ...
+
+    @property
+    def damages(self) -> Damages: ...
+
+    @property
+    def purges(self) -> Purges: ...
+
+    @property
+    def feed(self) -> TierFeed: ...
+
+    @property
+    def feed_moved(self) -> asyncio.Event: ...
+
+    @property
+    def flushes(self) -> TimerHeap[PartitionKey]: ...
+
+
 class MetadataPublisher:
     """See the module's docstring."""
 
     def __init__(
-        self, core: BrokerCore, incarnation_id: str, topic_defaults: dict[str, Any]
+        self, core: PublisherContext, incarnation_id: str, topic_defaults: dict[str, Any]
     ) -> None:
         self._core = core
         self._incarnation_id = incarnation_id

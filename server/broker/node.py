@@ -27,12 +27,12 @@ from pk.log.storage import Disk
 from pk.server.broker.core import BrokerCore
 from pk.server.broker.lifecycle import BrokerLifecycleManager, Identity
 from pk.server.broker.metadata_publisher import MetadataPublisher
-from pk.server.broker.metrics import BrokerMetrics
 from pk.server.broker.upkeep import Upkeep
 from pk.server.handlers.admin import ProducerIds
 from pk.server.handlers.control import ControlStream
 from pk.server.handlers.fetch import FetchStream
 from pk.server.handlers.produce import ProduceStream
+from pk.server.replica.metrics import BrokerMetrics
 from pk.server.tier.client import TierClient
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

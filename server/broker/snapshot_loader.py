@@ -7,7 +7,7 @@ again, and is told which snapshot is the newest then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pk import errors
 from pk.server.metadata import snapshot
@@ -15,15 +15,13 @@ from pk.server.metadata.image import MetadataImage
 from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX
 from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SnapshotId, id_of
+from pk.server.replica.context import BrokerContext
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 PIECE_TIMEOUT_MS = 6_000
 
 
-async def load_image(core: BrokerCore, name: str, next_offset: int) -> MetadataImage:
+async def load_image(core: BrokerContext, name: str, next_offset: int) -> MetadataImage:
     """The image of the snapshot `name`, offered by the controller to who stands at `next_offset`.
 
     Raises `SnapshotNotFound`, `ControllerUnavailable`, and `NewerFormat` if this build is too old.
@@ -44,7 +42,7 @@ async def load_image(core: BrokerCore, name: str, next_offset: int) -> MetadataI
     return image
 
 
-async def _fetch(core: BrokerCore, wanted: SnapshotId) -> bytes:
+async def _fetch(core: BrokerContext, wanted: SnapshotId) -> bytes:
     raw = bytearray()
     while True:
         request = wire.FetchSnapshotRequest(

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.server.controller.elections import waits_for
 from pk.server.handlers import admin, metadata, offsets
+from pk.server.handlers import tier as tier_handler
 from pk.server.replica.partition import Partition
-from pk.server.tier import handler as tier_handler
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

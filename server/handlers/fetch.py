@@ -45,11 +45,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.log.plan import Read
-from pk.server.handlers.fetch_session import READ_COMMITTED, FetchSession, Position
+from pk.server.handlers.fetch_session import FetchSession, Position
 from pk.server.handlers.replica_fetch import ReplicaEnd
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
-from pk.types import NONE, Offset, PartitionKey
+from pk.types import NONE, READ_COMMITTED, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import error_head, head_of

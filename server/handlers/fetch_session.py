@@ -24,11 +24,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pk import errors, limits
-from pk.types import Epoch, Offset, PartitionKey
+from pk.types import READ_COMMITTED, READ_UNCOMMITTED, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-READ_UNCOMMITTED = 0
-READ_COMMITTED = 1
 
 #: Positions one stream may hold: far above what one reader needs, so that a hostile one is told.
 POSITIONS_MAX = 100_000

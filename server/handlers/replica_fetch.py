@@ -18,8 +18,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pk import errors
 from pk.server.handlers.fetch_session import Position
@@ -31,7 +32,6 @@ from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
-    from pk.server.handlers.fetch import FetchStream
 
 #: A watermark that moves alone waits so long for data to travel with.
 TELL_MS = 20
@@ -50,11 +50,31 @@ def _marks(partition: Partition) -> _Marks:
     return partition.high_watermark, log.log_start, log.droppable_end
 
 
+class FollowerStream(Protocol):
+    """The fetch stream as the end of a follower sees it (fetch.py)."""
+
+    def position(self, key: PartitionKey) -> Position | None: ...
+
+    def moved(self, key: PartitionKey, *, urgent: bool = False) -> None: ...
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+    def entry(
+        self, reply: wire.FetchReply, position: Position, partition: Partition
+    ) -> wire.FetchedPartition: ...
+
+    def served(self, position: Position) -> None: ...
+
+    def end(self, position: Position) -> None: ...
+
+    async def answer(self, position: Position, reply: wire.FetchReply) -> None: ...
+
+
 class ReplicaEnd:
     """One follower's stream, seen from the leader."""
 
     def __init__(
-        self, core: BrokerCore, stream: FetchStream, replica: NodeId, broker_epoch: int
+        self, core: BrokerCore, stream: FollowerStream, replica: NodeId, broker_epoch: int
     ) -> None:
         self._core = core
         self._stream = stream

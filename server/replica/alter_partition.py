@@ -15,17 +15,15 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pk import errors
+from pk.server.replica.context import BrokerContext
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 ASK_TIMEOUT_MS = 3_000
 AGAIN_MS = (50, 1_000)
@@ -46,7 +44,7 @@ class _Wish(NamedTuple):
 class AlterPartitionManager:
     """All wishes of one broker."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._wishes: dict[PartitionKey, _Wish] = {}
         self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (C2)

@@ -22,19 +22,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pk import errors
 from pk.log.creation import VISIT_MAX, NewPartition
 from pk.log.identity import Identity
 from pk.log.plan import LogConfig
 from pk.server.metadata.image import PartitionState
+from pk.server.replica.context import BrokerContext, MetadataView
 from pk.server.replica.partition import Partition
 from pk.types import NONE, NodeId, PartitionKey, TopicPartition
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
-    from pk.server.broker.metadata_publisher import MetadataPublisher
 
 RETRY_CREATE_MS = 5_000
 
@@ -42,7 +39,7 @@ RETRY_CREATE_MS = 5_000
 class ReplicaCreator:
     """See the module's docstring."""
 
-    def __init__(self, core: BrokerCore, publisher: MetadataPublisher) -> None:
+    def __init__(self, core: BrokerContext, publisher: MetadataView) -> None:
         self._core = core
         self._publisher = publisher
         self._creating = asyncio.Lock()

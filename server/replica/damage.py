@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.log import damage as ranges
 from pk.log.damage import Damage
+from pk.server.replica.context import BrokerContext
 from pk.server.replica.partition import Partition
 from pk.types import NONE, PartitionKey
 
 if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
     from pk.server.metadata.image import PartitionState
 
 
 class Damages:
     """See the module's docstring."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._looking: dict[PartitionKey, None] = {}
 

@@ -20,21 +20,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pk import errors, limits
 from pk.log.storage import Buffer
 from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
+from pk.server.replica.context import BrokerContext
 from pk.server.replica.partition import Partition
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of, open_stream
 from pk.world import Disconnected, Stream, StreamKind
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 BACKOFF_MS = (50, 1_000)
 #: A replica that was refused asks again after this, and twice as long each further time: a new
@@ -104,7 +102,7 @@ class Replica:
 class ReplicaFetcherManager:
     """All followed partitions, by the broker that leads them."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: BrokerContext) -> None:
         self.core = core
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         #: logs being cut or begun anew: whoever wants such a log to stand still waits (R2)
@@ -155,7 +153,7 @@ class ReplicaFetcherManager:
 class ReplicaFetcher:
     """One leader's stream."""
 
-    def __init__(self, core: BrokerCore, leader: NodeId) -> None:
+    def __init__(self, core: BrokerContext, leader: NodeId) -> None:
         self.core = core
         self.leader = leader
         self._replicas: dict[PartitionKey, Replica] = {}
@@ -579,7 +577,7 @@ def _given_up(replica: Replica, known: Offset) -> bool:
     return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
 
 
-def _refused(core: BrokerCore, partition: Partition, refusal: errors.LogTruncated) -> None:
+def _refused(core: BrokerContext, partition: Partition, refusal: errors.LogTruncated) -> None:
     """R3: one of the two logs is damaged; people must look before this one goes."""
     core.metrics.violations.inc()
     core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))

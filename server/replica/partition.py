@@ -29,16 +29,15 @@ from pk.log.batch import Header
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
-from pk.server.handlers.fetch_session import READ_COMMITTED
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.divergence import Divergence, find_divergence
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
+from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
 from pk.server.replica.watchers import EndWatcher, Follows, Watcher
-from pk.server.tier.view import TierState, known_below, tier_has_what_left
-from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
+from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 

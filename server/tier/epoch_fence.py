@@ -22,16 +22,13 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
+from pk.server.tier.context import TierContext
 from pk.types import Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 BACKOFF_MS = (200, 5_000)
 ALTER_TIMEOUT_MS = 5_000
@@ -79,7 +76,7 @@ def _note_covered(partition: Partition, end: Offset) -> None:
 class EpochFence:
     """Claims under way, and what is to be told of them, one task each."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: TierContext) -> None:
         self._core = core
         self._tasks: dict[PartitionKey, asyncio.Task[None]] = {}
         self._epochs: dict[PartitionKey, int] = {}

@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pk import errors
+from pk.server.tier.context import TierContext
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 #: Calls to the tier at once: cold reads share them.
 PURGES_AT_ONCE = 4
@@ -37,7 +34,7 @@ BACKOFF_MS = (1_000, 60_000)
 class Purges:
     """One task for each table that is to go; tried until it is gone and the controller knows."""
 
-    def __init__(self, core: BrokerCore) -> None:
+    def __init__(self, core: TierContext) -> None:
         self._core = core
         self._tasks: dict[TopicId, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(PURGES_AT_ONCE)

@@ -19,6 +19,9 @@ NodeId = int
 #: "no value" where Kafka's formats use -1: no producer id, no sequence, no leader, no epoch yet.
 NONE = -1
 
+#: How far a reader sees: to the high watermark, or to the last stable offset.
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
+
 METADATA_TOPIC = "__cluster_metadata"
 #: The topic id of the metadata log itself.
 METADATA_TOPIC_ID = "00000000-0000-0000-0000-000000000001"

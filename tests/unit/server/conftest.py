@@ -21,7 +21,6 @@ from pk.log.directory import Directory
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.server.broker.core import BrokerCore
-from pk.server.broker.metrics import BrokerMetrics
 from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
 from pk.server.handlers.admin import ProducerIds
@@ -30,6 +29,7 @@ from pk.server.handlers.fetch import FetchStream
 from pk.server.handlers.produce import ProduceStream
 from pk.server.metadata.image import PartitionState
 from pk.server.node.run_config import RunConfig
+from pk.server.replica.metrics import BrokerMetrics
 from pk.server.replica.partition import Partition
 from pk.server.tier.node import TierNode
 from pk.sim.disk import SimDisk, SimStorage

@@ -6,7 +6,7 @@ import pytest
 
 from pk.log.directory import LOG_STARTS
 from pk.log.plan import RetentionPlan
-from pk.server.tier.view import tier_has_what_left
+from pk.server.replica.tier_state import tier_has_what_left
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.server.replica.tier_state import TierState
 from pk.server.tier import view as tier_view
-from pk.server.tier.view import TierFeed, TierState
+from pk.server.tier.view import TierFeed
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 

@@ -10,8 +10,8 @@ import pytest
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
+from pk.server.handlers.tier import describe_tier
 from pk.server.tier.epoch_fence import agrees, went_on_without
-from pk.server.tier.handler import describe_tier
 from pk.types import EpochStart
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind

@@ -1,0 +1,97 @@
+"""What the broker knows of the tier of one partition: its coverage, as the tier last reported it.
+
+Sans-IO.
+
+Invariants
+  V1  log_start <= local_log_start <= tiered_end <= last_stable_offset once the watermark has caught
+      up (rule T1)
+  V2  `droppable_end <= tiered_end`: local data above what the table covers is never dropped (rule
+      T6)
+  V3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
+  V5  what is known is of this log's records: nothing is known to be tiered beyond where the log was
+      cut (rule T15)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pk import errors
+from pk.log.partition_log import PartitionLog
+from pk.types import NONE, Epoch, Offset
+from pk.wire import pk_pb2 as wire
+
+
+@dataclass(slots=True)
+class TierState:
+    """The tier's coverage of one partition, as its last report said."""
+
+    start: Offset = 0
+    tiered_end: Offset = NONE  #: NONE = the tier has not reported yet, or the topic is not tiered
+    droppable_end: Offset = NONE  #: committed, delayed and every file HEADed (rule T6)
+    tier_bytes: int = 0
+    leader_epoch: Epoch = NONE
+    version: int = NONE
+    uri: str = ""
+    problem: errors.PkError | None = None
+
+    def said_in(self, leader_epoch: Epoch) -> TierState:
+        """This, unless it was said in another leader epoch: while the topic was not tiered the log
+        may have gone on with other records (V5).
+        """
+        return self if self.leader_epoch == leader_epoch else TierState()
+
+    def report(
+        self, progress: wire.TierProgress, leader_epoch: Epoch, last_stable_offset: Offset
+    ) -> bool:
+        """Take a report over; True if the coverage moved.
+
+        A report of another epoch is ignored (V3).
+        """
+        if progress.leader_epoch != leader_epoch:
+            return False
+        self.problem = (
+            errors.from_wire(
+                progress.problem.code, progress.problem.message, dict(progress.problem.details)
+            )
+            if progress.HasField("problem")
+            else None
+        )
+        if progress.tiered_end > last_stable_offset:
+            raise errors.TierTableChanged(
+                f"the table covers up to {progress.tiered_end}, "
+                f"the log is stable only up to {last_stable_offset}"
+            )
+        before = (self.tiered_end, self.droppable_end)
+        if progress.tiered_end == NONE:
+            return False  # it only tells its problem
+        self.leader_epoch = leader_epoch
+        self.start = progress.start
+        self.tiered_end = max(self.tiered_end, progress.tiered_end)
+        self.droppable_end = max(
+            self.droppable_end, min(progress.droppable_end, self.tiered_end)
+        )  # V2
+        self.tier_bytes = progress.tier_bytes
+        self.version = progress.version
+        self.uri = progress.uri or self.uri
+        return (self.tiered_end, self.droppable_end) != before
+
+
+def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
+    """T1: what is not local any more is in the tier.
+
+    Where a damaged checkpoint does not say where the log starts, only the table does: were it where
+    the local log begins, the table's older records would be deleted (rule T9).
+    """
+    if log.start_unknown:
+        log.start_unknown, log.log_start = False, 0 if tiered else log.log_start
+    if tiered:
+        log.tiered_end = max(log.tiered_end, log.local_log_start)
+        log.droppable_end = max(log.droppable_end, log.local_log_start)
+
+
+def known_below(offset: Offset, log: PartitionLog, tier: TierState) -> TierState:
+    """A log that is cut at `offset` goes on with records that the tier need not have (V5)."""
+    log.tiered_end = min(log.tiered_end, offset)
+    log.droppable_end = min(log.droppable_end, offset)
+    return tier if tier.tiered_end <= offset else TierState()
