@@ -12,18 +12,18 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.server.raft.messages import (
-    AskVote,
+    BeginQuorumEpoch,
+    EndQuorumEpoch,
     EpochEnd,
     Fetch,
     FetchReply,
     FetchStatus,
-    Heard,
-    LeaderBegins,
-    LeaderEnds,
+    QuorumEpochReply,
     Reply,
     Request,
     Voter,
     VoteReply,
+    VoteRequest,
 )
 from pk.server.raft.snapshot_id import SnapshotId
 from pk.wire import pk_pb2 as wire
@@ -57,30 +57,30 @@ def encode(message: Request | Reply) -> Message:
     return _ENCODE[type(message)](message)
 
 
-def _encode_ask(m: AskVote) -> Message:
+def _encode_vote_request(m: VoteRequest) -> Message:
     return wire.QuorumVoteRequest(
         sender=_voter(m.sender), epoch=m.epoch, last_epoch=m.last_epoch, log_end=m.log_end,
         to=_voter(m.to), pre_vote=m.pre_vote,
     )  # fmt: skip
 
 
-def _encode_vote(m: VoteReply) -> Message:
+def _encode_vote_reply(m: VoteReply) -> Message:
     return wire.QuorumVoteReply(
         sender=_voter(m.sender), epoch=m.epoch, leader=_maybe(m.leader), granted=m.granted,
         pre_vote=m.pre_vote, asked_epoch=m.asked_epoch,
     )  # fmt: skip
 
 
-def _encode_begins(m: LeaderBegins) -> Message:
+def _encode_begin_epoch(m: BeginQuorumEpoch) -> Message:
     return wire.QuorumBeginRequest(sender=_voter(m.sender), epoch=m.epoch, to=_voter(m.to))
 
 
-def _encode_ends(m: LeaderEnds) -> Message:
+def _encode_end_epoch(m: EndQuorumEpoch) -> Message:
     successors = [_voter(voter) for voter in m.successors]
     return wire.QuorumEndRequest(sender=_voter(m.sender), epoch=m.epoch, successors=successors)
 
 
-def _encode_heard(m: Heard) -> Message:
+def _encode_epoch_reply(m: QuorumEpochReply) -> Message:
     return wire.QuorumHeardReply(sender=_voter(m.sender), epoch=m.epoch, leader=_maybe(m.leader))
 
 
@@ -91,7 +91,7 @@ def _encode_fetch(m: Fetch) -> Message:
     )  # fmt: skip
 
 
-def _encode_fetched(m: FetchReply) -> Message:
+def _encode_fetch_reply(m: FetchReply) -> Message:
     reply = wire.QuorumFetchReply(
         sender=_voter(m.sender), epoch=m.epoch, leader=_maybe(m.leader),
         status=_STATUS.index(m.status), number=m.number, offset=m.offset, end=m.end,
@@ -105,13 +105,13 @@ def _encode_fetched(m: FetchReply) -> Message:
 
 
 _ENCODE: dict[type, Callable[[Any], Message]] = {
-    AskVote: _encode_ask,
-    VoteReply: _encode_vote,
-    LeaderBegins: _encode_begins,
-    LeaderEnds: _encode_ends,
-    Heard: _encode_heard,
+    VoteRequest: _encode_vote_request,
+    VoteReply: _encode_vote_reply,
+    BeginQuorumEpoch: _encode_begin_epoch,
+    EndQuorumEpoch: _encode_end_epoch,
+    QuorumEpochReply: _encode_epoch_reply,
     Fetch: _encode_fetch,
-    FetchReply: _encode_fetched,
+    FetchReply: _encode_fetch_reply,
 }
 
 
@@ -122,30 +122,30 @@ def decode(m: Any, payload: Any = b"") -> Request | Reply:
     if read is None:
         raise errors.InvalidRequest(f"{kind} is no message of the metadata quorum")
     if kind == "QuorumFetchReply":
-        return _decode_fetched(m, payload)
+        return _decode_fetch_reply(m, payload)
     return read(m)
 
 
-def _decode_ask(m: wire.QuorumVoteRequest) -> AskVote:
+def _decode_vote_request(m: wire.QuorumVoteRequest) -> VoteRequest:
     sender, to = _read(m.sender), _read(m.to)
-    return AskVote(sender, m.epoch, m.last_epoch, m.log_end, to, m.pre_vote)
+    return VoteRequest(sender, m.epoch, m.last_epoch, m.log_end, to, m.pre_vote)
 
 
-def _decode_vote(m: wire.QuorumVoteReply) -> VoteReply:
+def _decode_vote_reply(m: wire.QuorumVoteReply) -> VoteReply:
     sender = _read(m.sender)
     return VoteReply(sender, m.epoch, _leader(m), m.granted, m.pre_vote, m.asked_epoch)
 
 
-def _decode_begins(m: wire.QuorumBeginRequest) -> LeaderBegins:
-    return LeaderBegins(_read(m.sender), m.epoch, _read(m.to))
+def _decode_begin_epoch(m: wire.QuorumBeginRequest) -> BeginQuorumEpoch:
+    return BeginQuorumEpoch(_read(m.sender), m.epoch, _read(m.to))
 
 
-def _decode_ends(m: wire.QuorumEndRequest) -> LeaderEnds:
-    return LeaderEnds(_read(m.sender), m.epoch, tuple(map(_read, m.successors)))
+def _decode_end_epoch(m: wire.QuorumEndRequest) -> EndQuorumEpoch:
+    return EndQuorumEpoch(_read(m.sender), m.epoch, tuple(map(_read, m.successors)))
 
 
-def _decode_heard(m: wire.QuorumHeardReply) -> Heard:
-    return Heard(_read(m.sender), m.epoch, _leader(m))
+def _decode_epoch_reply(m: wire.QuorumHeardReply) -> QuorumEpochReply:
+    return QuorumEpochReply(_read(m.sender), m.epoch, _leader(m))
 
 
 def _decode_fetch(m: wire.QuorumFetchRequest) -> Fetch:
@@ -153,7 +153,7 @@ def _decode_fetch(m: wire.QuorumFetchRequest) -> Fetch:
     return Fetch(sender, m.epoch, m.offset, m.last_epoch, m.high_watermark, m.number)
 
 
-def _decode_fetched(m: wire.QuorumFetchReply, payload: Any = b"") -> FetchReply:
+def _decode_fetch_reply(m: wire.QuorumFetchReply, payload: Any = b"") -> FetchReply:
     if not 0 <= m.status < len(_STATUS):
         raise errors.InvalidRequest(f"a fetch reply of status {m.status}")
     status = _STATUS[m.status]
@@ -169,11 +169,11 @@ def _decode_fetched(m: wire.QuorumFetchReply, payload: Any = b"") -> FetchReply:
 
 
 _DECODE: dict[str, Callable[[Any], Request | Reply]] = {
-    "QuorumVoteRequest": _decode_ask,
-    "QuorumVoteReply": _decode_vote,
-    "QuorumBeginRequest": _decode_begins,
-    "QuorumEndRequest": _decode_ends,
-    "QuorumHeardReply": _decode_heard,
+    "QuorumVoteRequest": _decode_vote_request,
+    "QuorumVoteReply": _decode_vote_reply,
+    "QuorumBeginRequest": _decode_begin_epoch,
+    "QuorumEndRequest": _decode_end_epoch,
+    "QuorumHeardReply": _decode_epoch_reply,
     "QuorumFetchRequest": _decode_fetch,
-    "QuorumFetchReply": _decode_fetched,
+    "QuorumFetchReply": _decode_fetch_reply,
 }

@@ -45,20 +45,20 @@ from pk.server.raft.messages import (
     SELF,
     AppendFetched,
     AppendVoters,
-    Asked,
-    AskVote,
     BeginEpoch,
+    BeginQuorumEpoch,
+    EndQuorumEpoch,
     EpochEnd,
     Event,
     Fetch,
     FetchReply,
     FetchStatus,
-    Heard,
-    LeaderBegins,
-    LeaderEnds,
     Leadership,
     LoadSnapshot,
     LogState,
+    QuorumEpochReply,
+    ReplyReceived,
+    RequestReceived,
     Resign,
     SaveVote,
     SelfVoted,
@@ -66,12 +66,12 @@ from pk.server.raft.messages import (
     StopLeading,
     Synced,
     TimerFired,
-    Told,
     TruncateTo,
     Unreachable,
     Vote,
     Voter,
     VoteReply,
+    VoteRequest,
     VotersChange,
 )
 from pk.server.raft.snapshot_id import SnapshotId
@@ -134,10 +134,10 @@ class Quorum:
             self._start(event, now_ms)
         elif not self._started:
             return ()
-        elif isinstance(event, Asked):
-            self._asked(event, now_ms)
-        elif isinstance(event, Told):
-            self._told(event.message, now_ms)
+        elif isinstance(event, RequestReceived):
+            self._request_received(event, now_ms)
+        elif isinstance(event, ReplyReceived):
+            self._reply_received(event.message, now_ms)
         elif isinstance(event, Synced):
             self._synced(event, now_ms)
         elif isinstance(event, SelfVoted):
@@ -251,7 +251,7 @@ class Quorum:
         if knew is not None:
             self._tell_leadership()
         for voter in self._others():
-            self._effects.append(Send(voter, self._ask(voter, pre_vote=True)))
+            self._effects.append(Send(voter, self._vote_request(voter, pre_vote=True)))
         self._grant(self.me, now_ms)
 
     def _may_stand(self) -> bool:
@@ -263,9 +263,9 @@ class Quorum:
             for each, end in zip(known, later, strict=True)
         )
 
-    def _ask(self, voter: Voter, *, pre_vote: bool) -> AskVote:
+    def _vote_request(self, voter: Voter, *, pre_vote: bool) -> VoteRequest:
         log = self.log
-        return AskVote(self.me, self.epoch, log.last_epoch, log.end, voter, pre_vote)
+        return VoteRequest(self.me, self.epoch, log.last_epoch, log.end, voter, pre_vote)
 
     def _grant(self, voter: Voter, now_ms: int) -> None:
         """`voter` gave, or would give, its vote."""
@@ -285,7 +285,7 @@ class Quorum:
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         asks: list[Effect] = [Publish(SELF, SelfVoted(self.epoch + 1))]
         self.vote = Vote(self.epoch + 1, self.me.node_id, self.me.directory_id)
-        asks += [Send(voter, self._ask(voter, pre_vote=False)) for voter in self._others()]
+        asks += [Send(voter, self._vote_request(voter, pre_vote=False)) for voter in self._others()]
         self._enter(self.epoch, asks, self.me)
 
     def _lead(self, now_ms: int) -> None:
@@ -301,7 +301,7 @@ class Quorum:
         ]
         self._tick(now_ms)
 
-    def _asked_vote(self, request: Any, ask: AskVote, now_ms: int) -> None:
+    def _vote_requested(self, request: Any, ask: VoteRequest, now_ms: int) -> None:
         if ask.to != self.me:  # U4: for the directory that was here before
             self._answer_vote(request, ask, now_ms, granted=False)
             return
@@ -323,7 +323,7 @@ class Quorum:
         else:
             self._answer_vote(request, ask, now_ms, granted=False)
 
-    def _answer_vote(self, request: Any, ask: AskVote, now_ms: int, *, granted: bool) -> None:
+    def _answer_vote(self, request: Any, ask: VoteRequest, now_ms: int, *, granted: bool) -> None:
         """A grant leaves behind the write of the vote it repeats: writes are done in order (U1)."""
         answer = Respond(request, self._vote_reply(ask, granted, now_ms))
         if granted and not ask.pre_vote:
@@ -331,7 +331,7 @@ class Quorum:
         else:
             self._effects.append(answer)
 
-    def _vote_reply(self, ask: AskVote, granted: bool, now_ms: int) -> VoteReply:
+    def _vote_reply(self, ask: VoteRequest, granted: bool, now_ms: int) -> VoteReply:
         leader = self._live_leader(now_ms)
         return VoteReply(self.me, self.epoch, leader, granted, ask.pre_vote, ask.epoch)
 
@@ -341,7 +341,7 @@ class Quorum:
             return None
         return self.leader
 
-    def _vote_told(self, reply: VoteReply, now_ms: int) -> None:
+    def _vote_replied(self, reply: VoteReply, now_ms: int) -> None:
         wanted = Role.PROSPECTIVE if reply.pre_vote else Role.CANDIDATE
         if self.role is wanted and reply.asked_epoch == self.epoch and reply.granted:
             self._grant(reply.sender, now_ms)
@@ -351,23 +351,25 @@ class Quorum:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _asked(self, event: Asked, now_ms: int) -> None:
+    def _request_received(self, event: RequestReceived, now_ms: int) -> None:
         message = event.message
         if message.epoch > self.epoch:
             self._detach(message.epoch, now_ms)
-        if isinstance(message, AskVote):
-            self._asked_vote(event.request, message, now_ms)
+        if isinstance(message, VoteRequest):
+            self._vote_requested(event.request, message, now_ms)
         elif isinstance(message, Fetch):
-            self._asked_fetch(event.request, message, now_ms)
+            self._fetch_requested(event.request, message, now_ms)
         else:
             if message.epoch == self.epoch:
-                if isinstance(message, LeaderEnds):
+                if isinstance(message, EndQuorumEpoch):
                     self._leader_ended(message, now_ms)
                 elif message.to == self.me:  # U4
                     self._follow(message.epoch, message.sender, now_ms, heard=True)
-            self._respond(event.request, Heard(self.me, self.epoch, self._live_leader(now_ms)))
+            self._respond(
+                event.request, QuorumEpochReply(self.me, self.epoch, self._live_leader(now_ms))
+            )
 
-    def _leader_ended(self, message: LeaderEnds, now_ms: int) -> None:
+    def _leader_ended(self, message: EndQuorumEpoch, now_ms: int) -> None:
         if self.leader != message.sender:
             return
         self._detach(self.epoch, now_ms)
@@ -376,15 +378,15 @@ class Quorum:
             at_ms = now_ms + rank * self.timing.election_ms // 2
             self._effects.append(SetTimer(ELECTION, at_ms))
 
-    def _told(self, message: Any, now_ms: int) -> None:
+    def _reply_received(self, message: Any, now_ms: int) -> None:
         if message.leader is not None and message.epoch >= self.epoch:
             self._follow(message.epoch, message.leader, now_ms)
         elif message.epoch > self.epoch:
             self._detach(message.epoch, now_ms)
         if isinstance(message, VoteReply):
-            self._vote_told(message, now_ms)
+            self._vote_replied(message, now_ms)
         elif isinstance(message, FetchReply):
-            self._fetch_told(message, now_ms)
+            self._fetch_replied(message, now_ms)
 
     def _respond(self, request: Any, reply: Any) -> None:
         self._effects.append(Respond(request, reply))
@@ -429,7 +431,7 @@ class Quorum:
         )
         self._effects.append(Send(peer, self._fetching))
 
-    def _fetch_told(self, reply: FetchReply, now_ms: int) -> None:
+    def _fetch_replied(self, reply: FetchReply, now_ms: int) -> None:
         asked = self._fetching
         if self.role is not Role.FOLLOWER or reply.sender != self.leader or asked is None:
             return
@@ -499,10 +501,10 @@ class Quorum:
             self._detach(self.epoch, now_ms)
             return
         for voter in state.silent(self.voters, now_ms - self.timing.fetch_ms):
-            self._effects.append(Send(voter, LeaderBegins(self.me, self.epoch, voter)))
+            self._effects.append(Send(voter, BeginQuorumEpoch(self.me, self.epoch, voter)))
         self._effects.append(SetTimer(TICK, now_ms + self.timing.fetch_ms // 4))
 
-    def _asked_fetch(self, request: Any, fetch: Fetch, now_ms: int) -> None:
+    def _fetch_requested(self, request: Any, fetch: Fetch, now_ms: int) -> None:
         state = self.leader_state
         if state is None or fetch.epoch != self.epoch:
             self._respond(request, self._not_leader(fetch, self._live_leader(now_ms)))
@@ -589,7 +591,7 @@ class Quorum:
 
     def _goodbye(self, state: LeaderState) -> list[Effect]:
         successors = state.successors(self.voters)
-        ends = LeaderEnds(self.me, self.epoch, successors)
+        ends = EndQuorumEpoch(self.me, self.epoch, successors)
         return [Send(voter, ends) for voter in successors]
 
     def _resign(self, now_ms: int) -> None:

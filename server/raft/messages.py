@@ -50,7 +50,7 @@ class EpochEnd(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class AskVote:
+class VoteRequest:
     """Vote for the sender in `epoch`; or, with `pre_vote`, say whether you would in a next one."""
 
     sender: Voter
@@ -62,7 +62,7 @@ class AskVote:
 
 
 @dataclass(slots=True, frozen=True)
-class LeaderBegins:
+class BeginQuorumEpoch:
     """The sender leads `epoch`: nobody need find that out by a timeout."""
 
     sender: Voter
@@ -71,7 +71,7 @@ class LeaderBegins:
 
 
 @dataclass(slots=True, frozen=True)
-class LeaderEnds:
+class EndQuorumEpoch:
     """The sender leads `epoch` no longer; the first of `successors` may stand at once."""
 
     sender: Voter
@@ -93,7 +93,7 @@ class Fetch:
     number: int  #: of the sender's fetches: only the answer to its last one counts
 
 
-Request = AskVote | LeaderBegins | LeaderEnds | Fetch
+Request = VoteRequest | BeginQuorumEpoch | EndQuorumEpoch | Fetch
 
 # -- replies ---------------------------------------------------------------------------------------
 
@@ -109,8 +109,8 @@ class VoteReply:
 
 
 @dataclass(slots=True, frozen=True)
-class Heard:
-    """The answer to a message that asks for nothing."""
+class QuorumEpochReply:
+    """The answer to `BeginQuorumEpoch` and `EndQuorumEpoch`."""
 
     sender: Voter
     epoch: int
@@ -141,7 +141,7 @@ class FetchReply:
     payload: Any = b""
 
 
-Reply = VoteReply | Heard | FetchReply
+Reply = VoteReply | QuorumEpochReply | FetchReply
 
 # -- what happens to a node ------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Started:
 
 
 @dataclass(slots=True, frozen=True)
-class Asked:
+class RequestReceived:
     """A request came; `request` is what its answer is given with."""
 
     request: Any
@@ -187,7 +187,7 @@ class Asked:
 
 
 @dataclass(slots=True, frozen=True)
-class Told:
+class ReplyReceived:
     """A reply came."""
 
     message: Reply
@@ -241,7 +241,15 @@ class Resign:
 
 
 Event = (
-    Started | Asked | Told | Unreachable | TimerFired | SelfVoted | Synced | VotersChange | Resign
+    Started
+    | RequestReceived
+    | ReplyReceived
+    | Unreachable
+    | TimerFired
+    | SelfVoted
+    | Synced
+    | VotersChange
+    | Resign
 )
 
 # -- what a Write may ask for ----------------------------------------------------------------------

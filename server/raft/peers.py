@@ -20,8 +20,8 @@ from pk.running_since import RunningSince
 from pk.server.raft import codec
 from pk.server.raft.messages import (
     FetchReply,
-    Heard,
-    Told,
+    QuorumEpochReply,
+    ReplyReceived,
     Unreachable,
     Voter,
     VoteReply,
@@ -46,7 +46,7 @@ class Peers:
         world: World,
         hello: wire.Hello,
         addresses: Callable[[], Mapping[NodeId, str]],
-        post: Callable[[Told | Unreachable], None],
+        post: Callable[[ReplyReceived | Unreachable], None],
         voters: Voters[Any],
         *,
         timeout_ms: int,
@@ -94,9 +94,9 @@ class Peers:
         except errors.PkError:
             self._post(Unreachable(peer))
             return
-        if isinstance(reply, VoteReply | Heard | FetchReply):
+        if isinstance(reply, VoteReply | QuorumEpochReply | FetchReply):
             self._voters.learn(body)
-            self._post(Told(reply))
+            self._post(ReplyReceived(reply))
 
     async def ask(self, peer: Voter, request: Message, timeout_ms: int) -> Frame:
         """A call that is no message of the machine.  Raises its typed error, or what the caller's

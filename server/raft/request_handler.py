@@ -19,7 +19,7 @@ from pk import errors
 from pk.server.raft import codec
 from pk.server.raft.fetch_source import FetchSource
 from pk.server.raft.machine import Quorum
-from pk.server.raft.messages import Asked, FetchReply, FetchStatus
+from pk.server.raft.messages import FetchReply, FetchStatus, RequestReceived
 from pk.server.raft.voters import Voters
 from pk.wire import frames
 from pk.wire.calls import Handler
@@ -36,7 +36,7 @@ class RaftRequestHandler:
         source: FetchSource,
         voters: Voters[Any],
         *,
-        ask: Callable[[Asked], None],
+        ask: Callable[[RequestReceived], None],
         renew: Callable[[], None],
     ) -> None:
         self._quorum = quorum
@@ -63,7 +63,7 @@ class RaftRequestHandler:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         message: Any = codec.decode(request)
         self._voters.learn(request)
-        self._ask(Asked(future, message))
+        self._ask(RequestReceived(future, message))
         reply = await future
         payload: bytes = b""
         if isinstance(reply, FetchReply) and reply.status is FetchStatus.DATA:

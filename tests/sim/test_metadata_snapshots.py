@@ -19,7 +19,7 @@ from pk.server.metadata.records import MetadataRecord, record_of
 from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft import codec
 from pk.server.raft.log import RaftLog
-from pk.server.raft.messages import AskVote, Voter, VotersChange
+from pk.server.raft.messages import Voter, VoteRequest, VotersChange
 from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules
 from pk.server.raft.snapshot_id import file_name, id_of
 from pk.sim.cluster import MortalStorage
@@ -489,7 +489,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
         cluster.sim.network.cut(leader.name, late.name)
         cluster.run(50)
     request = codec.encode(
-        AskVote(other.voter, log.epoch + 5, log.epoch + 4, 1_000_000, late.voter)
+        VoteRequest(other.voter, log.epoch + 5, log.epoch + 4, 1_000_000, late.voter)
     )
 
     async def ask() -> Any:

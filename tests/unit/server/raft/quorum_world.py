@@ -319,9 +319,9 @@ class World:
             if self._lost(to, source.me):
                 self.after(200, lambda: source.step(say.Unreachable(to)))
             else:
-                self.after(wait_ms, lambda: source.step(say.Told(reply)))
+                self.after(wait_ms, lambda: source.step(say.ReplyReceived(reply)))
 
-        target.step(say.Asked(answer, message))
+        target.step(say.RequestReceived(answer, message))
 
     def _filled(self, leader: Node, reply: say.FetchReply) -> say.FetchReply | None:
         """The shell reads the range, if the machine still says what it said."""

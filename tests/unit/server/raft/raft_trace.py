@@ -256,9 +256,9 @@ class Trace:
             self.out.append(f"{source}>{target} lost: {_said(message)}")
             return
         if kind == "ask":
-            self._step(node, say.Asked(source, message))
+            self._step(node, say.RequestReceived(source, message))
         else:
-            self._step(node, say.Told(self._filled(self.nodes[source], message)))
+            self._step(node, say.ReplyReceived(self._filled(self.nodes[source], message)))
 
     def _filled(self, leader: _Node, reply: Any) -> Any:
         """The shell reads the range that the machine promised."""
@@ -295,20 +295,20 @@ class Trace:
 
 def _said(message: Any) -> str:
     """A message in one line."""
-    if isinstance(message, say.AskVote):
+    if isinstance(message, say.VoteRequest):
         kind = "PreVote" if message.pre_vote else "Vote"
         return f"{kind} epoch={message.epoch} last=({message.last_epoch}, {message.log_end})"
     if isinstance(message, say.VoteReply):
         kind = "PreVoteReply" if message.pre_vote else "VoteReply"
         return f"{kind} epoch={message.epoch} {'granted' if message.granted else 'refused'}"
-    if isinstance(message, say.LeaderBegins):
+    if isinstance(message, say.BeginQuorumEpoch):
         return f"BeginQuorumEpoch epoch={message.epoch}"
-    if isinstance(message, say.LeaderEnds):
+    if isinstance(message, say.EndQuorumEpoch):
         successors = ",".join(str(each.node_id) for each in message.successors)
         return f"EndQuorumEpoch epoch={message.epoch} successors={successors}"
     if isinstance(message, say.Fetch):
         return f"Fetch epoch={message.epoch} at=({message.last_epoch}, {message.offset})"
-    if isinstance(message, say.Heard):
+    if isinstance(message, say.QuorumEpochReply):
         return f"Ack epoch={message.epoch}"
     assert isinstance(message, say.FetchReply)
     base = f"FetchReply epoch={message.epoch} {message.status.value}"

@@ -15,8 +15,6 @@ from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
 from pk.server.raft import messages as say
 from pk.server.raft.machine import ELECTION, FETCH, TICK, Quorum, Role
 from pk.server.raft.messages import (
-    Asked,
-    AskVote,
     BeginEpoch,
     EpochEnd,
     Fetch,
@@ -24,15 +22,17 @@ from pk.server.raft.messages import (
     FetchStatus,
     Leadership,
     LogState,
+    ReplyReceived,
+    RequestReceived,
     SaveVote,
     SelfVoted,
     Started,
     Synced,
     TimerFired,
-    Told,
     Vote,
     Voter,
     VoteReply,
+    VoteRequest,
     VotersAt,
 )
 from pk.server.raft.snapshot_id import SnapshotId
@@ -79,7 +79,7 @@ def answers(effects: Sequence[Effect]) -> list[Any]:
 
 def granted(quorum: Quorum, voter: Voter, *, pre_vote: bool) -> Sequence[Effect]:
     reply = VoteReply(voter, quorum.epoch, None, True, pre_vote, quorum.epoch)
-    return quorum.step(Told(reply), 0)
+    return quorum.step(ReplyReceived(reply), 0)
 
 
 def leading(log: LogState) -> Quorum:
@@ -117,20 +117,20 @@ def test_an_election_is_tried_out_before_an_epoch_is_spent_on_it() -> None:
     """KIP-996."""
     quorum, _ = started(log_of(0))
     effects = quorum.step(TimerFired(ELECTION), 5_000)
-    assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, AskVote)] == [(True, 0)] * 2
+    assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, VoteRequest)] == [(True, 0)] * 2
     assert not [e for e in effects if isinstance(e, Write)]
     stranger = Voter(2, "another directory")
-    assert not sent(granted(quorum, stranger, pre_vote=True), AskVote)  # U4
+    assert not sent(granted(quorum, stranger, pre_vote=True), VoteRequest)  # U4
     effects = granted(quorum, B, pre_vote=True)
-    assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, AskVote)] == [(False, 1)] * 2
+    assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, VoteRequest)] == [(False, 1)] * 2
     assert quorum.role is Role.CANDIDATE
     assert granted(quorum, C, pre_vote=True) == []  # late: of the round before
     assert quorum.role is Role.CANDIDATE
 
 
-def vote_for(voter: Voter, epoch: int, **more: Any) -> Asked:
+def vote_for(voter: Voter, epoch: int, **more: Any) -> RequestReceived:
     ask = {"last_epoch": 9, "log_end": 99, "to": ME, **more}
-    return Asked("request", AskVote(voter, epoch, **ask))
+    return RequestReceived("request", VoteRequest(voter, epoch, **ask))
 
 
 def test_one_vote_an_epoch_and_it_is_synced_first() -> None:
@@ -166,7 +166,7 @@ def test_a_vote_for_the_directory_that_was_here_is_refused() -> None:
 
 def following(now_ms: int = 0) -> Quorum:
     quorum, _ = started(log_of(20, (1, 0), (4, 10)))
-    quorum.step(Asked("r", say.LeaderBegins(B, 6, ME)), now_ms)
+    quorum.step(RequestReceived("r", say.BeginQuorumEpoch(B, 6, ME)), now_ms)
     assert quorum.role is Role.FOLLOWER
     return quorum
 
@@ -180,12 +180,12 @@ def test_who_hears_a_leader_wants_no_election() -> None:
     assert (reply.granted, reply.leader) == (True, None)
 
 
-def fetched(quorum: Quorum, status: FetchStatus, **more: Any) -> Told:
+def fetched(quorum: Quorum, status: FetchStatus, **more: Any) -> ReplyReceived:
     asked = quorum._fetching
     assert asked is not None
     more = {"end": asked.offset, **more}
     reply = FetchReply(B, quorum.epoch, B, status, asked.number, asked.offset, **more)
-    return Told(reply)
+    return ReplyReceived(reply)
 
 
 def test_a_follower_writes_before_it_says_that_it_holds() -> None:
@@ -197,10 +197,10 @@ def test_a_follower_writes_before_it_says_that_it_holds() -> None:
     assert not sent(effects, Fetch)
     quorum.step(TimerFired(FETCH), 9_000)
     assert quorum.role is Role.UNATTACHED, "it may not stand now"
-    assert not sent(quorum.step(TimerFired(ELECTION), 9_500), AskVote)
+    assert not sent(quorum.step(TimerFired(ELECTION), 9_500), VoteRequest)
     log = log_of(25, (1, 0), (4, 10), (6, 20))
     quorum.step(Synced(log, write.ops[0].job), 9_600)
-    assert sent(quorum.step(TimerFired(ELECTION), 12_000), AskVote)
+    assert sent(quorum.step(TimerFired(ELECTION), 12_000), VoteRequest)
 
 
 def test_a_follower_commits_what_it_holds_of_what_is_committed() -> None:
@@ -247,15 +247,17 @@ def test_who_is_told_of_no_leader_by_its_leader_looks_for_another() -> None:
     asked = quorum._fetching
     assert asked is not None
     gone = FetchReply(B, 6, None, FetchStatus.NOT_LEADER, asked.number, asked.offset)
-    quorum.step(Told(gone), 10)
+    quorum.step(ReplyReceived(gone), 10)
     assert quorum.role is Role.UNATTACHED
     rumour = VoteReply(C, 6, B, False, True, 6)  # who has not heard yet
-    quorum.step(Told(rumour), 20)
+    quorum.step(ReplyReceived(rumour), 20)
     assert quorum._live_leader(21) is None, "a rumour is no sign of life"
 
 
-def fetch_of(voter: Voter, epoch: int, offset: int, last_epoch: int, number: int = 1) -> Asked:
-    return Asked(voter, Fetch(voter, epoch, offset, last_epoch, 0, number))
+def fetch_of(
+    voter: Voter, epoch: int, offset: int, last_epoch: int, number: int = 1
+) -> RequestReceived:
+    return RequestReceived(voter, Fetch(voter, epoch, offset, last_epoch, 0, number))
 
 
 def test_nothing_of_older_epochs_is_committed_alone() -> None:
@@ -394,7 +396,7 @@ def test_who_is_out_by_a_record_that_nobody_else_has_leads_until_it_is_committed
     voters = (VotersAt(NONE, (ME, B)), VotersAt(3, (B,)))
     log = LogState(4, (EpochStart(1, 0),), voters)
     quorum, _ = started(log)
-    (ask,) = sent(quorum.step(TimerFired(ELECTION), 0), AskVote)
+    (ask,) = sent(quorum.step(TimerFired(ELECTION), 0), VoteRequest)
     assert (ask.to, ask.pre_vote) == (B, True)
     granted(quorum, B, pre_vote=True)
     quorum.step(SelfVoted(quorum.epoch), 0)
@@ -405,8 +407,8 @@ def test_who_is_out_by_a_record_that_nobody_else_has_leads_until_it_is_committed
     quorum.step(Synced(LogState(6, begun, (*voters, VotersAt(5, (B,))))), 0)
     effects = quorum.step(fetch_of(B, 2, 6, 2), 0)
     assert (quorum.high_watermark, quorum.role) == (6, Role.UNATTACHED)
-    assert sent(effects, say.LeaderEnds)
-    assert not sent(quorum.step(TimerFired(ELECTION), 0), AskVote)
+    assert sent(effects, say.EndQuorumEpoch)
+    assert not sent(quorum.step(TimerFired(ELECTION), 0), VoteRequest)
 
 
 @pytest.mark.parametrize(("committed", "stands"), [(3, True), (4, False)])
@@ -416,7 +418,7 @@ def test_who_is_out_by_a_record_that_is_committed_never_stands(
     voters = (VotersAt(NONE, (ME, B, C)), VotersAt(3, (B, C)))
     snapshot = SnapshotId(committed, 1)
     quorum, _ = started(LogState(4, (EpochStart(1, 0),), voters, snapshot=snapshot))
-    assert bool(sent(quorum.step(TimerFired(ELECTION), 0), AskVote)) == stands
+    assert bool(sent(quorum.step(TimerFired(ELECTION), 0), VoteRequest)) == stands
 
 
 def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
@@ -436,12 +438,12 @@ def test_who_fetches_in_vain_is_heard() -> None:
     base = SnapshotId(5, 1)
     quorum, _ = started(log_of(7, (1, 5), base=base, snapshot=base))
     quorum.step(TimerFired(ELECTION), 0)
-    quorum.step(Told(VoteReply(B, 1, None, True, True, 1)), 0)
+    quorum.step(ReplyReceived(VoteReply(B, 1, None, True, True, 1)), 0)
     quorum.step(SelfVoted(2), 0)
-    quorum.step(Told(VoteReply(B, 2, None, True, False, 2)), 0)
+    quorum.step(ReplyReceived(VoteReply(B, 2, None, True, False, 2)), 0)
     assert quorum.role is Role.LEADER
     for now_ms in range(0, 20_000, 500):
-        effects = quorum.step(Asked("r", Fetch(B, 2, 2, 1, 0, now_ms)), now_ms)
+        effects = quorum.step(RequestReceived("r", Fetch(B, 2, 2, 1, 0, now_ms)), now_ms)
         (reply,) = (each.reply for each in effects if isinstance(each, Respond))
         assert reply.status is FetchStatus.SNAPSHOT
         quorum.step(TimerFired(TICK), now_ms)
