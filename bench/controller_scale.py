@@ -19,9 +19,9 @@ from typing import Any
 from pk import settings
 from pk.server.controller import commands as c
 from pk.server.controller import leaders
+from pk.server.controller.batched_decision import CHANGES_MAX
 from pk.server.controller.machine import Controller
 from pk.server.controller.reports import reported
-from pk.server.controller.sweeps import CHANGES_MAX
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import decode_batches, encode_batch
 from pk.types import PartitionKey
@@ -89,7 +89,7 @@ class Cluster:
         report = reported(self.reports.get(broker), request, self.machine.leaderless)
         self.reports[broker] = report
         reply: wire.BrokerHeartbeatReply = self.do(
-            what, c.Beat(request, dict(self.reports), tuple(positions))
+            what, c.Heartbeat(request, dict(self.reports), tuple(positions))
         )
         return reply
 

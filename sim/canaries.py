@@ -28,7 +28,7 @@ from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
 from pk.server.broker.metadata_publisher import MetadataPublisher
-from pk.server.controller.elections import Draft
+from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
 from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
@@ -228,13 +228,13 @@ def _watermark_goes_back() -> Any:
 
 
 def _elected_without_waiting() -> Any:
-    recover = Draft._recover
+    recover = PartitionChangeBuilder._recover
 
-    def hasty(self: Draft, cluster: Any, may_lose: bool) -> Any:
+    def hasty(self: PartitionChangeBuilder, cluster: Any, may_lose: bool) -> Any:
         last_known_only = not self.now.isr and not self.now.elr
         return recover(self, cluster, may_lose or last_known_only)
 
-    return _put(Draft, "_recover", hasty)
+    return _put(PartitionChangeBuilder, "_recover", hasty)
 
 
 def _cut_below_the_watermark() -> Any:
@@ -261,7 +261,7 @@ def _follower_begins_at_the_end() -> Any:
 
 
 def _full_leader_keeps_leading() -> Any:
-    return _put(Draft, "hand_over", lambda *_: False)
+    return _put(PartitionChangeBuilder, "hand_over", lambda *_: False)
 
 
 def _vote_not_saved() -> Any:
@@ -399,8 +399,8 @@ CANARIES: dict[str, Canary] = {
         "L2", _flush_that_only_says_so(), LOSSES, FLUSHED, ("power",)
     ),
     "lost data and stayed in the ISR": Canary(
-        "L3", _put(Draft, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE, ("power",),
-        nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
+        "L3", _put(PartitionChangeBuilder, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE,
+        ("power",), nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
     ),
     # A batch waits for its follower behind a cut until its time is out, or its stream breaks; it is
     # sent again; the leader dies, and the follower, in sync all the while, leads without it.

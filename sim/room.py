@@ -20,7 +20,7 @@ from pk.types import NONE, PartitionKey
 
 #: More than a measurement, a heartbeat, the longest wait of the controller and a commit take.
 CALM_MS = 10_000
-#: After a move of the lead; more than `handover.DWELL_MS`.
+#: After a move of the lead; more than `leader_rebalancer.DWELL_MS`.
 REST_MS = 62_000
 #: Less than clock_step_max_ms, with all that slewing and messages cost.
 CLOCK_OFF_MS = 30_000

@@ -9,7 +9,7 @@ by the next one, and every command carries what it needs of it.
 Invariants
   T1  a term serves only after everything in the log it began with is committed and applied
   T2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
-  T3  what a former term left undone (elections, sweeps in steps) is taken up: its cause is still
+  T3  what a former term left undone (elections, decisions in steps) is taken up: its cause is still
       there, and elections are tried for every leaderless partition when a term begins, and the end
       of every reassignment
   T4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
@@ -30,15 +30,15 @@ from pk import errors
 from pk.effects import Effect, Publish
 from pk.running_since import RunningSince
 from pk.server.controller import commands, leaders, reassignments
+from pk.server.controller.batched_decision import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.controller.clocks import Clocks
 from pk.server.controller.config_changes import MIN_ISR
 from pk.server.controller.elections import Cluster, waits_for
 from pk.server.controller.events import EVENT
-from pk.server.controller.handover import Handover
+from pk.server.controller.leader_rebalancer import LeaderRebalancer
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.reports import Report, Reports, reported
 from pk.server.controller.sessions import Session, Sessions
-from pk.server.controller.sweeps import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
 from pk.server.metadata.records import MetadataRecord
 from pk.server.raft.log import RaftLog
@@ -107,7 +107,7 @@ class ActiveController:
         self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
         self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
         self._balance_ms = 0
-        self._handover = Handover()
+        self._rebalancer = LeaderRebalancer()
 
     @property
     def machine(self) -> Controller:
@@ -288,7 +288,7 @@ class ActiveController:
             self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
-        beat = commands.Beat(request, self._known(), retry, unclean)
+        beat = commands.Heartbeat(request, self._known(), retry, unclean)
         if known and (settled := self._settled(beat)) is not None:
             return self._with_clocks(settled, came_ms)
         try:
@@ -313,7 +313,7 @@ class ActiveController:
         reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
         return reply
 
-    def _settled(self, beat: commands.Beat) -> wire.BrokerHeartbeatReply | None:
+    def _settled(self, beat: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:
         """T4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
 
         A metadata disk that stands still stops no broker from serving (R6).
@@ -349,7 +349,7 @@ class ActiveController:
 
     def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
         """L16: leaders may have to go, or may come back."""
-        if self._handover.heard(before, now):
+        if self._rebalancer.heard(before, now):
             self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
             why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
             self._say("broker_fitness", broker=who, unfit=why)
@@ -497,8 +497,8 @@ class ActiveController:
             self._balance_ms = now_ms + self._balance_interval_ms
             if self._run.server["auto_leader_rebalance_enable"]:
                 found = list(leaders.imbalanced(self._image))
-                self._moves.extend(key for key in found if not self._handover.rests(key, now_ms))
-                rest_ends_ms = self._handover.rest_ends_ms(now_ms)
+                self._moves.extend(key for key in found if not self._rebalancer.rests(key, now_ms))
+                rest_ends_ms = self._rebalancer.rest_ends_ms(now_ms)
                 if rest_ends_ms is not None:
                     self._balance_ms = min(self._balance_ms, rest_ends_ms)
         if not self._moves:
@@ -513,18 +513,20 @@ class ActiveController:
             self._say("rebalance_failed", why=failure.message)
             return
         if moved:
-            self._handover.came_back(self._image, chunk, now_ms)
+            self._rebalancer.came_back(self._image, chunk, now_ms)
             self._say("preferred_leaders", moved=moved, left=len(self._moves))
 
     async def _hand_over(self, now_ms: int) -> None:
         """L16: leaders that give up, where another replica may lead."""
-        for (who, reason), keys in self._handover.wanted(self._image, self.reports, now_ms).items():
+        for (who, reason), keys in self._rebalancer.wanted(
+            self._image, self.reports, now_ms
+        ).items():
             try:
                 moved = await self._ask(commands.HandOver(tuple(keys), self._known()))
             except errors.RetriableError as failure:
                 self._say("hand_over_failed", broker=who, reason=reason, why=failure.message)
                 return
-            self._handover.handed_over(self._image, moved, now_ms)
+            self._rebalancer.handed_over(self._image, moved, now_ms)
             if moved:
                 self._say("handed_over", broker=who, reason=reason, moved=len(moved))
 

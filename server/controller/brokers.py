@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from pk import errors
+from pk.server.controller.batched_decision import BatchedDecision, More, Step, StepOf
 from pk.server.controller.commands import (
     AlterPartition,
-    Beat,
     Fence,
+    Heartbeat,
     ListBrokers,
     Out,
     Recover,
@@ -28,9 +29,8 @@ from pk.server.controller.commands import (
     decision,
     registered,
 )
-from pk.server.controller.elections import Cluster, Draft
+from pk.server.controller.elections import Cluster, PartitionChangeBuilder
 from pk.server.controller.reports import wanted
-from pk.server.controller.sweeps import More, Step, StepOf, Sweep
 from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
@@ -68,9 +68,9 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
         )
     clean = _survived(old, request)
     who = request.broker_id
-    sweep = Sweep(image, rules, Cluster(image, command.reports, leaving=who))
-    if not sweep.all_of(who, _fences(who) if clean else _loses(who)):
-        return decision(More(), sweep.bodies, sweep.effects)
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports, leaving=who))
+    if not batch.all_of(who, _fences(who) if clean else _loses(who)):
+        return decision(More(), batch.bodies, batch.effects)
     epoch = image.offset + 1
     record = wire.RegisterBrokerRecord(
         broker_id=who,
@@ -84,7 +84,7 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
         clean=clean,
     )
     reply = wire.RegisterBrokerReply(broker_epoch=epoch, clean=clean)
-    return decision(reply, [record, *sweep.bodies], sweep.effects)
+    return decision(reply, [record, *batch.bodies], batch.effects)
 
 
 def _same(old: BrokerState, request: wire.RegisterBrokerRequest) -> bool:
@@ -112,7 +112,7 @@ def _survived(old: BrokerState | None, request: wire.RegisterBrokerRequest) -> b
     return request.clean_shutdown and request.previous_broker_epoch == old.broker_epoch
 
 
-def beat(image: MetadataImage, rules: Rules, command: Beat) -> Out:
+def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
     """A heartbeat: unfence, fence or drain as asked (rule Q2); news of its replicas."""
     request = command.request
     broker = registered(image, request.broker_id, request.broker_epoch)
@@ -130,30 +130,33 @@ def beat(image: MetadataImage, rules: Rules, command: Beat) -> Out:
     )
     report = cluster.report(who)
     offline = {} if report is None else report.offline
-    sweep = Sweep(image, rules, cluster)
+    batch = BatchedDecision(image, rules, cluster)
     if drains or fences:  # the change comes last: who has seen it has seen every resignation
-        if not sweep.all_of(who, _fences(who, offline)):
-            return decision(More(), sweep.bodies, sweep.effects)
+        if not batch.all_of(who, _fences(who, offline)):
+            return decision(More(), batch.bodies, batch.effects)
         reply.fenced = fences
-        sweep.bodies.append(_change(broker, fenced=fences, in_controlled_shutdown=drains))
+        batch.bodies.append(_change(broker, fenced=fences, in_controlled_shutdown=drains))
     elif unfences:  # elections that find no room now are tried again by `Recover`
-        if not sweep.all_of(who, _lost_ones(who, offline)):  # L15: they leave before it may lead
-            return decision(More(), sweep.bodies, sweep.effects)
+        if not batch.all_of(who, _lost_ones(who, offline)):  # L15: they leave before it may lead
+            return decision(More(), batch.bodies, batch.effects)
         reply.fenced = False
-        sweep.bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
-        sweep.all_of(who, _arrives(who, offline))
+        batch.bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
+        batch.all_of(who, _arrives(who, offline))
     else:
         if request.want_shutdown:
             seen = request.metadata_offset >= broker.changed_offset
             reply.may_shut_down = broker.fenced or seen
-        _news(sweep, who, offline, command.retry)
+        _news(batch, who, offline, command.retry)
     for key in wanted(image, command.reports, who, command.unclean) if caught_up else ():
         reply.report_positions.add(topic_id=key.topic_id, partition=key.partition)
-    return decision(reply, sweep.bodies, sweep.effects)
+    return decision(reply, batch.bodies, batch.effects)
 
 
 def _news(
-    sweep: Sweep, who: NodeId, offline: Mapping[PartitionKey, None], retry: Iterable[PartitionKey]
+    batch: BatchedDecision,
+    who: NodeId,
+    offline: Mapping[PartitionKey, None],
+    retry: Iterable[PartitionKey],
 ) -> None:
     """Replicas that went offline, and elections worth another try.
 
@@ -161,14 +164,14 @@ def _news(
     """
     lost = _loses(who)
     for key in offline:
-        state = sweep.cluster.image.partition(key)
+        state = batch.cluster.image.partition(key)
         step = None if state is None else lost(key, state)
-        if step is not None and not sweep.full:
-            sweep.visit_key(key, step)
+        if step is not None and not batch.full:
+            batch.visit_key(key, step)
     for key in retry:
-        state = sweep.cluster.image.partition(key)
-        if key not in offline and state is not None and state.leader == NONE and not sweep.full:
-            sweep.visit_key(key)
+        state = batch.cluster.image.partition(key)
+        if key not in offline and state is not None and state.leader == NONE and not batch.full:
+            batch.visit_key(key)
 
 
 def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
@@ -177,28 +180,28 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
     if broker is None or broker.broker_epoch != command.broker_epoch or broker.fenced:
         return decision(False)
     who = broker.broker_id
-    sweep = Sweep(image, rules, Cluster(image, command.reports, leaving=who))
-    report = sweep.cluster.report(who)
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports, leaving=who))
+    report = batch.cluster.report(who)
     offline = {} if report is None else report.offline
-    if not sweep.all_of(who, _fences(who, offline)):
-        return decision(More(), sweep.bodies, sweep.effects)
+    if not batch.all_of(who, _fences(who, offline)):
+        return decision(More(), batch.bodies, batch.effects)
     draining = broker.in_controlled_shutdown
-    sweep.bodies.append(_change(broker, fenced=True, in_controlled_shutdown=draining))
-    return decision(True, sweep.bodies, sweep.effects)
+    batch.bodies.append(_change(broker, fenced=True, in_controlled_shutdown=draining))
+    return decision(True, batch.bodies, batch.effects)
 
 
 def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
     """R3: leaderless partitions for which something may have changed; reassignments, too."""
-    sweep = Sweep(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
     for key in command.partitions:
         topic, state = image.topics.get(key.topic_id), image.partition(key)
-        if topic is None or state is None or sweep.full:
+        if topic is None or state is None or batch.full:
             continue
         if state.leader != NONE and not state.adding and not state.removing:
             continue
         may_lose = key in command.waited and rules.unclean_enabled(image, topic.name)
-        sweep.visit(topic, key.partition, state, may_lose=may_lose)
-    return decision(len(sweep.bodies), sweep.bodies, sweep.effects)
+        batch.visit(topic, key.partition, state, may_lose=may_lose)
+    return decision(len(batch.bodies), batch.bodies, batch.effects)
 
 
 def unregister(image: MetadataImage, _rules: Rules, command: UnregisterBroker) -> Out:
@@ -244,7 +247,7 @@ def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition)
     """A leader changes its ISR, or says that it has recovered from an unclean election (R2, T4)."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
-    sweep = Sweep(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
     reply = wire.AlterPartitionReply()
     seen: dict[PartitionKey, None] = {}
     for item in request.items:
@@ -254,21 +257,21 @@ def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition)
             if key in seen:
                 raise errors.InvalidRequest(f"{key} is named twice in one request")
             seen[key] = None
-            draft = _isr_change(sweep, request.broker_id, key, item)
+            builder = _isr_change(batch, request.broker_id, key, item)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue
-        state, changed = draft.now, draft.restated or draft.now != draft.before
-        result.leader, result.leader_epoch = state.leader, state.leader_epoch + draft.led_anew
+        state, changed = builder.now, builder.restated or builder.now != builder.before
+        result.leader, result.leader_epoch = state.leader, state.leader_epoch + builder.led_anew
         result.partition_epoch = state.partition_epoch + changed
         result.isr.extend(state.isr)
-    return decision(reply, sweep.bodies, sweep.effects)
+    return decision(reply, batch.bodies, batch.effects)
 
 
 def _isr_change(
-    sweep: Sweep, leader: NodeId, key: PartitionKey, item: wire.AlterPartitionItem
-) -> Draft:
-    image = sweep.cluster.image
+    batch: BatchedDecision, leader: NodeId, key: PartitionKey, item: wire.AlterPartitionItem
+) -> PartitionChangeBuilder:
+    image = batch.cluster.image
     topic, state = image.topics.get(key.topic_id), image.partition(key)
     if topic is None or state is None:
         raise errors.UnknownTopicId(f"{key} does not exist")
@@ -284,16 +287,17 @@ def _isr_change(
     distinct = set(isr)
     if leader not in isr or len(distinct) != len(isr) or not distinct <= set(state.replicas):
         raise errors.InvalidRequest(f"{isr} is not an ISR of replicas {state.replicas}")
-    _check_eligible(sweep.cluster, key, state, item)
+    _check_eligible(batch.cluster, key, state, item)
 
-    def change(draft: Draft) -> None:
-        draft.alter_isr(isr)
+    def change(builder: PartitionChangeBuilder) -> None:
+        builder.alter_isr(isr)
         if distinct == set(state.isr) and not item.isr_broker_epochs:
-            draft.restate_isr()  # nobody is to join: the leader withdraws what it asked for before
+            # nobody is to join: the leader withdraws what it asked for before
+            builder.restate_isr()
         if item.recovered:
-            draft.recovered()
+            builder.recovered()
 
-    return sweep.visit(topic, key.partition, state, change)
+    return batch.visit(topic, key.partition, state, change)
 
 
 def _check_eligible(
@@ -330,8 +334,8 @@ def _fences(who: NodeId, offline: Container[PartitionKey] = ()) -> StepOf:
 
 
 def _loses(who: NodeId) -> StepOf:
-    def lose(draft: Draft) -> None:
-        draft.lose(who)
+    def lose(builder: PartitionChangeBuilder) -> None:
+        builder.lose(who)
 
     return lambda _key, state: lose if who in state.isr or who in state.elr else None
 
@@ -348,10 +352,10 @@ def _arrives(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
 
 
 def _fence(who: NodeId) -> Step:
-    return lambda draft: draft.fence(who)
+    return lambda builder: builder.fence(who)
 
 
-def _nothing(_draft: Draft) -> None:
+def _nothing(_builder: PartitionChangeBuilder) -> None:
     """Only the election is wanted."""
 
 

@@ -42,7 +42,7 @@ class Register:
 
 
 @dataclass(slots=True, frozen=True)
-class Beat:
+class Heartbeat:
     """`reports` counts this heartbeat in; `retry`: partitions it may have news of.
 
     `unclean`: those whose replicas are all asked for their positions.

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from pk import errors, settings
 from pk.server.controller.commands import AlterConfigs, DescribeConfigs, Out, Rules, decision
-from pk.server.controller.elections import Draft
+from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.topics import cluster_base
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
 from pk.server.node.settings import as_text, check_settings
@@ -113,9 +113,9 @@ def _forget_eligible(image: MetadataImage, rules: Rules, kind: str, name: str) -
             if not state.elr and not state.last_known:
                 continue
             key = PartitionKey(topic.topic_id, number)
-            draft = Draft(key, state, rules.min_isr(image, topic.name))
-            draft.forget_eligible()
-            change = draft.record()
+            builder = PartitionChangeBuilder(key, state, rules.min_isr(image, topic.name))
+            builder.forget_eligible()
+            change = builder.record()
             if change is not None:
                 bodies.append(change)
     return bodies

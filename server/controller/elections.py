@@ -1,9 +1,9 @@
 """Who leads a partition, and what ISR, ELR and last-known become when brokers come and go
 (KIP-966).
 
-A partition's state moves through `Draft`, a scratch copy on which the controller applies one or
-more of the steps below; `Draft.record` is the change, or None.  Elections are tried in this
-order:
+A partition's state moves through `PartitionChangeBuilder`, a scratch copy on which the controller
+applies one or more of the steps below; `PartitionChangeBuilder.record` is the change, or None.
+Elections are tried in this order:
 
   | who is there                                   | elected                      | unclean |
   |------------------------------------------------|------------------------------|---------|
@@ -119,7 +119,7 @@ def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[N
     return tuple(member for member in members if not there(member))
 
 
-class Draft:
+class PartitionChangeBuilder:
     """One partition while the controller decides about it."""
 
     def __init__(self, key: PartitionKey, before: PartitionState, min_insync_replicas: int) -> None:

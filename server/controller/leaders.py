@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pk import errors
+from pk.server.controller.batched_decision import BatchedDecision
 from pk.server.controller.commands import ElectLeaders, HandOver, Out, Prefer, Rules, decision
-from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.sweeps import Sweep
+from pk.server.controller.elections import Cluster, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
@@ -34,24 +34,24 @@ def imbalanced(image: MetadataImage) -> Iterator[PartitionKey]:
 
 def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
     """Preferred leaders for these partitions, where they may lead; the reply counts the moves."""
-    sweep = Sweep(image, rules, Cluster(image, command.reports), MOVES_MAX)
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
     for key in command.partitions:
-        if not sweep.full:
-            sweep.visit_key(key, lambda draft: draft.prefer(sweep.cluster))
-    return decision(len(sweep.bodies), sweep.bodies, sweep.effects)
+        if not batch.full:
+            batch.visit_key(key, lambda builder: builder.prefer(batch.cluster))
+    return decision(len(batch.bodies), batch.bodies, batch.effects)
 
 
 def hand_over(image: MetadataImage, rules: Rules, command: HandOver) -> Out:
     """L16: the reply names the partitions that another replica leads from now on."""
-    sweep = Sweep(image, rules, Cluster(image, command.reports), MOVES_MAX)
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
     moved: list[PartitionKey] = []
     for key in command.partitions:
-        if sweep.full:
+        if batch.full:
             break
-        draft = sweep.visit_key(key, lambda each: each.hand_over(sweep.cluster))
-        if draft is not None and draft.led_anew:
+        builder = batch.visit_key(key, lambda each: each.hand_over(batch.cluster))
+        if builder is not None and builder.led_anew:
             moved.append(key)
-    return decision(tuple(moved), sweep.bodies, sweep.effects)
+    return decision(tuple(moved), batch.bodies, batch.effects)
 
 
 def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> Out:
@@ -61,7 +61,7 @@ def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> 
     `EligibleLeadersNotAvailable`, which may be tried again.
     """
     request = command.request
-    sweep = Sweep(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
     reply = wire.ElectLeadersReply()
     seen: dict[PartitionKey, None] = {}
     for item in request.partitions:
@@ -73,23 +73,23 @@ def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> 
             if key in seen:
                 raise errors.InvalidRequest(f"{name}-{key.partition} is named twice in one request")
             seen[key] = None
-            _elect(sweep, key, f"{name}-{key.partition}", unclean=request.unclean)
+            _elect(batch, key, f"{name}-{key.partition}", unclean=request.unclean)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
-    reply.metadata_offset = image.offset + len(sweep.bodies)
-    return decision(reply, sweep.bodies, sweep.effects)
+    reply.metadata_offset = image.offset + len(batch.bodies)
+    return decision(reply, batch.bodies, batch.effects)
 
 
-def _elect(sweep: Sweep, key: PartitionKey, name: str, *, unclean: bool) -> None:
-    image, cluster = sweep.cluster.image, sweep.cluster
+def _elect(batch: BatchedDecision, key: PartitionKey, name: str, *, unclean: bool) -> None:
+    image, cluster = batch.cluster.image, batch.cluster
     state = image.partition(key)
     if state is None:
         raise errors.UnknownTopicOrPartition(f"{name} does not exist")
     if unclean:
         if state.leader != NONE:
             raise errors.ElectionNotNeeded(f"{name}: broker {state.leader} leads")
-        draft = sweep.visit_key(key, may_lose=True)
-        if draft is None or draft.now.leader == NONE:
+        builder = batch.visit_key(key, may_lose=True)
+        if builder is None or builder.now.leader == NONE:
             there = [str(each) for each in state.replicas if cluster.eligible(each, key)]
             raise errors.EligibleLeadersNotAvailable(
                 f"{name}: no replica can be elected"
@@ -100,13 +100,13 @@ def _elect(sweep: Sweep, key: PartitionKey, name: str, *, unclean: bool) -> None
     if state.leader == first:
         raise errors.ElectionNotNeeded(f"{name}: its preferred leader {first} leads")
 
-    def prefer_or_elect(draft: Draft) -> None:
-        if draft.now.leader == NONE:
-            draft.elect(cluster)
-        draft.prefer(cluster)
+    def prefer_or_elect(builder: PartitionChangeBuilder) -> None:
+        if builder.now.leader == NONE:
+            builder.elect(cluster)
+        builder.prefer(cluster)
 
-    draft = sweep.visit_key(key, prefer_or_elect)
-    if draft is None or draft.now.leader != first:
+    builder = batch.visit_key(key, prefer_or_elect)
+    if builder is None or builder.now.leader != first:
         raise errors.PreferredLeaderNotAvailable(
             f"{name}: preferred leader {first} is not in sync, not available or its disk is full, "
             "or the leader recovers from an unclean election"

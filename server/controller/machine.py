@@ -8,7 +8,7 @@ comes in as commands (`sessions.py`), fresh ids come with them.  The decisions s
 Invariants
   M1  decide never mutates; equal logs give equal machines (replay == image)
   M2  a decision's records are one batch: all of them or none; what is too large for one is decided
-      in steps, each whole by itself (`sweeps.py`)
+      in steps, each whole by itself (`batched_decision.py`)
   M3  a broker's epoch is the offset of its registration record, so the machine must have applied
       every record below the one it decides next
 """
@@ -42,7 +42,7 @@ FORMAT_FEATURE = "pk.format"
 Command = (
     commands.Bootstrap
     | commands.Register
-    | commands.Beat
+    | commands.Heartbeat
     | commands.Fence
     | commands.Recover
     | commands.CreateTopics
@@ -106,7 +106,7 @@ class Controller:
 _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.Bootstrap: bootstrap,
     commands.Register: brokers.register,
-    commands.Beat: brokers.beat,
+    commands.Heartbeat: brokers.heartbeat,
     commands.Fence: brokers.fence,
     commands.Recover: brokers.recover,
     commands.CreateTopics: topics.create_topics,

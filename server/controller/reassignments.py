@@ -3,11 +3,11 @@
 A reassignment lives in the partition's record: `replicas` are the target in its order, then the
 replicas that will go; `adding` and `removing` name the difference.  New replicas copy the log and
 join the ISR by their leader's AlterPartition; when all of them are in, the same record ends the
-reassignment (`Draft.complete`): replicas = target, ISR and ELR without the others, another leader
-if the old one goes.  An election may bring the last of what it waits for, too, and ends it likewise
-(`Sweep.visit`): the leader that comes may never have another ISR to ask for; so may a smaller
-min_insync_replicas (`brokers.recover`).  Nothing else is remembered, so a failover of the
-controller goes on with it.
+reassignment (`PartitionChangeBuilder.complete`): replicas = target, ISR and ELR without the others,
+another leader if the old one goes.  An election may bring the last of what it waits for, too, and
+ends it likewise (`BatchedDecision.visit`): the leader that comes may never have another ISR to ask
+for; so may a smaller min_insync_replicas (`brokers.recover`).  Nothing else is remembered, so a
+failover of the controller goes on with it.
 
   - The original replicas are those without the ones being added.  A new target is compared with
     them, not with a target given up: what was being added for that one leaves at once.
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pk import errors, limits
+from pk.server.controller.batched_decision import BatchedDecision
 from pk.server.controller.commands import (
     AlterReassignments,
     ListReassignments,
@@ -32,8 +33,7 @@ from pk.server.controller.commands import (
     Rules,
     decision,
 )
-from pk.server.controller.elections import Cluster, Draft
-from pk.server.controller.sweeps import Sweep
+from pk.server.controller.elections import Cluster, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage, TopicState
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
@@ -48,7 +48,7 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
             f"{len(wanted)} partitions in one request, more than "
             f"{limits.METADATA_RECORDS_PER_APPEND_MAX}; split it"
         )
-    sweep = Sweep(image, rules, Cluster(image, command.reports), len(wanted) + 1)
+    batch = BatchedDecision(image, rules, Cluster(image, command.reports), len(wanted) + 1)
     reply = wire.AlterReassignmentsReply()
     seen: dict[tuple[str, int], None] = {}
     for item in wanted:
@@ -58,33 +58,33 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
             if place in seen:
                 raise errors.InvalidRequest(f"{_name(item)} is named twice in one request")
             seen[place] = None
-            _alter(sweep, item)
+            _alter(batch, item)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
-    reply.metadata_offset = image.offset + len(sweep.bodies)
-    return decision(reply, sweep.bodies, sweep.effects)
+    reply.metadata_offset = image.offset + len(batch.bodies)
+    return decision(reply, batch.bodies, batch.effects)
 
 
 def _name(item: wire.Reassignment) -> str:
     return f"{item.topic[:300]}-{item.partition}"
 
 
-def _alter(sweep: Sweep, item: wire.Reassignment) -> None:
-    image = sweep.cluster.image
+def _alter(batch: BatchedDecision, item: wire.Reassignment) -> None:
+    image = batch.cluster.image
     topic = image.topic(item.topic)
     state = None if topic is None else topic.partitions.get(item.partition)
     if topic is None or state is None:
         raise errors.UnknownTopicOrPartition(f"{_name(item)} does not exist")
-    draft = sweep.draft(topic, item.partition, state)
+    builder = batch.builder(topic, item.partition, state)
     if item.cancel:
         if not state.adding and not state.removing:
             raise errors.NoReassignmentInProgress(f"{_name(item)} is not being reassigned")
-        _assign(draft, state.original, sweep.cluster, _name(item))
+        _assign(builder, state.original, batch.cluster, _name(item))
     else:
         _check_target(image, tuple(item.replicas), _name(item))
-        _assign(draft, tuple(item.replicas), sweep.cluster, _name(item))
-        draft.complete(sweep.cluster)
-    sweep.keep(draft, topic)
+        _assign(builder, tuple(item.replicas), batch.cluster, _name(item))
+        builder.complete(batch.cluster)
+    batch.keep(builder, topic)
 
 
 def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -> None:
@@ -97,19 +97,25 @@ def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -
         raise errors.InvalidReplicaAssignment(f"{name}: broker {unknown[0]} is not registered")
 
 
-def _assign(draft: Draft, target: tuple[NodeId, ...], cluster: Cluster, name: str) -> None:
+def _assign(
+    builder: PartitionChangeBuilder, target: tuple[NodeId, ...], cluster: Cluster, name: str
+) -> None:
     """Towards `target`; a target of the original replicas is a cancel, in their new order."""
-    original = draft.now.original
+    original = builder.now.original
     adding = tuple(member for member in target if member not in original)
     removing = tuple(member for member in original if member not in target)
     replicas = (*target, *removing)
-    if not draft.can_assign(replicas, cluster):
+    if not builder.can_assign(replicas, cluster):
         raise errors.InvalidReplicaAssignment(
             f"{name}: none of {list(replicas)} could lead it now; replicas that a reassignment "
             "added hold what the others do not, or may"
         )
-    if (replicas, adding, removing) != (draft.now.replicas, draft.now.adding, draft.now.removing):
-        draft.assign(replicas, adding, removing, cluster)
+    if (replicas, adding, removing) != (
+        builder.now.replicas,
+        builder.now.adding,
+        builder.now.removing,
+    ):
+        builder.assign(replicas, adding, removing, cluster)
 
 
 def under_way(image: MetadataImage) -> Iterator[PartitionKey]:

@@ -12,7 +12,7 @@ joins an ISR.
 
 A replica may also be *unfit* to lead while it can be served: the disk of its broker is full (rule
 L16).  That changes no record by itself.  It says who should lead among those that may, and
-`handover.py` moves leaders by it.
+`leader_rebalancer.py` moves leaders by it.
 
 Invariants
   P1  a report counts for its own broker epoch only

@@ -15,9 +15,9 @@ from typing import Any
 
 from pk import errors
 from pk.server.controller import commands as c
+from pk.server.controller.batched_decision import More
 from pk.server.controller.machine import Controller
 from pk.server.controller.reports import reported
-from pk.server.controller.sweeps import More
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.server.metadata.records import MetadataRecord
 from pk.server.metadata.snapshot import rows_of
@@ -200,7 +200,7 @@ class Model:
         node.alive = node.draining = node.registering = False
         self.todo = [  # its stream broke: nobody asks for the next step
             each for each in self.todo
-            if not isinstance(each[0], c.Register | c.Beat) or each[0].request.broker_id != n
+            if not isinstance(each[0], c.Register | c.Heartbeat) or each[0].request.broker_id != n
         ]  # fmt: skip
         for part in node.parts.values():
             part.leader = None
@@ -292,7 +292,9 @@ class Model:
 
     def beat(self, n: int) -> None:
         node, me = self.nodes[n], self.image.brokers.get(n)
-        under_way = (x for x, _ in self.todo if isinstance(x, c.Beat) and x.request.broker_id == n)
+        under_way = (
+            x for x, _ in self.todo if isinstance(x, c.Heartbeat) and x.request.broker_id == n
+        )
         if me is None or me.broker_epoch != node.epoch or any(under_way):
             return
         request = wire.BrokerHeartbeatRequest(
@@ -318,7 +320,7 @@ class Model:
                 ]
                 node.may_stop = reply.may_shut_down
 
-        self.ask(c.Beat(request, self.known(), retry), answered)
+        self.ask(c.Heartbeat(request, self.known(), retry), answered)
 
     # -- data ------------------------------------------------------------------------------------
 

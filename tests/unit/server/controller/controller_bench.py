@@ -7,9 +7,9 @@ from typing import Any
 from pk import settings
 from pk.effects import Decision, Effect
 from pk.server.controller import commands as c
+from pk.server.controller.batched_decision import More
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.reports import Report, reported
-from pk.server.controller.sweeps import More
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.server.metadata.records import MetadataRecord
 from pk.types import PartitionKey
@@ -94,7 +94,9 @@ class Bench:
             if before is not None:
                 retry += [key for key in before.offline if key not in offline]
         reports = dict(self.reports)
-        reply: wire.BrokerHeartbeatReply = self.do(c.Beat(request, reports, tuple(retry), unclean))
+        reply: wire.BrokerHeartbeatReply = self.do(
+            c.Heartbeat(request, reports, tuple(retry), unclean)
+        )
         return reply
 
     def recover(self, *keys: PartitionKey, waited: bool = False) -> int:

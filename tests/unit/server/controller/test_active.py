@@ -12,8 +12,8 @@ import pytest
 from pk import errors
 from pk.server.controller import commands
 from pk.server.controller.active import TICK_MS
-from pk.server.controller.handover import DWELL_MS
-from pk.server.controller.sweeps import Sweep
+from pk.server.controller.batched_decision import BatchedDecision
+from pk.server.controller.leader_rebalancer import DWELL_MS
 from pk.server.metadata.image import PartitionState
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -263,8 +263,8 @@ def test_elections_without_room_are_tried_though_the_broker_is_gone(
         again = Replica(scene, world, 1)
         await again.register()
         await again.follow()
-        monkeypatch.setattr(Sweep, "full", True)  # no room
-        committed = gone_before_the_reply(scene, commands.Beat)
+        monkeypatch.setattr(BatchedDecision, "full", True)  # no room
+        committed = gone_before_the_reply(scene, commands.Heartbeat)
         with pytest.raises(errors.RequestTimedOut):
             await again.beat(timeout_ms=500)
         assert committed()

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
+from pk.server.controller.batched_decision import BatchedDecision
 from pk.server.controller.machine import Controller
-from pk.server.controller.sweeps import Sweep
 from tests.unit.server.controller.cluster_model import Model
 from tests.unit.server.controller.controller_bench import snapshot
 
@@ -21,8 +21,9 @@ SEEDS = int(os.environ.get("PK_CLUSTER_SEEDS", "40"))
 def test_nothing_committed_is_lost_and_everything_heals(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decision that changes more than one or two partitions is made in steps (sweeps.py)."""
-    monkeypatch.setattr(Sweep.__init__, "__defaults__", (1 + seed % 3,))
+    """A decision that changes more than one or two partitions is made in steps
+    (batched_decision.py)."""
+    monkeypatch.setattr(BatchedDecision.__init__, "__defaults__", (1 + seed % 3,))
     model = Model(seed)
     for _ in range(400):
         model.step()

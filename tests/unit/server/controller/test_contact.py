@@ -127,7 +127,7 @@ def test_a_term_that_replays_its_log_says_nothing_of_registrations(scene: Scene)
         assert node is not None
         assert node.active is not None
         request = wire.BrokerHeartbeatRequest(broker_id=1, broker_epoch=broker.epoch)
-        beat = commands.Beat(request, node.active._known())
+        beat = commands.Heartbeat(request, node.active._known())
         assert node.active._settled(beat) is not None
         log: list[Any] = []
         await node.metadata.replay(lambda offset, record: log.append(record))

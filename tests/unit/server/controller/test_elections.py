@@ -8,7 +8,7 @@ import pytest
 
 from pk.effects import Publish
 from pk.server.controller import commands as c
-from pk.server.controller.sweeps import UNCLEAN_ELECTION, Sweep
+from pk.server.controller.batched_decision import UNCLEAN_ELECTION, BatchedDecision
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.controller.controller_bench import Bench, alter_isr, item
@@ -253,7 +253,7 @@ def test_a_broker_not_heard_in_this_term_is_not_chosen_to_recover() -> None:
         broker_epoch=bench.image.brokers[3].broker_epoch,
         metadata_offset=bench.image.offset,
     )
-    bench.do(c.Beat(request))
+    bench.do(c.Heartbeat(request))
     assert bench.recover(KEY) == 0
     bench.beat(3)
     assert bench.recover(KEY) == 1
@@ -329,7 +329,7 @@ def test_lost_replicas_leave_before_their_broker_is_unfenced(
     """Rule L15, whatever the replication factor; a decision that has no room for all makes more
     steps, and only the last one unfences.
     """
-    monkeypatch.setattr(Sweep.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(BatchedDecision.__init__, "__defaults__", (2,))
     bench = Bench()
     bench.up(1, 2, 3)
     bench.topic("t", 5, factor)

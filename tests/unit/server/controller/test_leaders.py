@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pk.server.controller import batched_decision, leaders
 from pk.server.controller import commands as c
-from pk.server.controller import leaders, sweeps
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.controller.controller_bench import Bench, alter_isr, item
@@ -146,7 +146,7 @@ def test_several_replicas_are_compared_before_an_unclean_election() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps.Sweep.__init__, "__defaults__", (4,))
+    monkeypatch.setattr(batched_decision.BatchedDecision.__init__, "__defaults__", (4,))
 
 
 def wide(**server: Any) -> Bench:
@@ -192,7 +192,7 @@ def test_a_shutdown_in_steps_is_granted_after_the_last() -> None:
 def test_a_failover_between_two_steps_goes_on_from_there() -> None:
     bench = wide()
     decided = bench.machine.decide(c.Fence(1, bench.image.brokers[1].broker_epoch), 0)
-    assert isinstance(decided.reply, sweeps.More)
+    assert isinstance(decided.reply, batched_decision.More)
     for record in decided.records:
         bench.machine.apply(len(bench.log), record)
         bench.log.append(record)

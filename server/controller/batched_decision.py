@@ -25,11 +25,11 @@ from google.protobuf.message import Message
 from pk import limits
 from pk.effects import Effect, Publish
 from pk.server.controller.commands import Rules
-from pk.server.controller.elections import Cluster, Draft
+from pk.server.controller.elections import Cluster, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage, PartitionState, TopicState
 from pk.types import NONE, NodeId, PartitionKey
 
-Step = Callable[[Draft], Any]
+Step = Callable[[PartitionChangeBuilder], Any]
 #: What happens to one partition; None: nothing.
 StepOf = Callable[[PartitionKey, PartitionState], Step | None]
 
@@ -45,7 +45,7 @@ class More:
     """A step was made; the same command, asked again, makes the next one."""
 
 
-class Sweep:
+class BatchedDecision:
     """The partition changes of one decision: visit each partition once."""
 
     def __init__(
@@ -67,11 +67,13 @@ class Sweep:
     def full(self) -> bool:
         return len(self.bodies) >= self._room
 
-    def draft(self, topic: TopicState, number: int, state: PartitionState) -> Draft:
+    def builder(
+        self, topic: TopicState, number: int, state: PartitionState
+    ) -> PartitionChangeBuilder:
         min_isr = self._min_isr.get(topic.name)
         if min_isr is None:
             min_isr = self._min_isr[topic.name] = self._rules.min_isr(self._image, topic.name)
-        return Draft(PartitionKey(topic.topic_id, number), state, min_isr)
+        return PartitionChangeBuilder(PartitionKey(topic.topic_id, number), state, min_isr)
 
     def visit(
         self,
@@ -81,40 +83,40 @@ class Sweep:
         step: Step | None = None,
         *,
         may_lose: bool = False,
-    ) -> Draft:
+    ) -> PartitionChangeBuilder:
         """Take `step`, elect if nobody leads, end a reassignment that has all it waits for, keep
         the change.
         """
-        draft = self.draft(topic, number, state)
+        builder = self.builder(topic, number, state)
         if step is not None:
-            step(draft)
-        if draft.now.leader == NONE:
-            draft.elect(self.cluster, may_lose=may_lose)
-        draft.complete(self.cluster)
-        self.keep(draft, topic)
-        return draft
+            step(builder)
+        if builder.now.leader == NONE:
+            builder.elect(self.cluster, may_lose=may_lose)
+        builder.complete(self.cluster)
+        self.keep(builder, topic)
+        return builder
 
     def visit_key(
         self, key: PartitionKey, step: Step | None = None, *, may_lose: bool = False
-    ) -> Draft | None:
+    ) -> PartitionChangeBuilder | None:
         """The same by key; None if there is no such partition any more."""
         topic, state = self._image.topics.get(key.topic_id), self._image.partition(key)
         if topic is None or state is None:
             return None
         return self.visit(topic, key.partition, state, step, may_lose=may_lose)
 
-    def keep(self, draft: Draft, topic: TopicState) -> None:
-        change = draft.record()
+    def keep(self, builder: PartitionChangeBuilder, topic: TopicState) -> None:
+        change = builder.record()
         if change is None:
             return
         self.bodies.append(change)
-        if draft.at_risk:
-            positions = {str(member): at for member, at in draft.at_risk.items()}
+        if builder.at_risk:
+            positions = {str(member): at for member, at in builder.at_risk.items()}
             facts = {
                 "topic": topic.name,
-                "partition": draft.key.partition,
-                "leader": draft.now.leader,
-                "leader_epoch": draft.before.leader_epoch + 1,
+                "partition": builder.key.partition,
+                "leader": builder.now.leader,
+                "leader_epoch": builder.before.leader_epoch + 1,
                 "positions": positions,
             }
             self.effects.append(Publish(UNCLEAN_ELECTION, facts))

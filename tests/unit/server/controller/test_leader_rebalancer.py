@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from pk.server.controller import commands as c
-from pk.server.controller import handover, leaders
-from pk.server.controller.handover import DWELL_MS, RETRY_MAX_MS, RETRY_MS, Handover
+from pk.server.controller import leader_rebalancer, leaders
+from pk.server.controller.leader_rebalancer import (
+    DWELL_MS,
+    RETRY_MAX_MS,
+    RETRY_MS,
+    LeaderRebalancer,
+)
 from pk.server.controller.reports import STORAGE_FULL, Unfit
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -74,7 +79,7 @@ def test_reasons_are_those_of_whoever_gives_them() -> None:
     """The mechanism asks what gives up, not why: also a reason that the controller found itself."""
     bench = led_by_one()
     bench.reports[1] = replace(bench.reports[1], unfit=(Unfit("clock", gives_up=True),))
-    wanted = Handover()
+    wanted = LeaderRebalancer()
     wanted.heard(None, bench.reports[1])
     assert list(wanted.wanted(bench.image, bench.reports, 1)) == [(1, "clock")]
     assert hand_over(bench, KEY) == (KEY,)
@@ -121,7 +126,7 @@ def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
 
 def test_one_move_per_partition_and_minute_the_way_back_included() -> None:
     """H1."""
-    bench, soft = led_by_one(), Handover()
+    bench, soft = led_by_one(), LeaderRebalancer()
     first = bench.state("t").replicas[0]
     bench.beat(1, **unfit())
     assert soft.heard(None, bench.reports[1])
@@ -144,7 +149,7 @@ def test_one_move_per_partition_and_minute_the_way_back_included() -> None:
 
 
 def test_a_preferred_leader_that_came_back_rests_others_do_not() -> None:
-    bench, soft = led_by_one(), Handover()
+    bench, soft = led_by_one(), LeaderRebalancer()
     soft.came_back(bench.image, [KEY], 5)
     assert not soft.rests(KEY, 5), "it was not handed over"
 
@@ -153,7 +158,7 @@ def test_partitions_are_looked_at_on_news_and_seldom_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """H2."""
-    bench, soft = led_by_one(), Handover()
+    bench, soft = led_by_one(), LeaderRebalancer()
     assert soft.wanted(bench.image, bench.reports, 0) == {}
     for broker in (1, 2, 3):
         bench.beat(broker, **unfit())
@@ -179,9 +184,9 @@ def test_partitions_are_looked_at_on_news_and_seldom_else(
 
 
 def test_many_partitions_move_in_bounded_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "MOVES_MAX", 4)
+    monkeypatch.setattr(leader_rebalancer, "MOVES_MAX", 4)
     monkeypatch.setattr(leaders, "MOVES_MAX", 4)
-    bench, soft = led_by_one(partitions=6), Handover()
+    bench, soft = led_by_one(partitions=6), LeaderRebalancer()
     bench.beat(1, **unfit())
     soft.heard(None, bench.reports[1])
     moved = []

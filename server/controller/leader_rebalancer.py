@@ -3,7 +3,7 @@
 Sans-IO, soft state of one term.  A broker says in heartbeats why its replicas should not lead
 (`reports.Unfit`): its disk is full, say.  The reasons are no part of this module: a further one
 needs another `Unfit` in the report of a broker, whoever puts it there.  The decision itself stands
-in `Draft.hand_over`; here is which partitions are worth one.
+in `PartitionChangeBuilder.hand_over`; here is which partitions are worth one.
 
 A leader that gives up keeps the lead while no other replica may take it (`Cluster.taker`).  The
 preferred leader comes back by `Prefer`, which asks whether it is fit.
@@ -37,7 +37,7 @@ assert RETRY_MAX_MS < DWELL_MS
 Wanted = dict[tuple[NodeId, str], list[PartitionKey]]
 
 
-class Handover:
+class LeaderRebalancer:
     """See the module.  Times are the controller's monotonic clock."""
 
     def __init__(self) -> None:
