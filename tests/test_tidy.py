@@ -93,7 +93,7 @@ WORLD_GENERIC = {
     "pk.server.replica.alter_partition",
     "pk.server.replica.context",
     "pk.server.replica.creation",
-    "pk.server.replica.damage",
+    "pk.server.replica.corruption",
     "pk.server.replica.deletions",
     "pk.server.replica.directory_writer",
     "pk.server.replica.fetcher",

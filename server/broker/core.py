@@ -30,7 +30,7 @@ from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.reports import STORAGE_FULL
 from pk.server.replica.alter_partition import AlterPartitionManager
-from pk.server.replica.damage import Damages, unreadable
+from pk.server.replica.corruption import CorruptionManager, unreadable
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.leader import ACKS_ALL
@@ -96,7 +96,7 @@ class BrokerCore:
         self.fetchers = ReplicaFetcherManager(self)
         self.alter_partition = AlterPartitionManager(self)
         self.purges = Purges(self)
-        self.damages = Damages(self)
+        self.corruption = CorruptionManager(self)
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
@@ -257,7 +257,7 @@ class BrokerCore:
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
         """B3: every partition of that directory goes offline; of a full one, this one alone."""
         if isinstance(error, errors.CorruptLog):
-            if not self.damages.examine(partition, error):
+            if not self.corruption.examine(partition, error):
                 self.damaged(partition, error)
             return
         if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on

@@ -41,8 +41,8 @@ from pk.server.metadata.delta import difference
 from pk.server.metadata.image import TOPIC_RESOURCE, MetadataImage, PartitionState
 from pk.server.raft.log_reader import SLICE_RECORDS
 from pk.server.replica.alter_partition import AlterPartitionManager
+from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.creation import ReplicaCreator, may_take_part, together, typed
-from pk.server.replica.damage import Damages
 from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.partition import Partition
 from pk.server.replica.purgatory import TimerHeap
@@ -109,7 +109,7 @@ class PublisherContext(TierContext, Protocol):
     def alter_partition(self) -> AlterPartitionManager: ...
 
     @property
-    def damages(self) -> Damages: ...
+    def corruption(self) -> CorruptionManager: ...
 
     @property
     def purges(self) -> Purges: ...
@@ -437,7 +437,7 @@ class MetadataPublisher:
 
     async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
         core = self._core
-        core.damages.settle(partition, state)
+        core.corruption.settle(partition, state)
         if state.leader != core.node_id or not self.registered():
             leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:

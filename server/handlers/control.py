@@ -154,7 +154,7 @@ def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartit
         isr=() if state is None else state.isr,
         replicas=() if state is None else state.replicas,
     )
-    problem = partition.problem or core.damages.problem_of(partition)
+    problem = partition.problem or core.corruption.problem_of(partition)
     if problem is None and state is not None and state.leader == NONE:
         names = ", ".join(map(str, waits_for(state, core.publisher.image.available)))
         awaited = f"brokers {names}" if names else "an election"

@@ -17,7 +17,7 @@ import os
 from typing import TYPE_CHECKING
 
 from pk import errors
-from pk.server.replica import damage
+from pk.server.replica import corruption
 from pk.server.replica.partition import Partition
 from pk.server.tier.view import REPORT_INTERVAL_MS
 from pk.types import PartitionKey
@@ -201,8 +201,9 @@ def _add_view(
     if not reply.uri:
         reply.uri = tier.uri
     problem = partition.problem  # the cause; what the tier says follows from it
-    if problem is None and damage.unreadable(partition, state.end):  # the copier stops there (L9)
-        problem = core.damages.problem_of(partition)
+    # the copier stops there (L9)
+    if problem is None and corruption.unreadable(partition, state.end):
+        problem = core.corruption.problem_of(partition)
     if problem is not None:
         reply.problem.CopyFrom(frames.error_of(problem))
     elif tier.problem is not None and not reply.HasField("problem"):

@@ -1,15 +1,15 @@
-"""Changes of in-sync sets, from a leader's wish to the committed record (rule R2, KIP-497).
+"""Changes of in-sync sets, from a leader's request to the committed record (rule R2, KIP-497).
 
 World-generic.  A leader that wants another ISR says so to its machine first (additions hold the
-watermark from then on), then to the controller; the metadata log says what came of it.  Wishes of
-many partitions travel together, one request at a time.
+watermark from then on), then to the controller; the metadata log says what came of it.  Pending
+changes of many partitions travel together, one request at a time.
 
 Invariants
-  C1  a wish ends when the metadata log moves past the partition epoch it was made for, when the
-      leader epoch ends, or when the controller surely will not grant it
-  C2  a wish whose outcome is unknown stays, and is asked again: it may be granted already, and the
-      new member may be elected; when it is refused after all, the committed ISR is asked for, which
-      moves the partition epoch: then no copy of it can be granted any more
+  C1  a pending change ends when the metadata log moves past the partition epoch it was made for,
+      when the leader epoch ends, or when the controller surely will not grant it
+  C2  a change whose outcome is unknown stays, and is asked again: it may be granted already, and
+      the new member may be elected; when it is refused after all, the committed ISR is asked for,
+      which moves the partition epoch: then no copy of it can be granted any more
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pk.wire import pk_pb2 as wire
 ASK_TIMEOUT_MS = 3_000
 AGAIN_MS = (50, 1_000)
 ITEMS_MAX = 1_000
-#: A leader whose wish was refused does not ask again at once.
+#: A leader whose change was refused does not ask again at once.
 REFUSED_MS = 200
 
 
-class _Wish(NamedTuple):
+class PendingIsrChange(NamedTuple):
     """One leader's request."""
 
     leader: Leader
@@ -42,11 +42,11 @@ class _Wish(NamedTuple):
 
 
 class AlterPartitionManager:
-    """All wishes of one broker."""
+    """The pending changes of one broker."""
 
     def __init__(self, core: BrokerContext) -> None:
         self._core = core
-        self._wishes: dict[PartitionKey, _Wish] = {}
+        self._pending: dict[PartitionKey, PendingIsrChange] = {}
         self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (C2)
         self._not_before_ms: dict[PartitionKey, int] = {}
         self._task: asyncio.Task[None] | None = None
@@ -83,7 +83,9 @@ class AlterPartitionManager:
         )
         self._unsure.pop(partition.key, None)
         self._not_before_ms.pop(partition.key, None)
-        self._wishes[partition.key] = _Wish(leader, leader.partition_epoch, wanted, epochs)
+        self._pending[partition.key] = PendingIsrChange(
+            leader, leader.partition_epoch, wanted, epochs
+        )
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -107,32 +109,32 @@ class AlterPartitionManager:
             self._task = None
 
     def _open(self) -> bool:
-        """Whether any wish is left (C1)."""
-        for key, wish in list(self._wishes.items()):
+        """Whether any change is pending (C1)."""
+        for key, pending in list(self._pending.items()):
             partition = self._core.partitions.get(key)
             if (
                 partition is None
-                or partition.leader is not wish.leader
-                or wish.leader.partition_epoch != wish.partition_epoch
+                or partition.leader is not pending.leader
+                or pending.leader.partition_epoch != pending.partition_epoch
             ):
-                del self._wishes[key]
+                del self._pending[key]
                 self._unsure.pop(key, None)
-        return bool(self._wishes)
+        return bool(self._pending)
 
     async def _ask(self) -> None:
         core = self._core
-        asked = dict(list(self._wishes.items())[:ITEMS_MAX])
+        asked = dict(list(self._pending.items())[:ITEMS_MAX])
         request = wire.AlterPartitionRequest(
             broker_id=core.node_id, broker_epoch=core.lifecycle.broker_epoch
         )
-        for key, wish in asked.items():
+        for key, pending in asked.items():
             request.items.add(
                 topic_id=key.topic_id,
                 partition=key.partition,
-                leader_epoch=wish.leader.leader_epoch,
-                partition_epoch=wish.partition_epoch,
-                new_isr=wish.isr,
-                isr_broker_epochs=wish.broker_epochs,
+                leader_epoch=pending.leader.leader_epoch,
+                partition_epoch=pending.partition_epoch,
+                new_isr=pending.isr,
+                isr_broker_epochs=pending.broker_epochs,
                 recovered=not core.partitions[key].tiered and core.partitions[key].unclean,
             )
         try:
@@ -145,24 +147,26 @@ class AlterPartitionManager:
             if key in asked:
                 self._answered(key, asked[key], result)
 
-    def _answered(self, key: PartitionKey, wish: _Wish, result: wire.AlterPartitionResult) -> None:
+    def _answered(
+        self, key: PartitionKey, pending: PendingIsrChange, result: wire.AlterPartitionResult
+    ) -> None:
         """C1: refused for sure, or the metadata log will tell."""
         if not result.HasField("error"):
-            if set(wish.isr) == set(wish.leader.isr):
+            if set(pending.isr) == set(pending.leader.isr):
                 return  # C2
-            change = "shrink" if len(wish.isr) < len(wish.leader.isr) else "expand"
+            change = "shrink" if len(pending.isr) < len(pending.leader.isr) else "expand"
             self._core.metrics.isr_changes.labels(change).inc()
             return
         error = frames.raise_error(result.error)
         self._core.metrics.refused(error)
-        if not isinstance(error, errors.IneligibleReplica) or self._wishes.get(key) is not wish:
+        if not isinstance(error, errors.IneligibleReplica) or self._pending.get(key) is not pending:
             return
         if key in self._unsure:
-            self._wishes[key] = wish._replace(isr=wish.leader.isr, broker_epochs=())
+            self._pending[key] = pending._replace(isr=pending.leader.isr, broker_epochs=())
             return
-        del self._wishes[key]
+        del self._pending[key]
         self._not_before_ms[key] = self._core.now_ms + REFUSED_MS
         partition = self._core.partitions.get(key)
-        moved = wish.leader.on_isr_refused(wish.isr)
-        if moved and partition is not None and partition.leader is wish.leader:
+        moved = pending.leader.on_isr_refused(pending.isr)
+        if moved and partition is not None and partition.leader is pending.leader:
             partition.watermark_moved()

@@ -71,8 +71,8 @@ class Fetchers(Protocol):
     async def stand_still(self, partition: Partition) -> None: ...
 
 
-class DamageWatch(Protocol):
-    """What is known of damaged ranges (damage.py)."""
+class CorruptionWatch(Protocol):
+    """What is known of damaged ranges (corruption.py)."""
 
     def opened(self, partition: Partition) -> None: ...
 
@@ -133,7 +133,7 @@ class BrokerContext(Host, Protocol):
     def fetchers(self) -> Fetchers: ...
 
     @property
-    def damages(self) -> DamageWatch: ...
+    def corruption(self) -> CorruptionWatch: ...
 
     @property
     def clocks(self) -> BrokerClocks: ...

@@ -67,7 +67,7 @@ class ReplicaCreator:
         topics = self._topics_of(opened)
         for key in opened:
             self._adopt(key, topics[key.topic_id][1])
-            core.damages.opened(core.partitions[key])
+            core.corruption.opened(core.partitions[key])
         self._miss_failed_directories()
         self._miss_the_tier()
 

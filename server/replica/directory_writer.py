@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from pk import limits
 from pk.log.recent import Recent
 from pk.log.storage import Disk
-from pk.server.replica.space import Space
+from pk.server.replica.space import DirectorySpace
 
 
 class Appender(Protocol):
@@ -55,7 +55,7 @@ class LogDirWriter:
         on_space: Callable[[LogDirWriter], None] = lambda writer: None,
     ) -> None:
         self.disk = disk
-        self.space = Space(disk.storage.root, reserve_bytes, lambda: on_space(self))
+        self.space = DirectorySpace(disk.storage.root, reserve_bytes, lambda: on_space(self))
         self.recent = Recent()  #: what it wrote last, for readers that wait for it
         self.queued_bytes = 0
         self.rounds = 0

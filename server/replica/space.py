@@ -32,7 +32,7 @@ ROOM_LEAST_BYTES = 8 * limits.MIB
 FAILED_MS = 10_000
 
 
-class Space:
+class DirectorySpace:
     """See the module.  `on_change`: the directory became full, or roomy, or neither."""
 
     def __init__(self, root: str, reserve_bytes: int, on_change: Callable[[], None]) -> None:

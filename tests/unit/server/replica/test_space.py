@@ -6,7 +6,7 @@ from typing import Any
 
 from pk import errors
 from pk.server.broker.upkeep import SPACE_MS, TICK_MS, Upkeep
-from pk.server.replica.space import FAILED_MS, ROOM_LEAST_BYTES, Space
+from pk.server.replica.space import FAILED_MS, ROOM_LEAST_BYTES, DirectorySpace
 from pk.types import PartitionKey
 from pk.world import StreamKind
 
@@ -14,9 +14,9 @@ MIB = 1 << 20
 RESERVE = 100 * MIB
 
 
-def space(reserve: int = RESERVE) -> tuple[Space, list[int]]:
+def space(reserve: int = RESERVE) -> tuple[DirectorySpace, list[int]]:
     changes: list[int] = []
-    return Space("/d1", reserve, lambda: changes.append(1)), changes
+    return DirectorySpace("/d1", reserve, lambda: changes.append(1)), changes
 
 
 def test_below_the_reserve_clients_are_refused_and_told_why() -> None:

@@ -288,7 +288,7 @@ def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings:
     assert damaged.problem is None
     ((event, facts),) = warnings
     assert (event, facts["offset"], facts["next_offset"]) == ("damaged_range", 1, 2)
-    problem = rig.core.damages.problem_of(damaged)
+    problem = rig.core.corruption.problem_of(damaged)
     assert "pk log repair" in problem.message
 
 
@@ -340,10 +340,10 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
         flip(rig, 5_000)
         await entry_at(rig, kit, 0, errors.DataLoss.code)
         image = rig.core.publisher.image
-        rig.core.damages.settle(damaged, image.partition(damaged.key))
+        rig.core.corruption.settle(damaged, image.partition(damaged.key))
         assert damaged.problem is None
         image.elsewhere = (2,)
-        rig.core.damages.settle(damaged, image.partition(damaged.key))
+        rig.core.corruption.settle(damaged, image.partition(damaged.key))
 
     rig.run(story)
     assert isinstance(damaged.problem, errors.CorruptLog)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pk.server.metadata.image import PartitionState
 
 
-class Damages:
+class CorruptionManager:
     """See the module's docstring."""
 
     def __init__(self, core: BrokerContext) -> None:
