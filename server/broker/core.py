@@ -1,4 +1,4 @@
-"""What the broker's handlers, publisher and upkeep share: partitions, writers, purgatory, peers.
+"""What the broker's handlers, publisher and scheduler share: partitions, writers, purgatory, peers.
 
 World-generic.  One loop owns everything here; disks are reached through lanes only.
 

@@ -27,7 +27,7 @@ from pk.log.storage import Disk
 from pk.server.broker.core import BrokerCore
 from pk.server.broker.lifecycle import BrokerLifecycleManager, Identity
 from pk.server.broker.metadata_publisher import MetadataPublisher
-from pk.server.broker.upkeep import Upkeep
+from pk.server.broker.scheduler import BrokerScheduler
 from pk.server.handlers.admin import ProducerIds
 from pk.server.handlers.control import ControlStream
 from pk.server.handlers.fetch import FetchStream
@@ -90,7 +90,7 @@ class BrokerNode:
             self._warn,
         )
         self._ids = ProducerIds(self.core)
-        self._upkeep: Upkeep | None = None
+        self._scheduler: BrokerScheduler | None = None
         self._listener: Listener | None = None
         self._serving = asyncio.Event()
         self._streams: dict[asyncio.Task[None], None] = {}
@@ -155,11 +155,11 @@ class BrokerNode:
         fresh = not self._manager.logs() and not core.publisher.unopened
         appended_ms = await core.clocks.newest_append_ms()
         core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
-        self._upkeep = Upkeep(core)
-        await self._upkeep.measure_all()  # L16: before it is asked to lead
+        self._scheduler = BrokerScheduler(core)
+        await self._scheduler.measure_all()  # L16: before it is asked to lead
         core.lifecycle.start()
         core.publisher.start()
-        self._upkeep.start()
+        self._scheduler.start()
         await self._until_unfenced()
         self._serving.set()
 
@@ -286,8 +286,8 @@ class BrokerNode:
     async def _close_parts(self) -> None:
         core = self.core
         core.close_timers()
-        if self._upkeep is not None:
-            await self._upkeep.close()
+        if self._scheduler is not None:
+            await self._scheduler.close()
         if hasattr(core, "publisher"):  # first: what it hears of would begin to fetch again
             await core.publisher.close()
         await core.alter_partition.close()

@@ -180,7 +180,7 @@ class ControllerNode:
                     except errors.ControllerUnavailable:
                         continue
                 assert self.active is not None
-                await self.metadata.term_over(self.active.epoch)
+                await self.metadata.leadership_over(self.active.epoch)
                 await self._end_term()
         except asyncio.CancelledError:
             raise

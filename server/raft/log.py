@@ -431,7 +431,7 @@ class RaftLog(Generic[R]):
         self._post(messages.VotersChange(future, tuple(voters)))
         await future
 
-    async def term_over(self, epoch: int) -> None:
+    async def leadership_over(self, epoch: int) -> None:
         """Return once this node does not lead `epoch` any more."""
         while self.leads and self.epoch == epoch:
             await self._next_news()

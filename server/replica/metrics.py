@@ -1,7 +1,7 @@
 """What the broker counts.  Names are documented where they are made; all begin with `pk_`.
 
 Per request and per batch, never per record.  Gauges over partitions are summed on a tick of the
-upkeep wheel, not when something moves.
+scheduler's wheel, not when something moves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Room for the appends of clients in one data directory (rule L16).
 
-Sans-IO.  Free space is measured off the loop now and then (`server/broker/upkeep.py`); between two
-measurements what was decided for the directory is taken off, so that the estimate is too high by
-what others write there within one measurement only.
+Sans-IO.  Free space is measured off the loop now and then (`server/broker/scheduler.py`); between
+two measurements what was decided for the directory is taken off, so that the estimate is too high
+by what others write there within one measurement only.
 
   | free space                    | appends of clients  | leadership                       |
   |-------------------------------|---------------------|----------------------------------|

@@ -98,7 +98,7 @@ def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
 
 
 def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Houses) -> None:
-    """U4 of upkeep.py: only its leader sees that a follower stands still, and what the leader's
+    """U4 of scheduler.py: only its leader sees that a follower stands still, and what the leader's
     other directory has to say waits for that, but for no disk.
     """
     names = [f"t{number}" for number in range(6)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.upkeep import flush
+from pk.server.broker.scheduler import flush
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import Kit, Ledger, written
 

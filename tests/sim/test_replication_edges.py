@@ -204,9 +204,9 @@ def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
 
 async def _visits(kit: Kit, n: int, key: PartitionKey) -> None:
     """What the wheel of broker `n` does for one partition."""
-    upkeep = kit.brokers[n]._upkeep
-    await upkeep.follow_log_start(key)
-    await upkeep.retain(key)
+    scheduler = kit.brokers[n]._scheduler
+    await scheduler.follow_log_start(key)
+    await scheduler.retain(key)
 
 
 def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:

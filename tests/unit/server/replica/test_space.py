@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pk import errors
-from pk.server.broker.upkeep import SPACE_MS, TICK_MS, Upkeep
+from pk.server.broker.scheduler import SPACE_MS, TICK_MS, BrokerScheduler
 from pk.server.replica.space import FAILED_MS, ROOM_LEAST_BYTES, DirectorySpace
 from pk.types import PartitionKey
 from pk.world import StreamKind
@@ -87,11 +87,11 @@ def reserve(rig: Any, free: int, kept: int) -> Any:
 def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -> None:
     """Nothing is measured between the frames: what was decided is taken off."""
     partition = reserve(rig, 30_000, 20_000)
-    upkeep = Upkeep(rig.core)
+    scheduler = BrokerScheduler(rig.core)
     raw = kit.batch(1, size=6_000)
 
     async def story() -> None:
-        await upkeep.measure_all()
+        await scheduler.measure_all()
         stream = await rig.stream(StreamKind.PRODUCE)
         codes = []
         for turn in range(1, 6):
@@ -101,14 +101,14 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
         assert rig.storage.free_bytes() > 15_000
         (said,) = rig.core.unfit()
         assert (said.reason, said.all, said.gives_up) == ("storage_full", True, True)
-        upkeep.start()
+        scheduler.start()
         rig.storage.capacity = None
         await rig.mine.clock.sleep_ms(3 * TICK_MS)
         await stream.send(kit.produce((0, raw), correlation_id=6))
         (answer,) = await kit.results(stream, 1)
         assert (code(answer), answer.base_offset) == (0, 2)
         assert rig.core.unfit() == []
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
     assert partition.log.written_end == 3
@@ -125,7 +125,7 @@ def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> 
         await stream.send(kit.produce((0, raw)))
         await kit.results(stream, 1)
         rig.storage.capacity = rig.storage.used_bytes() + 10
-        await Upkeep(rig.core).measure_all()
+        await BrokerScheduler(rig.core).measure_all()
         await stream.send(kit.produce((0, raw), (0, following), correlation_id=2))
         first, second = sorted(await kit.results(stream, 2), key=lambda each: each.index)
         assert (code(first), first.base_offset) == (0, 0)
@@ -137,7 +137,7 @@ def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> 
 
 def test_a_full_directory_is_measured_at_every_tick_others_now_and_then(rig: Any) -> None:
     reserve(rig, 100_000, 50_000)
-    upkeep, looks = Upkeep(rig.core), [0]
+    scheduler, looks = BrokerScheduler(rig.core), [0]
     free = rig.storage.free_bytes
 
     def counted() -> int:
@@ -148,7 +148,7 @@ def test_a_full_directory_is_measured_at_every_tick_others_now_and_then(rig: Any
     rig.storage.free_bytes = counted
 
     async def story() -> None:
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(10 * SPACE_MS)
         assert 8 <= looks[0] <= 11
         rig.storage.capacity = rig.storage.used_bytes()
@@ -156,7 +156,7 @@ def test_a_full_directory_is_measured_at_every_tick_others_now_and_then(rig: Any
         looks[0] = 0
         await rig.mine.clock.sleep_ms(10 * TICK_MS)
         assert 8 <= looks[0] <= 11
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 

@@ -477,7 +477,7 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
         if len(looks) == 1:
             low = dataclasses.replace(partition.log.config, local_retention_bytes=20_000)
             partition.log.config = low
-            await tiered.broker._upkeep.retain(partition.key)
+            await tiered.broker._scheduler.retain(partition.key)
             assert partition.log.local_log_start == 10
         return await read_disk(work)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.upkeep import GAUGES_MS, TICK_MS, Upkeep
+from pk.server.broker.scheduler import GAUGES_MS, TICK_MS, BrokerScheduler
 from pk.sim.disk import SimDisk, SimStorage
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -17,8 +17,8 @@ HOUR = 3_600_000
 
 
 @pytest.fixture
-def upkeep(rig: Any) -> Upkeep:
-    return Upkeep(rig.core)
+def scheduler(rig: Any) -> BrokerScheduler:
+    return BrokerScheduler(rig.core)
 
 
 async def segments(rig: Any, kit: Any, count: int, *, age_ms: int = 0, partition: int = 0) -> None:
@@ -36,8 +36,8 @@ def small(rig: Any, **config: Any) -> Any:
     return rig.partition(segment_bytes=14 * 1024, file_delete_delay_ms=1_000, **config)
 
 
-async def visit(upkeep: Upkeep, partition: Any) -> None:
-    await upkeep.retain(partition.key)
+async def visit(scheduler: BrokerScheduler, partition: Any) -> None:
+    await scheduler.retain(partition.key)
 
 
 def covered(partition: Any, end: int) -> None:
@@ -47,45 +47,45 @@ def covered(partition: Any, end: int) -> None:
 
 
 def test_expired_segments_go_and_log_start_is_durable_first(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     partition = small(rig, retention_ms=HOUR)
 
     async def story() -> None:
         await segments(rig, kit, 3, age_ms=2 * HOUR)
         await segments(rig, kit, 2)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert (partition.log.log_start, partition.log.local_log_start) == (3, 3)
         assert rig.manager.log_start_checkpoints >= 1
         names = rig.storage.list("topics/t-0")
         assert sum(name.endswith(".log.deleted") for name in names) == 3
         await rig.mine.clock.sleep_ms(1_500)
-        upkeep._remove_pending_delete(rig.mine.clock.monotonic_ms())
-        await asyncio.gather(*upkeep._jobs.values())
+        scheduler._remove_pending_delete(rig.mine.clock.monotonic_ms())
+        await asyncio.gather(*scheduler._jobs.values())
         assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
 
     rig.run(story)
 
 
 def test_an_active_segment_that_expired_is_rolled_and_goes(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """Rule L10."""
     partition = rig.partition(retention_ms=HOUR)
 
     async def story() -> None:
         await segments(rig, kit, 1, age_ms=2 * HOUR)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         await partition.writer.idle()
         assert partition.key in rig.core.retain_now
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.log_start == 1
         assert partition.log.segment_count == 1
 
     rig.run(story)
 
 
-def test_nothing_above_the_watermark_goes(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_nothing_above_the_watermark_goes(rig: Any, kit: Any, scheduler: BrokerScheduler) -> None:
     partition = rig.partition(
         replicas=(1, 2), retention_bytes=0, segment_bytes=14 * 1024, file_delete_delay_ms=0
     )
@@ -96,29 +96,29 @@ def test_nothing_above_the_watermark_goes(rig: Any, kit: Any, upkeep: Upkeep) ->
             raw = kit.batch(1, size=12_000)
             await stream.send(kit.produce((0, raw), acks=1, correlation_id=turn + 1))
         await kit.results(stream, 3)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.log_start == 0
 
     rig.run(story)
 
 
 def test_local_data_goes_only_after_the_tier_confirmed_it(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """Rule T6."""
     partition = small(rig, tiered=True, local_retention_bytes=12_000)
 
     async def story() -> None:
         await segments(rig, kit, 5)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.local_log_start == 0  # nothing is tiered yet
         covered(partition, 3)
         rig.tier.missing = ["part-1.parquet"]
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.local_log_start == 0
         assert rig.tier.confirmed == [(0, 3)]
         rig.tier.missing = []
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert (partition.log.log_start, partition.log.local_log_start) == (0, 3)
         assert rig.manager.log_start_checkpoints == 1  # only it says where the log begins now
 
@@ -126,7 +126,7 @@ def test_local_data_goes_only_after_the_tier_confirmed_it(
 
 
 def test_topic_retention_counts_tier_and_local_log_together(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """Rule T9: log_start moves first; the owner removes the rows."""
     partition = small(rig, tiered=True, local_retention_bytes=12_000, retention_ms=HOUR)
@@ -139,10 +139,10 @@ def test_topic_retention_counts_tier_and_local_log_together(
     async def story() -> None:
         await segments(rig, kit, 5)
         covered(partition, 4)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
         rig.tier.times = at
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert asked == [rig.mine.clock.wall_ms() - HOUR]
         assert (partition.log.log_start, partition.log.local_log_start) == (2, 4)
         assert rig.manager.log_start_checkpoints >= 1
@@ -151,7 +151,7 @@ def test_topic_retention_counts_tier_and_local_log_together(
 
 
 def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """R4, T9: the log may be cut in its directory's writer by now."""
     partition = small(rig, tiered=True, local_retention_ms=HOUR, retention_ms=10 * HOUR)
@@ -163,19 +163,21 @@ def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
     async def story() -> None:
         await segments(rig, kit, 5, age_ms=2 * HOUR)
         covered(partition, 4)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         log = partition.log
         assert (log.log_start, log.local_log_start) == (0, 4)
         covered(partition, 5)
         rig.tier.times = deposed
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert log._idle(), "a segment was begun"
         assert log.log_start == 0
 
     rig.run(story)
 
 
-def test_retention_bytes_counts_what_both_hold_once(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_retention_bytes_counts_what_both_hold_once(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     partition = small(
         rig, tiered=True, local_retention_bytes=12_000, retention_bytes=40_000, retention_ms=-1
     )
@@ -183,35 +185,39 @@ def test_retention_bytes_counts_what_both_hold_once(rig: Any, kit: Any, upkeep: 
     async def story() -> None:
         await segments(rig, kit, 5)
         covered(partition, 4)
-        await visit(upkeep, partition)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
+        await visit(scheduler, partition)
         kept = (partition.log.written_end - partition.log.log_start) * 12_000
         assert 36_000 <= kept <= 48_000
 
     rig.run(story)
 
 
-def test_deleted_records_need_no_confirmation(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_deleted_records_need_no_confirmation(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Below log_start nothing need be in the tier."""
     partition = small(rig, tiered=True)
 
     async def story() -> None:
         await segments(rig, kit, 4)
         partition.log.advance_log_start(3)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.segment_count == 1
         assert rig.tier.confirmed == []
 
     rig.run(story)
 
 
-def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_clock_that_jumped_stops_retention(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Rule L10."""
     partition = small(rig, retention_ms=HOUR)
 
     async def story() -> None:
         await segments(rig, kit, 3)
-        upkeep.start()
+        scheduler.start()
         rig.core.lifecycle.fenced = False
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         rig.world.clocks["broker"].step(10 * HOUR)
@@ -222,7 +228,7 @@ def test_a_clock_that_jumped_stops_retention(rig: Any, kit: Any, upkeep: Upkeep)
         rig.world.clocks["broker"].step(-10 * HOUR)
         await rig.mine.clock.sleep_ms(10 * TICK_MS)
         assert not rig.core.clocks.trust.alert
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
@@ -247,14 +253,16 @@ def follows(partition: Any) -> Following:
     return partition.replica
 
 
-def test_a_clock_that_jumped_holds_no_deletion_up(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_clock_that_jumped_holds_no_deletion_up(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Rules L10, T9: what a leader gave up needs no clock, and whoever asked for it waits."""
     partition = small(rig)
 
     async def story() -> None:
         await segments(rig, kit, 4)
         leader = follows(partition)
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         rig.world.clocks["broker"].step(-10 * HOUR)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
@@ -263,26 +271,28 @@ def test_a_clock_that_jumped_holds_no_deletion_up(rig: Any, kit: Any, upkeep: Up
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert (partition.log.log_start, leader.told) == (3, 1)
         assert partition.log.segment_count == 1
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_sizes_count_while_the_clock_cannot_be_trusted(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_sizes_count_while_the_clock_cannot_be_trusted(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Rule L10: a disk fills up whatever the time is."""
     partition = small(rig, retention_ms=HOUR, retention_bytes=20_000)
 
     async def story() -> None:
         await segments(rig, kit, 4)
         rig.world.clocks["broker"].step(10 * HOUR)
-        await visit(upkeep, partition)
+        await visit(scheduler, partition)
         assert partition.log.log_start == 2
 
     rig.run(story)
 
 
 def test_a_deletion_told_before_the_watermark_is_followed_with_it(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """Rule T9: the wheel's next turn may be minutes away."""
     partition = small(rig)
@@ -290,7 +300,7 @@ def test_a_deletion_told_before_the_watermark_is_followed_with_it(
     async def story() -> None:
         await segments(rig, kit, 4)
         follows(partition)
-        upkeep.start()
+        scheduler.start()
         partition.cut_watermark(2)
         partition.heard_retention(3, -1, 0)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
@@ -298,19 +308,21 @@ def test_a_deletion_told_before_the_watermark_is_followed_with_it(
         partition.heard_watermark(4)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 3
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_deletion_is_followed_as_the_log_is_written(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Rule T9: what is fetched and not written yet cannot be given up."""
     partition = small(rig)
 
     async def story() -> None:
         await segments(rig, kit, 1)
         follows(partition)
-        upkeep.start()
+        scheduler.start()
         partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0)
         partition.heard_watermark(4)
         partition.heard_retention(3, -1, 0)
@@ -318,14 +330,14 @@ def test_a_deletion_is_followed_as_the_log_is_written(rig: Any, kit: Any, upkeep
         await partition.writer.idle()
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 3
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
 @pytest.mark.parametrize("leads", [False, True])
 def test_a_deletion_does_not_wait_for_a_store_that_hangs(
-    rig: Any, kit: Any, upkeep: Upkeep, leads: bool
+    rig: Any, kit: Any, scheduler: BrokerScheduler, leads: bool
 ) -> None:
     """Rules T9, T6: a visit under way waits for a HEAD; log_start moves in another one."""
     partition = small(rig, tiered=True, local_retention_bytes=12_000)
@@ -341,48 +353,50 @@ def test_a_deletion_does_not_wait_for_a_store_that_hangs(
         covered(partition, 3)
         rig.tier.confirm = hangs
         leader = None if leads else follows(partition)
-        upkeep.start()
+        scheduler.start()
         rig.core.retain_soon(partition.key)
         await hanging.wait()
         partition.heard_log_start(2)
         await rig.mine.clock.sleep_ms(3 * TICK_MS)
         assert partition.log.log_start == 2
         assert leader is None or leader.told == 1
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_flush_ms_makes_written_data_synced(rig: Any, kit: Any, scheduler: BrokerScheduler) -> None:
     partition = rig.partition(flush_ms=500)
 
     async def story() -> None:
         await segments(rig, kit, 1)
         assert partition.log.synced_end == 0
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 1
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, scheduler: BrokerScheduler) -> None:
     partition = rig.partition(flush_ms=500)
 
     async def story() -> None:
         follows(partition)
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)  # what it led with is flushed
         partition.append_fetched(kit.batch(3, leader_epoch=0), 0, 0)
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 3
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_a_disk_that_hangs_holds_up_no_other(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_disk_that_hangs_holds_up_no_other(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """U4: what is due there first."""
     known = rig.storage, rig.disk
     rig.storage = SimStorage("d2", rig.world.random("d2"))
@@ -395,15 +409,17 @@ def test_a_disk_that_hangs_holds_up_no_other(rig: Any, kit: Any, upkeep: Upkeep)
         await segments(rig, kit, 1, partition=1)
         await segments(rig, kit, 1)
         bad.lag_ms = 3_600_000
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert (hangs.log.synced_end, works.log.synced_end) == (0, 1)
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_flush_that_fails_is_no_matter_of_the_next(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """They are due together, and none of them is asked for again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
 
@@ -417,17 +433,17 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(rig: Any, kit: Any, upkeep:
             raise errors.CorruptLog("of this one alone")
 
         first.log.flush = torn
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert isinstance(first.problem, errors.CorruptLog)
         assert second.log.synced_end == 1
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
 def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
-    rig: Any, kit: Any, upkeep: Upkeep
+    rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
     """D2 of storage.py: sealed segments are opened to be synced.  It passes, and so does this: the
     partition is served meanwhile, and needs no restart.
@@ -444,7 +460,7 @@ def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
     async def story() -> None:
         await segments(rig, kit, 3)
         rig.storage.fault = none_left
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert tried
         assert partition.problem is None
@@ -452,12 +468,14 @@ def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
         rig.storage.fault = None
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.synced_end == 3
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_a_dead_store_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_dead_store_does_not_stop_the_wheel(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     tiered = small(rig, tiered=True, local_retention_bytes=12_000)
     plain = rig.partition(1, segment_bytes=14 * 1024, retention_bytes=12_000)
 
@@ -471,18 +489,20 @@ def test_a_dead_store_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep
             return []
 
         rig.tier.confirm = hangs
-        upkeep.start()
+        scheduler.start()
         rig.core.retain_soon(tiered.key)
         rig.core.retain_soon(plain.key)
         await rig.mine.clock.sleep_ms(4 * TICK_MS)
         assert plain.log.log_start == 3
         assert tiered.log.local_log_start == 0
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)
 
 
-def test_a_directory_that_went_does_not_stop_the_wheel(rig: Any, kit: Any, upkeep: Upkeep) -> None:
+def test_a_directory_that_went_does_not_stop_the_wheel(
+    rig: Any, kit: Any, scheduler: BrokerScheduler
+) -> None:
     """Rule L2: its free space cannot be told any more; the others are flushed as before."""
     partition = rig.partition(flush_ms=500)
 
@@ -493,11 +513,11 @@ def test_a_directory_that_went_does_not_stop_the_wheel(rig: Any, kit: Any, upkee
         storage = SimStorage("d2", rig.world.random("d2"))
         storage.free_bytes = gone  # type: ignore[method-assign]
         rig.core.writer_of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
-        upkeep.start()
+        scheduler.start()
         await rig.mine.clock.sleep_ms(GAUGES_MS)
         await segments(rig, kit, 1)
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 1
-        await upkeep.close()
+        await scheduler.close()
 
     rig.run(story)

@@ -65,7 +65,7 @@ VISITS_MAX = 16
 _Visits = dict[Disk, dict[PartitionKey, asyncio.Task[None]]]
 
 
-class Upkeep:
+class BrokerScheduler:
     """The wheel.  `start` it once the partitions are loaded."""
 
     def __init__(self, core: BrokerCore) -> None:
