@@ -76,6 +76,7 @@ from pk.server.raft.messages import (
 )
 from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
+from pk.server.raft.voting import Verdict, may_stand, verdict
 
 ELECTION, FETCH, AGAIN, TICK, WAITING = "election", "fetch", "again", "tick", "waiting"
 
@@ -241,7 +242,7 @@ class Quorum:
 
         Not while the log is written: what a candidate says of its log must stay true (U6).
         """
-        if self._writing or not self._may_stand():
+        if self._writing or not may_stand(self.me, self.log, self.high_watermark):
             self._detach(self.epoch, now_ms)
             return
         knew = self.leader
@@ -253,15 +254,6 @@ class Quorum:
         for voter in self._others():
             self._effects.append(Send(voter, self._vote_request(voter, pre_vote=True)))
         self._grant(self.me, now_ms)
-
-    def _may_stand(self) -> bool:
-        """By the voters in force, or by those that come back if what is not committed is cut."""
-        known = self.log.voters
-        later = [each.offset for each in known[1:]] + [self.high_watermark]
-        return any(
-            self.me in each.voters and end >= self.high_watermark
-            for each, end in zip(known, later, strict=True)
-        )
 
     def _vote_request(self, voter: Voter, *, pre_vote: bool) -> VoteRequest:
         log = self.log
@@ -302,26 +294,16 @@ class Quorum:
         self._tick(now_ms)
 
     def _vote_requested(self, request: Any, ask: VoteRequest, now_ms: int) -> None:
-        if ask.to != self.me:  # U4: for the directory that was here before
-            self._answer_vote(request, ask, now_ms, granted=False)
+        live = self._live_leader(now_ms)
+        found = verdict(ask, self.me, self.vote, self.log, self.leader, live)
+        if found is not Verdict.NEW_VOTE:
+            self._answer_vote(request, ask, now_ms, granted=found is Verdict.GRANTED)
             return
-        log = self.log
-        as_long = (ask.last_epoch, ask.log_end) >= (log.last_epoch, log.end)
-        if ask.epoch < self.epoch or not as_long:
-            self._answer_vote(request, ask, now_ms, granted=False)
-        elif ask.pre_vote:
-            self._answer_vote(request, ask, now_ms, granted=self._live_leader(now_ms) is None)
-        elif self.vote.candidate == ask.sender:
-            self._answer_vote(request, ask, now_ms, granted=True)
-        elif self.vote.candidate is None and self.leader is None:
-            self._leave()
-            self.role = Role.UNATTACHED
-            self._arm(ELECTION, now_ms, self.timing.election_ms)
-            self._enter(
-                self.epoch, [Respond(request, self._vote_reply(ask, True, now_ms))], ask.sender
-            )
-        else:
-            self._answer_vote(request, ask, now_ms, granted=False)
+        self._leave()
+        self.role = Role.UNATTACHED
+        self._arm(ELECTION, now_ms, self.timing.election_ms)
+        answer = Respond(request, self._vote_reply(ask, True, now_ms))
+        self._enter(self.epoch, [answer], ask.sender)
 
     def _answer_vote(self, request: Any, ask: VoteRequest, now_ms: int, *, granted: bool) -> None:
         """A grant leaves behind the write of the vote it repeats: writes are done in order (U1)."""
