@@ -30,6 +30,7 @@ from pk.sim.checkers import (
 )
 from pk.sim.cluster import SimCluster
 from pk.sim.faults import Faults
+from pk.sim.loop import Stuck
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
@@ -37,7 +38,7 @@ from pk.sim.readers import SimConsumer, read_all, rows_of
 from pk.sim.room import RoomWatch
 from pk.sim.samples import Observer
 from pk.sim.workload import SimAdmin, SimProducer
-from pk.sim.world import SimClock, SimWorld, Stuck
+from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
 from pk.types import PartitionKey, TopicPartition
 

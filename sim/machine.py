@@ -22,7 +22,7 @@ import contextvars
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pk import errors, tracing
 from pk.log.last_run import FILE as LAST_RUN
@@ -32,13 +32,12 @@ from pk.server.controller.node import ControllerNode
 from pk.server.node.run_config import RunConfig
 from pk.server.tier.node import TierNode
 from pk.sim.disk import Crashed, SimDisk, SimStorage
-from pk.sim.options import BROKER, CONTROLLER, TIER, NodePlan
-from pk.sim.world import SimClock, SimNode
+from pk.sim.loop import SimNode
+from pk.sim.objects import SimObjects
+from pk.sim.options import BROKER, CONTROLLER, TIER, NodePlan, SimOptions
+from pk.sim.world import SimClock, SimWorld
 from pk.tiering.worker import Lanes
 from pk.world import World
-
-if TYPE_CHECKING:
-    from pk.sim.cluster import SimCluster
 
 T = TypeVar("T")
 
@@ -64,10 +63,38 @@ class MortalStorage(SimStorage):
             raise
 
 
+class Surroundings(Protocol):
+    """The cluster as one of its machines sees it (cluster.py)."""
+
+    @property
+    def world(self) -> SimWorld: ...
+
+    @property
+    def options(self) -> SimOptions: ...
+
+    @property
+    def store(self) -> SimObjects: ...
+
+    @property
+    def problems(self) -> list[str]: ...
+
+    def run_of(self, plan: NodePlan) -> RunConfig: ...
+
+    def quorum_of(self) -> dict[str, Any]: ...
+
+    def said(self, name: str, event: str, facts: dict[str, object]) -> None: ...
+
+    def watch_controller(self, machine: Machine, node: ControllerNode) -> None: ...
+
+    def watch_broker(self, machine: Machine, node: BrokerNode) -> None: ...
+
+    def has_operator_for(self, machine: Machine, role: str) -> bool: ...
+
+
 class NodeLog(tracing.Log):
     """A process's log, kept in the trace (K2)."""
 
-    def __init__(self, name: str, cluster: SimCluster) -> None:
+    def __init__(self, name: str, cluster: Surroundings) -> None:
         super().__init__(name, lambda: 0)
         self._of = cluster
 
@@ -94,7 +121,7 @@ class Process:
 class Machine:
     """See the module."""
 
-    def __init__(self, cluster: SimCluster, plan: NodePlan) -> None:
+    def __init__(self, cluster: Surroundings, plan: NodePlan) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self.plan = plan

@@ -30,13 +30,10 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pk import limits
+from pk.sim.loop import SimLoop, SimNode
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
-
-if TYPE_CHECKING:
-    from pk.sim.world import SimLoop, SimNode
 
 #: Frames travel in nobody's name: a context that holds no node, and where nothing sets a variable.
 NOBODY = contextvars.Context()

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from pk.sim.world import EPOCH_MS, SimWorld, Stuck, current_node
+from pk.sim.loop import Stuck, current_node
+from pk.sim.world import EPOCH_MS, SimWorld
 from pk.world import Disconnected, Stream, StreamKind, World
 
 
