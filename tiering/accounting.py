@@ -20,17 +20,29 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from pk import errors
+from pk.tiering.data_files import DataFile
 from pk.tiering.layout import PartitionCounters, parse_data_path
 from pk.types import Offset
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from pk.tiering.table import DataFile, Snapshot
+class Snapshot(Protocol):
+    """What is asked of a version of a table (table.py)."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def counters(self) -> Mapping[int, PartitionCounters]: ...
+
+    def partition(self, partition: int) -> PartitionCounters: ...
+
+    def files_of(self, partition: int) -> Sequence[DataFile]: ...
+
+    def rows_missing(self, partition: int) -> RowsMissing | None: ...
 
 
 class RowsMissing(NamedTuple):

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pk import errors
 from pk.effects import Effect, Send, SetTimer
 from pk.tiering.damage import DamagedFile, holds_the_same
+from pk.tiering.data_files import OFFSET_MAX, DataFile
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
 from pk.tiering.parting import parted, passed_by
-from pk.tiering.table import OFFSET_MAX, DataFile
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 

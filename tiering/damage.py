@@ -14,9 +14,9 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from pk import errors
+from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Listed
 from pk.tiering.layout import parse_data_path
-from pk.tiering.table import DataFile
 from pk.types import Offset
 from pk.wire import pk_pb2 as wire
 

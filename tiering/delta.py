@@ -37,6 +37,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from pk import errors
 from pk.clock import Clock
 from pk.tiering import layout, log_check, log_reading, log_sync
+from pk.tiering.data_files import DataFile
 from pk.tiering.delta_actions import (
     LogUnreadable,
     add_action,
@@ -55,7 +56,6 @@ from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
     CommitConflict,
-    DataFile,
     Snapshot,
     Table,
     TableProtocol,

@@ -19,9 +19,10 @@ from deltalake.transaction import AddAction
 
 from pk import errors
 from pk.tiering import layout, log_check
+from pk.tiering.data_files import OFFSET_MAX, DataFile, NewFile
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
 from pk.tiering.store_words import in_words
-from pk.tiering.table import OFFSET_MAX, CommitConflict, DataFile, NewFile, TableProtocol
+from pk.tiering.table import CommitConflict, TableProtocol
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 

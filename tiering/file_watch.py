@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from pk import errors
 from pk.clock import Clock
 from pk.tiering.damage import DamagedFile, DamagedFiles, damaged
+from pk.tiering.data_files import DataFile
 from pk.tiering.objects import ObjectStore
 from pk.tiering.reader import Place, TierReader
-from pk.tiering.table import DataFile, Table
+from pk.tiering.table import Table
 from pk.types import Offset
 
 HEADS_MAX = 8

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from crc32c import crc32c
 
+from pk.tiering.data_files import OFFSET_MAX
 from pk.tiering.layout import FILE_SCHEMA, parse_data_path
-from pk.tiering.table import OFFSET_MAX
 from pk.types import Offset
 
 #: A footer is looked for in so many last bytes first; a longer one costs a second request.

@@ -29,15 +29,13 @@ import json
 import struct
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
 from pk import errors
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PARTITION_COLUMN, SUM_MODULUS, PartitionCounters, parse_data_path
-
-if TYPE_CHECKING:
-    from pk.tiering.table import DataFile, NewFile
 
 #: Keys in a commit's commitInfo.
 CHECK = "pk.check"

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from pk import errors
 from pk.tiering import footers, log_check
+from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer
 from pk.tiering.layout import commit_file
 from pk.tiering.objects import ObjectStore
-from pk.tiering.table import DataFile, Snapshot
+from pk.tiering.table import Snapshot
 
 #: A commit holds at most plan.ACTIONS_PER_COMMIT_MAX actions of pk's; other engines' are larger.
 COMMIT_BYTES_MAX = 64 * 1024 * 1024

@@ -24,8 +24,9 @@ from typing import Any
 from pk import errors
 from pk.tiering import accounting
 from pk.tiering.accounting import suspects
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_data_path
-from pk.tiering.table import Commit, DataFile, NewFile, Snapshot
+from pk.tiering.table import Commit, Snapshot
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 

@@ -35,10 +35,11 @@ import pyarrow as pa
 from pk import errors
 from pk.tiering import accounting, convert, footers, parquet_parts
 from pk.tiering.damage import damaged
+from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer, Group, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
 from pk.tiering.objects import Lane, ObjectStore
-from pk.tiering.table import DataFile, Snapshot
+from pk.tiering.table import Snapshot
 from pk.types import NONE, Epoch, Offset
 
 T = TypeVar("T")

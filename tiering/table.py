@@ -22,38 +22,10 @@ from typing import Protocol
 from pk import errors
 from pk.tiering import accounting, layout, log_check
 from pk.tiering.accounting import RowsMissing
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
 from pk.types import Offset
-
-#: "no statistics": such a file may hold any offset.
-OFFSET_MAX = 2**63 - 1
-
-
-@dataclass(slots=True, frozen=True)
-class DataFile:
-    """One live file of a snapshot.  Ranges are inclusive here, as in Delta's statistics."""
-
-    path: str
-    partition: int
-    min_offset: Offset
-    max_offset: Offset
-    min_timestamp_ms: int
-    max_timestamp_ms: int
-    rows: int
-    size: int
-    stats: bool = True  #: the log has its statistics; else they were read from its footer
-
-
-@dataclass(slots=True, frozen=True)
-class NewFile:
-    """A file to be added, with what the commit must state of it."""
-
-    file: DataFile
-    modified_ms: int
-    null_keys: int = 0
-    null_values: int = 0
-    data_change: bool = True
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,13 +27,14 @@ from pk.tiering import accounting, layout, refill, uploads
 from pk.tiering import copier as copying
 from pk.tiering import owner as owning
 from pk.tiering.copier import Copier
+from pk.tiering.data_files import DataFile
 from pk.tiering.file_watch import FileWatch
 from pk.tiering.objects import Lane, ObjectStore
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import Fetched, Place, TierReader, TimeFound, never
 from pk.tiering.sink import Sink
-from pk.tiering.table import Commit, DataFile, Snapshot, TableFactory
+from pk.tiering.table import Commit, Snapshot, TableFactory
 from pk.tiering.told import log_start_of, source_of, view_of
 from pk.tiering.topic_tier import Counts, Led, TopicTier
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey

@@ -285,9 +285,10 @@ class _Readers:
         from pk.sparkconnector.offsets import Range
         from pk.sparkconnector.ranges import TierFile
         from pk.sparkconnector.tier_scan import ColdRange
+        from pk.tiering.data_files import DataFile
         from pk.tiering.fsspec_store import open_store
         from pk.tiering.store_settings import StoreSettings
-        from pk.tiering.table import DataFile, Snapshot
+        from pk.tiering.table import Snapshot
 
         known = parse_data_path(f"partition=0/{name}")
         assert known is not None

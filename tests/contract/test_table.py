@@ -18,15 +18,14 @@ import pytest
 from pk import errors, settings
 from pk.clock import SystemClock
 from pk.tiering import layout
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
-    DataFile,
     MemoryTables,
-    NewFile,
     Snapshot,
     Table,
     TableFactory,

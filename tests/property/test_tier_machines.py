@@ -23,9 +23,10 @@ from pk.tiering import accounting, layout
 from pk.tiering import copier as copying
 from pk.tiering import owner as owning
 from pk.tiering.copier import Copier, CopySettings, View
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.plan import LogStart
-from pk.tiering.table import Commit, DataFile, MemoryTables, NewFile, Snapshot
+from pk.tiering.table import Commit, MemoryTables, Snapshot
 from pk.wire import pk_pb2 as wire
 
 TOPIC, TOPIC_ID = "t", "8d0ad4a8-0000-4000-8000-000000000001"

@@ -10,7 +10,7 @@ from pk.tiering import copier as copying
 from pk.tiering import layout
 from pk.tiering.copier import Copier, CopySettings, TableSeen, View, Viewed
 from pk.tiering.damage import DamagedFile, damaged
-from pk.tiering.table import DataFile
+from pk.tiering.data_files import DataFile
 from pk.wire import pk_pb2 as wire
 
 

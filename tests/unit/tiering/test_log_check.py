@@ -16,11 +16,12 @@ import pytest
 from pk import errors, settings
 from pk.clock import SystemClock
 from pk.tiering import layout, log_check
+from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.store_settings import StoreSettings
-from pk.tiering.table import Commit, DataFile, NewFile, Snapshot
+from pk.tiering.table import Commit, Snapshot
 
 TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
 

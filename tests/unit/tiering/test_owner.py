@@ -11,10 +11,16 @@ from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.tiering import layout
 from pk.tiering import owner as owning
+from pk.tiering.data_files import DataFile
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.owner import ClaimPartition, Owner, OwnerSettings, PartitionsSeen, Submit
 from pk.tiering.plan import LogStart, Submission, plan, start_is_due
-from pk.tiering.table import Commit, CommitConflict, DataFile, Snapshot, TableProtocol
+from pk.tiering.table import (
+    Commit,
+    CommitConflict,
+    Snapshot,
+    TableProtocol,
+)
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 

@@ -15,10 +15,11 @@ from hypothesis import given
 from pk import errors
 from pk.log import batch as log_batch
 from pk.log import columns
+from pk.tiering.data_files import DataFile
 from pk.tiering.layout import FILE_SCHEMA, PartitionCounters
 from pk.tiering.objects import MemoryStore
 from pk.tiering.reader import Place, TierReader
-from pk.tiering.table import DataFile, Snapshot
+from pk.tiering.table import Snapshot
 
 HOME = "t/id"
 
