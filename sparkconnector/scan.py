@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pk import errors, limits
+from pk.client.cluster import Cluster as Peers
 from pk.client.fetcher import last_epoch
+from pk.clock import Clock
 from pk.sparkconnector.offsets import Range
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
 from pk.world import Disconnected, Stream
-
-if TYPE_CHECKING:
-    from pk.sparkconnector.connection import Cluster
 
 CREDIT_BYTES = limits.FETCH_CREDIT_BYTES
 #: Credit is handed back in pieces of at least this.
@@ -54,10 +54,54 @@ class Line:
 _End = BaseException | None
 
 
+class LoopThread(Protocol):
+    """The thread that receives."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+
+class Connection(Protocol):
+    """What a scan asks of the connection it runs on (connection.py); none of it is for users."""
+
+    @property
+    def _process(self) -> LoopThread: ...
+
+    @property
+    def _peers(self) -> Peers: ...
+
+    @property
+    def _settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def _scans(self) -> dict[Scan, None]: ...
+
+    @property
+    def _leaders(self) -> dict[tuple[str, int], str]: ...
+
+    @property
+    def patience_ms(self) -> int: ...
+
+    def _watch(self, name: str | None) -> None: ...
+
+    async def _reach(self) -> None: ...
+
+    async def _pause(self, attempt: int) -> None: ...
+
+    async def _leader(self, key: tuple[str, int]) -> str: ...
+
+    async def _take_line(self, address: str) -> Line: ...
+
+    def _keep_line(self, line: Line) -> None: ...
+
+
 class Scan:
     """One bounded scan: `run` on the loop, `next` and `consumed` on the caller's thread."""
 
-    def __init__(self, owner: Cluster, one: Range, isolation: int) -> None:
+    def __init__(self, owner: Connection, one: Range, isolation: int) -> None:
         self._owner = owner
         self._range = one
         self._isolation = isolation
