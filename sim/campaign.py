@@ -37,6 +37,7 @@ from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.readers import SimConsumer, read_all, rows_of
 from pk.sim.room import RoomWatch
 from pk.sim.samples import Observer
+from pk.sim.told import watch_reports
 from pk.sim.workload import SimAdmin, SimProducer
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
@@ -132,7 +133,9 @@ class Run:
             self.options,
             self._restart_client,
             self.operator,
+            self.oracle,
         )
+        watch_reports(self.cluster, self.observer, self.oracle)
         self.room = RoomWatch(self.cluster, int(server.get("disk_reserve_bytes", 0)))
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
@@ -252,8 +255,13 @@ class Run:
         report.tiered_rows = self.tiered_rows
         report.faults = dict(self.faults.counts)
         chores = self.admin.counts if self.admin is not None else {}
+        told: dict[str, int] = {}
+        for check in self.checks:
+            for of, count in check.told.items():
+                told[f"told of {of}"] = told.get(f"told of {of}", 0) + count
         report.counts = {
             **self.counts,
+            **told,
             **self.cluster.store.counts,
             **self.faults.met,
             **{f"chore {name}": count for name, count in chores.items()},

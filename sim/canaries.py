@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pyarrow.parquet as pq
-
 from pk import errors
 from pk.log import creation, identity, writing
 from pk.log.directory import Directory
 from pk.log.manager import LogManager
-from pk.log.partition_log import PartitionLog
 from pk.log.validate import Verdict
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import PartitionChangeBuilder
@@ -37,14 +34,9 @@ from pk.server.replica.divergence import StartAt
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.server.runtime.replayed_host import ReplayedHost
-from pk.server.tier.client import TierClient
-from pk.sim import clock_canaries, log_canaries
+from pk.sim import clock_canaries, log_canaries, tier_canaries
 from pk.sim.campaign import Run
-from pk.sim.options import NodePlan, SimOptions, TopicPlan
-from pk.tiering import owner as owning
-from pk.tiering import plan as planning
-from pk.tiering.table import Commit
-from pk.tiering.worker import TierWorker
+from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "canaries.json"
 SEEDS_MAX = 200
@@ -124,6 +116,10 @@ class Canary:
 
 def _put(target: Any, name: str, value: Any) -> Callable[[ExitStack], None]:
     return lambda stack: stack.enter_context(patch.object(target, name, value)) and None
+
+
+def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
+    return lambda stack: stack.enter_context(patch(name, value)) and None
 
 
 # -- log and durability ----------------------------------------------------------------------------
@@ -328,66 +324,6 @@ def _directory_out_of_the_way(stack: ExitStack) -> None:
     _put(creation, "_in_place", careless)(stack)
 
 
-# -- tier ------------------------------------------------------------------------------------------
-
-
-def _dropped_before_the_tier_has_it(stack: ExitStack) -> None:
-    retention = PartitionLog.retention_plan
-
-    async def confirm(*_: Any) -> list[str]:
-        return []
-
-    def eager(self: PartitionLog, *args: Any) -> Any:
-        self.droppable_end = self.tiered_end = self.written_end
-        return retention(self, *args)
-
-    _put(TierClient, "confirm", confirm)(stack)
-    _put(PartitionLog, "retention_plan", eager)(stack)
-
-
-def _table_that_takes_any_range() -> Any:
-    checked = planning._checked
-
-    def trusting(draft: Any, change: Any) -> Any:
-        for counter in change.counters:
-            before = draft.partition(counter.partition)
-            draft.counters[counter.partition] = before._replace(end=counter.start)
-        return checked(draft, change)
-
-    return _put(planning, "_checked", trusting)
-
-
-def _tidies_up_after_a_commit() -> Any:
-    """What a commit that raised was to add is deleted: it may have landed."""
-    on_table = TierWorker._on_table
-
-    async def tidy(self: TierWorker, topic: Any, operation: Any) -> None:
-        if not isinstance(operation, Commit):
-            await on_table(self, topic, operation)
-            return
-        event: owning.OwnerEvent
-        try:
-            event = owning.Committed(await topic.table.commit(operation))
-        except errors.PkError as error:
-            event = owning.Failed(error)
-            for new in operation.adds:
-                with suppress(errors.PkError):
-                    await self.store.delete(f"{topic.home}/{new.file.path}")
-        self._step_owner(topic, event)
-
-    return _put(TierWorker, "_on_table", tidy)
-
-
-def _any(name: str, value: Any) -> Callable[[ExitStack], None]:
-    return lambda stack: stack.enter_context(patch(name, value)) and None
-
-
-def _pages_not_verified() -> Any:
-    opened, off = pq.ParquetFile, {"page_checksum_verification": False}
-    trusting = "pk.tiering.parquet_parts.pq.ParquetFile"
-    return _any(trusting, lambda *given, **more: opened(*given, **more | off))
-
-
 KILLS = ("kill_broker", "kill_leader", "pause", "isolate")
 LOSSES = "V6 V8 V12 V14"
 
@@ -485,7 +421,7 @@ CANARIES: dict[str, Canary] = {
         ("kill_controller", "kill_broker", "isolate"), nodes=THREE, unrest_ms=10_000,
     ),
     "a table that takes any range": Canary(
-        "T3", _table_that_takes_any_range(), "V4 V9 assertion", TIERED, ("late_commit",)
+        "T3", tier_canaries.takes_any_range, "V4 V9 assertion", TIERED, ("late_commit",)
     ),
     "a log that wins over its table": Canary(
         "T4", _any("pk.server.tier.epoch_fence.agrees", lambda *_, **_more: True),
@@ -494,16 +430,34 @@ CANARIES: dict[str, Canary] = {
     # The answer to a commit is lost, and its file with it.  Rule T6 would upload it again before
     # the local data goes, which is not in this run.
     "a copier that tidies up after a failed commit": Canary(
-        "T5", _tidies_up_after_a_commit(), "V9", {**TIERED, "local_drop_delay_ms": "60000"},
-        ("store_flaky",),
+        "T5", tier_canaries.tidies_up_after_a_commit, "V9",
+        {**TIERED, "local_drop_delay_ms": "60000"}, ("store_flaky",),
     ),
     "dropped before the tier has it": Canary(
-        "T6", _dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
+        "T6", tier_canaries.dropped_before_the_tier_has_it, "V4", TIERED, ("store_outage",)
     ),
     "a page whose checksum is not verified": Canary(
-        "T10", _pages_not_verified(), "V5 V6 V7", TIERED,
+        "T10", tier_canaries.pages_not_verified, "V5 V6 V7", TIERED,
         ("object_rot", "object_rot", "object_rot", "kill_client", "kill_tier"),
         unrest_ms=10_000, fault_every_ms=(20, 60),
+    ),
+    # A version that names one file less, or a later end of the table, is taken for true.
+    "a Delta log whose checksums are not verified": Canary(
+        "T2", tier_canaries.delta_log_not_verified, "V4 V5 V6 V9 assertion", TIERED,
+        ("delta_rot", "delta_rot", "kill_client", "kill_tier"),
+        unrest_ms=10_000, fault_every_ms=(50, 200),
+    ),
+    "missing rows that are not counted": Canary(
+        "T17", tier_canaries.rows_not_counted, "V5", {**TIERED, **KEPT},
+        ("delete_rows", "delete_rows", "kill_client", "kill_tier"),
+        unrest_ms=10_000, fault_every_ms=(50, 200),
+    ),
+    # The follower is out of ISR while the leader's copy rots, and a reader begins anew.
+    "a damaged range that is passed over in silence": Canary(
+        "L9", log_canaries.damaged_range_not_told, "V5",
+        {**HOT, "min_insync_replicas": "1", "unclean_leader_election_enable": "true"},
+        ("rot", "rot", "rot", "kill_client", "kill_client", "cut", "isolate", "kill_machine"),
+        nodes=THREE, copies=2, unrest_ms=10_000, fault_every_ms=(50, 300), recent_bytes=0,
     ),
     # A leader has what nobody else has; the next one misses it, the producer sends it again under
     # another epoch, and the former leader, in sync and never cut, is elected once more.

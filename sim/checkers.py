@@ -15,8 +15,9 @@ Checked
       asked to be deleted, local_log_start ≤ table end (rules T1, T6); the table never passes the
       LSO of a leader whose HW has caught up
   V5  a reader sees offsets in order, without gaps above log_start, no record twice.  It is told
-      of a lost range (rule L9) only where too few whole copies are left, goes on behind it, and
-      the last reader is told of none
+      of a lost range (rule L9) only where too few whole copies are left, of missing rows (rule T17)
+      only where others deleted them, goes on behind it, and the last reader is told of none.
+      Processes report such damage only where it was done (told.py)
   V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
       unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7).
       Where an unclean election took the copy that was acknowledged, that of an earlier attempt may
@@ -202,6 +203,10 @@ class ReaderCheck:
         self._oracle = oracle
         self.lines: dict[tuple[str, int], _Line] = {}
         self.rows = 0
+        self.told: dict[str, int] = {}  #: how often of what is damaged or lost
+
+    def was_told(self, of: str) -> None:
+        self.told[of] = self.told.get(of, 0) + 1
 
     def took(self, topic: str, partition: int, rows: Sequence[Row], log_start: Offset) -> None:
         """The next rows; `log_start` is the largest the partition has had."""

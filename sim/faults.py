@@ -23,8 +23,10 @@ from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
+from pk.sim.oracle import Oracle
 from pk.sim.rot import Rot
 from pk.sim.samples import Observer
+from pk.sim.table_faults import TableFaults
 from pk.sim.world import SimWorld
 from pk.types import NONE
 from pk.wire import frames
@@ -67,6 +69,7 @@ class Faults:
         options: SimOptions,
         restart_client: Callable[[], None],
         operator: Operator,
+        oracle: Oracle,
     ) -> None:
         self._world = world
         self._cluster = cluster
@@ -88,6 +91,7 @@ class Faults:
         self._lost = LostIdentities(
             cluster, observer, self._rng, lambda: list(self._rots.copies()), self._meet
         )
+        self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:
         return math.exp(self._rng.uniform(*map(math.log, bounds)))
@@ -99,8 +103,11 @@ class Faults:
         self, delay_ms: tuple[float, float], undo: Callable[[], None], *, alone: bool = False
     ) -> None:
         """`alone`: it leaves everybody else calm."""
+        self._in(self._rng.uniform(*delay_ms), undo, alone=alone)
+
+    def _in(self, delay_ms: float, undo: Callable[[], None], *, alone: bool = False) -> None:
         self._number += 1
-        due = self._world.loop.now_us / 1000 + self._rng.uniform(*delay_ms)
+        due = self._world.loop.now_us / 1000 + delay_ms
         if not alone:
             self.calm_since_ms = max(self.calm_since_ms, due + AFTERMATH_MS)
         heapq.heappush(self._due, (due, self._number, undo))
@@ -572,3 +579,9 @@ class Faults:
         self._meet("rot of tier files")
         self._observer.promise.rotted_file(path)
         self._after((300, 5_000), lambda: store.restore(path))
+
+    def _delta_rot(self) -> None:
+        self._tables.rot_log()
+
+    def _delete_rows(self) -> None:
+        self._tables.delete_rows()

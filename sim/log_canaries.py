@@ -1,4 +1,4 @@
-"""How the canary of what a full disk keeps of dropped segments is broken (canaries.py)."""
+"""How the canaries of what a disk keeps, and of what rots on it, are broken (canaries.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from pk.client.fetcher import Fetcher
 from pk.log import loading
 from pk.log.writing import Writable
 
@@ -27,3 +28,13 @@ def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(Writable, "_rename_pending_delete", forgetful))
     stack.enter_context(patch.object(loading, "salvage_map", lambda *_, **_more: {}))
+
+
+def damaged_range_not_told(stack: ExitStack) -> None:
+    """A reader goes on behind a damaged range without `DataLoss`."""
+
+    def silent(self: Fetcher, slot: Any, error: Any) -> None:
+        slot.next = int(error.details["next_offset"])
+        slot.attempts = 0
+
+    stack.enter_context(patch.object(Fetcher, "_lost", silent))

@@ -12,6 +12,9 @@ Model
       office (`stall`); it happens all the same
   B5  a table lives as long as its log: removing the objects below it removes the table
   B6  a bit of a data file may flip, until an operator restores the file (rule T10)
+  B7  a table's log may rot, until an operator restores it (rules T2, T8); what commits on top of a
+      version does so on what was committed, not on what a load sees
+  B8  another engine may delete rows, and restore the version before (rule T17); the files stay
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import TypeVar
 from pk import errors
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
+from pk.tiering.data_files import DataFile
 from pk.tiering.footers import footer_size
 from pk.tiering.objects import Buffer, MemoryStore, ObjectInfo
 from pk.tiering.table import Commit, MemoryTables, Snapshot, moved
@@ -156,7 +160,7 @@ class SimObjects:
     def optimize(self, topic: str, topic_id: TopicId) -> bool:
         """Somebody's maintenance: one file's rows move to a file of another name."""
         newest = self.snapshot(topic, topic_id)
-        if newest is None or not newest.files:
+        if newest is None or not newest.files or self.log_is_rotten(topic, topic_id):
             return False
         file = newest.files[self._rng.choice(sorted(newest.files))]
         self._moves += 1
@@ -193,6 +197,33 @@ class SimObjects:
         if path in self.memory.objects:
             self.memory.objects[path] = whole
 
+    def _uri(self, topic: str, topic_id: TopicId) -> str:
+        return f"{self.url}/{layout.table_path(topic, topic_id)}"
+
+    def log_is_rotten(self, topic: str, topic_id: TopicId) -> bool:
+        state = self.tables.state(self._uri(topic, topic_id))
+        return state is not None and state.altered is not None
+
+    def rot_log(
+        self, topic: str, topic_id: TopicId, altered: Callable[[Snapshot], Snapshot]
+    ) -> None:
+        """What loads see of each version from now on is `altered` (B7)."""
+        self.tables.damage(self._uri(topic, topic_id), altered)
+
+    def restore_log(self, topic: str, topic_id: TopicId) -> None:
+        """An operator restores `_delta_log`."""
+        self.tables.mend(self._uri(topic, topic_id))
+
+    def delete_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
+        """Another engine's DELETE of all rows of a live file (B8)."""
+        self.tables.rewrite(self._uri(topic, topic_id), [file.path], [])
+
+    def restore_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
+        """And its RESTORE, unless the table is gone."""
+        newest = self.snapshot(topic, topic_id)
+        if newest is not None and file.path not in newest.files:
+            self.tables.rewrite(self._uri(topic, topic_id), [], [file])
+
 
 class SimTable:
     """One topic's table behind the wire.  Implements `Table`."""
@@ -207,8 +238,16 @@ class SimTable:
         return self._table.uri
 
     async def load(self, partitions: Sequence[int]) -> Snapshot | None:
-        wanted = list(partitions)
-        return await self._store.call(f"load {self._home}", lambda: self._table.load(wanted))
+        store, wanted = self._store, list(partitions)
+
+        async def work() -> Snapshot | None:
+            try:
+                return await self._table.load(wanted)
+            except errors.TierTableChanged:
+                store.count("Delta logs refused")
+                raise
+
+        return await store.call(f"load {self._home}", work)
 
     async def create(self) -> Snapshot:
         async def work() -> Snapshot:

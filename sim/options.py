@@ -60,6 +60,8 @@ _ROOM_FAULTS = ("leader_full",)
 _OBJECT_FAULTS = ("object_rot",)
 #: Those that are drawn behind all else.
 _LAST_FAULTS = ("wrong_start",)
+#: What happens to tables from outside (table_faults.py).
+_TABLE_FAULTS = ("delta_rot", "delete_rows")
 #: Every fault there is; `SimOptions.faults` holds those a run may meet.
 FAULTS = (
     *_FIRST_FAULTS,
@@ -69,6 +71,7 @@ FAULTS = (
     *_ROOM_FAULTS,
     *_OBJECT_FAULTS,
     *_LAST_FAULTS,
+    *_TABLE_FAULTS,
 )
 #: What an administrator does meanwhile, in two parts as well.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
@@ -87,6 +90,8 @@ GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
 EXPIRATION_MS = (86_400_000, 120_000)
 #: Longer than a run, with all the steps of its clocks: nothing has expired, by the true time.
 RETENTION_MS = "7200000"
+#: The same for ever.
+KEPT = {"retention_ms": "-1"}
 #: What is kept of the ends of logs in memory (log/recent.py); none = every reader needs the disk.
 RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes: full disks of the simulator have up to 30 kB left; 0 = they fill up entirely.
@@ -130,6 +135,11 @@ class TopicPlan:
     def expires(self) -> bool:
         """Topic retention moves log_start without being asked."""
         return "retention_bytes" in self.configs
+
+    @property
+    def keeps(self) -> bool:
+        """Nothing expires by age, whatever the clocks say."""
+        return self.configs.get("retention_ms") == "-1"
 
     @property
     def unclean(self) -> bool:
@@ -243,6 +253,10 @@ def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
     faults = (*options.faults, *(name for name in _ROOM_FAULTS if rng.random() < 0.4))
     reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
     faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
+    faults = (*faults, *(name for name in _TABLE_FAULTS if rng.random() < 0.3))
+    if "delete_rows" in faults:  # which leaves topics alone whose records expire by age
+        topics = (replace(each, configs={**each.configs, **KEPT}) for each in options.topics)
+        options = replace(options, topics=tuple(topics))
     return replace(options, faults=faults, server={**options.server, **reserve})
 
 

@@ -105,6 +105,9 @@ class Oracle:
         #: A rotten copy may be the last one that ISR and ELR know.
         self.stranded: dict[tuple[str, int], None] = {}
         self.rotten_files: dict[str, None] = {}  #: data files of tables, by their tables' paths
+        self.rotten_tables: dict[str, None] = {}  #: paths of tables whose log rotted once
+        #: (topic id, partition) → `[start, end)` of rows that another engine deleted once
+        self._deleted_rows: dict[tuple[str, int], list[tuple[Offset, Offset]]] = {}
         #: Topics whose durability was changed → the least copies since then, and nothing of them
         #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
         self.weak: dict[str, int] = {}
@@ -184,6 +187,23 @@ class Oracle:
         only = (*self._ended, *self.stranded)
         return known.going or any(life in self.rotten and life in only for life in lives)
 
+    def may_have_changed(self, uri: str) -> bool:
+        """Whether the Delta log of the table at `uri` rotted once (rule T8)."""
+        return any(uri.endswith(f"/{home}") for home in self.rotten_tables)
+
+    def rows_deleted(self, topic_id: str, partition: int, start: Offset, end: Offset) -> None:
+        """Another engine deleted the rows of `[start, end)` from a table."""
+        self._deleted_rows.setdefault((topic_id, partition), []).append((start, end))
+
+    def may_be_missing(self, topic: str, partition: int, start: Offset, end: Offset) -> bool:
+        """Whether a table may lack all rows of `[start, end)` (rule T17): others deleted them once,
+        in the topic's present life or, as with `may_be_damaged`, in a former one.
+        """
+        known = self.topics[topic]
+        lives = (known.topic_id, *known.former)
+        deleted = [self._deleted_rows.get((life, partition), []) for life in lives]
+        return known.going or any(_covers(ranges, start, end) for ranges in deleted)
+
     # -- records -----------------------------------------------------------------------------------
 
     def next_id(self, producer: str) -> RecordId:
@@ -218,3 +238,13 @@ class Oracle:
 
     def pending(self) -> list[Sent]:
         return [sent for sent in self.sent.values() if sent.outcome is Outcome.PENDING]
+
+
+def _covers(ranges: Iterable[tuple[Offset, Offset]], start: Offset, end: Offset) -> bool:
+    """Whether `ranges` together hold all of `[start, end)`."""
+    at = start
+    for low, high in sorted(ranges):
+        if low > at:
+            break
+        at = max(at, high)
+    return at >= end

@@ -17,6 +17,11 @@ allowed.  It is so too where a rotten copy is one of the last known and the othe
 power: whatever was SYNCED they leave ISR and ELR (rule L3), and a recovery election hears every
 last-known replica, but a rotten one never says how far it is (rule R3).  With `flush_on_ack` that
 costs nothing: whoever of the last known is elected has everything.
+
+`min_insync_replicas` copies need not exist yet: a topic that is created while brokers are away has
+a smaller ISR, and acknowledges nothing.  If every copy that ISR and ELR know is hit then, a rotten
+one among them, the partition waits for an operator as well.  Nothing that was acknowledged is lost
+by that, so that the era goes on.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class PartitionFacts(NamedTuple):
     isr: tuple[NodeId, ...]
     leader: NodeId
     leader_epoch: int
+    known: tuple[NodeId, ...]  #: ISR and ELR, or the last known where both are empty
 
 
 class Registration(NamedTuple):
@@ -70,6 +76,7 @@ class Promise:
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
         self._once_rotten: dict[tuple[PartitionKey, NodeId], None] = {}
         self.stranded: dict[PartitionKey, None] = {}  #: a rotten copy keeps the rest from leading
+        self._at_risk: dict[PartitionKey, None] = {}  #: where that may cost what was acknowledged
         self.eras = 0
         oracle.on_weakened = self._weakened
 
@@ -91,6 +98,7 @@ class Promise:
             before = hits.get(broker)
             hits[broker] = _Hit(disk or (before is not None and before.disk), registered)
             self._strands(facts.key, plan)
+            self._strands_known(facts)
             lost = len(self._lost(facts.key, plan)) >= self.copies(facts.topic)
             if lost and (disk or not self.flushed(facts.topic)):
                 self._costs(facts.key, now_ms)
@@ -143,6 +151,7 @@ class Promise:
         self._oracle.rotten[facts.key] = self._once_rotten[facts.key, broker] = None
         plan = self._plans[facts.topic]
         self._strands(facts.key, plan)
+        self._strands_known(facts)
         if len(self._lost(facts.key, plan)) >= self.copies(plan.name):
             self._costs(facts.key, now_ms)
 
@@ -164,6 +173,10 @@ class Promise:
     def is_rotten(self, key: PartitionKey, broker: NodeId) -> bool:
         """Whether this copy is damaged, or was and is not whole again."""
         return broker in self._rotten.get(key, ())
+
+    def was_rotten(self, key: PartitionKey, broker: NodeId) -> bool:
+        """Whether this copy was ever damaged."""
+        return (key, broker) in self._once_rotten
 
     @property
     def rotting(self) -> list[PartitionKey]:
@@ -197,14 +210,21 @@ class Promise:
             return
         leader, lost = facts.leader, self._lost(facts.key, plan)
         whole = self.flushed(facts.topic) and leader in last_known and leader not in lost
-        if plan.unclean or (facts.key in self.stranded and not whole):
+        if plan.unclean or (facts.key in self._at_risk and not whole):
             self._ends(facts.key, now_ms + UNCLEAN_SETTLES_MS)
 
     def _strands(self, key: PartitionKey, plan: TopicPlan) -> None:
         """So many copies were hit that ISR and ELR may be empty, and one of them is rotten."""
         rotten = self._rotten.get(key)
         if rotten and len({*rotten, *self._hits.get(key, ())}) >= self.copies(plan.name):
-            self.stranded[key] = self._oracle.stranded[key] = None
+            self.stranded[key] = self._oracle.stranded[key] = self._at_risk[key] = None
+
+    def _strands_known(self, facts: PartitionFacts) -> None:
+        """Every copy that ISR and ELR know was hit, and one of them is rotten."""
+        rotten = self._rotten.get(facts.key, {})
+        hits = {*rotten, *self._hits.get(facts.key, ())}
+        if rotten.keys() & set(facts.known) and hits >= set(facts.known):
+            self.stranded[facts.key] = self._oracle.stranded[facts.key] = None
 
     def _costs(self, key: PartitionKey, now_ms: float) -> None:
         """Too many copies are lost at once."""

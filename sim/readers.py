@@ -159,18 +159,22 @@ class SimConsumer:
         return sum(batch.num_rows for _, batch in found)
 
     def _lost(self, place: TopicPartition, error: errors.PkError, position: int) -> None:
-        """Rule L9: a range of the only copy is damaged, and the reader goes on behind it.
-
-        No engine but pk's writes to the tables of a run: rows that a table lacks (rule T17) are
-        explained by nothing.
+        """The reader goes on behind a range that is damaged in the only copy (rule L9), or whose
+        rows another engine deleted from the table (rule T17: the error names a partition).
         """
         self._tell(f"{self.check.name} was told {error!r}")
         start, end = int(error.details["offset"]), int(error.details["next_offset"])
         where = f"{self.check.name} at {place}, position {position}"
         if not start <= position < end:
             self._trouble(f"V5: {where}, is told of another range: {error!r}")
-        explained = self._oracle.may_be_lost(place.topic, place.partition)
-        if "partition" in error.details or not explained:
+        missing = "partition" in error.details
+        self.check.was_told("missing rows" if missing else "damaged ranges")
+        explained = (
+            self._oracle.may_be_missing(*place, start, end)
+            if missing
+            else self._oracle.may_be_lost(*place)
+        )
+        if not explained:
             self._trouble(f"V5: {where}, is told of a loss that nothing explains: {error!r}")
         self.check.passes(place.topic, place.partition, end)
 
@@ -184,6 +188,11 @@ class SimConsumer:
             rotten = any(error.details["path"] in path for path in self._oracle.rotten_files)
             if not rotten:
                 self._trouble(f"V5: {self.check.name}: no file of a table rotted: {error!r}")
+            return
+        if isinstance(error, errors.TierTableChanged):
+            self.check.was_told("rotten Delta logs")
+            if not self._oracle.may_have_changed(error.details.get("uri", "")):
+                self._trouble(f"V5: {self.check.name}: no log of a table rotted: {error!r}")
             return
         if isinstance(error, errors.LogTruncated):
             self._truncated(error)

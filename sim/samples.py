@@ -192,8 +192,9 @@ class Observer:
         topic, state = self.image.topics.get(key.topic_id), self.image.partition(key)
         if topic is None or state is None:
             return None
+        known = (*state.isr, *state.elr) or state.last_known
         return PartitionFacts(
-            topic.name, key, state.replicas, state.isr, state.leader, state.leader_epoch
+            topic.name, key, state.replicas, state.isr, state.leader, state.leader_epoch, known
         )
 
     def facts(self) -> Iterator[PartitionFacts]:

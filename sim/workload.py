@@ -323,13 +323,18 @@ class SimAdmin:
         out = (errors.OffsetOutOfRange,)  # records were lost meanwhile, or retention was faster
 
         def passes(error: errors.PkError) -> bool:
-            """Looking for the place, the leader tripped over what had rotted (rule L9)."""
-            damaged = isinstance(error, DAMAGE)
-            rotten = damaged and self._oracle.may_be_damaged(plan.name, partition)
-            return rotten or isinstance(error, _NOT_YET)
+            return isinstance(error, _NOT_YET) or self._explained(error, plan.name, partition)
 
         if await self._until_done(lambda: request, out, passes) is Result.DONE:
             self._oracle.deleted_records(plan.name, topic.topic_id, partition, before)
+
+    def _explained(self, error: errors.PkError, topic: str, partition: int) -> bool:
+        """Whether the leader, looking for a place, met what had rotted: a log (rule L9), or the log
+        of the table (rule T8).
+        """
+        if isinstance(error, errors.TierTableChanged):
+            return self._oracle.may_have_changed(error.details.get("uri", ""))
+        return isinstance(error, DAMAGE) and self._oracle.may_be_damaged(topic, partition)
 
     async def _reassign(self, plan: TopicPlan) -> None:
         """A partition moves to other brokers, or the move under way is given up (KIP-455)."""

@@ -74,13 +74,13 @@ def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
     ask = AlterPartitionManager._ask
 
     async def forgetful(self: AlterPartitionManager) -> None:
-        asked = dict(self._wishes)
+        asked = dict(self._pending)
         try:
             await ask(self)
         except errors.PkError:
-            for key, wish in asked.items():
-                self._wishes.pop(key, None)
-                wish.leader.on_isr_refused(wish.isr)
+            for key, change in asked.items():
+                self._pending.pop(key, None)
+                change.leader.on_isr_refused(change.isr)
             raise
 
     with patch.object(AlterPartitionManager, "_ask", forgetful):
@@ -109,7 +109,7 @@ def test_moves_turn_back_and_durability_changes_in_flight() -> None:
 
 
 KEY = PartitionKey("id", 0)
-FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0, (1, 2, 3))
 
 
 def test_what_was_weakened_once_is_promised_no_more() -> None:

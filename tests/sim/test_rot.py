@@ -69,7 +69,7 @@ def test_without_checksums_rot_is_a_violation(broken: str, value: Any, noticed_a
 # -- what is promised ------------------------------------------------------------------------------
 
 KEY = PartitionKey("id", 0)
-FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0, (1, 2, 3))
 
 
 def promise(factor: int = 3, **configs: str) -> tuple[Promise, Oracle]:
@@ -122,6 +122,25 @@ def test_a_rotten_copy_among_copies_without_power_waits_for_an_operator(rots_fir
     assert kept.eras == 1, "3 may have been behind"
     kept.elected_uncleanly(FACTS._replace(leader=1), (1, 2), 0.0)
     assert kept.eras == 2, "1 is damaged"
+
+
+def test_a_rotten_copy_that_alone_was_ever_in_sync_waits_for_an_operator() -> None:
+    """With fewer copies than `min_insync_replicas` nothing was acknowledged (rule R1): whoever is
+    elected, all that was promised is there.
+    """
+    kept, oracle = promise(min_insync_replicas="3")
+    facts = FACTS._replace(isr=(1,), known=(1, 2))
+    kept.rotted(facts, 1, lambda: True, 0.0)
+    assert not kept.stranded, "2 may come back and lead"
+    kept.hit(3, disk=True, partitions=[facts], registered=None, now_ms=0.0)
+    assert not kept.stranded, "3 was never in sync"
+    kept.rotted(facts._replace(isr=(1,), known=(1,)), 1, lambda: True, 0.0)
+    assert list(kept.stranded) == list(oracle.stranded) == [KEY]
+    kept.elected_uncleanly(FACTS._replace(leader=2), (1,), 0.0)
+    assert kept.eras == 0
+    kept.hit(2, disk=True, partitions=[FACTS], registered=None, now_ms=0.0)
+    kept.elected_uncleanly(FACTS._replace(leader=3), (1, 2), 0.0)
+    assert kept.eras == 2, "one for the disks of as many as are asked for, one for the election"
 
 
 def test_a_rotten_copy_strands_nobody_while_enough_others_have_their_power() -> None:

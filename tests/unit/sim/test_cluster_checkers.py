@@ -24,7 +24,7 @@ from pk.types import PartitionKey
 KEY = PartitionKey("id", 0)
 TOPIC = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
 FLUSHED = TopicPlan("t", 1, {"min_insync_replicas": "2", "flush_on_ack": "true"}, 3)
-FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0)
+FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0, (1, 2, 3))
 
 
 def test_marks_know_what_contradicts_them() -> None:
