@@ -3,7 +3,7 @@ checks; no policy.
 
 | file | content |
 |---|---|
-| pk.json | who the directory belongs to; written once, when it is formatted |
+| pk.json | who the directory belongs to, with a checksum (rule L18); written once, at the format |
 | run.json | boot id and broker epoch of the running or last process (rule L3) |
 | clean-shutdown | exists only while no process runs and the last one closed properly |
 | recovery-point-offset-checkpoint | topic id, partition, offset: everything below is SYNCED |
@@ -24,16 +24,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors
-from pk.log import checkpoints, identity, last_run
+from pk.log import checkpoints, identity, last_run, sealed
 from pk.log.identity import IDENTITIES, Identities, Identity, Known
 from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
-from pk.types import NONE, Offset, PartitionKey, TopicPartition
+from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 
 FORMAT = 0
 #: What format 0 means in this build: a hash of a sample of every file as it is written, which
 #: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
-LAYOUT = "0a4db4c9d811d7bd"
+LAYOUT = "dccdfacb4eca0618"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
@@ -44,6 +44,14 @@ LOG_STARTS = "log-start-offset-checkpoint"
 OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS)
 #: What may stand in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
+#: What stands only in a directory that was formatted: files, and directories that are not empty.
+_DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, *OFFSETS}
+_LOGS = ("topics", f"metadata/{METADATA_TOPIC}-0")
+#: What to do where pk.json is lost beside data.
+_RESTORE = (
+    "Nothing here was changed; remove nothing. Put the file back from any backup of this directory:"
+    " it never changes after the format. Without one see docs/REPAIR.md, The identity of a node"
+)
 
 Offsets = dict[PartitionKey, int]
 
@@ -222,43 +230,80 @@ class Run(NamedTuple):
 
 
 def read_format(storage: Storage) -> Format | None:
-    """None = not formatted.  Raises `CorruptLog` if the file cannot be read as what it is."""
+    """None = not formatted.  Raises `CorruptLog` if it is not what was written, `NewerFormat`.
+
+    A file of an earlier build has no checksum.  It is returned with its layout, which is not this
+    build's: `check_format` refuses it.
+    """
     try:
         raw = storage.read_file(FORMAT_FILE)
     except FileNotFoundError:
         return None
-    found = _object(raw, f"{storage.root}/{FORMAT_FILE}")
-    version = found.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise errors.NewerFormat(
-            f"{storage.root} has format {version}, this pk knows {FORMAT}: use a newer pk",
-            directory=storage.root,
-        )
     try:
+        found = _unsealed(raw) or sealed.decode(raw)
+        version = sealed.field(found, "format", int)
+        if version > FORMAT:
+            raise errors.NewerFormat(
+                f"{storage.root} has format {version}, this pk knows {FORMAT}: use a newer pk",
+                directory=storage.root,
+            )
+        layout = sealed.field({"layout": "", **found}, "layout", str)
         return Format(
-            int(found["format"]),
-            str(found["build"]),
-            str(found["cluster_id"]),
-            int(found["node_id"]),
-            str(found["directory_id"]),
-            str(found.get("layout", "")),
+            version,
+            sealed.field(found, "build", str),
+            sealed.field(found, "cluster_id", str),
+            sealed.field(found, "node_id", int),
+            sealed.field(found, "directory_id", str),
+            layout,
         )
-    except (KeyError, TypeError, ValueError) as cause:
-        raise errors.CorruptLog(f"{storage.root}/{FORMAT_FILE} is damaged: {cause}") from cause
+    except sealed.Damaged as damage:
+        raise errors.CorruptLog(
+            f"{storage.root}/{FORMAT_FILE} is damaged: {damage}. {_RESTORE}", directory=storage.root
+        ) from damage
+
+
+def _unsealed(raw: bytes) -> dict[str, Any] | None:
+    """What a build of another layout or format wrote without a checksum; None = nothing such.
+
+    No damage makes one of this build's files look so: it would have to change layout or format and
+    the checksum's name.
+    """
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or sealed.FIELD.encode() in raw:
+        return None
+    other = found.get("layout") != LAYOUT or found.get("format") != FORMAT
+    return found if other else None
 
 
 def format_directory(storage: Storage, wanted: Format) -> None:
-    """Write pk.json (SYNCED).  Raises `DirectoryOfAnotherCluster` if the directory holds somebody's
-    files.
+    """Write pk.json (SYNCED).  Raises `CorruptLog` if the directory holds pk's data, and
+    `DirectoryOfAnotherCluster` if it holds other files.
     """
+    require_no_data(storage)
     others = [name for name in storage.list("") if name not in _HARMLESS]
     if others:
         raise errors.DirectoryOfAnotherCluster(
             f"{storage.root} is no pk directory and not empty (it holds {others[0]!r}): "
-            "give an empty one",
+            "give another directory, and leave this one as it is",
             directory=storage.root,
         )
-    storage.replace_file(FORMAT_FILE, json.dumps(wanted._asdict()).encode())
+    storage.replace_file(FORMAT_FILE, sealed.encode(wanted._asdict()))
+
+
+def require_no_data(storage: Storage) -> None:
+    """Raises `CorruptLog` if a directory without pk.json holds what only a formatted one does."""
+    names = storage.list("")
+    held = [name for name in names if name in _DATA]
+    held += [root for root in _LOGS if root.partition("/")[0] in names and storage.list(root)]
+    if held:
+        raise errors.CorruptLog(
+            f"{storage.root}/{FORMAT_FILE} is gone, and the directory holds pk's data "
+            f"({held[0]}): it is not formatted again. {_RESTORE}",
+            directory=storage.root,
+        )
 
 
 def check_format(
@@ -275,7 +320,7 @@ def check_format(
         raise errors.DirectoryOfAnotherBuild(
             f"{storage.root} has format 0 of build {found.build} (layout {found.layout or 'none'}),"
             f" this is {build} (layout {LAYOUT}): format 0 is not kept between builds that write "
-            "other bytes; use that build or an empty directory",
+            "other bytes; use that build, or give another, empty directory and leave this one",
             directory=storage.root,
         )
 
@@ -376,13 +421,3 @@ def give_up(
     storage.rename(path, pending_delete)
     storage.sync_dir(path.rpartition("/")[0])
     return True
-
-
-def _object(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(raw)
-    except ValueError as cause:
-        raise errors.CorruptLog(f"{where} is damaged: {cause}") from cause
-    if not isinstance(found, dict):
-        raise errors.CorruptLog(f"{where} is damaged: not an object")
-    return found

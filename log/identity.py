@@ -20,14 +20,11 @@ Invariants
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
-
-from crc32c import crc32c
+from typing import NamedTuple
 
 from pk import errors
-from pk.log import checkpoints
+from pk.log import checkpoints, sealed
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
@@ -36,7 +33,6 @@ IDENTITIES = "partition-identity-checkpoint"
 #: What the second copy says of a log: it is served from here; an operator adopted its directory, or
 #: discarded it, and the cluster has not been told of that yet.
 HERE, ADOPTED, DISCARDED = "here", "adopted", "discarded"
-_TAIL = b', "crc32c": "%08x"}'
 
 
 class Identity(NamedTuple):
@@ -65,20 +61,18 @@ Identities = dict[str, Known]
 
 
 def encode(identity: Identity) -> bytes:
-    """The content of partition.json: one JSON object whose last field is its checksum."""
+    """The content of partition.json (sealed.py)."""
     fields = identity._asdict()
     fields["topic"], fields["partition"] = fields.pop("topic_partition")
-    body = json.dumps(fields).encode()[:-1]
-    return body + _TAIL % crc32c(body)
+    return sealed.encode(fields)
 
 
 def decode(raw: bytes, where: str) -> Identity:
     """Raises `LogUnidentified` for damage."""
-    size = len(_TAIL % 0)
-    body, tail = raw[:-size], raw[-size:]
-    if tail != _TAIL % crc32c(body):
-        raise errors.LogUnidentified(f"{where} is damaged: its checksum does not match")
-    found: dict[str, Any] = json.loads(body + b"}")
+    try:
+        found = sealed.decode(raw)
+    except sealed.Damaged as damage:
+        raise errors.LogUnidentified(f"{where} is damaged: {damage}") from damage
     tp = TopicPartition(found.pop("topic"), found.pop("partition"))
     return Identity(topic_partition=tp, **found)
 

@@ -29,6 +29,7 @@ from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
 from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
+from pk.server.raft.recovery import QUORUM_STATE, first_state
 from pk.server.replica import follower
 from pk.server.replica.divergence import StartAt
 from pk.server.replica.leader import Leader
@@ -262,7 +263,10 @@ def _full_leader_keeps_leading() -> Any:
 
 def _vote_not_saved() -> Any:
     def forget(self: LogWriter[Any], vote: Any) -> None:
+        """The file stays as the format wrote it; without one the next start is refused (Q5)."""
         self.log.flush()
+        if not self._disk.storage.exists(QUORUM_STATE):
+            self._disk.storage.replace_file(QUORUM_STATE, first_state())
 
     return _put(LogWriter, "_save", forget)
 

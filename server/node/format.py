@@ -6,7 +6,8 @@ must be noticed by a person, above all the metadata's (rule Q1).
 
     DIR/pk.json                   cluster, node, uuid of the directory (pk.log.directory)
     DIR/metadata/directory.json   the same for the metadata log, of the first directory only
-    DIR/metadata/quorum-state     the vote; there from the format on
+    DIR/metadata/quorum-state     the vote; there from the format on, or from the first election of
+                                  a node that is alone
 
 Rules
   F1  a first voter's uuid follows from cluster and node, so that all of them know each other from
@@ -18,6 +19,10 @@ Rules
   F4  a directory that the last start had is there, or a person has said that it is gone: what it
       holds would begin anew elsewhere, empty.  DIR/run/config.json remembers
   F5  a controller that was formatted for a cluster never begins one of its own
+  F6  a directory that holds pk's data is not formatted because its pk.json is gone or damaged, and
+      nothing is formatted beside such a one (rule L18)
+  F7  metadata that a person took away are formatted again only for a node of a cluster, and never
+      as a first voter's (rule Q5)
 """
 
 from __future__ import annotations
@@ -36,7 +41,13 @@ from pk.log import directory as directories
 from pk.log.files import RealStorage
 from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
-from pk.server.raft.recovery import QUORUM_STATE, first_state
+from pk.server.raft.recovery import (
+    QUORUM_STATE,
+    WITHOUT_VOTE,
+    first_state,
+    read_state,
+    vote_lost,
+)
 
 METADATA_FILE = "directory.json"
 METADATA_FORMAT = 0
@@ -76,6 +87,7 @@ def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealSto
     paths, server = _absolute(dirs), resolved.server
     node_id, clustered = int(server["node_id"]), is_clustered(server)
     _require_free(paths)
+    _require_identities(paths)
     if "controller" in roles_of(server):
         _require_metadata(paths, clustered)
     _require_known(paths)
@@ -129,6 +141,15 @@ def _require_free(paths: Sequence[str]) -> None:
             storage = RealStorage(path)
             lock(storage)
             storage.unlock()
+
+
+def _require_identities(paths: Sequence[str]) -> None:
+    """F6.  Raises `CorruptLog`."""
+    for path in paths:
+        if os.path.isdir(path):
+            storage = RealStorage(path)
+            if directories.read_format(storage) is None:
+                directories.require_no_data(storage)
 
 
 def _require_formatted(paths: Sequence[str]) -> None:
@@ -271,6 +292,7 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
     if "controller" not in roles_of(server):
         return ""
     storage = RealStorage(os.path.join(path, "metadata"))
+    vote = read_state(storage)
     try:
         raw = storage.read_file(METADATA_FILE)
     except FileNotFoundError:
@@ -278,8 +300,7 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
             return ""
         raise errors.CorruptLog(
             f"{storage.root}/{METADATA_FILE} is gone: the metadata here is lost, or is that of a "
-            "node that was alone. Let the quorum remove this controller, format an empty directory "
-            "and add it again"
+            f"node that was alone. Remove nothing here. {WITHOUT_VOTE}"
         ) from None
     try:
         known = json.loads(raw)
@@ -299,11 +320,8 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
             "start it with the --config that it was formatted with",
             option="controller_quorum_voters",
         )
-    if QUORUM_STATE not in storage.list(""):
-        raise errors.CorruptLog(
-            f"{storage.root}/{QUORUM_STATE} is gone: without it this controller could vote twice. "
-            "Let the quorum remove it, format an empty directory and add it again"
-        )
+    if vote is None and is_clustered(server):  # of a node that is alone the log decides (Q5)
+        raise vote_lost(storage)
     return directory_id
 
 
@@ -348,6 +366,7 @@ def format_node(
             "--initial-controllers, start it, and add it with `pk quorum add-controller`",
             option="controller_quorum_voters",
         )
+    _require_identities(paths)
     for path in paths:
         _make(path)
     fresh = [path for path in paths if directories.read_format(RealStorage(path)) is None]
@@ -363,6 +382,7 @@ def format_node(
             "Mount it, or replace it: format it without --initial-controllers",
             option="initial_controllers",
         )
+    _require_ours(paths, cluster_id, node_id)
     directory_id = ""
     if controls:
         directory_id = _format_metadata(
@@ -376,6 +396,17 @@ def format_node(
     _format_all(paths, node_id, cluster_id)
     voter = directory_id == voter_directory_id(cluster_id, node_id)
     return Formatted(cluster_id, node_id, tuple(fresh), directory_id, voter)
+
+
+def _require_ours(paths: Sequence[str], cluster_id: str, node_id: int) -> None:
+    """Nothing is made beside another node's.  Raises what `check_format` raises."""
+    for path in paths:
+        storage = RealStorage(path)
+        found = directories.read_format(storage)
+        if found is not None:
+            directories.check_format(
+                storage, found, cluster_id=cluster_id, node_id=node_id, build=pk.__version__
+            )
 
 
 def _cluster_id(given: str, server: Any) -> str:
@@ -406,11 +437,18 @@ def _format_metadata(
         raise errors.DirectoryOfAnotherCluster(
             f"{root} is not empty (it holds {held[0]!r})", directory=root
         )
-    if not fresh:
+    known_here = [name for name in storage.list("") if name != ".lock"]
+    if not fresh and (known_here or not clustered):
         try:
             return str(json.loads(storage.read_file(METADATA_FILE))["directory_id"])
         except (FileNotFoundError, ValueError, KeyError):
             return ""
+    if initial and not fresh:  # F7
+        raise errors.InvalidConfig(
+            f"{path} is formatted already and {root} is empty: its controller was there before and "
+            "may have voted. Put the metadata back, or format without --initial-controllers",
+            option="initial_controllers",
+        )
     directory_id = voter_directory_id(cluster_id, node_id) if initial else new_id()  # F1
     storage.replace_file(QUORUM_STATE, first_state())
     known = {

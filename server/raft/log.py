@@ -6,7 +6,7 @@ the controller, the source of `fetch_metadata_log`, and where other voters fetch
 records mean is not known here: `serde` writes and reads them, `make_generator` gives what makes
 snapshots of them.
 
-Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote, JSON),
+Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote),
 `__cluster_metadata-0/`, `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
 
 Invariants
@@ -14,6 +14,8 @@ Invariants
   L2  what a former leader had decided and not written is undone before anything is fetched
   L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
       meanwhile nobody else writes to the log (raft/machine.py, U6)
+  L7  records without a vote are opened only where this node is the only voter by the log and the
+      settings name none: another one could have had its vote (rule Q5)
 (L4 to L6: log_writer.py)
 """
 
@@ -48,7 +50,7 @@ from pk.server.raft.messages import (
 )
 from pk.server.raft.peers import Peers
 from pk.server.raft.record_serde import RecordSerde
-from pk.server.raft.recovery import SnapshotRules, recover
+from pk.server.raft.recovery import SnapshotRules, recover, vote_lost
 from pk.server.raft.request_handler import RaftRequestHandler
 from pk.server.raft.reserve import RESERVE_BYTES, ReserveDisk
 from pk.server.raft.snapshot_fetcher import SnapshotFetcher
@@ -98,6 +100,7 @@ class RaftLog(Generic[R]):
         reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         first = {me: address} if voters is None else voters
+        self._given_alone = voters is None
         self._clock = world.clock
         self._disk = ReserveDisk(disk, reserve_bytes)
         self._on_fatal = on_fatal
@@ -173,10 +176,26 @@ class RaftLog(Generic[R]):
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "
                 f"directory {self.quorum.me.directory_id}"
             )
+        if opened.vote_lost:
+            self._go_on_without_vote()
         self._host.start()
         for work in (self._timers.run(), self._make_snapshots()):
             self._tasks.append(asyncio.get_running_loop().create_task(work))
         self._post(Started(opened.vote, self._state()))
+
+    def _go_on_without_vote(self) -> None:
+        """L7.  Raises `CorruptLog` where another node votes, or the settings name voters."""
+        log = self._open_log
+        if not self.alone or not self._given_alone:
+            raise vote_lost(self._disk.storage)
+        self._say(
+            "quorum_state_missing",
+            epoch=self._state().last_epoch,
+            log_end=log.written_end,
+            why="the saved vote is gone; this node is the only voter and goes on from the epoch of "
+            "its log. Every batch matches its checksum. Whole batches that are missing behind "
+            "log_end would not be noticed: how far the log was SYNCED is not known",
+        )
 
     async def lead(self) -> Leadership:
         """Return once this node leads and has committed the first records of its epoch."""

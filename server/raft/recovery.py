@@ -14,27 +14,37 @@ Invariants
       snapshot, damage is reported and left where it is.  A clean stop notes the end of the log, so
       that after it no damage is taken for a torn tail
   O3  every cut is named, with its range (`Opened.cuts`)
+  O4  where records are and no vote is, nothing is cut: how far the log was SYNCED is not known.
+      Whether this node may go on without its vote, the voters say (log.py, L7; rule Q5)
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pk import errors, limits, settings
+from pk.log import sealed
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
+from pk.log.recovery import Stop
+from pk.log.salvage import bases_of
+from pk.log.segment import Segment, Walk, corrupt
 from pk.log.storage import Storage
 from pk.server.raft.messages import Vote
-from pk.server.raft.snapshot_files import KEEP, Found, finish_load
-from pk.server.raft.snapshot_id import NOTHING, SnapshotId
+from pk.server.raft.snapshot_files import KEEP, LOAD, Found, finish_load
+from pk.server.raft.snapshot_id import NOTHING, SnapshotId, id_of
 from pk.types import METADATA_TOPIC, METADATA_TOPIC_ID, TopicPartition
 
 QUORUM_STATE = "quorum-state"
 LOG_DIR = f"{METADATA_TOPIC}-0"
+#: What to do where the vote is damaged or gone.
+WITHOUT_VOTE = (
+    "In a cluster exchange this controller; its partitions stay. A node that is alone starts "
+    "without the file, if its log is whole. docs/REPAIR.md, The saved vote, has the commands"
+)
 
 #: How the metadata log differs from a topic: only a snapshot makes it shorter, synced always, large
 #: batches (rule M2).
@@ -75,6 +85,7 @@ class Opened:
     kept: tuple[SnapshotId, ...]  #: whole snapshots, oldest first
     damaged: tuple[str, ...]  #: why, for each of the others
     cuts: tuple[str, ...] = ()  #: what was cut off the log or removed (O3)
+    vote_lost: bool = False  #: records are here and no vote: it is not known what was voted (O4)
 
     def report(self, say: Callable[..., None]) -> None:
         """One line for each damaged snapshot and each cut."""
@@ -84,21 +95,25 @@ class Opened:
             say("metadata_log_cut", what=what)
 
 
-def read_state(storage: Storage) -> tuple[Vote, int]:
-    """The saved vote and how far the log was SYNCED then; nothing saved yet = epoch 0.
+def read_state(storage: Storage) -> tuple[Vote, int] | None:
+    """The saved vote and how far the log was SYNCED then; None = there is no file.
 
     Raises `CorruptLog`: to guess a vote could be to vote twice.
     """
     try:
         raw = storage.read_file(QUORUM_STATE)
     except FileNotFoundError:
-        return Vote(), 0
+        return None
     try:
-        known = json.loads(raw)
-        vote = Vote(int(known["epoch"]), int(known["voted_for"]), str(known["voted_directory_id"]))
-        return vote, int(known["synced_end"])
-    except (ValueError, KeyError, TypeError) as cause:
-        raise errors.CorruptLog(f"{storage.root}/{QUORUM_STATE} is damaged: {cause}") from cause
+        known = sealed.decode(raw)
+        epoch, voted_for = (sealed.field(known, name, int) for name in ("epoch", "voted_for"))
+        vote = Vote(epoch, voted_for, sealed.field(known, "voted_directory_id", str))
+        return vote, sealed.field(known, "synced_end", int)
+    except sealed.Damaged as damage:
+        raise errors.CorruptLog(
+            f"{storage.root}/{QUORUM_STATE} is damaged: {damage}. Nothing here was changed; remove "
+            f"nothing. {WITHOUT_VOTE}"
+        ) from damage
 
 
 def state_bytes(vote: Vote, synced_end: int) -> bytes:
@@ -110,7 +125,7 @@ def state_bytes(vote: Vote, synced_end: int) -> bytes:
         "voted_directory_id": vote.voted_directory_id,
         "synced_end": synced_end,
     }
-    return json.dumps(known).encode()
+    return sealed.encode(known)
 
 
 def first_state() -> bytes:
@@ -135,9 +150,15 @@ def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
 
 def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     """See the module.  Raises `CorruptLog`."""
-    vote, synced_end = read_state(storage)
+    state = read_state(storage)
+    lost = state is None and _holds_records(storage)
+    if lost:
+        state = Vote(), _whole_end(storage)
+    vote, synced_end = state or (Vote(), 0)
     found = Found(storage)
     if found.loading is not None:
+        if lost:  # it came from another voter
+            raise vote_lost(storage)
         log = _begin_anew(storage, rules, found.loading, now_ms)
         cut = f"everything below offset {found.loading.end}: a snapshot takes its place"
         return Opened(vote, log, (found.loading,), found.damaged, (cut,))
@@ -152,7 +173,44 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     log.flush()
     log.advance_log_start(base.end)
     cuts = tuple(note for note in log.notes if any(word in note for word in _CUT_WORDS))
-    return Opened(vote, log, kept, found.damaged, cuts)
+    return Opened(vote, log, kept, found.damaged, cuts, lost)
+
+
+def vote_lost(storage: Storage) -> errors.CorruptLog:
+    """There are, or were, other voters (rule Q5)."""
+    return errors.CorruptLog(
+        f"{storage.root}/{QUORUM_STATE} is gone, and the metadata log is there: without its vote "
+        f"this controller could vote twice in an epoch. Remove nothing here. {WITHOUT_VOTE}"
+    )
+
+
+def _holds_records(storage: Storage) -> bool:
+    """A log or a snapshot: a vote was SYNCED before either."""
+    if any(id_of(name.removesuffix(LOAD)) is not None for name in storage.list("")):
+        return True
+    return any(
+        Segment(storage, LOG_DIR, base).stored_bytes() for base in bases_of(storage, LOG_DIR)
+    )
+
+
+def _whole_end(storage: Storage) -> int:
+    """Where the log ends, if every batch that is there is whole.  Raises `CorruptLog` (O4)."""
+    end = 0
+    for base in bases_of(storage, LOG_DIR):
+        segment = Segment(storage, LOG_DIR, base)
+        size = segment.stored_bytes()
+        walk = Walk(segment.read_at, 0, size, base, verify_from=base)
+        for _ in walk:
+            pass
+        if walk.stop is not Stop.END:
+            damage = corrupt(segment.path(), walk)
+            raise errors.CorruptLog(
+                f"{storage.root}/{QUORUM_STATE} is gone, and {damage.message}: without the file it "
+                "is not known whether committed metadata was there. Nothing here was changed; put "
+                "the metadata directory back from a backup made since the last start"
+            ) from damage
+        end = walk.next_offset
+    return end
 
 
 def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from pk import errors
 from pk.clock import SystemClock
+from pk.log import sealed
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
 from pk.wire.socket_network import PkNetwork
@@ -166,7 +167,8 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     assert "broker_fenced" not in err  # nothing failed
     assert all(gone(pid) for pid in ready["pids"].values())
     identity = tmp_path / "data" / "pk.json"  # an upgrade that writes the same bytes goes on
-    identity.write_text(json.dumps({**json.loads(identity.read_text()), "build": "0.0.1"}))
+    known = sealed.decode(identity.read_bytes())
+    identity.write_bytes(sealed.encode({**known, "build": "0.0.1"}))
     again = start("--dir", directory, "--listen", "127.0.0.1:0").line()
     assert again["cluster_id"] == ready["cluster_id"]
     assert topics(again["address"]) == {"flights": [1, 1]}

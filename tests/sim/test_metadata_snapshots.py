@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import sealed
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.record_serde import MetadataRecordSerde
 from pk.server.metadata.records import MetadataRecord, record_of
@@ -443,8 +443,8 @@ def test_a_log_that_lost_what_a_snapshot_was_made_of_is_refused(make: Any) -> No
     file = node.storage.open(f"{LOG_DIR}/{logs[0]}")
     file.truncate(1_000)
     file.close()
-    state = json.loads(node.storage.read_file(QUORUM_STATE))
-    node.storage.replace_file(QUORUM_STATE, json.dumps({**state, "synced_end": 0}).encode())
+    state = sealed.decode(node.storage.read_file(QUORUM_STATE))
+    node.storage.replace_file(QUORUM_STATE, sealed.encode({**state, "synced_end": 0}))
     cluster.boot(node)
     cluster.until(lambda: bool(node.fatal) or node.log is not None)
     (failure,) = node.fatal

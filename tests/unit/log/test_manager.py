@@ -11,7 +11,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns, directory
+from pk.log import columns, directory, sealed
 from pk.log.manager import LogManager
 from pk.sim.disk import SimStorage
 from pk.types import PartitionKey, TopicPartition
@@ -87,15 +87,16 @@ def test_format_0_is_read_by_builds_that_write_the_same_bytes_only(layout: str |
         (storage,) = house.storages
         await (await house.opened()).close()
         await (await house.opened(build="b2")).close()
-        known = json.loads(storage.read_file("pk.json"))
+        known = sealed.decode(storage.read_file("pk.json"))
         assert known["build"] == "b1"
         del known["layout"]
         if layout is not None:
             known["layout"] = layout
-        storage.replace_file("pk.json", json.dumps(known).encode())
-        with pytest.raises(errors.DirectoryOfAnotherBuild, match=r"build b1 .*layout") as told:
-            await house.opened()
-        assert told.value.acts == "operator"
+        for raw in (sealed.encode(known), json.dumps(known).encode()):  # builds before had no seal
+            storage.replace_file("pk.json", raw)
+            with pytest.raises(errors.DirectoryOfAnotherBuild, match=r"b1 .*leave this") as told:
+                await house.opened()
+            assert told.value.acts == "operator"
 
     run(main)
 

@@ -7,12 +7,14 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pk import errors
+from pk.log.directory import read_format
 from pk.log.files import RealStorage
 from pk.server.node.format import Formatted, controller_identity, format_node, prepare
 from pk.server.node.run_config import RunConfig
@@ -86,8 +88,89 @@ def test_metadata_that_is_gone_is_a_loss(tmp_path: Path, lost: str) -> None:
     """F3: without its vote a controller could vote twice."""
     make(tmp_path, node())
     (tmp_path / "metadata" / lost).unlink()
-    with pytest.raises(errors.CorruptLog, match="gone"):
+    with pytest.raises(errors.CorruptLog, match=r"gone.*emove nothing here.*REPAIR"):
         start(tmp_path, node())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_damaged_vote_ends_the_start_before_any_process(tmp_path: Path, alone: bool) -> None:
+    """Q5."""
+    resolved = resolve({}, {}, {}) if alone else node()
+    if alone:
+        start(tmp_path, resolved)
+    else:
+        make(tmp_path, resolved)
+    path = tmp_path / "metadata/quorum-state"
+    path.write_bytes(first_state().replace(b'"epoch": 0', b'"epoch": 1'))
+    with pytest.raises(errors.CorruptLog, match=f"{path} is damaged: its checksum does not match"):
+        start(tmp_path, resolved)
+
+
+def every_flip(raw: bytes) -> Iterator[bytes]:
+    for at in range(len(raw)):
+        for bit in range(8):
+            flipped = bytearray(raw)
+            flipped[at] ^= 1 << bit
+            yield bytes(flipped)
+
+
+def test_no_flipped_bit_of_a_nodes_identity_is_believed(tmp_path: Path) -> None:
+    """L18: node, cluster and directory, format and layout among them."""
+    start(tmp_path, resolve({}, {}, {}))
+    path = tmp_path / "pk.json"
+    for raw in every_flip(path.read_bytes()):
+        path.write_bytes(raw)
+        with pytest.raises(errors.CorruptLog, match=f"{path} is damaged: .*remove nothing"):
+            read_format(RealStorage(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "held",
+    ["topics/t-0", "metadata/__cluster_metadata-0/0.log", "run.json", "clock-checkpoint",
+     "partition-identity-checkpoint", "recovery-point-offset-checkpoint", "clean-shutdown"],
+)  # fmt: skip
+def test_data_without_the_nodes_identity_is_not_formatted(tmp_path: Path, held: str) -> None:
+    """F6: by a start, by `pk server format`, or as one of several directories."""
+    (tmp_path / "b" / held).mkdir(parents=True)
+    alone = resolve({}, {}, {})
+    ignoring = {"ignore_formatted": True, "initial_controllers": False}
+    for attempt in (
+        lambda: prepare([str(tmp_path / "b")], alone),
+        lambda: prepare([str(tmp_path / "a"), str(tmp_path / "b")], alone),
+        lambda: start(tmp_path / "b", node()),
+        lambda: make(tmp_path / "b", node(), **ignoring),
+    ):
+        with pytest.raises(errors.CorruptLog, match=r"b/pk\.json is gone.*remove nothing") as told:
+            attempt()
+        assert "empty" not in told.value.message
+    assert not (tmp_path / "a").exists(), "nothing is made"
+    assert not (tmp_path / "b/pk.json").exists()
+
+
+def test_metadata_that_was_taken_away_is_formatted_again_as_nobodys_vote(tmp_path: Path) -> None:
+    """F7: the partitions beside it stay; a node that is alone begins no other metadata."""
+    first = make(tmp_path, node())
+    whole = (tmp_path / "pk.json").read_bytes()
+    (tmp_path / "metadata").rename(tmp_path / "metadata.damaged")
+    with pytest.raises(errors.InvalidConfig, match="may have voted"):
+        make(tmp_path, node(), ignore_formatted=True)
+    again = make(tmp_path, node(), initial_controllers=False, ignore_formatted=True)
+    assert not again.voter
+    assert again.metadata_directory_id not in ("", first.metadata_directory_id)
+    assert start(tmp_path, node()).metadata_directory_id == again.metadata_directory_id
+    assert (tmp_path / "pk.json").read_bytes() == whole
+    alone = resolve({}, {}, {})
+    start(tmp_path / "b", alone)
+    shutil.rmtree(tmp_path / "b/metadata")
+    known = read_format(RealStorage(str(tmp_path / "b")))
+    assert known is not None
+    make(tmp_path / "b", alone, cluster_id=known.cluster_id, ignore_formatted=True,
+         initial_controllers=False)  # fmt: skip
+    assert not list((tmp_path / "b/metadata").glob("*"))
+    (tmp_path / "metadata").rename(tmp_path / "metadata.second")
+    with pytest.raises(errors.DirectoryOfAnotherCluster):
+        make(tmp_path, node(node_id=2), initial_controllers=False, ignore_formatted=True)
+    assert not (tmp_path / "metadata").exists(), "nothing is made in another node's directory"
 
 
 def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ class Disk:
         WORLDS.append(self.world)
         self.storage = SimStorage("m", self.world.random("disk"))
         self.fatal: list[BaseException] = []
+        self.said: list[tuple[str, dict[str, Any]]] = []
 
-    def open(self) -> RaftLog[MetadataRecord]:
+    def open(self, voters: dict[Voter, str] | None = None) -> RaftLog[MetadataRecord]:
         world = self.world.world_of("n")
         disk = SimDisk(self.storage, world.clock, world.rng)
         log = RaftLog(
@@ -61,9 +62,18 @@ class Disk:
             me=Voter(1, "d"),
             address="",
             on_fatal=self.fatal.append,
+            voters=voters,
+            say=lambda event, **facts: self.said.append((event, facts)),
         )
         self.world.run(_opened(log))
         return log
+
+
+def saved(disk: Disk) -> tuple[Vote, int]:
+    """What `quorum-state` says."""
+    found = read_state(disk.storage)
+    assert found is not None
+    return found
 
 
 def silent(_event: str, **_facts: object) -> None:
@@ -142,6 +152,61 @@ def test_damaged_state_is_not_guessed() -> None:
         disk.open()
 
 
+def lost_vote(*, power: bool = False) -> tuple[Disk, int]:
+    """A log of one topic whose node is down and whose `quorum-state` is gone; its epoch."""
+    disk = Disk()
+    log = disk.open()
+    log.append([topic("kept")], 5)
+    disk.world.run(log.commit())
+    epoch = log.epoch
+    disk.storage.power_loss() if power else disk.storage.crash()
+    disk.storage.remove(QUORUM_STATE)
+    return disk, epoch
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_node_alone_goes_on_without_its_vote_and_says_so_once(power: bool) -> None:
+    """L7: in a later epoch than any record's, with every record; then there is a vote again."""
+    disk, epoch = lost_vote(power=power)
+    log = disk.open()
+    assert log.epoch == epoch + 1
+    assert names(disk, log) == ["kept"]
+    ((event, facts),) = disk.said
+    assert event == "quorum_state_missing"
+    assert facts["epoch"] == epoch
+    assert "missing behind log_end would not be noticed" in facts["why"]
+    assert saved(disk)[0] == Vote(epoch + 1, 1, "d")
+    disk.storage.crash()
+    disk.said.clear()
+    assert disk.open().epoch == epoch + 2
+    assert not disk.said
+
+
+def test_a_node_with_voters_in_its_settings_does_not_go_on_without_its_vote() -> None:
+    """L7: also where its log names no other yet."""
+    disk, _ = lost_vote()
+    before = disk.storage.read_file(f"{LOG_DIR}/{0:020d}.log")
+    with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*vote twice"):
+        disk.open({Voter(1, "d"): "a:1"})
+    with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*vote twice"):
+        disk.open({Voter(1, "d"): "a:1", Voter(2, "e"): "b:1"})
+    assert not disk.storage.exists(QUORUM_STATE)
+    assert disk.storage.read_file(f"{LOG_DIR}/{0:020d}.log") == before
+
+
+def test_a_log_that_names_other_voters_is_not_opened_without_its_vote() -> None:
+    """L7: whatever the settings say."""
+    disk = Disk()
+    log = disk.open()
+    voters = [wire.Voter(node_id=1, directory_id="d"), wire.Voter(node_id=2, directory_id="e")]
+    log.append([record_of(wire.VotersRecord(voters=voters))], 5)
+    disk.world.run(log._writer.write_out())
+    disk.storage.crash()
+    disk.storage.remove(QUORUM_STATE)
+    with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*vote twice"):
+        disk.open()
+
+
 def committed(*records: str) -> tuple[Disk, RaftLog, str]:
     """A log of one topic in each batch, long after its election, and its only file."""
     disk = Disk()
@@ -173,7 +238,7 @@ def test_rot_in_what_was_committed_since_the_last_vote_is_no_torn_tail() -> None
 
 def test_a_log_that_rests_is_not_noted_again() -> None:
     disk, log, _ = committed("a")
-    assert read_state(disk.storage) == (Vote(log.epoch, 1, "d"), log.end)
+    assert saved(disk) == (Vote(log.epoch, 1, "d"), log.end)
     mutations = disk.storage.mutations
     disk.world.run(_wait(60_000))
     assert disk.storage.mutations == mutations
@@ -187,10 +252,10 @@ def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
     disk.world.run(log.commit())
     disk.storage.capacity = disk.storage.used_bytes()
     disk.world.run(_wait(5_000))
-    assert read_state(disk.storage)[1] < log.end
+    assert saved(disk)[1] < log.end
     disk.storage.capacity = None
     disk.world.run(_wait(20_000))
-    assert read_state(disk.storage)[1] == log.end
+    assert saved(disk)[1] == log.end
     assert not disk.fatal
 
 

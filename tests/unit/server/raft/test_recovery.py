@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log import sealed
 from pk.log.partition_log import PartitionLog
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import encode_batch, record_of
 from pk.server.raft import recovery
-from pk.server.raft.recovery import LOG_DIR, SnapshotRules, base_of, recover
+from pk.server.raft.messages import Vote
+from pk.server.raft.recovery import (
+    LOG_DIR,
+    QUORUM_STATE,
+    SnapshotRules,
+    base_of,
+    first_state,
+    read_state,
+    recover,
+    state_bytes,
+)
 from pk.server.raft.snapshot_id import NOTHING, SnapshotId, file_name
 from pk.sim.disk import SimStorage
 from pk.wire import pk_pb2 as wire
@@ -21,7 +34,8 @@ NOW = 5
 
 
 def log_of(storage: SimStorage, *epochs: int, start: int | None = None) -> PartitionLog:
-    """A log of one record in each of `epochs`."""
+    """A log of one record in each of `epochs`, beside a vote as old as it can be."""
+    storage.replace_file(QUORUM_STATE, first_state())
     log = recovery._open(storage, RULES, NOW, synced_end=0, log_start=start)
     for epoch in epochs:
         raw = encode_batch([record_of(wire.NoOpRecord())], NOW)
@@ -175,3 +189,75 @@ def test_the_log_begins_at_the_older_of_two() -> None:
     assert base_of((one, two), 4) == two
     with pytest.raises(errors.CorruptLog):
         base_of((one,), 4)
+
+
+def test_no_flipped_bit_of_the_vote_is_believed() -> None:
+    """Q5: epoch, voted_for and synced_end among them."""
+    storage = SimStorage("m")
+    whole = state_bytes(Vote(17, 1, "d"), 40)
+    for at in range(len(whole)):
+        for bit in range(8):
+            raw = bytearray(whole)
+            raw[at] ^= 1 << bit
+            storage.replace_file(QUORUM_STATE, bytes(raw))
+            with pytest.raises(errors.CorruptLog, match="m/quorum-state is damaged: "):
+                read_state(storage)
+    storage.replace_file(QUORUM_STATE, whole)
+    assert read_state(storage) == (Vote(17, 1, "d"), 40)
+
+
+@pytest.mark.parametrize("field", ["epoch", "voted_for", "voted_directory_id", "synced_end"])
+def test_a_vote_without_one_of_its_fields_names_it(field: str) -> None:
+    storage = SimStorage("m")
+    known = sealed.decode(first_state())
+    del known[field]
+    storage.replace_file(QUORUM_STATE, sealed.encode(known))
+    with pytest.raises(errors.CorruptLog, match=f"'{field}' is missing.*remove nothing.*REPAIR"):
+        read_state(storage)
+
+
+def test_a_vote_without_a_checksum_is_not_believed() -> None:
+    storage = SimStorage("m")
+    raw = json.dumps(sealed.decode(first_state())).encode()
+    storage.replace_file(QUORUM_STATE, raw)
+    with pytest.raises(errors.CorruptLog, match="does not end with its checksum"):
+        recover(storage, RULES, NOW)
+
+
+@pytest.mark.parametrize("snapshot_end", [0, 5])
+def test_records_without_a_vote_lose_none(snapshot_end: int) -> None:
+    """O4: a whole log is opened, and says that its vote is lost; nothing is torn, so nothing is
+    cut."""
+    storage = SimStorage("m")
+    log_of(storage, *[1] * 8)
+    if snapshot_end:
+        put(storage, SnapshotId(snapshot_end, 1))
+    assert not recover(storage, RULES, NOW).vote_lost
+    storage.remove(QUORUM_STATE)
+    opened = recover(storage, RULES, NOW)
+    assert opened.vote_lost
+    assert opened.log.log_end == opened.log.synced_end == 8
+    position, header = batches_in(storage)[6]
+    storage.rot(f"{LOG_DIR}/{0:020d}.log", position + header.length - 1, 0)
+    before = storage.files()
+    with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*offset 6.*backup"):
+        recover(storage, RULES, NOW)
+    assert storage.files() == before
+
+
+def test_a_beginning_has_no_vote_to_lose() -> None:
+    """A node that died between the first segment and its first vote begins as before."""
+    storage = SimStorage("m")
+    assert not recover(storage, RULES, NOW).vote_lost
+    assert storage.list(LOG_DIR)
+    assert not recover(storage, RULES, NOW).vote_lost
+
+
+def test_a_fetched_snapshot_without_a_vote_is_refused() -> None:
+    """Q5: another voter sent it."""
+    storage = SimStorage("m")
+    log_of(storage, 1, 1)
+    put(storage, SnapshotId(10, 5), ".load")
+    storage.remove(QUORUM_STATE)
+    with pytest.raises(errors.CorruptLog, match="vote twice"):
+        recover(storage, RULES, NOW)

@@ -14,11 +14,10 @@ import pytest
 from pk import errors
 from pk.effects import Level
 from pk.server.raft.messages import SaveVote, Vote
-from pk.server.raft.recovery import read_state
 from pk.server.raft.reserve import RESERVE_FILE, TIMES, ReserveDisk
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
-from tests.unit.server.raft.test_log import Disk
+from tests.unit.server.raft.test_log import Disk, saved
 
 SIZE = 1_000
 
@@ -106,7 +105,7 @@ def test_a_vote_waits_for_room_and_a_started_node_has_some() -> None:
         assert not saving.done()
         disk.storage.capacity = None
         await saving
-        assert read_state(disk.storage)[0] == vote
+        assert saved(disk)[0] == vote
 
     disk.world.run(full())
     assert not disk.fatal
