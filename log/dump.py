@@ -11,7 +11,7 @@ from typing import Any
 from crc32c import crc32c
 
 from pk import errors
-from pk.log import aborted, checkpoints, columns, epochs, index
+from pk.log import aborted, checkpoints, columns, epochs, identity, index
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.directory import HIGH_WATERMARKS, LOG_STARTS, RECOVERY_POINTS
@@ -19,7 +19,14 @@ from pk.log.producers import Damaged, Producers
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX, ReadAt
 
 Object = dict[str, Any]
-CHECKPOINTS = (epochs.FILE, RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS)
+CHECKPOINTS = (
+    epochs.FILE,
+    RECOVERY_POINTS,
+    HIGH_WATERMARKS,
+    LOG_STARTS,
+    identity.PARTITION_FILE,
+    identity.IDENTITIES,
+)
 SUFFIXES = (LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
 
@@ -46,10 +53,17 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
             yield from _snapshot(raw)
         elif kind == epochs.FILE:
             yield from (entry._asdict() for entry in epochs.LeaderEpochs.decode(raw).entries)
+        elif kind == identity.PARTITION_FILE:
+            yield _identity(identity.decode(raw, kind))
+        elif kind == identity.IDENTITIES:
+            for known in identity.parse(checkpoints.decode(kind, raw)).values():
+                yield {**_identity(known.identity), "state": known.state}
         else:
             for line in checkpoints.decode(kind, raw):
                 topic_id, partition, offset = line.split()
                 yield {"topic_id": topic_id, "partition": int(partition), "offset": int(offset)}
+    except errors.LogUnidentified as cause:
+        yield {"corrupt": cause.message, "position": 0}
     except (index.Damaged, aborted.Damaged, Damaged, checkpoints.Damaged, ValueError) as cause:
         yield {"corrupt": str(cause), "position": 0}
 
@@ -135,6 +149,12 @@ def text(data: bytes | None) -> str | Object | None:
         return data.decode()
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(data).decode()}
+
+
+def _identity(known: identity.Identity) -> Object:
+    fields = known._asdict()
+    fields["topic"], fields["partition"] = fields.pop("topic_partition")
+    return fields
 
 
 def _index(raw: bytes, kind: str) -> Iterator[Object]:

@@ -37,7 +37,8 @@ def dump(
     file: Annotated[
         Path,
         typer.Argument(
-            help="a .log, .index, .timeindex, .txnindex, .snapshot, .checkpoint or checkpoint file"
+            help="a .log, .index, .timeindex, .txnindex, .snapshot, .checkpoint, partition.json or "
+            "checkpoint file"
         ),
     ],
     records: Annotated[

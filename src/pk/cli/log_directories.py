@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from pk.cli.common import AsJson, quiet_end, say, size_text, table
+from pk.cli.log_ranges import findings
 from pk.log import by_hand
 from pk.log.files import RealStorage
+from pk.log.identity import ADOPTED
 from pk.server.node.format import new_id
 
 Home = Annotated[
@@ -25,6 +27,9 @@ TopicId = Annotated[
     str, typer.Option("--topic-id", help="whose it is, where nothing on the disk says so")
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without it the plan is shown")]
+
+#: `pk log list` alone says so: a log whose identity is intact, with damaged ranges.
+DAMAGED = "damaged"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -47,19 +52,37 @@ def locked(home: Path) -> Iterator[RealStorage]:
 
 
 def show(home: Home, as_json: AsJson = False) -> None:
-    """List the logs of a data directory, and those that are missing."""
+    """List the logs of a data directory, and those that are missing; reads every batch.
+
+    `damaged`: a log whose identity is intact and that has damaged ranges; pk log repair shows them.
+    """
     with quiet_end():
-        found = list(by_hand.survey(RealStorage(str(home.absolute()))))
+        storage = RealStorage(str(home.absolute()))
+        rows = [_with_ranges(storage, each) for each in by_hand.survey(storage)]
         if as_json:
-            say([each._asdict() for each in found])
+            say(rows)
             return
-        table(
-            ["name", "status", "topic id", "segments", "size", "problem"],
-            [
-                [f.name, f.status, f.topic_id, f.segments, size_text(f.bytes), f.problem]
-                for f in found
-            ],
-        )
+        columns = ["name", "status", "topic_id", "segments", "bytes", "damaged_ranges", "problem"]
+        cells = [{**row, "bytes": size_text(row["bytes"])} for row in rows]
+        heads = [{"topic_id": "topic id", "bytes": "size"}.get(name, name) for name in columns]
+        heads[5] = "damaged ranges"
+        table(heads, [[row[name] for name in columns] for row in cells])
+
+
+def _with_ranges(storage: RealStorage, found: by_hand.Found) -> dict[str, Any]:
+    """`found` with the number of its damaged ranges; 0 where the identity is not intact, for the
+    checkpoints that say where a log ended name it by its identity.
+    """
+    row = {**found._asdict(), "damaged_ranges": 0}
+    if found.status in (by_hand.OK, ADOPTED):
+        ranges = findings(storage, found.name)
+        row["damaged_ranges"] = len(ranges)
+        if ranges:
+            first = ranges[0].damage
+            row["problem"] = f"offsets {first} are damaged: {first.problem}"
+            if found.status == by_hand.OK:
+                row["status"] = DAMAGED
+    return row
 
 
 def adopt(

@@ -14,13 +14,12 @@ import typer
 from pk import errors
 from pk.cli.common import AsJson, quiet_end, say, table
 from pk.cli.log_directories import Home, locked
+from pk.cli.log_ranges import findings
 from pk.log import by_hand, identity
-from pk.log import directory as directories
 from pk.log import repair as repairing
 from pk.log.files import RealStorage
 from pk.log.repair import Finding
 from pk.server.node.format import PARTITIONS
-from pk.server.node.run_config import boot_id
 
 
 def repair(
@@ -87,20 +86,9 @@ def _names(storage: RealStorage, wanted: list[str] | None) -> list[str]:
 
 
 def _one(storage: RealStorage, name: str, *, execute: bool) -> list[dict[str, Any]]:
-    path = f"{PARTITIONS}/{name}"
-    owner = identity.read(storage, path)
-    if owner is None:
-        return []
-    key = owner.key
-    run, closed = directories.read_run(storage)
-    points = directories.read_offsets(storage, directories.RECOVERY_POINTS)
-    marks = directories.read_offsets(storage, directories.HIGH_WATERMARKS)
-    point = points.get(key, 0)
-    found = repairing.look(storage, path, trusted=closed, floor=max(point, marks.get(key, 0)))
-    if not closed and run.boot_id != boot_id():  # a power loss: the next start cuts what it tore
-        found = [each for each in found if each.damage.start < point]
+    found = findings(storage, name)
     if execute:
-        repairing.go_past(storage, path, found)
+        repairing.go_past(storage, f"{PARTITIONS}/{name}", found)
     return [_row(name, each) for each in found]
 
 

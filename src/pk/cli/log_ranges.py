@@ -1,0 +1,31 @@
+"""The damaged ranges of one log in a data directory, for `pk log list` and `pk log repair`."""
+
+from __future__ import annotations
+
+from pk.log import directory as directories
+from pk.log import identity
+from pk.log import repair as repairing
+from pk.log.files import RealStorage
+from pk.log.repair import Finding
+from pk.server.node.format import PARTITIONS
+from pk.server.node.run_config import boot_id
+
+
+def findings(storage: RealStorage, name: str) -> list[Finding]:
+    """Every damaged range of the log in directory `name`, ascending.  Reads every batch.
+
+    A log without an identity has none here.  Raises `LogUnidentified` for a damaged identity.
+    """
+    path = f"{PARTITIONS}/{name}"
+    owner = identity.read(storage, path)
+    if owner is None:
+        return []
+    key = owner.key
+    run, closed = directories.read_run(storage)
+    points = directories.read_offsets(storage, directories.RECOVERY_POINTS)
+    marks = directories.read_offsets(storage, directories.HIGH_WATERMARKS)
+    point = points.get(key, 0)
+    found = repairing.look(storage, path, trusted=closed, floor=max(point, marks.get(key, 0)))
+    if not closed and run.boot_id != boot_id():  # a power loss: the next start cuts what it tore
+        found = [each for each in found if each.damage.start < point]
+    return found
