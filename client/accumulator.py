@@ -1,457 +1,324 @@
-"""Records on their way to a batch: rows in Arrow columns, split by partition, gathered until full
-or ripe.
+"""Where `send` leaves its records: the only place a user's thread and the client's loop meet.
 
-A *piece* is a run of rows of one partition with the part of a delivery it answers for.  Pieces of a
-partition are gathered into a `Batch` while it has room and nobody has taken it; a batch may go when
-it is full or its oldest piece has lingered long enough.  While a broker is slow, batches therefore
-grow by themselves.
+`send` appends to plain lists behind a turnstile, for a few hundred nanoseconds; nothing else
+happens on the user's thread.  The loop takes whole chunks: full ones at once, an open one after a
+moment.  A chunk's create time is taken when it opens, so it is right to within `FRONT_MS`.
 
 Invariants
-  A1  pieces leave a partition in the order they came.
-  A2  a batch holds at most `batch_size` bytes, or a single piece; `cuts_by_size` keeps pieces
-      within it, unless they are a single row.
-  A3  nothing is done per record: columns are built, hashed, sorted and cut by numpy and Arrow.
+  I1  chunks of a topic are taken in the order they opened; a record is in exactly one chunk.
+  I2  the bytes of all records not yet resolved never exceed `buffer_memory` by more than one
+      record, which is let through when nothing else is held: memory is reserved before a record is
+      accepted.
+  I3  a chunk that was taken is never appended to: taking and appending hold the same lock.
 """
 
 from __future__ import annotations
 
-import struct
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pk import errors, limits
-from pk.client.futures import Delivery, Part
-from pk.client.partitioner import Sticky, partitions_of
-from pk.log import batch as batches
-from pk.log.columns import HEADER_TYPE, encode
-from pk.log.encoding import numbers
-from pk.log.storage import Buffer
-from pk.types import NONE, PartitionKey
+from pk import errors
+from pk.client.futures import Delivery, OnDelivery, SendFuture
+from pk.client.partitioner import Sticky
+from pk.client.rows import RECORD_OVERHEAD, absent, binary_column, rows_of
+from pk.client.waiting import Monitor
+from pk.clock import Clock, block_s
+from pk.log.columns import HEADER_TYPE
+from pk.types import NONE
 
-I64 = npt.NDArray[np.int64]
+#: An open chunk is taken after this much, or after linger_ms if that is less.
+FRONT_MS = 5
+#: Memory is reserved this much at a time, so that `send` need not reckon per record.
+GRANT_BYTES = 256 * 1024
 
-#: What a record is counted for besides its key and value.
-RECORD_OVERHEAD = 16
-#: What a row of a column is counted for besides its bytes: a length.
-COLUMN_OVERHEAD = 4
-#: A batch to which less than 1/8 of its size could be added counts as full.
-FULL_SHARE = 8
-_BINARY = pa.binary()
-_OFFSET = struct.Struct("<i")
-#: Columns of a piece; `timestamp` is there only if rows of it differ.
-ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
-_STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
+Headers = Sequence[tuple[str, bytes | None]]
 
 
-# -- rows ------------------------------------------------------------------------------------------
+class Budget:
+    """buffer_memory: what is held and not yet resolved."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._space = Monitor()
+        self._closed: errors.PkError | None = None
+
+    def try_reserve(self, size: int) -> bool:
+        """Take `size` bytes if they are there; a request larger than the limit needs it empty."""
+        with self._space.lock:
+            if self._closed is not None:
+                raise self._closed
+            if self.used and self.used + size > self.limit:
+                return False
+            self.used += size
+            return True
+
+    def wait(self, size: int, timeout_s: float) -> None:
+        """Block until `size` bytes may be there, or time is up: then try again."""
+        with self._space.lock:
+            self._space.wait_for(
+                lambda: self._closed is not None or not self.used or self.used + size <= self.limit,
+                timeout_s,
+            )
+
+    def release(self, size: int) -> None:
+        with self._space.lock:
+            self.used -= size
+            assert self.used >= 0, self.used
+            self._space.notify_all()
+
+    def close(self, error: errors.PkError) -> None:
+        with self._space.lock:
+            self._closed = error
+            self._space.notify_all()
 
 
-def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
-    """A `binary` column of Python bytes.
+class Turnstile:
+    """A mutex for sections of a few instructions, as `send` has one per record.
 
-    About as fast as `pa.array` (1 us more a column, as much per item, less for large ones), and
-    without its first call, which imports pandas where that is installed: 0.3 s on the thread that
-    sends.  Items that are None need it.
+    Whoever takes the one token out of the list is inside.  That is a fifth faster than a `Lock`,
+    whose methods parse keyword arguments, and unlike behind `acquire()` no signal is handled
+    between the taking and the `try` that gives back, so that Ctrl-C cannot leave it shut.  Who
+    finds it shut lets the other threads run and looks again.
     """
-    if items is None:
-        return absent(count, _BINARY)
-    try:
-        data = b"".join(items)  # type: ignore[arg-type]
-    except TypeError:
-        return pa.array(items, _BINARY)
-    lengths = list(map(len, items))  # type: ignore[arg-type]
-    first = lengths[0] if count else 0
-    offsets = np.zeros(count + 1, np.int32)
-    if lengths.count(first) == count:
-        offsets[1:] = first
-    else:
-        offsets[1:] = lengths
-    np.cumsum(offsets, out=offsets)
-    return pa.Array.from_buffers(
-        _BINARY, count, [None, pa.py_buffer(offsets), pa.py_buffer(data)], 0
-    )
+
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
+        self.tokens: list[None] = [None]
+
+    def __enter__(self) -> None:
+        while True:
+            try:
+                del self.tokens[0]
+            except IndexError:
+                block_s(0)
+            else:
+                return
+
+    def __exit__(self, *_: object) -> None:
+        self.tokens.append(None)
 
 
-def int64_column(numbers: I64) -> pa.Array:
-    """A view of `numbers`; `pa.array` would first import pandas, where that is installed."""
-    whole = np.ascontiguousarray(numbers, np.int64)
-    return pa.Array.from_buffers(pa.int64(), len(whole), [None, pa.py_buffer(whole)], 0)
+class Chunk(Delivery):
+    """Records of one topic as `send` left them: parallel columns, the rare ones by index."""
 
-
-_NULLS = {kind: pa.nulls(1 << 16, kind) for kind in (_BINARY, HEADER_TYPE)}
-
-
-def absent(count: int, kind: pa.DataType) -> pa.Array:
-    """All null; a view of a column made once, because nested ones are slow to make."""
-    known = _NULLS.get(kind)
-    return (
-        known.slice(0, count)
-        if known is not None and count <= len(known)
-        else pa.nulls(count, kind)
-    )
-
-
-def rows_of(
-    key: pa.Array, value: pa.Array, headers: pa.Array, stamps: I64 | None
-) -> pa.RecordBatch:
-    if stamps is None:
-        return pa.RecordBatch.from_arrays([key, value, headers], schema=ROWS)
-    return pa.RecordBatch.from_arrays([key, value, headers, int64_column(stamps)], schema=_STAMPED)
-
-
-def normalise(batch: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, pa.Array | None]:
-    """A caller's columns as rows, and its partition column.  Raises `SerializationError`."""
-    names = batch.schema.names
-    unknown = [n for n in names if n not in ("key", "value", "timestamp", "headers", "partition")]
-    if unknown or len(set(names)) != len(names):
-        raise errors.SerializationError(
-            "send_batch takes the columns value, key, timestamp, headers, partition once each, not "
-            f"{', '.join(names)}"
-        )
-    count = batch.num_rows
-
-    def column(name: str, kind: pa.DataType) -> pa.Array:
-        if name not in names:
-            return absent(count, kind)
-        found = batch.column(name)
-        if isinstance(found, pa.DictionaryArray):
-            found = found.dictionary_decode()
-        if found.type == kind:
-            return found
-        try:
-            if kind == _BINARY and not _bytes_like(found.type):
-                raise pa.ArrowInvalid("not bytes or text")
-            return found.cast(kind)
-        except pa.ArrowException as cause:
-            raise errors.SerializationError(
-                f"column {name} holds {found.type}, which is not {kind}: {cause}", column=name
-            ) from cause
-
-    stamps = _stamps(batch.column("timestamp"), now_ms) if "timestamp" in names else None
-    rows = rows_of(
-        column("key", _BINARY), column("value", _BINARY), column("headers", HEADER_TYPE), stamps
-    )
-    partition = column("partition", pa.int32()) if "partition" in names else None
-    return rows, partition
-
-
-def _bytes_like(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_binary(kind)
-        or pa.types.is_large_string(kind) or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_null(kind) or kind in (pa.binary_view(), pa.string_view())
+    __slots__ = (
+        "created", "granted", "headers", "keys", "on_delivery", "opened_ms", "partitions",
+        "ready", "size", "values",
     )  # fmt: skip
 
+    def __init__(self, topic: str, monitor: Monitor) -> None:
+        super().__init__(topic, monitor)
+        self.values: list[bytes | None] = []
+        self.keys: list[bytes | None] | None = None  #: None until the first key
+        self.headers: dict[int, Headers] | None = None
+        self.partitions: dict[int, int] | None = None
+        self.created: dict[int, int] | None = None  #: create times the caller gave
+        self.size = 0
+        self.granted = 0  #: bytes reserved for this chunk
+        self.opened_ms = 0  #: monotonic
+        self.ready = False  #: do not wait for linger_ms
 
-def _stamps(column: pa.Array, now_ms: int) -> I64:
-    kind = column.type
-    try:
-        if pa.types.is_timestamp(kind):
-            column = column.cast(pa.timestamp("ms", kind.tz), safe=False).view(pa.int64())
-        elif pa.types.is_integer(kind) or pa.types.is_null(kind):
-            column = column.cast(pa.int64())
+    def rows(self) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
+        """The records as columns, and the partitions callers chose (-1 = none); the lists are
+        dropped.
+        """
+        count = self.count = len(self.values)
+        value = binary_column(self.values, count)
+        key = binary_column(self.keys, count)
+        if self.headers is None:
+            headers = absent(count, HEADER_TYPE)
         else:
-            raise pa.ArrowInvalid("neither int64 milliseconds nor a timestamp")
-    except pa.ArrowException as cause:
-        raise errors.SerializationError(
-            f"column timestamp holds {kind}: {cause}", column="timestamp"
-        ) from cause
-    if column.null_count:
-        column = pc.fill_null(column, now_ms)
-    stamps: I64 = numbers(column)
-    return stamps
-
-
-def _lengths(array: pa.Array) -> npt.NDArray[np.int32]:
-    """Bytes of each row of a `binary` column; a null counts what its offsets say."""
-    offsets = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
-    return np.subtract(offsets[1:], offsets[:-1])
-
-
-def size_of(rows: pa.RecordBatch) -> int | None:
-    """What all rows are counted for together, from two offsets a column; None if they have headers.
-
-    No numpy here: it lets go of the interpreter for columns of this size, and to get it back from a
-    busy loop thread takes longer than everything else that `send_batch` does.
-    """
-    headers = rows.column("headers")
-    if headers.null_count < len(headers):
-        return None
-    total = 0
-    for name in ("key", "value"):
-        array = rows.column(name)
-        if array.null_count < len(array):
-            offsets = memoryview(array.buffers()[1]).cast("B")
-            first = _OFFSET.unpack_from(offsets, array.offset * 4)[0]
-            last = _OFFSET.unpack_from(offsets, (array.offset + len(array)) * 4)[0]
-            total += last - first + COLUMN_OVERHEAD * len(array)
-    return total or rows.num_rows * COLUMN_OVERHEAD
-
-
-def sizes(rows: pa.RecordBatch) -> I64:
-    """Bytes each row is counted for: as many as its columns take in a batch."""
-    total = np.zeros(rows.num_rows, np.int64)
-    for name in ("key", "value"):
-        array = rows.column(name)
-        if array.null_count < len(array):
-            total += _lengths(array)
-            total += COLUMN_OVERHEAD
-    if not total.any():
-        total += COLUMN_OVERHEAD
-    headers = rows.column("headers")
-    if headers.null_count < len(headers) and len(headers.values):
-        counts = numbers(pc.fill_null(pc.list_value_length(headers), 0))
-        items = headers.flatten()
-        each = np.full(len(items), RECORD_OVERHEAD, np.int64)
-        for child in items.flatten():
-            each += numbers(pc.fill_null(pc.binary_length(child), 0))
-        ends = np.cumsum(each)
-        bounds = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)])]
-        total += np.diff(bounds)
-    return total
-
-
-# -- partitions ------------------------------------------------------------------------------------
-
-
-def place(
-    rows: pa.RecordBatch,
-    explicit: npt.NDArray[np.int32] | None,
-    partitions: int,
-    sticky: Sticky,
-    available: Sequence[int],
-    size: int,
-) -> int | npt.NDArray[np.int32]:
-    """The partition of every row, or the one of them all.  `explicit`: chosen by the caller, -1 =
-    not.
-
-    Raises `InvalidPartitions` if a chosen one does not exist.
-    """
-    if explicit is not None and len(explicit):
-        low, high = int(explicit.min()), int(explicit.max())
-        if low < NONE or high >= partitions:
-            raise errors.InvalidPartitions(
-                f"partition {low if low < NONE else high} does not exist: there are {partitions}"
+            given = self.headers
+            headers = pa.array(
+                [[{"key": k, "value": v} for k, v in given.get(i, ())] for i in range(count)],
+                HEADER_TYPE,
             )
-        if low == high and low != NONE:
-            return low
-    if partitions == 1:
-        return 0
-    keys = rows.column("key")
-    keyless = keys.null_count == len(keys)
-    if keyless and explicit is None:
-        chosen = sticky.current(available)
-        sticky.filled(size)
-        return chosen
-    stuck = NONE
-    if keys.null_count and (explicit is None or NONE in explicit):
-        stuck = sticky.current(available)
-        sticky.filled(size * keys.null_count // len(keys))
-    if keyless:
-        spread = np.full(len(keys), stuck, np.int32)
-    else:
-        spread = partitions_of(keys, partitions, stuck)
-    if explicit is not None:
-        spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
-    return spread
+        stamps = None
+        if self.created is not None:
+            stamps = np.full(count, self.stamp_ms, np.int64)
+            stamps[list(self.created)] = list(self.created.values())
+            self.stamps = stamps
+        explicit = None
+        if self.partitions is not None:
+            explicit = np.full(count, NONE, np.int32)
+            explicit[list(self.partitions)] = list(self.partitions.values())
+        self.values, self.keys, self.headers = [], None, None
+        return rows_of(key, value, headers, stamps), explicit
 
 
-def split(
-    rows: pa.RecordBatch, chosen: int | npt.NDArray[np.int32], delivery: Delivery
-) -> list[tuple[int, int, pa.RecordBatch]]:
-    """`(partition, first position, rows)` runs, a partition's rows in their order."""
-    if not isinstance(chosen, int):
-        if chosen.min() == chosen.max():
-            chosen = int(chosen[0])
-        else:
-            order = np.argsort(chosen.astype(np.uint16), kind="stable")  # 16 bits: radix sort
-            inverse = np.empty(len(order), np.int64)
-            inverse[order] = np.arange(len(order))
-            delivery.order, delivery.inverse = order, inverse
-            rows = _take(rows, int64_column(order))
-            ordered = chosen[order]
-            cuts = np.flatnonzero(np.diff(ordered)) + 1
-            starts = [0, *cuts.tolist()]
-            ends = [*cuts.tolist(), len(order)]
-            return [
-                (int(ordered[start]), start, rows.slice(start, end - start))
-                for start, end in zip(starts, ends, strict=True)
-            ]
-    return [(chosen, 0, rows)]
+class Columns(Delivery):
+    """A `send_batch`, already split: (partition, first position, rows, bytes) in order."""
+
+    __slots__ = ("opened_ms", "pieces", "ready")
+
+    def __init__(self, topic: str, monitor: Monitor) -> None:
+        super().__init__(topic, monitor)
+        self.pieces: list[tuple[int, int, pa.RecordBatch, int]] = []
+        self.opened_ms = 0
+        self.ready = False
 
 
-def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:
-    """`rows` in another order; columns without values need none."""
-    columns = [
-        column if column.null_count == len(column) else column.take(order)
-        for column in rows.columns
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
+class RecordAccumulator:
+    """One topic's door."""
 
-
-def batch_limit(batch_size: int, configs: Mapping[str, str]) -> int:
-    """batch_size, or less where max_message_bytes of the topic leaves less room."""
-    known = int(configs.get("max_message_bytes", 0) or 0)
-    return min(batch_size, max(1, known // 2)) if known else batch_size
-
-
-def cuts_by_size(row_sizes: I64, batch_size: int) -> list[int]:
-    """Ends of consecutive runs of at most `batch_size` bytes (a larger row stands alone)."""
-    ends = np.cumsum(row_sizes)
-    cuts: list[int] = []
-    start, count = 0, len(row_sizes)
-    while start < count:
-        base = int(ends[start - 1]) if start else 0
-        end = int(np.searchsorted(ends, base + batch_size, side="right"))
-        end = min(max(end, start + 1), start + limits.BATCH_RECORDS_MAX, count)
-        cuts.append(end)
-        start = end
-    return cuts
-
-
-def cut(
-    run: tuple[int, int, pa.RecordBatch], batch_size: int
-) -> list[tuple[int, int, pa.RecordBatch]]:
-    """A run of `split` as consecutive ones of at most `batch_size` bytes."""
-    partition, first, rows = run
-    ends = cuts_by_size(sizes(rows), batch_size)
-    return [
-        (partition, first + start, rows.slice(start, end - start))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-
-
-# -- batches ---------------------------------------------------------------------------------------
-
-
-class Piece:
-    """Rows of one partition and the part that answers for them."""
-
-    __slots__ = ("count", "created_ms", "part", "ready_ms", "rows", "size", "stamp_ms")
+    __slots__ = (
+        "budget", "chunk", "chunk_bytes", "closed", "done", "lock", "room", "sealed", "sticky",
+        "sticky_lock", "tokens", "topic",
+    )  # fmt: skip
 
     def __init__(
         self,
-        rows: pa.RecordBatch,
-        size: int,
-        part: Part,
-        stamp_ms: int,
-        created_ms: int,
-        ready_ms: int,
+        topic: str,
+        chunk_bytes: int,
+        sticky: Sticky,
+        budget: Budget,
+        done: Monitor,
     ) -> None:
-        self.rows = rows
-        self.size = size
-        self.count = rows.num_rows
-        self.part = part
-        self.stamp_ms = stamp_ms  #: wall clock; the create time of rows without one of their own
-        self.created_ms = created_ms  #: monotonic; counts for delivery_timeout_ms
-        self.ready_ms = ready_ms  #: monotonic; when it has lingered long enough
-
-
-class Batch:
-    """Pieces that travel together; once `sequence` is given its content is fixed."""
-
-    __slots__ = (
-        "asked_epoch", "count", "created_ms", "encoded", "epoch", "expired", "flight", "key",
-        "number", "pieces", "producer_id", "ready_ms", "sequence", "size", "topic", "unknown",
-        "unknown_epoch",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, key: PartitionKey, piece: Piece) -> None:
         self.topic = topic
-        self.key = key
-        self.pieces = [piece]
-        self.count = piece.count
-        self.size = piece.size
-        self.created_ms = piece.created_ms
-        self.ready_ms = piece.ready_ms
-        self.producer_id = NONE
-        self.epoch = NONE
-        self.sequence = NONE
-        self.number = 0  #: how many batches of the partition were numbered before it
-        self.flight: int | None = None  #: correlation id of the frame it is in
-        self.asked_epoch = NONE  #: the leader epoch of the last attempt
-        self.unknown = False  #: an earlier attempt may have stored it
-        self.unknown_epoch = NONE  #: … the first of them in this leader epoch
-        self.expired = False  #: the caller was told DeliveryTimedOut while it was in flight
-        self.encoded: list[Buffer] | None = None
+        self.chunk_bytes = chunk_bytes
+        self.sticky = sticky  #: under `sticky_lock`
+        self.sticky_lock = threading.Lock()
+        self.budget = budget
+        self.done = done  #: what deliveries notify
+        self.lock = Turnstile()
+        self.tokens = self.lock.tokens  #: for the fast path of `send`
+        self.chunk: Chunk | None = None
+        self.room = 0  #: bytes the open chunk may still take without asking; 0 without one
+        self.sealed: deque[Chunk | Columns] = deque()
+        self.closed: errors.PkError | None = None
 
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.count += piece.count
-        self.size += piece.size
-        self.ready_ms = min(self.ready_ms, piece.ready_ms)
+    def offer(
+        self,
+        value: bytes | None,
+        key: bytes | None,
+        headers: Headers | None,
+        partition: int | None,
+        timestamp_ms: int | None,
+        on_delivery: OnDelivery | None,
+        size: int,
+        clock: Clock,
+    ) -> SendFuture | None:
+        """Accept a record of `size` bytes; None if there is no memory for it (what there was is
+        sealed).
+        """
+        with self.lock:
+            if self.closed is not None:
+                raise self.closed
+            chunk = self.chunk
+            if (
+                chunk is not None
+                and self.room < size
+                and chunk.granted - self.room + size > self.chunk_bytes
+            ):
+                self.seal()
+            if self.room < size and not self._grow(size, clock):
+                self.seal(ready=True)
+                return None
+            chunk = self.chunk
+            assert chunk is not None
+            self.room -= size
+            index = len(chunk.values)
+            chunk.values.append(value)
+            if chunk.keys is not None:
+                chunk.keys.append(key)
+            elif key is not None:
+                chunk.keys = [None] * index
+                chunk.keys.append(key)
+            if headers:
+                chunk.headers = chunk.headers or {}
+                chunk.headers[index] = headers
+            if partition is not None:
+                chunk.partitions = chunk.partitions or {}
+                chunk.partitions[index] = partition
+            if timestamp_ms is not None:
+                chunk.created = chunk.created or {}
+                chunk.created[index] = timestamp_ms
+            if on_delivery is not None:
+                chunk.on_delivery[index] = on_delivery
+        return SendFuture(chunk, index)
+
+    def _grow(self, size: int, clock: Clock) -> bool:
+        """Reserve memory for at least `size` bytes (lock held)."""
+        need = size - self.room
+        granted = 0 if self.chunk is None else self.chunk.granted
+        grant = max(need, min(GRANT_BYTES, self.chunk_bytes - granted))
+        if not self.budget.try_reserve(grant):
+            grant = need
+            if not self.budget.try_reserve(grant):
+                return False
+        if self.chunk is None:
+            self.chunk = Chunk(self.topic, self.done)
+            self.chunk.stamp_ms = clock.wall_ms()
+            self.chunk.opened_ms = clock.monotonic_ms()
+        self.chunk.granted += grant
+        self.room += grant
+        return True
+
+    def seal(self, *, ready: bool = False) -> None:
+        """Close the open chunk (lock held)."""
+        chunk = self.chunk
+        if chunk is not None:
+            chunk.ready = ready
+            chunk.size = chunk.granted - self.room
+            self.budget.release(self.room)
+            self.sealed.append(chunk)
+            self.chunk = None
+            self.room = 0
+
+    def take(self, opened_before_ms: int, *, ready: bool = False) -> list[Chunk | Columns]:
+        """Everything sealed, and the open chunk if it is old enough: only then a sender may have
+        to wait.
+        """
+        chunk = self.chunk
+        if chunk is not None and (ready or chunk.opened_ms <= opened_before_ms):
+            with self.lock:
+                if self.chunk is chunk:  # else whoever filled it has sealed it meanwhile
+                    self.seal(ready=ready)
+        return [self.sealed.popleft() for _ in range(len(self.sealed))]
+
+    def close(self, error: errors.PkError) -> None:
+        """Refuse all further records with `error`."""
+        with self.lock:
+            self.closed = error
+            self.seal()
 
     @property
-    def next_sequence(self) -> int:
-        following: int = (self.sequence + self.count) & 0x7FFFFFFF
-        return following  # wraps as Kafka's (KIP-98)
+    def open_since(self) -> int | None:
+        chunk = self.chunk
+        return None if chunk is None else chunk.opened_ms
 
-    def encode(self, codec: str, level: int) -> list[Buffer]:
-        """The bytes of this batch under its present producer id, epoch and sequence."""
-        if self.encoded is None:
-            rows, stamp = _joined(self.pieces)
-            self.encoded = encode(
-                rows, codec=codec, level=level, default_timestamp=stamp,
-                producer_id=self.producer_id, producer_epoch=self.epoch,
-                base_sequence=self.sequence,
-            )  # fmt: skip
-            for piece in self.pieces:
-                piece.rows = None  # the bytes stand for them from now on
-        header = batches.read_header(self.encoded[0])
-        mine = (self.producer_id, self.epoch, self.sequence)
-        if (header.producer_id, header.producer_epoch, header.base_sequence) != mine:
-            header = header._replace(
-                producer_id=mine[0], producer_epoch=mine[1], base_sequence=mine[2]
+
+def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:
+    """What a record is counted for.  Raises `SerializationError` unless all is bytes or None."""
+    size = RECORD_OVERHEAD
+    for name, item in (("value", value), ("key", key)):
+        if item is None:
+            continue
+        if not isinstance(item, bytes):
+            raise errors.SerializationError(
+                f"{topic}: {name} is {type(item).__name__}, not bytes; give {name}_serializer",
+                field=name,
             )
-            self.encoded = batches.seal(header, self.encoded[1:])
-        return self.encoded
-
-
-def _joined(pieces: list[Piece]) -> tuple[pa.RecordBatch, int]:
-    """The rows of all pieces and the create time of those without one."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first.rows, first.stamp_ms
-    if all(p.rows.num_columns == 3 and p.stamp_ms == first.stamp_ms for p in pieces):
-        return pa.concat_batches([p.rows for p in pieces]), first.stamp_ms
-    stamped = [
-        p.rows
-        if p.rows.num_columns > 3
-        else p.rows.append_column("timestamp", int64_column(np.full(p.count, p.stamp_ms, np.int64)))
-        for p in pieces
-    ]
-    return pa.concat_batches(stamped), first.stamp_ms
-
-
-class Waiting:
-    """The batches of one partition that have no sequence yet."""
-
-    __slots__ = ("batch_size", "batches")
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self.batches: deque[Batch] = deque()
-
-    def add(self, topic: str, key: PartitionKey, piece: Piece) -> None:
-        if self.batches:
-            last = self.batches[-1]
-            room = last.size + piece.size <= self.batch_size
-            if room and last.count + piece.count <= limits.BATCH_RECORDS_MAX:
-                last.add(piece)
-                return
-        self.batches.append(Batch(topic, key, piece))
-
-    def ready_ms(self) -> int | None:
-        """When the first batch may go; 0 = it is full."""
-        if not self.batches:
-            return None
-        first = self.batches[0]
-        full = (
-            len(self.batches) > 1 or first.size >= self.batch_size - self.batch_size // FULL_SHARE
-        )
-        return 0 if full else first.ready_ms
+        size += len(item)
+    for header in headers or ():
+        try:
+            name, content = header
+            bad = not isinstance(name, str) or not (content is None or isinstance(content, bytes))
+            long = 0 if bad else len(name.encode())  # as the column's: `sizes` shares out the sum
+        except (TypeError, ValueError):  # no pair, or no text that UTF-8 can say
+            bad = True
+        if bad:
+            raise errors.SerializationError(
+                f"{topic}: a header is a pair (text, bytes or None), not {header!r}",
+                field="headers",
+            )
+        size += RECORD_OVERHEAD + long + len(content or b"")
+    return size

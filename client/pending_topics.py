@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from pk.client.intake import Chunk, Columns, Intake
+from pk.client.accumulator import Chunk, Columns, RecordAccumulator
 
-Handed = tuple[Intake, Chunk | Columns]
+Handed = tuple[RecordAccumulator, Chunk | Columns]
 
 
 class PendingTopics:
@@ -34,8 +34,8 @@ class PendingTopics:
     def topics(self) -> list[str]:
         return list(self._by_topic)
 
-    def add(self, intake: Intake, taken: Chunk | Columns) -> None:
-        self._by_topic.setdefault(intake.topic, deque()).append((intake, taken))
+    def add(self, accumulator: RecordAccumulator, taken: Chunk | Columns) -> None:
+        self._by_topic.setdefault(accumulator.topic, deque()).append((accumulator, taken))
 
     def take(self, topic: str) -> list[Handed]:
         """All of a topic's, which has nothing pending from then on."""

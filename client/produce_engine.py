@@ -22,22 +22,23 @@ from functools import partial
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import FULL_SHARE, Batch, Piece, batch_limit, cut, place, sizes, split
+from pk.client.accumulator import FRONT_MS, Budget, Chunk, Columns, RecordAccumulator
 from pk.client.cluster import Cluster
 from pk.client.endings import given_up
 from pk.client.futures import Delivery, resolve
-from pk.client.intake import FRONT_MS, Budget, Chunk, Columns, Intake
 from pk.client.partitioner import Sticky
 from pk.client.pending_topics import Handed, PendingTopics
 from pk.client.produce_link import Link
+from pk.client.producer_batch import FULL_SHARE, Piece, ProducerBatch
+from pk.client.rows import batch_limit, cut, place, sizes, split
 from pk.client.sender import Sender
 from pk.client.sender_events import (
     Add,
     Event,
     Fail,
-    Frame,
     IdGranted,
-    Outcome,
+    InFlightRequest,
+    Result,
     SenderOptions,
     Wake,
 )
@@ -80,8 +81,8 @@ class ProduceEngine:
         self.compute = compute
         self.budget = Budget(options["buffer_memory"])
         self.done = Monitor()
-        self.intakes: dict[str, Intake] = {}
-        self.marked: dict[str, Intake] = {}  #: something was left there
+        self.accumulators: dict[str, RecordAccumulator] = {}
+        self.marked: dict[str, RecordAccumulator] = {}  #: something was left there
         self.fatal: errors.PkError | None = None
         self._linger_ms = float(options["linger_ms"])
         self._front_ms = min(FRONT_MS, self._linger_ms)
@@ -104,7 +105,7 @@ class ProduceEngine:
         self._links: dict[int, Link] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._encoders: dict[Batch, asyncio.Task[list[Buffer]]] = {}  #: who encodes it last
+        self._encoders: dict[ProducerBatch, asyncio.Task[list[Buffer]]] = {}  #: who encodes it last
         self._closed = False
         cluster.on_change.append(self._on_metadata)
 
@@ -118,24 +119,26 @@ class ProduceEngine:
     def start(self) -> None:
         self.cluster.start()
 
-    async def open(self, topic: str, timeout_ms: int, unknown_ms: int | None = None) -> Intake:
+    async def open(
+        self, topic: str, timeout_ms: int, unknown_ms: int | None = None
+    ) -> RecordAccumulator:
         """The door of a topic, once the metadata name it (`Cluster.topic`).  Raises what the broker
         says of it.
         """
         await self.cluster.topic(topic, timeout_ms, unknown_ms)
         if self.fatal is not None:  # closed meanwhile: no record may enter any more
             raise self.fatal
-        found = self.intakes.get(topic)
+        found = self.accumulators.get(topic)
         if found is None:
             size = self.options["batch_size"]
-            found = Intake(
+            found = RecordAccumulator(
                 topic,
                 min(size, max(self.budget.limit // 4, 1024)),
                 Sticky(size - size // FULL_SHARE, self.world.rng),
                 self.budget,
                 self.done,
             )
-            self.intakes[topic] = found
+            self.accumulators[topic] = found
         return found
 
     def poke(self) -> None:
@@ -143,16 +146,16 @@ class ProduceEngine:
         now_ms = self.world.clock.monotonic_ms()
         again: float | None = None
         for topic in list(self.marked):
-            intake = self.marked[topic]
+            accumulator = self.marked[topic]
             before = int(now_ms - self._front_ms)
-            for taken in intake.take(before):
-                self._admit(intake, taken, now_ms)
-            since = intake.open_since
+            for taken in accumulator.take(before):
+                self._admit(accumulator, taken, now_ms)
+            since = accumulator.open_since
             if since is None:
-                if not intake.sealed:
+                if not accumulator.sealed:
                     self.marked.pop(topic, None)
-                    if intake.chunk is not None or intake.sealed:
-                        self.marked[topic] = intake  # left there meanwhile, by another thread
+                    if accumulator.chunk is not None or accumulator.sealed:
+                        self.marked[topic] = accumulator  # left there meanwhile, by another thread
             elif again is None or since + self._front_ms < again:
                 again = since + self._front_ms
         self.step(Wake())
@@ -162,9 +165,9 @@ class ProduceEngine:
     def begin_flush(self) -> list[Delivery]:
         """Send everything now; what must be done for the flush to be done."""
         now_ms = self.world.clock.monotonic_ms()
-        for intake in list(self.intakes.values()):
-            for taken in intake.take(0, ready=True):
-                self._admit(intake, taken, now_ms)
+        for accumulator in list(self.accumulators.values()):
+            for taken in accumulator.take(0, ready=True):
+                self._admit(accumulator, taken, now_ms)
         self.step(Wake(flush=True))
         return list(self._outstanding.values())
 
@@ -189,9 +192,9 @@ class ProduceEngine:
         reason = error or errors.ClosedError("the producer was closed")
         self._refuse(reason)
         now_ms = self.world.clock.monotonic_ms()
-        for intake in self.intakes.values():
-            for taken in intake.take(0, ready=True):
-                self._admit(intake, taken, now_ms)
+        for accumulator in self.accumulators.values():
+            for taken in accumulator.take(0, ready=True):
+                self._admit(accumulator, taken, now_ms)
         self.step(Fail(reason))
         self._closed = True
         for timer in self._timers.values():
@@ -205,23 +208,23 @@ class ProduceEngine:
 
     def _refuse(self, error: errors.PkError) -> None:
         self.fatal = error
-        for intake in self.intakes.values():
-            intake.close(error)
+        for accumulator in self.accumulators.values():
+            accumulator.close(error)
         for topic in self._pending.topics():
             self._fail(self._pending.take(topic), error)
         self.budget.close(error)
 
     # -- taking ------------------------------------------------------------------------------------
 
-    def _admit(self, intake: Intake, taken: Chunk | Columns, now_ms: int) -> None:
+    def _admit(self, accumulator: RecordAccumulator, taken: Chunk | Columns, now_ms: int) -> None:
         """To the machine, if it is known where to; else it waits (E4)."""
-        name = intake.topic
+        name = accumulator.topic
         if self.fatal is None and (name in self._pending or self._unknown(name)):
             self._outstanding[id(taken)] = taken
-            self._pending.add(intake, taken)
+            self._pending.add(accumulator, taken)
             self._look_again()
         else:
-            self._hand_over(intake, taken, now_ms)
+            self._hand_over(accumulator, taken, now_ms)
 
     def _unknown(self, name: str) -> bool:
         """Whether the metadata lack a topic, without another reason than that."""
@@ -247,8 +250,8 @@ class ProduceEngine:
                 error = given_up(self.cluster.metadata.problems.get(name) or nothing)
                 self._fail(self._pending.expired(name, now_ms), error)
                 continue
-            for intake, taken in self._pending.take(name):
-                self._hand_over(intake, taken, now_ms)
+            for accumulator, taken in self._pending.take(name):
+                self._hand_over(accumulator, taken, now_ms)
         if self._pending:
             self._look_again()
 
@@ -262,22 +265,24 @@ class ProduceEngine:
             self.budget.release(size)
             self._outstanding.pop(id(taken), None)
 
-    def _hand_over(self, intake: Intake, taken: Chunk | Columns, now_ms: int) -> None:
+    def _hand_over(
+        self, accumulator: RecordAccumulator, taken: Chunk | Columns, now_ms: int
+    ) -> None:
         """Split by partition and hand the pieces to the machine."""
-        topic = self.cluster.metadata.topics.get(intake.topic)
+        topic = self.cluster.metadata.topics.get(accumulator.topic)
         try:
             if topic is None:
-                raise self.fatal or self.cluster.metadata.problems[intake.topic]
+                raise self.fatal or self.cluster.metadata.problems[accumulator.topic]
             batch_size = batch_limit(self.options["batch_size"], topic.configs)
             if isinstance(taken, Chunk):
-                runs = self._runs(intake, taken, batch_size)
+                runs = self._runs(accumulator, taken, batch_size)
             else:
                 runs = taken.pieces
         except Exception as cause:
             error = (
                 cause if isinstance(cause, errors.PkError) else errors.InternalError(repr(cause))
             )
-            self._fail([(intake, taken)], error)
+            self._fail([(accumulator, taken)], error)
             return
         ready_ms = now_ms if taken.ready else int(taken.opened_ms + self._linger_ms)
         pieces = []
@@ -290,7 +295,7 @@ class ProduceEngine:
         self._outstanding[id(taken)] = taken
         for piece in pieces:
             key = PartitionKey(topic.topic_id, piece.part.partition)
-            self.step(Add(intake.topic, key, piece, batch_size))
+            self.step(Add(accumulator.topic, key, piece, batch_size))
 
     def _on_metadata(self) -> None:
         for link in list(self._links.values()):
@@ -300,13 +305,15 @@ class ProduceEngine:
         self.step(Wake())
 
     def _runs(
-        self, intake: Intake, chunk: Chunk, batch_size: int
+        self, accumulator: RecordAccumulator, chunk: Chunk, batch_size: int
     ) -> list[tuple[int, int, Any, int]]:
         rows, explicit = chunk.rows()
-        topic = self.cluster.metadata.topics[intake.topic]
+        topic = self.cluster.metadata.topics[accumulator.topic]
         available = self.cluster.metadata.available(topic)
-        with intake.sticky_lock:
-            chosen = place(rows, explicit, topic.partitions, intake.sticky, available, chunk.size)
+        with accumulator.sticky_lock:
+            chosen = place(
+                rows, explicit, topic.partitions, accumulator.sticky, available, chunk.size
+            )
         runs = split(rows, chosen, chunk)
         if chunk.size > batch_size:  # the topic takes less than a chunk at once
             runs = [piece for run in runs for piece in cut(run, batch_size)]
@@ -345,14 +352,14 @@ class ProduceEngine:
             elif effect.name == "reset":
                 self._link(effect.value).reset()
 
-    def _settle(self, batch: Batch, outcome: Outcome) -> None:
-        offsets, offset = [], outcome.base_offset
+    def _settle(self, batch: ProducerBatch, result: Result) -> None:
+        offsets, offset = [], result.base_offset
         for piece in batch.pieces:
             offsets.append(offset)
             offset += piece.count if offset != NONE else 0
         parts = [piece.part for piece in batch.pieces]
         self.budget.release(batch.size)
-        resolve(parts, offsets, append_time_ms=outcome.append_time_ms, error=outcome.error)
+        resolve(parts, offsets, append_time_ms=result.append_time_ms, error=result.error)
         for part in parts:
             if part.delivery.done:
                 self._outstanding.pop(id(part.delivery), None)
@@ -380,7 +387,7 @@ class ProduceEngine:
     # -- encoding ----------------------------------------------------------------------------------
 
     def encode(
-        self, frame: Frame, build: Callable[[Frame], list[Buffer]]
+        self, frame: InFlightRequest, build: Callable[[InFlightRequest], list[Buffer]]
     ) -> asyncio.Task[list[Buffer]]:
         """Begin to build the frame off the loop, behind older ones with the same batch (E2)."""
         earlier = {self._encoders[batch] for batch in frame.batches if batch in self._encoders}
@@ -399,7 +406,7 @@ class ProduceEngine:
         task.add_done_callback(partial(self._encoded, frame))
         return task
 
-    def _encoded(self, frame: Frame, task: asyncio.Task[list[Buffer]]) -> None:
+    def _encoded(self, frame: InFlightRequest, task: asyncio.Task[list[Buffer]]) -> None:
         self._forget_task(task)
         for batch in frame.batches:
             if self._encoders.get(batch) is task:

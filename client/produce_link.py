@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pk import errors
 from pk.client.cluster import Cluster
-from pk.client.sender_events import Broken, Event, Frame, Replied, Result, Written
+from pk.client.sender_events import Broken, Event, InFlightRequest, Replied, Result, Written
 from pk.log.storage import Buffer
 from pk.types import NONE
 from pk.wire import frames
@@ -52,7 +52,7 @@ class Engine(Protocol):
     def step(self, event: Event) -> None: ...
 
     def encode(
-        self, frame: Frame, build: Callable[[Frame], list[Buffer]]
+        self, frame: InFlightRequest, build: Callable[[InFlightRequest], list[Buffer]]
     ) -> asyncio.Task[list[Buffer]]: ...
 
 
@@ -62,7 +62,7 @@ class Link:
     def __init__(self, engine: Engine, node: int) -> None:
         self._engine = engine
         self._node = node
-        self._queue: deque[Frame] = deque()
+        self._queue: deque[InFlightRequest] = deque()
         self._encoding: dict[int, asyncio.Task[list[Buffer]]] = {}  #: by correlation id
         self._filled = asyncio.Event()
         self._stream: Stream | None = None
@@ -70,7 +70,7 @@ class Link:
         self._reader: asyncio.Task[None] | None = None
         self._writer = asyncio.get_running_loop().create_task(self._write())
 
-    def put(self, frame: Frame) -> None:
+    def put(self, frame: InFlightRequest) -> None:
         self._queue.append(frame)
         self._filled.set()
 
@@ -146,7 +146,7 @@ class Link:
             if self._engine.acks == 0:
                 self._engine.step(Written(frame.correlation_id))
 
-    def _refuse(self, frame: Frame, cause: Exception) -> None:
+    def _refuse(self, frame: InFlightRequest, cause: Exception) -> None:
         """The frame cannot be written at all: its batches fail, the others go on."""
         if not isinstance(cause, errors.PkError):
             _log.error("cannot encode a batch", exc_info=cause)
@@ -171,7 +171,7 @@ class Link:
         self._reader = asyncio.get_running_loop().create_task(self._read(stream))
         return stream
 
-    async def _encoded(self, frame: Frame) -> list[Buffer]:
+    async def _encoded(self, frame: InFlightRequest) -> list[Buffer]:
         """The bytes of the first frame; those behind it are begun, too, if they are to be
         compressed: that takes longer than all else, and has threads of its own."""
         if self._engine.options["compression"] == "none" or self._engine.compute is None:
@@ -184,7 +184,7 @@ class Link:
         self._encoding.pop(frame.correlation_id, None)
         return task.result()
 
-    def _build(self, frame: Frame) -> list[Buffer]:
+    def _build(self, frame: InFlightRequest) -> list[Buffer]:
         options = self._engine.options
         codec, level = options["compression"], options["compression_level"]
         payload: list[Buffer] = []

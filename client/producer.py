@@ -22,21 +22,13 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import connection
-from pk.client.accumulator import (
-    batch_limit,
-    cuts_by_size,
-    normalise,
-    place,
-    size_of,
-    sizes,
-    split,
-)
+from pk.client.accumulator import Columns, Headers, RecordAccumulator, record_size
 from pk.client.cluster import Cluster
 from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture, must_not_block
-from pk.client.intake import Columns, Headers, Intake, record_size
 from pk.client.metadata import Topic
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.rows import batch_limit, cuts_by_size, normalise, place, size_of, sizes, split
 from pk.client.serializers import serializer
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
@@ -65,8 +57,8 @@ class Producer:
         self._key_serializer = serializer(key_serializer, "key_serializer")
         self._value_serializer = serializer(value_serializer, "value_serializer")
         self._plain = self._key_serializer is None and self._value_serializer is None
-        self._intakes: dict[str, Intake] = {}
-        self._fast: dict[str, Intake] = {}  #: what the fast path may use
+        self._accumulators: dict[str, RecordAccumulator] = {}
+        self._fast: dict[str, RecordAccumulator] = {}  #: what the fast path may use
         self._poked = False
         self._closed = False
         self._ending = threading.Lock()
@@ -91,7 +83,7 @@ class Producer:
 
     def _forked(self) -> None:
         """In a child: nobody would send what is handed over, so every call asks the loop first."""
-        self._intakes, self._fast = {}, {}
+        self._accumulators, self._fast = {}, {}
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -119,16 +111,16 @@ class Producer:
             if key is not None:
                 size += len(key) if type(key) is bytes else 1 << 62
             try:
-                intake = self._fast[topic]
-                tokens = intake.tokens
+                accumulator = self._fast[topic]
+                tokens = accumulator.tokens
                 del tokens[0]
             except LookupError:
                 pass
             else:
                 try:
-                    room = intake.room - size
+                    room = accumulator.room - size
                     if room >= 0:
-                        chunk = intake.chunk
+                        chunk = accumulator.chunk
                         values = chunk.values  # type: ignore[union-attr]
                         index = len(values)
                         future = SendFuture(chunk, index)  # type: ignore[arg-type]
@@ -141,7 +133,7 @@ class Producer:
                         if on_delivery is not None:
                             chunk.on_delivery[index] = on_delivery  # type: ignore[union-attr]
                         values.append(value)
-                        intake.room = room
+                        accumulator.room = room
                         return future
                 finally:
                     tokens.append(None)
@@ -167,18 +159,18 @@ class Producer:
             )
         if timestamp_ms is not None and not 0 <= int(timestamp_ms) <= TIMESTAMP_MS_MAX:
             raise errors.SerializationError(f"{topic}: timestamp {timestamp_ms} ms is out of range")
-        intake = self._intakes.get(topic) or self._open(topic)
+        accumulator = self._accumulators.get(topic) or self._open(topic)
         if partition is not None:
             self._check_partition(topic, partition)
         clock = self._thread.world.clock
         deadline: float | None = None
         while True:
-            before = intake.chunk
-            future = intake.offer(
+            before = accumulator.chunk
+            future = accumulator.offer(
                 value, key, headers, partition, timestamp_ms, on_delivery, size, clock
             )
-            if intake.chunk is not before or intake.sealed:
-                self._engine.marked[topic] = intake
+            if accumulator.chunk is not before or accumulator.sealed:
+                self._engine.marked[topic] = accumulator
                 self._poke()
             if future is not None:
                 return future
@@ -198,17 +190,17 @@ class Producer:
         self._engine.budget.wait(size, deadline - now)
         return deadline
 
-    def _open(self, topic: str) -> Intake:
+    def _open(self, topic: str) -> RecordAccumulator:
         if self._closed:
             raise errors.ClosedError("the producer was closed")
         if not isinstance(topic, str) or not topic:
             raise errors.InvalidTopic(f"{topic!r} is not a topic name")
         wait_ms = max(self._options["max_block_ms"], 1)
-        intake = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
-        self._intakes[topic] = intake
+        accumulator = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
+        self._accumulators[topic] = accumulator
         if self._plain:
-            self._fast[topic] = intake
-        return intake
+            self._fast[topic] = accumulator
+        return accumulator
 
     def _check_partition(self, topic: str, partition: int) -> None:
         count = self._topic(topic).partitions
@@ -254,7 +246,7 @@ class Producer:
             raise errors.InvalidRequest(
                 "send_batch takes bytes columns; this producer has serializers"
             )
-        intake = self._intakes.get(topic) or self._open(topic)
+        accumulator = self._accumulators.get(topic) or self._open(topic)
         delivery = Columns(topic, self._engine.done)
         clock = self._thread.world.clock
         delivery.stamp_ms, delivery.opened_ms = clock.wall_ms(), clock.monotonic_ms()
@@ -262,21 +254,21 @@ class Producer:
         if not batch.num_rows:
             delivery.split = True
             return BatchFuture(delivery)
-        pieces = self._cut(intake, batch, delivery)
+        pieces = self._cut(accumulator, batch, delivery)
         total = sum(piece[3] for piece in pieces)
         deadline: float | None = None
-        while not self._reserve_and_put(intake, delivery, pieces, total):
+        while not self._reserve_and_put(accumulator, delivery, pieces, total):
             self._poke()
             deadline = self._wait_for_memory(min(total, self._engine.budget.limit), deadline)
-        self._engine.marked[topic] = intake
+        self._engine.marked[topic] = accumulator
         self._poke()
         return BatchFuture(delivery)
 
     def _cut(
-        self, intake: Intake, batch: pa.RecordBatch, delivery: Delivery
+        self, accumulator: RecordAccumulator, batch: pa.RecordBatch, delivery: Delivery
     ) -> list[tuple[int, int, pa.RecordBatch, int]]:
         """`(partition, first position, rows, bytes)` runs of at most batch_size."""
-        topic = self._topic(intake.topic)
+        topic = self._topic(accumulator.topic)
         rows, partition = normalise(batch, delivery.stamp_ms)
         explicit = None
         if partition is not None:
@@ -299,23 +291,25 @@ class Producer:
             and whole is not None
             and whole <= min(limit, self._size_max)
         ):
-            with intake.sticky_lock:
-                turn = intake.sticky.current(available)
-                intake.sticky.filled(whole)
+            with accumulator.sticky_lock:
+                turn = accumulator.sticky.current(available)
+                accumulator.sticky.filled(whole)
             return [(turn, 0, rows, whole)]
         row_sizes = sizes(rows)
         if int(row_sizes.max()) > self._size_max:
             raise errors.RecordTooLarge(
-                f"{intake.topic}: a record of {int(row_sizes.max())} bytes; "
+                f"{accumulator.topic}: a record of {int(row_sizes.max())} bytes; "
                 f"max_request_size and buffer_memory allow {self._size_max}"
             )
         pieces = []
         if keyless and explicit is None:
             runs = [(-1, 0, rows)]  # whole batches, each to the partition whose turn it is
         else:
-            with intake.sticky_lock:
+            with accumulator.sticky_lock:
                 total = int(row_sizes.sum())
-                chosen = place(rows, explicit, topic.partitions, intake.sticky, available, total)
+                chosen = place(
+                    rows, explicit, topic.partitions, accumulator.sticky, available, total
+                )
             runs = split(rows, chosen, delivery)
         for target, first, run in runs:
             run_sizes = row_sizes if len(runs) == 1 else sizes(run)
@@ -324,29 +318,29 @@ class Producer:
                 size = int(run_sizes[start:end].sum())
                 part = target
                 if target < 0:
-                    with intake.sticky_lock:
-                        part = intake.sticky.current(available)
-                        intake.sticky.filled(size)
+                    with accumulator.sticky_lock:
+                        part = accumulator.sticky.current(available)
+                        accumulator.sticky.filled(size)
                 pieces.append((part, first + start, run.slice(start, end - start), size))
                 start = end
         return pieces
 
     def _reserve_and_put(
         self,
-        intake: Intake,
+        accumulator: RecordAccumulator,
         delivery: Columns,
         pieces: list[tuple[int, int, pa.RecordBatch, int]],
         total: int,
     ) -> bool:
         """Behind everything sent before (rule: order per thread); False if memory is short."""
-        with intake.lock:
-            if intake.closed is not None:
-                raise intake.closed
-            intake.seal()
+        with accumulator.lock:
+            if accumulator.closed is not None:
+                raise accumulator.closed
+            accumulator.seal()
             if not self._engine.budget.try_reserve(total):
                 return False
             delivery.pieces = pieces
-            intake.sealed.append(delivery)
+            accumulator.sealed.append(delivery)
             return True
 
     # -- the rest ----------------------------------------------------------------------------------
@@ -416,7 +410,7 @@ class Producer:
             if self._closed:
                 return
             self._closed = True
-        self._intakes, self._fast = {}, {}
+        self._accumulators, self._fast = {}, {}
         connection.closed(self)
         try:
             self._thread.finish(self._engine.close())

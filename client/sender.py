@@ -1,8 +1,8 @@
 """The producer's peer: which batch goes when to whom, and what each answer means.
 
-A Machine: pieces, replies, breaks and metadata in; frames, requests and outcomes out.  It never
-sees bytes: a shell encodes the batches of a `Frame` when it writes it, frames of one broker in the
-order they were sent.
+A Machine: pieces, replies, breaks and metadata in; in-flight requests and results out.  It never
+sees bytes: a shell encodes the batches of an `InFlightRequest` when it writes it, requests to one
+broker in the order they were sent.
 
 Per partition, batches without a sequence wait; batches with one are *unresolved* until acknowledged
 or failed, in sequence order.  Re-sends go first, in order; new batches follow while they are at
@@ -34,16 +34,15 @@ import random
 from collections.abc import Callable, Sequence
 
 from pk import errors, limits
-from pk.client.accumulator import Batch
 from pk.client.metadata import Leader, Metadata
+from pk.client.producer_batch import ProducerBatch
 from pk.client.sender_events import (
     Add,
     Broken,
     Event,
     Fail,
-    Frame,
     IdGranted,
-    Outcome,
+    InFlightRequest,
     Replied,
     Result,
     SenderOptions,
@@ -59,8 +58,6 @@ EPOCH_MAX = 2**15 - 1
 MOVED_GRACE_MS = 1_000
 #: The first back-off from a leader that does not know of its office yet.
 EARLY_MS = 20
-
-
 #: "Offer this partition once more": not a time.
 _AGAIN = -1
 
@@ -75,7 +72,7 @@ class Sender:
         self._active: dict[PartitionKey, Partition] = {}  #: with anything to do, fair order
         self._idle: dict[PartitionKey, Partition] = {}  #: remembered for their sequences
         self._nodes: dict[int, Node] = {}
-        self._flights: dict[int, Frame] = {}
+        self._flights: dict[int, InFlightRequest] = {}
         self._next_correlation = 1
         self.producer_id = NONE
         self.epoch = NONE
@@ -110,7 +107,8 @@ class Sender:
 
     def _on_add(self, event: Add, now_ms: int) -> None:
         if self.fatal is not None:
-            self._respond_piece(event, self.fatal)
+            refused = ProducerBatch(event.topic, event.key, event.piece)
+            self._respond(refused, Result(error=self.fatal))
             return
         partition = self._active.get(event.key)
         if partition is None:
@@ -118,13 +116,8 @@ class Sender:
                 event.topic, event.key, event.batch_size
             )
             self._active[event.key] = partition
-        partition.waiting.batch_size = event.batch_size
-        partition.waiting.add(event.topic, event.key, event.piece)
-
-    def _respond_piece(self, event: Add, error: errors.PkError) -> None:
-        self._effects.append(
-            Respond(Batch(event.topic, event.key, event.piece), Outcome(error=error))
-        )
+        partition.batch_size = event.batch_size
+        partition.add(event.piece)
 
     def _on_wake(self, event: Wake, now_ms: int) -> None:
         self._flushing = self._flushing or event.flush
@@ -172,11 +165,11 @@ class Sender:
     def _on_fail(self, event: Fail, now_ms: int) -> None:
         self.fatal = event.error
         for partition in list(self._active.values()):
-            for batch in [*partition.unresolved, *partition.waiting.batches]:
+            for batch in [*partition.unresolved, *partition.waiting]:
                 if not batch.expired:
-                    self._respond(batch, Outcome(error=ending(batch, event.error)))
+                    self._respond(batch, Result(error=ending(batch, event.error)))
             partition.unresolved.clear()
-            partition.waiting.batches.clear()
+            partition.waiting.clear()
         self._active.clear()
         self._idle.clear()
         for frame in list(self._flights.values()):
@@ -184,7 +177,7 @@ class Sender:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _settle(self, frame: Frame, result: Result, now_ms: int) -> None:
+    def _settle(self, frame: InFlightRequest, result: Result, now_ms: int) -> None:
         batch = frame.batches[result.index]
         frame.open.discard(result.index)
         batch.flight = None
@@ -207,7 +200,7 @@ class Sender:
         else:
             self._failed(partition, batch, refusal(batch, error))
 
-    def _stored(self, partition: Partition, batch: Batch, result: Result) -> None:
+    def _stored(self, partition: Partition, batch: ProducerBatch, result: Result) -> None:
         partition.unresolved.remove(batch)
         partition.attempts = 0
         partition.retry_ms = 0
@@ -218,24 +211,26 @@ class Sender:
                 partition.acked_offset, result.base_offset + batch.count - 1
             )
         if not batch.expired:
-            self._respond(batch, Outcome(result.base_offset, result.append_time_ms))
+            self._respond(batch, result)
 
-    def _failed(self, partition: Partition, batch: Batch, error: errors.PkError) -> None:
+    def _failed(self, partition: Partition, batch: ProducerBatch, error: errors.PkError) -> None:
         if batch in partition.unresolved:
             partition.unresolved.remove(batch)
             if batch.sequence != NONE:
                 partition.gap = True
         else:
-            partition.waiting.batches.remove(batch)
+            partition.waiting.remove(batch)
         if not batch.expired:
-            self._respond(batch, Outcome(error=error))
+            self._respond(batch, Result(error=error))
 
-    def _keep_or_drop(self, partition: Partition, batch: Batch) -> None:
+    def _keep_or_drop(self, partition: Partition, batch: ProducerBatch) -> None:
         """A batch that was not stored stays for its next attempt, unless its caller gave it up."""
         if batch.expired:
             self._failed(partition, batch, errors.DeliveryTimedOut())
 
-    def _retry(self, batch: Batch, error: errors.PkError, now_ms: int, epoch: int = NONE) -> None:
+    def _retry(
+        self, batch: ProducerBatch, error: errors.PkError, now_ms: int, epoch: int = NONE
+    ) -> None:
         """`batch` was not stored by this attempt, which was made under that leader epoch."""
         partition = self._active[batch.key]
         partition.problem = error
@@ -257,7 +252,7 @@ class Sender:
             wait = 0 if epoch < leader.epoch else min(wait, early)
         partition.retry_ms = now_ms + wait
 
-    def _unknown(self, batch: Batch, error: errors.PkError, now_ms: int) -> None:
+    def _unknown(self, batch: ProducerBatch, error: errors.PkError, now_ms: int) -> None:
         """`batch` may have been stored."""
         partition = self._active[batch.key]
         if not self.options.idempotent:
@@ -275,7 +270,7 @@ class Sender:
     def _out_of_order(
         self,
         partition: Partition,
-        batch: Batch,
+        batch: ProducerBatch,
         error: errors.PkError,
         log_start: int,
         now_ms: int,
@@ -369,7 +364,7 @@ class Sender:
             self._number(partition, batch)
         return True
 
-    def _number(self, partition: Partition, batch: Batch) -> None:
+    def _number(self, partition: Partition, batch: ProducerBatch) -> None:
         batch.producer_id, batch.epoch = partition.producer_id, partition.epoch
         batch.sequence = partition.sequence
         batch.number = partition.number
@@ -404,10 +399,10 @@ class Sender:
                 self._on_broken(Broken(frame.node, errors.RequestTimedOut(reason)), now_ms)
         horizon = now_ms - self.options.delivery_timeout_ms
         for partition in list(self._active.values()):
-            while partition.waiting.batches and partition.waiting.batches[0].created_ms <= horizon:
+            while partition.waiting and partition.waiting[0].created_ms <= horizon:
                 self._failed(
                     partition,
-                    partition.waiting.batches[0],
+                    partition.waiting[0],
                     self._timed_out(partition, "never sent"),
                 )
             for batch in [b for b in partition.unresolved if b.created_ms <= horizon]:
@@ -421,7 +416,7 @@ class Sender:
                     self._failed(partition, batch, error)
                 else:  # its frame is still out: keep the place in the sequence
                     batch.expired = True
-                    self._respond(batch, Outcome(error=error))
+                    self._respond(batch, Result(error=error))
 
     def _timed_out(self, partition: Partition, what: str) -> errors.DeliveryTimedOut:
         idless = self.options.idempotent and self.producer_id == NONE
@@ -443,7 +438,7 @@ class Sender:
             self._want_id()
         candidates = list(self._active)
         while candidates:  # as often as there is room in another frame
-            frames: dict[int, Frame] = {}
+            frames: dict[int, InFlightRequest] = {}
             used: dict[int, int] = {}
             again: list[PartitionKey] = []
             for key in candidates:
@@ -464,7 +459,11 @@ class Sender:
         self._set_timer(wake, now_ms)
 
     def _offer(
-        self, partition: Partition, frames: dict[int, Frame], used: dict[int, int], now_ms: int
+        self,
+        partition: Partition,
+        frames: dict[int, InFlightRequest],
+        used: dict[int, int],
+        now_ms: int,
     ) -> int | None:
         """Put the partition's next batch into its leader's frame; or say when to look again."""
         horizon = self._deadline(partition, now_ms)
@@ -498,7 +497,7 @@ class Sender:
         if batch is None:
             return horizon if later is None else min(later, horizon)
         if frame is None:
-            frame = Frame(
+            frame = InFlightRequest(
                 self._next_correlation,
                 leader.node,
                 [],
@@ -514,7 +513,9 @@ class Sender:
         self._enter(partition, frame, batch, leader.epoch)
         return _AGAIN
 
-    def _next_batch(self, partition: Partition, now_ms: int) -> tuple[Batch | None, int | None]:
+    def _next_batch(
+        self, partition: Partition, now_ms: int
+    ) -> tuple[ProducerBatch | None, int | None]:
         """The batch to send now, or None and when one will be ripe."""
         whole = self._mend(partition)
         for batch in partition.unresolved:
@@ -528,12 +529,12 @@ class Sender:
             if self.producer_id == NONE:
                 return None, None
             partition.producer_id, partition.epoch = self.producer_id, self.epoch
-        ready_ms = partition.waiting.ready_ms()
+        ready_ms = partition.ready_ms()
         if ready_ms is None:
             return None, None
         if ready_ms > now_ms and not self._flushing:
             return None, ready_ms
-        return partition.waiting.batches[0], None
+        return partition.waiting[0], None
 
     def _room(self, partition: Partition) -> bool:
         """Whether one more batch may be numbered: the broker must still know the oldest unresolved
@@ -545,9 +546,11 @@ class Sender:
             return len(partition.unresolved) < self.options.max_in_flight
         return partition.number - partition.unresolved[0].number < limits.IN_FLIGHT_MAX
 
-    def _enter(self, partition: Partition, frame: Frame, batch: Batch, epoch: int) -> None:
-        if partition.waiting.batches and partition.waiting.batches[0] is batch:
-            partition.waiting.batches.popleft()
+    def _enter(
+        self, partition: Partition, frame: InFlightRequest, batch: ProducerBatch, epoch: int
+    ) -> None:
+        if partition.waiting and partition.waiting[0] is batch:
+            partition.waiting.popleft()
             partition.unresolved.append(batch)
             if self.options.idempotent:
                 self._number(partition, batch)
@@ -557,14 +560,14 @@ class Sender:
         frame.batches.append(batch)
         frame.epochs.append(epoch)
 
-    def _launch(self, frame: Frame) -> None:
+    def _launch(self, frame: InFlightRequest) -> None:
         self._nodes[frame.node].frames[frame.correlation_id] = frame
         self._effects.append(Send(frame.node, frame))
         for batch in frame.batches:  # fair: who was served goes to the end of the line
             self._active[batch.key] = self._active.pop(batch.key)
 
     def _lost(self, partition: Partition, loss: errors.PkError) -> None:
-        for batch in [*partition.unresolved, *partition.waiting.batches]:
+        for batch in [*partition.unresolved, *partition.waiting]:
             if batch.flight is None:
                 self._failed(partition, batch, loss)
 
@@ -574,16 +577,16 @@ class Sender:
         for batch in partition.unresolved:
             if not batch.expired:
                 oldest = min(oldest, batch.created_ms)
-        if partition.waiting.batches:
-            oldest = min(oldest, partition.waiting.batches[0].created_ms)
+        if partition.waiting:
+            oldest = min(oldest, partition.waiting[0].created_ms)
         return oldest + self.options.delivery_timeout_ms
 
-    def _close_frame(self, frame: Frame) -> None:
+    def _close_frame(self, frame: InFlightRequest) -> None:
         self._flights.pop(frame.correlation_id, None)
         self._nodes[frame.node].frames.pop(frame.correlation_id, None)
 
-    def _respond(self, batch: Batch, outcome: Outcome) -> None:
-        self._effects.append(Respond(batch, outcome))
+    def _respond(self, batch: ProducerBatch, result: Result) -> None:
+        self._effects.append(Respond(batch, result))
 
     def _set_timer(self, wake: int | None, now_ms: int) -> None:
         for frame in self._flights.values():

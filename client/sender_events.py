@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pk import errors, limits
-from pk.client.accumulator import Batch, Piece
+from pk.client.producer_batch import Piece, ProducerBatch
 from pk.types import NONE, PartitionKey
 
 # -- events ----------------------------------------------------------------------------------------
@@ -24,9 +24,11 @@ class Add:
 
 @dataclass(slots=True)
 class Result:
-    """The broker's answer for one entry of a frame."""
+    """What became of a batch: the broker's answer for entry `index` of a request, or `Respond`'s
+    reply.
+    """
 
-    index: int
+    index: int = NONE
     error: errors.PkError | None = None
     base_offset: int = NONE
     append_time_ms: int = NONE
@@ -86,24 +88,15 @@ Event = Add | Replied | Broken | Written | IdGranted | Fail | Wake
 
 
 @dataclass(slots=True)
-class Frame:
+class InFlightRequest:
     """`Send`'s message: batches of partitions led by one broker."""
 
     correlation_id: int
     node: int
-    batches: list[Batch]
+    batches: list[ProducerBatch]
     epochs: list[int]  #: leader epoch of each entry
     deadline_ms: int
     open: set[int] = field(default_factory=set)  #: entries not yet answered
-
-
-@dataclass(slots=True)
-class Outcome:
-    """`Respond`'s reply: what became of a batch."""
-
-    base_offset: int = NONE
-    append_time_ms: int = NONE
-    error: errors.PkError | None = None
 
 
 @dataclass(slots=True)

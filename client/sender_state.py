@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from pk import errors
-from pk.client.accumulator import Batch, Waiting
+from pk import errors, limits
 from pk.client.metadata import Leader, Metadata
-from pk.client.sender_events import Frame, SenderOptions
+from pk.client.producer_batch import FULL_SHARE, Piece, ProducerBatch
+from pk.client.sender_events import InFlightRequest, SenderOptions
 from pk.types import NONE, PartitionKey
 
 
@@ -16,7 +16,8 @@ class Partition:
     """What the sender knows of one partition."""
 
     __slots__ = (
-        "acked_offset", "acked_sequence", "attempts", "epoch", "gap", "key", "leader", "left_ms",
+        "acked_offset", "acked_sequence", "attempts", "batch_size",
+        "epoch", "gap", "key", "leader", "left_ms",
         "number", "problem", "producer_id", "retry_ms", "sequence", "topic", "unresolved",
         "waiting",
     )  # fmt: skip
@@ -24,8 +25,9 @@ class Partition:
     def __init__(self, topic: str, key: PartitionKey, batch_size: int) -> None:
         self.topic = topic
         self.key = key
-        self.waiting = Waiting(batch_size)
-        self.unresolved: deque[Batch] = deque()  #: in sequence order
+        self.batch_size = batch_size
+        self.waiting: deque[ProducerBatch] = deque()  #: have no sequence yet
+        self.unresolved: deque[ProducerBatch] = deque()  #: in sequence order
         self.producer_id = NONE
         self.epoch = NONE
         self.sequence = 0  #: of the next new batch
@@ -41,13 +43,33 @@ class Partition:
 
     @property
     def idle(self) -> bool:
-        return not self.unresolved and not self.waiting.batches
+        return not self.unresolved and not self.waiting
 
     @property
     def in_flight(self) -> int:
         return sum(batch.flight is not None for batch in self.unresolved)
 
-    def out_of_sight(self, leader: Leader) -> list[Batch]:
+    def add(self, piece: Piece) -> None:
+        """To the last batch that waits, if it has room (A1, A2)."""
+        if self.waiting:
+            last = self.waiting[-1]
+            room = last.size + piece.size <= self.batch_size
+            if room and last.count + piece.count <= limits.BATCH_RECORDS_MAX:
+                last.add(piece)
+                return
+        self.waiting.append(ProducerBatch(self.topic, self.key, piece))
+
+    def ready_ms(self) -> int | None:
+        """When the first batch that waits may go; 0 = it is full."""
+        if not self.waiting:
+            return None
+        first = self.waiting[0]
+        full = (
+            len(self.waiting) > 1 or first.size >= self.batch_size - self.batch_size // FULL_SHARE
+        )
+        return 0 if full else first.ready_ms
+
+    def out_of_sight(self, leader: Leader) -> list[ProducerBatch]:
         """What an earlier attempt may have stored before `leader`, or one before it, was elected
         without all data: it may lie in the tier, and nobody knows the batch again (rule T4).
         """
@@ -78,7 +100,7 @@ class Node:
     __slots__ = ("attempts", "frames", "retry_ms")
 
     def __init__(self) -> None:
-        self.frames: dict[int, Frame] = {}  #: in the order in which they were sent
+        self.frames: dict[int, InFlightRequest] = {}  #: in the order in which they were sent
         self.retry_ms = 0
         self.attempts = 0
 
@@ -114,7 +136,7 @@ STALE = (
 )  # fmt: skip
 
 
-def refusal(batch: Batch, error: errors.PkError) -> errors.PkError:
+def refusal(batch: ProducerBatch, error: errors.PkError) -> errors.PkError:
     """What a refusal for good means: it says nothing of an earlier attempt (settings change), nor
     of this one if the broker had begun to write (rule L5).
     """
@@ -127,7 +149,7 @@ def refusal(batch: Batch, error: errors.PkError) -> errors.PkError:
     return errors.OutcomeUnknown(f"{error.message}; {why}", **error.details)
 
 
-def ending(batch: Batch, error: errors.PkError) -> errors.PkError:
+def ending(batch: ProducerBatch, error: errors.PkError) -> errors.PkError:
     """What the end of the producer means for a batch: whoever asked may have it all the same."""
     if batch.flight is None and not batch.unknown:
         return error

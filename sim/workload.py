@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from pk import errors
+from pk.client.accumulator import RecordAccumulator, record_size
 from pk.client.cluster import Cluster
 from pk.client.futures import OnDelivery
-from pk.client.intake import Intake, record_size
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.sim.options import BROKER, SimOptions, TopicPlan
@@ -121,14 +121,14 @@ class SimProducer:
             if not self._oracle.topics[topic].life:
                 continue
             try:
-                intake = await self.engine.open(topic, OPEN_MS)
+                accumulator = await self.engine.open(topic, OPEN_MS)
             except errors.PkError:
                 continue  # deleted, or nobody answers
             known = self.engine.cluster.metadata.topics.get(topic)
             for _ in range(rng.randint(*options.burst)):
                 partition = rng.randrange(known.partitions) if known is not None else None
-                self._send(intake, topic, partition if rng.random() < 0.7 else None)
-            self.engine.marked[topic] = intake
+                self._send(accumulator, topic, partition if rng.random() < 0.7 else None)
+            self.engine.marked[topic] = accumulator
             self.engine.poke()
             if self.engine.fatal is not None:
                 self._ended(self.engine.fatal)
@@ -140,7 +140,7 @@ class SimProducer:
         if not (isinstance(error, errors.OutOfOrderSequence) and self._oracle.lossy):
             self._trouble(f"V6: {self.name} can send no more: {error!r}")
 
-    def _send(self, intake: Intake, topic: str, partition: int | None) -> None:
+    def _send(self, accumulator: RecordAccumulator, topic: str, partition: int | None) -> None:
         rng = self._rng
         name = self._oracle.next_id(self.name)
         value = value_of(name, rng.randint(*self._options.value_bytes))
@@ -154,7 +154,7 @@ class SimProducer:
         size = record_size(value, key, headers, topic)
         told = self._told(sent, "" if known is None else known.topic_id)
         try:
-            future = intake.offer(
+            future = accumulator.offer(
                 value, key, headers or None, partition, None, told, size, self._world.clock
             )
         except errors.PkError as error:  # the producer can send no more

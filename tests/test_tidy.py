@@ -116,7 +116,7 @@ SHELLS = {
     "pk.client.connection",
     "pk.client.consumer",
     "pk.client.futures",
-    "pk.client.intake",
+    "pk.client.accumulator",
     "pk.client.producer",
     "pk.client.registry",
     "pk.client.waiting",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.client.accumulator import record_size
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
-from pk.client.intake import record_size
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.types import TopicPartition
@@ -80,7 +80,7 @@ class Lines:
 
     async def _run(self) -> None:
         self.engine.start()
-        intake = await self.engine.open(self.topic, 60_000)
+        accumulator = await self.engine.open(self.topic, 60_000)
         while self._going:
             number, self.sent = self.sent, self.sent + 1
             for partition in range(self.partitions):
@@ -94,8 +94,8 @@ class Lines:
                         self.failed[key] = error
 
                 size = record_size(value, None, None, self.topic)
-                intake.offer(value, None, None, partition, None, told, size, self.world.clock)
-            self.engine.marked[self.topic] = intake
+                accumulator.offer(value, None, None, partition, None, told, size, self.world.clock)
+            self.engine.marked[self.topic] = accumulator
             self.engine.poke()
             await self.world.clock.sleep_ms(self.world.rng.randint(1, 9))
 

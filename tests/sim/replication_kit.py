@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from pk import errors, settings, tracing
+from pk.client.accumulator import record_size
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
-from pk.client.intake import record_size
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
@@ -265,7 +265,7 @@ class Ledger:
         while self._going:
             await self._world.clock.sleep_ms(5)
             try:
-                intake = await self.engine.open(self.topic, 500)
+                accumulator = await self.engine.open(self.topic, 500)
             except errors.PkError:
                 continue
             for _ in range(self._world.rng.randint(1, 20)):
@@ -279,10 +279,12 @@ class Ledger:
                     else:
                         self.failed[number] = error
 
-                offered = intake.offer(value, None, None, 0, None, told, size, self._world.clock)
+                offered = accumulator.offer(
+                    value, None, None, 0, None, told, size, self._world.clock
+                )
                 if offered is None:
                     self.failed[number] = errors.BufferExhausted("full")
-            self.engine.marked[self.topic] = intake
+            self.engine.marked[self.topic] = accumulator
             self.engine.poke()
 
     def more(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows, sizes, placing, splitting and batches of the accumulator; the intake's memory."""
+"""Rows, sizes, placing, splitting and batches of the accumulator; the accumulator's memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.accumulator import (
-    Batch,
-    Piece,
+from pk.client.accumulator import Budget, Chunk, RecordAccumulator, Turnstile
+from pk.client.futures import BatchFuture, Delivery, SendFuture, resolve
+from pk.client.partitioner import Sticky, partition_of
+from pk.client.producer import Producer
+from pk.client.producer_batch import Piece, ProducerBatch
+from pk.client.rows import (
     batch_limit,
     binary_column,
     cuts_by_size,
@@ -27,10 +30,6 @@ from pk.client.accumulator import (
     sizes,
     split,
 )
-from pk.client.futures import BatchFuture, Delivery, SendFuture, resolve
-from pk.client.intake import Budget, Chunk, Intake, Turnstile
-from pk.client.partitioner import Sticky, partition_of
-from pk.client.producer import Producer
 from pk.client.waiting import Monitor
 from pk.clock import SystemClock
 from pk.log.columns import decode
@@ -131,7 +130,7 @@ def test_counted_size_covers_what_a_batch_takes(rows: list[Any]) -> None:
     assert whole is None or whole >= 1
     delivery = Delivery("t", Monitor())
     piece = Piece(normal, total, delivery.add_part(0, 0, len(rows)), 5, 0, 0)
-    encoded = b"".join(Batch("t", KEY, piece).encode("none", 3))
+    encoded = b"".join(ProducerBatch("t", KEY, piece).encode("none", 3))
     validity = 3 * (len(rows) + 7)
     assert len(encoded) - 64 <= total + 12 * len(rows) + validity
     again = decode(encoded, decoded_bytes_max=1 << 20)
@@ -158,7 +157,7 @@ def test_a_small_topic_limit_bounds_the_batch() -> None:
 def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
     rows, _ = normalise(pa.record_batch([pa.array([b"x"])], names=["value"]), 0)
     part = Delivery("t", Monitor()).add_part(0, 0, 1)
-    batch = Batch("t", KEY, Piece(rows, 10, part, 7, 0, 0))
+    batch = ProducerBatch("t", KEY, Piece(rows, 10, part, 7, 0, 0))
     batch.producer_id, batch.epoch, batch.sequence = 4, 0, 9
     first = batch.encode("lz4", 3)
     batch.epoch, batch.sequence = 1, 0
@@ -173,25 +172,25 @@ def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
 
 def test_memory_is_reserved_before_a_record_is_taken_and_given_back_when_sealed() -> None:
     budget = Budget(1000)
-    intake = Intake("t", 400, sticky(), budget, Monitor())
+    accumulator = RecordAccumulator("t", 400, sticky(), budget, Monitor())
     clock = SystemClock()
 
     def offer(size: int) -> SendFuture | None:
-        return intake.offer(bytes(size), None, None, None, None, None, size, clock)
+        return accumulator.offer(bytes(size), None, None, None, None, None, size, clock)
 
     taken = 0
     while offer(100) is not None:
         taken += 1
         assert budget.used <= 1000
     assert taken == 10
-    chunks = intake.take(0)
+    chunks = accumulator.take(0)
     assert [(len(c.values), c.size) for c in chunks if isinstance(c, Chunk)] == [
         (4, 400), (4, 400), (2, 200),
     ]  # fmt: skip
     assert budget.used == 1000
     budget.release(400)
     assert offer(100) is not None
-    intake.close(errors.ClosedError("closed"))
+    accumulator.close(errors.ClosedError("closed"))
     with pytest.raises(errors.ClosedError):
         offer(1)
 
@@ -326,11 +325,11 @@ def test_a_batch_that_failed_as_one_raises_that_error() -> None:
 def race() -> bool:
     """Four threads send while this one takes; whether every future knows its own record."""
     budget = Budget(1 << 40)
-    intake = Intake("t", 20_000, sticky(), budget, Monitor())
+    accumulator = RecordAccumulator("t", 20_000, sticky(), budget, Monitor())
     clock = SystemClock()
     producer = Producer.__new__(Producer)
-    producer._fast = {"t": intake}
-    producer._send_slow = lambda topic, value, *_: intake.offer(  # type: ignore[method-assign]
+    producer._fast = {"t": accumulator}
+    producer._send_slow = lambda topic, value, *_: accumulator.offer(  # type: ignore[method-assign]
         value, None, None, None, None, None, len(value) + 16, clock
     )
     sent: list[list[tuple[bytes, SendFuture]]] = [[] for _ in range(4)]
@@ -348,8 +347,8 @@ def race() -> bool:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            taken += intake.take(1 << 60)
-        taken += intake.take(1 << 60)
+            taken += accumulator.take(1 << 60)
+        taken += accumulator.take(1 << 60)
     finally:
         sys.setswitchinterval(before)
     stored = [value for chunk in taken for value in chunk.values]

@@ -9,8 +9,8 @@ import pytest
 from test_produce_engine import Bench
 
 from pk import errors
-from pk.client.accumulator import normalise
-from pk.client.intake import Columns
+from pk.client.accumulator import Columns
+from pk.client.rows import normalise
 
 
 @pytest.fixture
@@ -38,23 +38,23 @@ async def deleted(b: Bench, topic: str = "t") -> None:
 
 async def leave(b: Bench, value: bytes) -> Any:
     """`send` of an open door: the topic is not looked at."""
-    intake = b.engine.intakes["t"]
-    future = intake.offer(value, None, None, None, None, None, 64, b.world.clock)
-    b.engine.marked["t"] = intake
+    accumulator = b.engine.accumulators["t"]
+    future = accumulator.offer(value, None, None, None, None, None, 64, b.world.clock)
+    b.engine.marked["t"] = accumulator
     b.engine.poke()
     return future
 
 
 async def leave_batch(b: Bench, value: bytes) -> Columns:
     rows = pa.record_batch([pa.array([value], pa.binary())], names=["value"])
-    intake, taken = b.engine.intakes["t"], Columns("t", b.engine.done)
+    accumulator, taken = b.engine.accumulators["t"], Columns("t", b.engine.done)
     taken.opened_ms, taken.count = b.world.clock.monotonic_ms(), 1
     assert b.engine.budget.try_reserve(64)
     taken.pieces = [(0, 0, normalise(rows, 1)[0], 64)]
-    with intake.lock:
-        intake.seal()
-        intake.sealed.append(taken)
-    b.engine.marked["t"] = intake
+    with accumulator.lock:
+        accumulator.seal()
+        accumulator.sealed.append(taken)
+    b.engine.marked["t"] = accumulator
     b.engine.poke()
     return taken
 

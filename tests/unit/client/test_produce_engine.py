@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.client.accumulator import record_size
 from pk.client.cluster import Cluster
 from pk.client.futures import SendFuture
-from pk.client.intake import record_size
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.produce_link import AHEAD
@@ -76,9 +76,9 @@ class Bench:
     async def send(
         self, topic: str, value: bytes | None, key: bytes | None = None, **more: Any
     ) -> SendFuture:
-        intake = await self.engine.open(topic, 5000)
+        accumulator = await self.engine.open(topic, 5000)
         size = record_size(value, key, None, topic)
-        future = intake.offer(
+        future = accumulator.offer(
             value,
             key,
             None,
@@ -89,7 +89,7 @@ class Bench:
             self.world.clock,
         )
         assert future is not None
-        self.engine.marked[topic] = intake
+        self.engine.marked[topic] = accumulator
         self.engine.poke()
         return future
 
@@ -547,12 +547,13 @@ def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None
     headers = [("日" * 1_000, b"")]
 
     async def work() -> None:
-        intake = await b.engine.open("t", 5_000)
+        accumulator = await b.engine.open("t", 5_000)
         size = record_size(b"v", None, headers, "t")
         futures = [
-            intake.offer(b"v", None, headers, n, None, None, size, b.world.clock) for n in (0, 1)
+            accumulator.offer(b"v", None, headers, n, None, None, size, b.world.clock)
+            for n in (0, 1)
         ]
-        b.engine.marked["t"] = intake
+        b.engine.marked["t"] = accumulator
         await b.engine.flush(10_000)
         assert [future.result(0).partition for future in futures] == [0, 1]
 

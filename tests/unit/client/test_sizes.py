@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from pk.client import accumulator
-from pk.client.accumulator import COLUMN_OVERHEAD
+from pk.client import rows as row_columns
+from pk.client.rows import COLUMN_OVERHEAD
 from pk.log.columns import encode
 from pk.log.storage import Buffer
 
@@ -20,7 +20,7 @@ ROWS = {
 
 def _rows(columns: dict[str, list[bytes | None]]) -> pa.RecordBatch:
     arrays = [pa.array(items, pa.binary()) for items in columns.values()]
-    rows, _ = accumulator.normalise(pa.RecordBatch.from_arrays(arrays, names=list(columns)), 0)
+    rows, _ = row_columns.normalise(pa.RecordBatch.from_arrays(arrays, names=list(columns)), 0)
     return rows
 
 
@@ -30,23 +30,23 @@ def test_the_quick_sum_is_the_sum(
     columns: dict[str, list[bytes | None]], window: tuple[int, int]
 ) -> None:
     rows = _rows(columns).slice(*window)
-    assert accumulator.size_of(rows) == int(accumulator.sizes(rows).sum())
+    assert row_columns.size_of(rows) == int(row_columns.sizes(rows).sum())
 
 
 def test_rows_are_counted_as_long_as_they_become() -> None:
     rows = _rows({"value": [b"x" * 100] * 10_000})
     body: list[Buffer] = encode(rows)[1:]
-    assert accumulator.size_of(rows) == sum(map(len, body)) == 10_000 * (100 + COLUMN_OVERHEAD)
+    assert row_columns.size_of(rows) == sum(map(len, body)) == 10_000 * (100 + COLUMN_OVERHEAD)
 
 
 def test_headers_are_counted_row_by_row() -> None:
-    headers = pa.array([[{"key": "k", "value": b"v"}], []], accumulator.HEADER_TYPE)
+    headers = pa.array([[{"key": "k", "value": b"v"}], []], row_columns.HEADER_TYPE)
     batch = pa.RecordBatch.from_arrays(
         [pa.array([b"a", b"b"]), headers], names=["value", "headers"]
     )
-    rows, _ = accumulator.normalise(batch, 0)
-    assert accumulator.size_of(rows) is None
-    with_header, without = accumulator.sizes(rows).tolist()
+    rows, _ = row_columns.normalise(batch, 0)
+    assert row_columns.size_of(rows) is None
+    with_header, without = row_columns.sizes(rows).tolist()
     assert with_header > without
 
 
@@ -55,4 +55,4 @@ def test_absent_columns_are_null_however_many_rows() -> None:
         rows = _rows({"value": [b""] * count})
         assert rows.num_rows == count
         assert rows.column("headers").null_count == rows.column("key").null_count == count
-        assert rows.column("headers").type == accumulator.HEADER_TYPE
+        assert rows.column("headers").type == row_columns.HEADER_TYPE
