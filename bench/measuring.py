@@ -1,4 +1,4 @@
-"""How a case is measured: interleaved rounds, one role awake at a time (rules M1, M2, M6)."""
+"""How a case is measured: interleaved rounds, one role awake at a time (bench M1, M2, M6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pk.limits import MIB
 
 #: Between rounds: deleted topics vanish and the disk takes a breath.
 PAUSE_S = 1.5
-#: Rule M6: what the topics of two rounds of both sides take.
+#: bench M6: what the topics of two rounds of both sides take.
 TOUCH_BYTES = 5 * 1024 * MIB
 
 Say = Callable[[str], None]
@@ -51,7 +51,7 @@ def median(samples: Sequence[Sample]) -> float:
 
 
 def touch(path: Path, size: int) -> None:
-    """Rule M6."""
+    """bench M6."""
     block = bytes(MIB)
     with path.open("wb", buffering=0) as file:
         for _ in range(size // MIB):
@@ -60,7 +60,7 @@ def touch(path: Path, size: int) -> None:
 
 
 class Bench:
-    """The sides, started when first needed; all that are not measured are stopped (rule M2)."""
+    """The sides, started when first needed; all that are not measured are stopped (bench M2)."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Bench:
         return {party.name: party.description for party in self._started}
 
     def wake(self, *wanted: Party) -> None:
-        """These and nobody else; in their order, each settled before the next (rule M2)."""
+        """These and nobody else; in their order, each settled before the next (bench M2)."""
         for party in reversed([one for one in self._awake if one not in wanted]):
             sides.freeze(party)
             self._awake.remove(party)

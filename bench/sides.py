@@ -1,6 +1,6 @@
 """A side: one system under test, its processes, and when it may be timed again after a stop.
 
-`settle` is rule M2: it ends only when the side has answered metadata, a record of now was stored
+`settle` is bench M2: it ends only when the side has answered metadata, a record of now was stored
 and returned on every partition of a probe topic, and the leader epochs seen then are the same two
 seconds later.  A Spark session is a party too: it is stopped with its side, and has to answer a
 query before it is timed.
@@ -201,7 +201,7 @@ def thaw(party: Party) -> None:
 
 
 def settle(party: Party) -> None:
-    """Rule M2.  Raises `SideFailed` if the side does not come back."""
+    """bench M2.  Raises `SideFailed` if the side does not come back."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     last: Exception | None = None
     while time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
 The consumer's loop appends to `ready`; everything else here is the reader's alone.  Each item
 carries the id of the position it belongs to; one whose partition has another id by now is dropped
-when it is come across, and its credit given back (fetcher F4).
+when it is come across, and its credit given back (client/fetcher F4).
 
 Invariants
   B1  rows of a partition come out in the order they were fetched, whatever is paused meanwhile:

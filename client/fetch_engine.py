@@ -2,12 +2,12 @@
 
 World-generic; `pk.client.consumer` is the thread-safe façade over it.  What arrives is left in
 `ready`, what must be raised in `problems`; `on_ready` is called when either grew.  Only the loop
-appends to either, only the reader takes away; whether an item is void by then (fetcher F4) is
-judged by the reader.
+appends to either, only the reader takes away; whether an item is void by then (client/fetcher F4)
+is judged by the reader.
 
 Invariants
   E1  the machine is stepped on the loop only; effects are performed in the order they came.
-  E2  what is in `ready` is bounded by the credit that was granted (F2).
+  E2  what is in `ready` is bounded by the credit that was granted (client/fetcher F2).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ key stick to one partition until a batch's worth of bytes went there, then move 
 each partition once a round.
 
 Invariants
-  P1  murmur2_column(keys)[i] == murmur2(keys[i]) for every key, of any length.
-  P2  sticky: of any n consecutive switches over n partitions that do not start inside a round, each
+  M1  murmur2_column(keys)[i] == murmur2(keys[i]) for every key, of any length.
+  M2  sticky: of any n consecutive switches over n partitions that do not start inside a round, each
       partition is chosen once.
 """
 

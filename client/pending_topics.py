@@ -5,8 +5,8 @@ two, and until the news arrives, its name means nothing.  What is sent then wait
 `wait_ms` from its own beginning.
 
 Invariants
-  P1  of a topic with anything pending, whatever is handed over later is pending behind it.
-  P2  nothing is pending for longer than `wait_ms`.
+  W1  of a topic with anything pending, whatever is handed over later is pending behind it.
+  W2  nothing is pending for longer than `wait_ms`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The PRODUCE stream to one broker: frames are encoded and written in order, answers are handed to
 the producer's machine.
 
-World-generic; the engine (`pk.client.produce_engine`, whose E2 this keeps) owns one per broker.
+World-generic; the engine (client/produce_engine, whose rule is kept here: client/produce_engine E2)
+owns one per broker.
 """
 
 from __future__ import annotations
@@ -121,9 +122,10 @@ class Link:
                 self._broke(errors.BrokerUnavailable(cause.message))
                 continue
             if not self._queue:
-                continue  # given up meanwhile (E2)
+                continue  # given up meanwhile (client/produce_engine E2)
             frame = self._queue[0]
-            if not frame.open:  # everything in it went to another leader meanwhile (E2)
+            # everything in it went to another leader meanwhile (client/produce_engine E2)
+            if not frame.open:
                 self._queue.popleft()
                 self._encoding.pop(frame.correlation_id, None)
                 continue

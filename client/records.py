@@ -6,7 +6,7 @@ looked at is freed before the next one is made; `poll` makes them all at once.  
 for the garbage collector, which does not look into records (`pk.types.Record`).
 
 Invariants
-  R1  records come in offset order, each once; what was not drawn yet can be taken away (`drop`).
+  D1  records come in offset order, each once; what was not drawn yet can be taken away (`drop`).
 """
 
 from __future__ import annotations

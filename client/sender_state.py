@@ -50,7 +50,7 @@ class Partition:
         return sum(batch.flight is not None for batch in self.unresolved)
 
     def add(self, piece: Piece) -> None:
-        """To the last batch that waits, if it has room (A1, A2)."""
+        """To the last batch that waits, if it has room (client/producer_batch A1, A2)."""
         if self.waiting:
             last = self.waiting[-1]
             room = last.size + piece.size <= self.batch_size

@@ -22,7 +22,7 @@ from pk.log.storage import Storage
 from pk.types import Offset, PartitionKey, TopicPartition
 
 ROOT = "topics"
-#: The name under which the next start removes a directory (manager.py, M3).
+#: The name under which the next start removes a directory (log/manager M3).
 DELETING = "-delete"
 
 

@@ -1,6 +1,6 @@
 """The checkpoints of all data directories of a broker: what is known of their logs, SYNCED.
 
-A part of `LogManager` (manager.py), whose rules M2 and M4 hold here.
+A part of `LogManager`: log/manager M2 and M4 hold here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Checkpointed:
         self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
         self._expiration_ms = expiration_ms  #: of producers
         self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
-        #: Logs being cut or begun anew: a recovery point found before that is void (M2).
+        #: Logs being cut or begun anew: a recovery point found before that is void
+        #: (log/manager M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
     async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
@@ -52,7 +53,8 @@ class Checkpointed:
         after another; producers silent by `now_ms` go.
 
         Sealed segments are flushed on the way, beside the writer, so that recovery points follow
-        the rolls. Raises the first storage error, after every directory had its turn (M4)."""
+        the rolls. Raises the first storage error, after every directory had its turn
+        (log/manager M4)."""
         problems: list[Exception] = []
         for each in self.directories if of is None else [of]:
             try:
@@ -73,7 +75,7 @@ class Checkpointed:
                 continue  # nothing new since the last one
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
-            mine = self._logs.get(key)  # else it was made anew meanwhile (M2)
+            mine = self._logs.get(key)  # else it was made anew meanwhile (log/manager M2)
             same = mine is not None and mine[0] is log and not log.torn
             if same and key not in self._reshaping:
                 directory.recovery_points[key] = point

@@ -11,11 +11,11 @@ value lengths u32 ×m · key validity · value validity · header value validity
 value data · header key data (utf-8) · header value data
 
 Invariants
-  C1  `parse` accepts exactly the bodies whose sections fill the decoded size; a null row has length
+  F1  `parse` accepts exactly the bodies whose sections fill the decoded size; a null row has length
       0.
-  C2  decoding allocates at most the announced decoded size (<= decoded_bytes_max) plus 16 bytes a
+  F2  decoding allocates at most the announced decoded size (<= decoded_bytes_max) plus 16 bytes a
       record or header.
-  C3  decode(encode(rows)) == rows in the canonical types of `schema`.
+  F3  decode(encode(rows)) == rows in the canonical types of `schema`.
 """
 
 from __future__ import annotations

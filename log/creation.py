@@ -10,20 +10,20 @@ visit makes the files of all its partitions first and then syncs the same level 
 once; a thousand partitions cost a few dozen commits instead of some thousands.
 
 Rules
-  C1  the identity comes last, whole: it is written beside its place, SYNCED, then renamed.  A
+  N1  the identity comes last, whole: it is written beside its place, SYNCED, then renamed.  A
       partition that has one is complete but for names that are not SYNCED yet, and `load` and the
       first flush see to those.
-  C2  a directory without identity that holds no more than a first segment without a byte is an
+  N2  a directory without identity that holds no more than a first segment without a byte is an
       unfinished creation: the next start removes it, the next try goes on with it.  Segments whose
       identity is missing, damaged or another one's stay (rule L15): a partition of that name is not
       created beside them.
-  C3  a partition that cannot be created does not stop the others of its visit (M4); a disk that
-      fails stops them all (rule L2).
-  C4  a visit is bounded: appends to other partitions of the directory wait until it is over.
-  C5  a partition is created where something has its name: what could not be opened there, for want
+  N3  a partition that cannot be created does not stop the others of its visit (log/manager M4); a
+      disk that fails stops them all (rule L2).
+  N4  a visit is bounded: appends to other partitions of the directory wait until it is over.
+  N5  a partition is created where something has its name: what could not be opened there, for want
       of space, say, or of a whole identity, must not begin anew elsewhere, without its records,
       nor once that directory has failed.
-  C6  a log that a checkpoint names and that is not there is not begun empty: `LogMissing`, until
+  N6  a log that a checkpoint names and that is not there is not begun empty: `LogMissing`, until
       its replica was given up (rule L15)
 """
 
@@ -46,7 +46,7 @@ from pk.log.segment import IndexCache, Segment, base_offset_of, file_name
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
-#: C4: as many as callers ask for in one go.
+#: N4: as many as callers ask for in one go.
 VISIT_MAX = 64
 _FIRST = file_name(0, ".log")
 
@@ -103,9 +103,9 @@ async def homes(
     taken: Iterable[Directory],
     wanted: Mapping[str, NewPartition],
 ) -> list[Directory | errors.PkError]:
-    """A directory for each of `wanted`, by path: where it stands (C5), else the one with the fewest
+    """A directory for each of `wanted`, by path: where it stands (N5), else the one with the fewest
     partitions, then the most free space; or why there is none.  `taken`: the directory of each
-    partition.  A directory that fails meanwhile is one that has failed (M4).  Raises
+    partition.  A directory that fails meanwhile is one that has failed (log/manager M4).  Raises
     `StorageFailed` when no other is left.
     """
     lost = [(each.disk.storage.root, each.failed) for each in directories if each.failed]
@@ -157,7 +157,7 @@ def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str,
 
 
 def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:
-    """In the write lane: a log, or why there is none, for each of `wanted` (C3)."""
+    """In the write lane: a log, or why there is none, for each of `wanted` (N3)."""
     storage = site.storage
     found: dict[PartitionKey, Outcome] = {}
     begun: list[_Begun] = []
@@ -264,7 +264,7 @@ def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
 
 
 def unfinished(storage: Storage, path: str) -> bool:
-    """Whether a directory without identity is what a creation that died leaves (C2)."""
+    """Whether a directory without identity is what a creation that died leaves (N2)."""
     return all(
         name.startswith(identity.PARTITION_FILE)
         or (name == _FIRST and not _size(storage, f"{path}/{name}"))
@@ -273,7 +273,7 @@ def unfinished(storage: Storage, path: str) -> bool:
 
 
 def sweep(storage: Storage, path: str) -> None:
-    """In the write lane: a directory without identity goes if its creation died (C2).
+    """In the write lane: a directory without identity goes if its creation died (N2).
 
     Raises `LogUnidentified` for segments (rule L15).
     """

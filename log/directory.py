@@ -104,7 +104,7 @@ class Directory:
         return named or any(key in offsets for offsets in self._offsets.values())
 
     def register(self, log: Identity) -> None:
-        """`log` is served from here: the next checkpoint says so (I1 of identity.py)."""
+        """`log` is served from here: the next checkpoint says so (log/identity I1)."""
         known = self.identities.get(str(log.topic_partition))
         if known is None or known.identity.key != log.key:
             self.identities[str(log.topic_partition)] = Known(log)

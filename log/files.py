@@ -1,9 +1,9 @@
 """The real Storage and Disk: files, one writer thread per directory, pools for reads and
 computation.
 
-Shell over `log/storage.py`; rules D1–D4 stand there.  A `RealFile` may be read and synced by many
-threads while one writes: `close` waits for nobody, the descriptor goes when its last user is done,
-so it is never used after reuse.
+Shell over `log/storage.py`, which has the rules: log/storage D1–D4.  A `RealFile` may be read and
+synced by many threads while one writes: `close` waits for nobody, the descriptor goes when its last
+user is done, so it is never used after reuse.
 
 Threads (rule P2)
   F1  the writer drains every queued job per wake-up, in order; finished jobs reach the loop through
@@ -90,7 +90,7 @@ class RealFile:
                 views[first] = views[first][written:]
 
     def _cut_back(self, size: int, cause: OSError) -> NoReturn:
-        """Rule D1: whatever part of a failed append reached the file goes again."""
+        """log/storage D1: whatever part of a failed append reached the file goes again."""
         try:
             os.ftruncate(self._fd, size)
         except OSError as worse:
@@ -98,13 +98,13 @@ class RealFile:
         self._storage.fail(cause, f"appending to {self.path}")
 
     def _check(self) -> None:
-        """D4, for what the owner does itself: it cannot be closed meanwhile."""
+        """log/storage D4, for what the owner does itself: it cannot be closed meanwhile."""
         self._storage.check_writable()
         if self._fd < 0 or self._users < 1:
             raise FileNotFoundError(f"{self.path} was closed")
 
     def _enter(self) -> None:
-        """D4, for what other threads may do: the descriptor stays until `_leave`."""
+        """log/storage D4, for what other threads may do: the descriptor stays until `_leave`."""
         with self._guard:
             if self._users < 1:
                 raise FileNotFoundError(f"{self.path} was closed")
@@ -196,8 +196,9 @@ class RealStorage:
             raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
 
     def fail(self, cause: OSError, doing: str, torn: bool = False) -> NoReturn:
-        """Rule D2: raise the typed error; all but what passes takes the storage offline, `torn`
-        always does: nobody knows what a failed sync kept, or what a failed cut left (D1).
+        """log/storage D2: raise the typed error; all but what passes takes the storage offline,
+        `torn` always does: nobody knows what a failed sync kept, or what a failed cut left
+        (log/storage D1).
         """
         if cause.errno in _FULL and not torn:
             raise errors.StorageFull(
@@ -280,7 +281,8 @@ class RealStorage:
         return fd
 
     def _sync_with_spare(self, path: str) -> None:
-        """A name that was given cannot be taken back for want of a descriptor (D2): one is kept."""
+        """A name that was given cannot be taken back for want of a descriptor (log/storage D2): one
+        is kept."""
         with self._spare_guard:
             spare, self._spare_fd = self._spare_fd, -1
             if spare >= 0:
@@ -329,7 +331,7 @@ class RealStorage:
             self._check_there(f"reading {path}")
             raise
         except OSError as cause:
-            if cause.errno in _NO_DESCRIPTOR:  # D2: it is opened for this
+            if cause.errno in _NO_DESCRIPTOR:  # log/storage D2: it is opened for this
                 self.fail(cause, f"reading {path}")
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
 
@@ -358,7 +360,8 @@ class RealStorage:
             self.fail(cause, doing)
 
     def _check_there(self, doing: str) -> None:
-        """Rule D2 for a directory that went: unmounted or removed under its owner, it has failed.
+        """log/storage D2 for a directory that went: unmounted or removed under its owner, it has
+        failed.
 
         What its name leads to now is somebody else's, and what is missing there is not absent.
         """

@@ -370,7 +370,7 @@ class LogManager(Checkpointed):
         try:
             if ends:  # M2, as for those that were known at once
                 await self._claim_less(directory, ends)
-            else:  # before their first records (I1 of identity.py)
+            else:  # before their first records (log/identity I1)
                 await directory.write_checkpoints(identity.IDENTITIES)
         except errors.PkError as error:
             for key in logs:
@@ -502,12 +502,13 @@ class LogManager(Checkpointed):
         """
         log, directory = self._logs[key]
         start = min(log_start, offset)
-        snapshot = snapshot or Producers().snapshot(offset)  # else it would be blank (O2)
+        # else it would be blank (log/loading O2)
+        snapshot = snapshot or Producers().snapshot(offset)
         self._reshaping[key] = None
         try:
             directory.recovery_points[key] = 0  # in between there is no segment at all
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
-            if log.written_end < start:  # it may be opened there in between (O2)
+            if log.written_end < start:  # it may be opened there in between (log/loading O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
                 await self._write_log_starts(directory)

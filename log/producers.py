@@ -7,10 +7,10 @@ decides) and the last stable offset (rule L11). Entries are immutable and replac
 a decided append is putting the old entry back.
 
 Invariants
-  P1  `apply` is called in offset order, for every batch of the log, and replaying the log gives the
+  I1  `apply` is called in offset order, for every batch of the log, and replaying the log gives the
       same state.
-  P2  at most PRODUCER_BATCHES_REMEMBERED batches a producer, oldest first.
-  P3  an open transaction never expires here; a silent producer without one does.
+  I2  at most PRODUCER_BATCHES_REMEMBERED batches a producer, oldest first.
+  I3  an open transaction never expires here; a silent producer without one does.
 
 Snapshot file (little endian, written whole): head (magic, version, next offset, producers, ended,
 crc)
@@ -201,7 +201,7 @@ class Producers:
         return max((producer.last_ms for producer in list(self._by_id.values())), default=0)
 
     def expire(self, now_ms: int, after_ms: int) -> int:
-        """Forget producers silent for `after_ms`; returns how many (P3)."""
+        """Forget producers silent for `after_ms`; returns how many (I3)."""
         old = [
             i
             for i, p in self._by_id.items()

@@ -2,9 +2,9 @@
 write lane.
 
 Rules
-  R1  a read takes the tuple of segments and the written end once; neither changes under it.
-  R2  nothing beyond the written end, or the bound if that is lower, is looked at.
-  R3  batches are handed out whole and as they are stored; rows are decoded only for a search by
+  A1  a read takes the tuple of segments and the written end once; neither changes under it.
+  A2  nothing beyond the written end, or the bound if that is lower, is looked at.
+  A3  batches are handed out whole and as they are stored; rows are decoded only for a search by
       time.
 """
 
@@ -48,7 +48,8 @@ class Readable:
 
     @property
     def first_offset(self) -> int:
-        """Where the oldest segment begins: replicas copy from there, below log_start too (R5)."""
+        """Where the oldest segment begins: replicas copy from there, below log_start too (rule
+        R5)."""
         return self._segments[0].base_offset
 
     @property

@@ -5,9 +5,9 @@ means "list again".  The caller bounds every read by an offset the writer vouche
 watermark): what lies beyond may be half written or about to be cut back, and is not looked at.
 
 Rules
-  V1  a position is a hint; if no batch begins there, everything remembered is forgotten and the
+  H1  a position is a hint; if no batch begins there, everything remembered is forgotten and the
       read tried once more from the files, and only then called corrupt.
-  V2  memory is bounded: an index per segment looked at, dropped when another segment is read.
+  H2  memory is bounded: an index per segment looked at, dropped when another segment is read.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SegmentReader:
                 self.refresh()
             try:
                 return self._read(offset, bound, max_bytes, min_one_batch, verify)
-            except (FileNotFoundError, errors.CorruptLog) as cause:  # V1
+            except (FileNotFoundError, errors.CorruptLog) as cause:  # H1
                 problem = cause
         if isinstance(problem, errors.CorruptLog):
             raise problem

@@ -7,12 +7,12 @@ leader epoch that the range had.  Followers copy it, the copier and readers step
 The process holds the directory's lock, so no broker runs.
 
 Invariants
-  G1  a segment is replaced as a whole: the new one is written beside it, SYNCED, and renamed over
+  B1  a segment is replaced as a whole: the new one is written beside it, SYNCED, and renamed over
       it.  A process that dies on the way leaves the old one or the new one, and a `.tmp` file that
       the next opening removes.  What is derived goes before the rename, SYNCED: an index of the old
       segment never meets the new one.
-  G2  only damaged ranges are replaced; every whole batch is copied byte by byte.
-  G3  a torn tail is left alone: the next opening cuts it (recovery.py: G, H), for nothing of it was
+  B2  only damaged ranges are replaced; every whole batch is copied byte by byte.
+  B3  a torn tail is left alone: the next opening cuts it (recovery.py: G, H), for nothing of it was
       acknowledged.  A damaged tail that says nothing of its offsets becomes a gap that is as wide
       as it can have been.
 """
@@ -107,7 +107,7 @@ def _pieces(segment: Segment, ranges: list[Damage]) -> Iterator[Damage | tuple[i
 
 
 def go_past(storage: Storage, path: str, findings: list[Finding]) -> None:
-    """Replace each range by a gap, segment by segment (G1).  Raises `StorageFull`,
+    """Replace each range by a gap, segment by segment (B1).  Raises `StorageFull`,
     `StorageFailed`; what was replaced by then stays replaced.
     """
     known = epochs_of(storage, path)

@@ -2,19 +2,19 @@
 out.
 
 Walked from the oldest segment; the first that must stay ends the walk.  A segment goes when
-  R1  it lies below log_start (records were deleted), or
-  R2  retention_ms is set and its newest record is older; not while the clock cannot be trusted
+  E1  it lies below log_start (records were deleted), or
+  E2  retention_ms is set and its newest record is older; not while the clock cannot be trusted
       (now_ms None, rule L10), or
-  R3  retention_bytes is set and the log without it still has as many bytes.
-With a tier (tiered_end >= 0) R2 and R3 use the local_ settings, and
-  R4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
+  E3  retention_bytes is set and the log without it still has as many bytes.
+With a tier (tiered_end >= 0) E2 and E3 use the local_ settings, and
+  E4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
       its age;
-  R5  dropping moves local_log_start only; log_start moves past what topic retention has expired
+  E5  dropping moves local_log_start only; log_start moves past what topic retention has expired
       *and* the tier covers (rule T9: log_start first, then the rows below it).  What only the tier
       has is older by its offsets, not by its timestamps: while there is any, that comes first.
 Always
-  R6  nothing at or above the high watermark goes, log_start never passes the hold;
-  R7  the active segment does not go; if its newest record expired and everything before it goes, it
+  E6  nothing at or above the high watermark goes, log_start never passes the hold;
+  E7  the active segment does not go; if its newest record expired and everything before it goes, it
       is rolled and the plan made again (rule L10).
 """
 
@@ -71,13 +71,13 @@ def plan(
             or segment.next_offset > high_watermark
             or segment.next_offset == segment.base_offset
         ):
-            break  # R6; an empty segment is the active one or about to be
+            break  # E6; an empty segment is the active one or about to be
         if tiered and segment.next_offset > droppable_end and segment.next_offset > start:
-            break  # R4
+            break  # E4
         if not tiered and hold is not None and segment.next_offset > max(hold, start):
-            break  # R6
+            break  # E6
         if active:
-            roll = True  # R7
+            roll = True  # E7
             break
         drop.append(segment.base_offset)
         total -= segment.size
@@ -98,15 +98,15 @@ def _why(
     segment: SegmentFacts, start: int, keep_ms: int, keep_bytes: int, total: int, now_ms: int
 ) -> str:
     if segment.next_offset <= start:
-        return "below log_start"  # R1
+        return "below log_start"  # E1
     if (
         keep_ms >= 0
         and segment.max_timestamp != NO_TIMESTAMP
         and now_ms - segment.max_timestamp > keep_ms
     ):
-        return "older than retention_ms"  # R2
+        return "older than retention_ms"  # E2
     if keep_bytes >= 0 and total - segment.size >= keep_bytes:
-        return "beyond retention_bytes"  # R3
+        return "beyond retention_bytes"  # E3
     return ""
 
 
@@ -124,7 +124,7 @@ def _local(config: LogConfig) -> tuple[int, int]:
 def _expired_end(
     segments: Sequence[SegmentFacts], keep_ms: int, bound: int, hold: int | None, now_ms: int
 ) -> int:
-    """R5: where the local segments end that topic retention has expired whole."""
+    """E5: where the local segments end that topic retention has expired whole."""
     end = 0
     if keep_ms < 0:
         return end

@@ -6,8 +6,8 @@ without headers, nulls or a delete horizon, and all with keys or all without, th
 Everything else is decoded batch by batch (`columns.decode`).
 
 Invariants
-  R1  decode_run(run) == the concatenation of `decode` of each of its batches.
-  R2  a run's rows take one copy, whatever its batches were compressed with.
+  D1  decode_run(run) == the concatenation of `decode` of each of its batches.
+  D2  a run's rows take one copy, whatever its batches were compressed with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damaged ranges of a log that is not open: for opening it all the same (loading.py, O10), and for
+"""Damaged ranges of a log that is not open: for opening it all the same (log/loading O10), and for
 an operator who goes past them (repair.py).
 """
 

@@ -10,11 +10,11 @@ created under this very metadata log, below the offset that the metadata have re
 directory is kept, and listed (rule L15): other metadata may know it.
 
 Invariants
-  S1  nothing is renamed or removed before `unknown` is asked
-  S2  a partition that turns out to be known goes on in the directory where it stands
-  S3  what has a stray's name when its turn comes goes only if it is that stray: the topic's next
+  Y1  nothing is renamed or removed before `unknown` is asked
+  Y2  a partition that turns out to be known goes on in the directory where it stands
+  Y3  what has a stray's name when its turn comes goes only if it is that stray: the topic's next
       life may have begun there, on a disk that had no room for it before
-  S4  the directory of a partition that the metadata cannot know is neither renamed nor removed
+  Y4  the directory of a partition that the metadata cannot know is neither renamed nor removed
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Strays:
         return key in self._found
 
     def known(self, key: PartitionKey) -> None:
-        """It is no stray (S2), whether or not it can be opened."""
+        """It is no stray (Y2), whether or not it can be opened."""
         self._found.pop(key, None)
 
     def unknown(self) -> list[tuple[Directory, str, Identity]]:
-        """What no partition is, for `directory.give_up` to look at once more (S3)."""
+        """What no partition is, for `directory.give_up` to look at once more (Y3)."""
         found, self._found = self._found, {}
         return [home for home in found.values() if home[0].failed is None]

@@ -62,7 +62,8 @@ class Writable(Readable):
         self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._lane_dir_changed = loaded.created
         self._lane_pending_delete: list[Segment] = []  #: dropped, oldest first, and not yet renamed
-        self._lane_foreign = False  #: another replica's snapshot may lie above the end (O8)
+        #: another replica's snapshot may lie above the end (log/loading O8)
+        self._lane_foreign = False
 
     @property
     def synced_end(self) -> int:
@@ -75,7 +76,7 @@ class Writable(Readable):
 
     @property
     def blank(self) -> bool:
-        """It is empty, and knows nothing of who wrote below (rule O2)."""
+        """It is empty, and knows nothing of who wrote below (log/loading O2)."""
         return (
             self._blank and self._segments[-1].decided.next_offset == self._segments[0].base_offset
         )
@@ -167,7 +168,8 @@ class Writable(Readable):
         self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.epochs)
 
     def _begin_cut(self) -> None:
-        """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on (O9)."""
+        """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on
+        (log/loading O9)."""
         self._storage.open(f"{self.path}/{loading.CUTTING}", create=True).close()
 
     def _sync(self) -> int:
@@ -345,7 +347,8 @@ class Writable(Readable):
             log_start=0 if kept else offset,
             now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
         )
-        self.epochs.truncate_end(loaded.segments[-1].written.next_offset)  # O4: below `offset`, too
+        # log/loading O4: below `offset`, too
+        self.epochs.truncate_end(loaded.segments[-1].written.next_offset)
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:

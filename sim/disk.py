@@ -1,6 +1,6 @@
 """A simulated Storage that loses data like reality, and a Disk whose lanes run in the loop.
 
-Model (rules D1–D4, L1)
+Model (log/storage D1–D4, L1)
   WRITTEN  what an operation did is there after `crash` (the process died), up to the very operation
   it died in:
            an append may have left any prefix.
@@ -186,7 +186,7 @@ class SimFile:
     def _check(self) -> None:
         if self._life != self._storage.life:
             raise Crashed(f"{self.path} was opened by a process that died")
-        if not self._open:  # D4
+        if not self._open:  # log/storage D4
             raise FileNotFoundError(f"{self.path} was closed")
 
 
@@ -222,7 +222,7 @@ class SimStorage:
         self._locked_by = -1
 
     def power_loss(self, rng: random.Random | None = None) -> None:
-        """The machine lost power: only what is SYNCED is sure to stay (rule D3)."""
+        """The machine lost power: only what is SYNCED is sure to stay (log/storage D3)."""
         self.crash()
         self._tree.lose(rng or self._rng)
 
@@ -506,7 +506,7 @@ class SimDisk:
             task.cancel()
 
     async def _shielded(self, coroutine: Coroutine[None, None, T]) -> T:
-        """A queued job runs, also if its caller is cancelled (rule F2 of log/files.py)."""
+        """A queued job runs, also if its caller is cancelled (log/files F2)."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running[task] = None
         task.add_done_callback(self._done)

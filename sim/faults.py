@@ -243,7 +243,7 @@ class Faults:
         machine.clock.step(by_ms)
 
     def _clock_jump(self) -> None:
-        """A clock is far ahead for a while, also when its broker starts (K4 of machine.py)."""
+        """A clock is far ahead for a while, also when its broker starts (sim/machine K4)."""
         self._jump([self._machine(BROKER)], self._ahead_ms())
 
     def _ahead_ms(self) -> int:
@@ -330,8 +330,8 @@ class Faults:
         self._sever(pairs, both=self._rng.random() < 0.8)
 
     def _stream_stall(self) -> None:
-        """One direction of a stream, or of a few, is held while the others pass (N8); mostly of one
-        between brokers and controllers, which are fewer than those of clients.
+        """One direction of a stream, or of a few, is held while the others pass (sim/network N8);
+        mostly of one between brokers and controllers, which are fewer than those of clients.
         """
         network = self._world.network
         ends = network.ends()

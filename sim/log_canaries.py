@@ -12,11 +12,11 @@ from pk.log.writing import Writable
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
-    """A later drop leaves a hole behind the segment that kept its name (W2), and nothing reads
-    around it at the next opening.
+    """A later drop leaves a hole behind the segment that kept its name (log/writing W2), and
+    nothing reads around it at the next opening.
 
-    Salvage (rule O10) would: log_start is durable before segments go, so that the hole of a topic
-    without a tier lies below every reader.
+    Salvage (log/loading O10) would: log_start is durable before segments go, so that the hole of a
+    topic without a tier lies below every reader.
     """
     rename = Writable._rename_pending_delete
 

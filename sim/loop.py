@@ -4,13 +4,13 @@ The loop has a ready queue and a heap of timers; when nothing is ready, time jum
 timer.
 
 Rules
-  V1  Timers of one instant fire in the order they were set; nothing else orders events.
-  V2  There are no threads, no sockets, no signals: asking for one raises.
-  V3  A node is a context variable that its tasks inherit.  `kill` is kill -9: from then on no
+  W1  Timers of one instant fire in the order they were set; nothing else orders events.
+  W2  There are no threads, no sockets, no signals: asking for one raises.
+  W3  A node is a context variable that its tasks inherit.  `kill` is kill -9: from then on no
       callback of the node runs, not even a `finally`; its streams break, its disk drops what it
       must (on_kill).  `pause` is SIGSTOP: what would run waits, in order, for `resume`; time and
       the rest of the world go on.
-  V5  Whatever comes due within one grain of time is ready at once, as where loops are busy: a
+  W5  Whatever comes due within one grain of time is ready at once, as where loops are busy: a
       message may be read, a disk have answered and a timer have fired before any task they wake
       has run.
 """
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 if TYPE_CHECKING:
     _Base = asyncio.BaseEventLoop
 else:
-    _Base = asyncio.AbstractEventLoop  # whatever is not defined below raises (V2)
+    _Base = asyncio.AbstractEventLoop  # whatever is not defined below raises (W2)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -44,7 +44,7 @@ class Stuck(AssertionError):
 
 @dataclass(eq=False)
 class SimNode:
-    """One incarnation of a node (V3)."""
+    """One incarnation of a node (W3)."""
 
     name: str
     incarnation: int
@@ -118,11 +118,11 @@ class SimLoop(_Base):
 
     def __init__(self) -> None:
         self.now_us = 0
-        self.grain_us = 1  #: V5
+        self.grain_us = 1  #: W5
         self.events = 0
         self.failures: list[dict[str, Any]] = []  #: what reached the exception handler
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[int, int, _Timer]] = []  # V1: by time, then number
+        self._timers: list[tuple[int, int, _Timer]] = []  # W1: by time, then number
         self._timer_number = 0
         self._closed = False
         self._running = False
@@ -196,7 +196,7 @@ class SimLoop(_Base):
     ) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, name=str(name) if name else None, context=context)
         self._owners[id(task)] = NODE.get() if context is None else context.get(NODE)
-        self._tasks.append(task)  # V3: the collector must not end what a killed node left behind
+        self._tasks.append(task)  # W3: the collector must not end what a killed node left behind
         if len(self._tasks) > self._tasks_max:
             self._tasks = [task for task in self._tasks if not task.done()]
             self._tasks_max = 2 * len(self._tasks) + 64
@@ -310,7 +310,7 @@ class SimLoop(_Base):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         task = context.get("future")
         node = self._owners.get(id(task)) if isinstance(task, asyncio.Task) else None
-        if node is None or node.alive:  # V3: who would have heard of a killed node's task is dead
+        if node is None or node.alive:  # W3: who would have heard of a killed node's task is dead
             self.failures.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:

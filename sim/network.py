@@ -460,7 +460,7 @@ class _SimListener:
         self.node = node
         self._address = address
         self._handler = handler
-        self._context = contextvars.copy_context()  # the node's (V3)
+        self._context = contextvars.copy_context()  # the node's (sim/loop W3)
         self._serving: dict[asyncio.Task[None], End] = {}
         self.closed = False
 

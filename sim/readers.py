@@ -214,7 +214,7 @@ class SimConsumer:
 
 
 def _for_want_of_room(error: errors.PkError) -> bool:
-    """C4 of replica/creation.py: a log that a full disk left half-way is offline until there is
+    """replica/creation N4: a log that a full disk left half-way is offline until there is
     room; that is an operator's matter until then.  The simulated disk says so only while it is
     full.
     """

@@ -4,7 +4,8 @@ After every event of a controller or broker its own state is looked at: what cha
 checked at once (architecture, section 5), so a state that lasts for one event only is seen too.
 What others change (tables, the committed metadata) is looked at every tick.
 
-V15: a broker uses an epoch only once its registration is committed (rule Q3).
+Checked
+  V15  a broker uses an epoch only once its registration is committed (rule Q3)
 
 The committed metadata records of the whole run are kept, as the first controller to commit each of
 them had it: `image` is what they say, whoever else has an image is compared with it (V11).

@@ -3,7 +3,7 @@
 World-generic code runs here unmodified.  Everything that happens is a function of the seed.
 
 Rules
-  V4  Each node draws from a generator of its own, so that one node's appetite never shifts
+  W4  Each node draws from a generator of its own, so that one node's appetite never shifts
       another's.
 
 Beware, in code that runs here: iterating a `set` of objects (also what `asyncio.wait` returns,
@@ -80,7 +80,7 @@ class SimWorld:
         self._digest = hashlib.sha256()
 
     def random(self, name: str) -> random.Random:
-        """The generator of `name` (V4)."""
+        """The generator of `name` (W4)."""
         return random.Random(f"{self.seed}/{name}")
 
     def record(self, line: str) -> None:
@@ -128,7 +128,7 @@ class SimWorld:
         return task
 
     def kill(self, name: str) -> None:
-        """kill -9 (V3)."""
+        """kill -9 (sim/loop W3)."""
         node = self.nodes[name]
         if not node.alive:
             return
@@ -140,7 +140,7 @@ class SimWorld:
         self.network.lose(node)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP (V3)."""
+        """SIGSTOP (sim/loop W3)."""
         node = self.nodes[name]
         if node.alive and not node.paused:
             self.record(f"pause {name}")

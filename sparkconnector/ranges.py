@@ -4,12 +4,12 @@ Pure arithmetic over `Range`s.  A *curve* is the broker's sampled sum of bytes o
 and cumulative bytes, both growing); between samples bytes are taken to be spread evenly.
 
 Invariants
-  G1  splitting keeps the union: the pieces of a range are adjacent, not empty, and cover exactly
+  D1  splitting keeps the union: the pieces of a range are adjacent, not empty, and cover exactly
       it.
-  G2  a limit of n records lets at most n offsets through, and never none while something is there.
-  G3  no starvation: with `turn` counting up, a partition with a backlog gets something at least
+  D2  a limit of n records lets at most n offsets through, and never none while something is there.
+  D3  no starvation: with `turn` counting up, a partition with a backlog gets something at least
       once in as many triggers as there are partitions with one.
-  G4  a byte limit is passed by at most one record (progress past a record larger than the limit).
+  D4  a byte limit is passed by at most one record (progress past a record larger than the limit).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> C
 
 
 def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:
-    """At most `most` offsets, shared in proportion to what each range has (G2, G3)."""
+    """At most `most` offsets, shared in proportion to what each range has (D2, D3)."""
     total = sum(one.size for one in ranges)
     if total <= most:
         return list(ranges)
@@ -106,7 +106,7 @@ def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:
 def limit_bytes(
     ranges: Sequence[Range], curves: Mapping[tuple[str, int], Curve], most: int, turn: int
 ) -> list[Range]:
-    """About `most` bytes, shared in proportion to the bytes each range has (G3, G4)."""
+    """About `most` bytes, shared in proportion to the bytes each range has (D3, D4)."""
     sizes = [_bytes(one, curves.get((one.topic, one.partition))) for one in ranges]
     total = sum(sizes)
     if total <= most:
@@ -144,7 +144,7 @@ def split(
     max_bytes: int = 0,
     curves: Mapping[tuple[str, int], Curve] | None = None,
 ) -> list[Range]:
-    """Ranges for tasks (G1): none above `max_records` offsets or (about) `max_bytes`, and at least
+    """Ranges for tasks (D1): none above `max_records` offsets or (about) `max_bytes`, and at least
     `min_partitions` of them if there are that many offsets, large ranges split before small
     ones.
     """
@@ -213,7 +213,7 @@ def cut_at(one: Range, tiered_end: int) -> tuple[Range | None, Range | None]:
 def cold_tasks(
     cold: Range, files: Sequence[TierFile], task_bytes: int = COLD_TASK_BYTES, max_records: int = 0
 ) -> list[tuple[Range, list[TierFile]]]:
-    """Pieces of `cold` cut where files begin, each with every file that may hold some of it (G1).
+    """Pieces of `cold` cut where files begin, each with every file that may hold some of it (D1).
 
     Files in offset order without overlap give tasks of whole files; scattered ones (after an
     outside Z-order) are named by every task whose offsets they may hold.

@@ -1,7 +1,7 @@
 """Bounded scans: `[start, end)` of one partition, wherever its leader is.
 
 The loop's thread receives; the caller's thread checks, decodes and hands back credit, so at most
-`CREDIT_BYTES` wait between the two.  The invariants (K1–K4) are those of connection.py.
+`CREDIT_BYTES` wait between the two.  The invariants are sparkconnector/connection K1–K4.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Scan:
         self._owed = 0  # consumed, not yet granted anew; touched on the loop only
         self._line: Line | None = None
         self._epoch = NONE  # of the last batch that was fetched (KIP-320)
-        self._deadline_ms = 0  # without progress until then, the scan fails (K1)
+        # without progress until then, the scan fails (sparkconnector/connection K1)
+        self._deadline_ms = 0
         self._sending: set[asyncio.Task[None]] = set()
 
     # -- the caller's thread -----------------------------------------------------------------------
@@ -140,14 +141,15 @@ class Scan:
         task.add_done_callback(self._sending.discard)
 
     def follow(self) -> None:
-        """Leave a stream to a broker that leads no more (K4)."""
+        """Leave a stream to a broker that leads no more (sparkconnector/connection K4)."""
         line, key = self._line, (self._range.topic_id, self._range.partition)
         address = self._owner._peers.leader_address(PartitionKey(*key))
         if line is not None and address is not None and address != line.address:
             line.stream.close()
 
     async def run(self) -> None:
-        """Fetch until the end is reached, whatever happens in between (K1)."""
+        """Fetch until the end is reached, whatever happens in between
+        (sparkconnector/connection K1)."""
         owner = self._owner
         owner._scans[self] = None
         owner._watch(self._range.topic)
@@ -217,7 +219,7 @@ class Scan:
         finally:
             self._line = None
             if clean:
-                owner._keep_line(line)  # K3
+                owner._keep_line(line)  # sparkconnector/connection K3
             else:
                 line.stream.close()
 

@@ -4,16 +4,16 @@ Spark keeps one such reader per query in a Python process of the driver and asks
 trigger: latestOffset(start, limit) → partitions(start, end) → commit(end).  After a restart it asks
 again from the checkpoint; a batch that was planned but not committed is read again with the same
 start and end.  An exception ends the query, so transient errors are retried below (connection.py
-K1).
+sparkconnector/connection K1).
 
 Rules
-  V1  nothing new → `start` comes back unchanged: Spark compares text, and another spelling is a
+  B1  nothing new → `start` comes back unchanged: Spark compares text, and another spelling is a
       batch.
-  V2  several limits: the tighter one wins, computed here; Spark merely hands our own limit back.
+  B2  several limits: the tighter one wins, computed here; Spark merely hands our own limit back.
       `Trigger.Once` asks for everything, and gets it.
-  V3  AvailableNow fixes its target once, with the partitions there are then; limits apply below it,
+  B3  AvailableNow fixes its target once, with the partitions there are then; limits apply below it,
       and the least number of offsets does not (it could wait for ever).
-  V4  fewer than minOffsetsPerTrigger new offsets are left alone until maxTriggerDelay has passed
+  B4  fewer than minOffsetsPerTrigger new offsets are left alone until maxTriggerDelay has passed
       since the last batch; the first batch of a run does not wait.
 """
 
@@ -51,9 +51,9 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._columns = tuple(columns)
         self._planner = Planner(source)
         self._newest: Progress | None = None  # what latestOffset last saw, for the progress report
-        self._target: Progress | None = None  # AvailableNow's (V3)
+        self._target: Progress | None = None  # AvailableNow's (B3)
         self._turn = 0
-        self._last_batch_s: float | None = None  # V4
+        self._last_batch_s: float | None = None  # B4
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         limited = wanted if unlimited else self._limited(wanted)
         reached = _advanced(begin, end, bounds, limited)
         if offsets.to_json(reached) == offsets.to_json(begin):
-            return start  # V1
+            return start  # B1
         self._turn += 1
         self._last_batch_s = clock.monotonic_s()
         return offsets.to_json(reached)
@@ -120,7 +120,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- limits ------------------------------------------------------------------------------------
 
     def _waits_for_more(self, wanted: Sequence[Range]) -> bool:
-        """V4."""
+        """B4."""
         least = self._source.min_offsets
         there = sum(one.size for one in wanted)
         if not least or there >= least or self._last_batch_s is None:
@@ -129,7 +129,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return waited_ms < self._source.max_trigger_delay_ms
 
     def _limited(self, wanted: list[Range]) -> list[Range]:
-        """V2: records first, then bytes of what is left: both hold, and something goes through."""
+        """B2: records first, then bytes of what is left: both hold, and something goes through."""
         source = self._source
         if source.max_offsets:
             wanted = ranges.limit_records(wanted, source.max_offsets, self._turn)

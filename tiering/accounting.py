@@ -10,12 +10,12 @@ its bounds.  Offsets that lie in no file's range are shown as missing.  Rows mis
 bounds of a file that another engine wrote are counted, but nothing tells which they are.
 
 Invariants
-  R1  files that lie wholly below `:start` do not count: their rows left when `:start` passed them
-  R2  missing rows are settled once `:start` has passed `below`: from there on every file is whole,
+  N1  files that lie wholly below `:start` do not count: their rows left when `:start` passed them
+  N2  missing rows are settled once `:start` has passed `below`: from there on every file is whole,
       and one follows the other up to the table's end
-  R4  rows below `:start` that share a file with later ones may come and go: another engine may
+  N4  rows below `:start` that share a file with later ones may come and go: another engine may
       erase them, and restore a version that has them
-  R3  a version with a file whose rows nothing tells is not judged
+  N3  a version with a file whose rows nothing tells is not judged
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RowsMissing(NamedTuple):
     """What a partition of a version lacks."""
 
     rows: int
-    below: Offset  #: every missing row lies below this (R2)
+    below: Offset  #: every missing row lies below this (N2)
     ranges: tuple[tuple[Offset, Offset], ...]  #: `[start, end)` that no file holds
 
 
@@ -63,7 +63,7 @@ class Account(NamedTuple):
     @property
     def settles(self) -> bool:
         """Whether the difference concerns rows below `:start` only, so that the next commit takes
-        it into the counters (R2, R4)."""
+        it into the counters (N2, N4)."""
         return -self.spare <= self.missing < 0
 
 
@@ -76,7 +76,7 @@ class Suspect(NamedTuple):
 
 
 def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account | None:
-    """How many rows `files` lack; None if that is not known (R3)."""
+    """How many rows `files` lack; None if that is not known (N3)."""
     live = [file for file in files if file.max_offset >= counters.start]
     if any(_unknown(file) for file in live):
         return None
@@ -182,8 +182,8 @@ def check_rows(uri: str, snapshot: Snapshot) -> None:
 def settled(
     files: Sequence[DataFile], counters: PartitionCounters, start: Offset
 ) -> PartitionCounters:
-    """The counters once `:start` moves to `start`: what lies wholly below has left (R1), and what
-    is missing below is settled (R2)."""
+    """The counters once `:start` moves to `start`: what lies wholly below has left (N1), and what
+    is missing below is settled (N2)."""
     left = sum(file.rows for file in files if counters.start <= file.max_offset < start)
     found = account(files, counters)
     if found is not None and ((found.missing > 0 and found.below <= start) or found.settles):
@@ -192,7 +192,7 @@ def settled(
 
 
 def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
-    """Whether a commit would settle missing rows where `:start` is now (R2)."""
+    """Whether a commit would settle missing rows where `:start` is now (N2)."""
     found = account(files, counters)
     if found is None:
         return False

@@ -1,6 +1,6 @@
 """The real object stores: a directory, and S3 through s3fs.  The only importer of fsspec and s3fs.
 
-Reads and uploads have pools of their own (invariant O1 of `objects.py`): threads for a directory,
+Reads and uploads have pools of their own (tiering/objects O1): threads for a directory,
 loops with their own connections for S3, so that neither the broker-facing event loop nor the other
 direction waits for a slow transfer.  A call has a deadline; transient failures are tried again
 twice, with back-off.

@@ -7,16 +7,16 @@ pass keeps only their offsets, the range is cut to what fits the byte bound, and
 merges its rows by offset.
 
 Invariants
-  G1  rows come out in offset order, each offset once, all of `[offset, next_offset)` that the table
+  H1  rows come out in offset order, each offset once, all of `[offset, next_offset)` that the table
       holds.
-  G2  `next_offset` > offset: gaps are covered (rule L12); it never passes the table's end or `end`.
-  G3  memory: the cache holds at most `cache_bytes`; a read holds its result and one row group
+  H2  `next_offset` > offset: gaps are covered (rule L12); it never passes the table's end or `end`.
+  H3  memory: the cache holds at most `cache_bytes`; a read holds its result and one row group
       beside it.
-  G4  a file that is gone or damaged raises `DamagedTierFile`: the caller reloads the table and
+  H4  a file that is gone or damaged raises `DamagedTierFile`: the caller reloads the table and
       plans anew.  It fails its own range only: a read that comes to it ends before it.
-  G5  two readers of the same row group share one download.
-  G6  nothing is remembered of a file that the table does not name any more.
-  G7  a read that is late answers with what it has, if that is anything: who gives up on it asks for
+  H5  two readers of the same row group share one download.
+  H6  nothing is remembered of a file that the table does not name any more.
+  H7  a read that is late answers with what it has, if that is anything: who gives up on it asks for
       the same again, and where the cache is too small for all of it that would never end.
 """
 
@@ -162,7 +162,7 @@ class TierReader:
         late: Callable[[], bool] = never,
     ) -> Fetched:
         """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one; once
-        it is `late` (G7), what was found so far.
+        it is `late` (H7), what was found so far.
 
         Raises `UnknownTierRange` if the table does not cover `offset`, `DamagedTierFile` if the
         file that holds it is, `TierUnavailable`.
@@ -189,7 +189,7 @@ class TierReader:
             except errors.PkError:
                 if at == offset:
                     raise
-                break  # what lies below is whole; the next read begins with the error (G4)
+                break  # what lies below is whole; the next read begins with the error (H4)
             at = piece.next_offset
             batches += piece.batches
             size += sum(map(len, piece.batches))
@@ -236,7 +236,7 @@ class TierReader:
         window_end: Offset,
         max_bytes: int,
     ) -> tuple[pa.RecordBatch, Offset]:
-        """Rows of overlapping row groups, cut to what fits (rule T10, G3)."""
+        """Rows of overlapping row groups, cut to what fits (rule T10, H3)."""
         wanted = []
         row_bytes = _ROW_BYTES_LEAST
         for spot in spots:
@@ -342,7 +342,7 @@ class TierReader:
             await self._load_group(place, _Spot(file, footer, group), (*key, group.number))
 
     async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
-        """G5: whoever comes second waits for the first; a reader that goes away stops nobody."""
+        """H5: whoever comes second waits for the first; a reader that goes away stops nobody."""
         task: asyncio.Task[T] | None = self._loading.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(_run(work))

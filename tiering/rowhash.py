@@ -9,7 +9,7 @@ Definition, all arithmetic modulo 2^64, `R` = 0x9E3779B97F4A7C15 (odd):
   null      = 0x2545F4914F6CDD1D
   headers   = sum over the row's j-th header of mix(3 * bytes(key) + 5 * bytes(value) + j + 1);
               none = 0
-  row       = mix(offset * C0 + timestamp in ms * C1 + key * C2 + value * C3 + headers * C4)
+  row       = mix(offset * c0 + timestamp in ms * c1 + key * c2 + value * c3 + headers * c4)
               modulo 2^63
   mix       = the 64-bit finaliser of MurmurHash3
 A sum is taken modulo 2^63.  The offset is in the row's hash, so equal rows at swapped offsets

@@ -10,9 +10,9 @@ too small (`SinkFull`) makes it larger and writes the file again.  Only what was
 memory.
 
 Invariants
-  S1  `data` is valid until `clear`; whoever still reads it then must not give the sink back.
-  S2  memory begins at a block's boundary: a store may write it past the page cache.
-  S3  memory is what the largest file so far took, unless that was an unusual one (USUAL_BYTES).
+  B1  `data` is valid until `clear`; whoever still reads it then must not give the sink back.
+  B2  memory begins at a block's boundary: a store may write it past the page cache.
+  B3  memory is what the largest file so far took, unless that was an unusual one (USUAL_BYTES).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from pk.log.storage import Buffer
 
-#: What devices ask of the memory they read from, and of positions in a file (S2).
+#: What devices ask of the memory they read from, and of positions in a file (B2).
 BLOCK_BYTES = 4096
 #: Twice the default `tier_file_bytes`, and room for what a batch more and the footer add.
 USUAL_BYTES = 192 << 20
@@ -32,7 +32,7 @@ CAPACITY_MAX = 16 << 30
 
 
 def _blocks(size: int) -> npt.NDArray[np.uint8]:
-    """S2; what is not written to takes no memory."""
+    """B2; what is not written to takes no memory."""
     raw = np.empty(size + BLOCK_BYTES, np.uint8)
     skipped = -raw.ctypes.data % BLOCK_BYTES
     return raw[skipped : skipped + size]
@@ -56,7 +56,7 @@ class Sink:
         self._stream = None
 
     def rest(self) -> None:
-        """Nobody reads the last file any more; what it took beyond the usual goes (S3)."""
+        """Nobody reads the last file any more; what it took beyond the usual goes (B3)."""
         if self.size > self._usual:
             self._memory = None
         self._stream = None
@@ -81,7 +81,7 @@ class Sink:
         return 0 if self._stream is None else int(self._stream.tell())
 
     def data(self) -> memoryview:
-        """What was written (S1)."""
+        """What was written (B1)."""
         if self._memory is None:
             return memoryview(b"")
         return self._memory.data[: self.size].toreadonly()

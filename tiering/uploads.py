@@ -131,7 +131,8 @@ def _copy(
 def named(
     copied: Copied, partition: int, start: Offset, leader_epoch: Epoch, attempt: str, now_ms: int
 ) -> wire.AddFile:
-    """The file of `[start, copied.end)` as it is added to the table: its name (N2), its facts."""
+    """The file of `[start, copied.end)` as it is added to the table: its name (tiering/layout N2),
+    its facts."""
     file = copied.file
     assert file is not None
     name = layout.DataName(

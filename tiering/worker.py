@@ -5,11 +5,12 @@ node leads.  Machines speak in effects; here they become store calls, table call
 in a task of its own whose result comes back as the machine's next event.
 
 Invariants
-  X1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
-  X2  uploads and cold reads run in lanes of their own (invariant O1); UPLOADS_MAX uploads at once.
-  X3  a failure of the store reaches the machines as an event, never an exception past this file:
+  E1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
+  E2  uploads and cold reads run in lanes of their own (tiering/objects O1); UPLOADS_MAX uploads at
+      once.
+  E3  a failure of the store reaches the machines as an event, never an exception past this file:
       the tier of other topics goes on, and so does the broker.
-  X4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
+  E4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ StorageViews = Callable[[str], tuple[Storage, str]]
 
 @dataclass(slots=True, frozen=True)
 class Lanes:
-    """Where blocking work runs: cold reads and uploads never share (X2)."""
+    """Where blocking work runs: cold reads and uploads never share (E2)."""
 
     read: Lane
     upload: Lane
@@ -457,7 +458,7 @@ class TierWorker:
         self._step_owner(topic, event)
 
     async def _guarded(self, topic: TopicTier, led: Led, asked: Any, work: Awaitable[Any]) -> None:
-        """Run `work` to the event it returns; any failure is an event too (X3)."""
+        """Run `work` to the event it returns; any failure is an event too (E3)."""
         event: copying.CopierEvent
         try:
             event = await work
@@ -523,7 +524,8 @@ class TierWorker:
             self.counts.failed_uploads += 1
             raise
         sink.rest()
-        self._sinks.append(sink)  # not after a failure: a write under way may still read it (S1)
+        # not after a failure: a write under way may still read it (tiering/sink B1)
+        self._sinks.append(sink)
         return copying.Uploaded(asked, copied.end, copied.epoch, add)
 
     def _count_upload(self, copied: uploads.Copied, *, repaired: bool) -> None:

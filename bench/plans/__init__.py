@@ -1,7 +1,7 @@
 """How a round of a case goes: one class a kind of round, found by the name in the case.
 
 A plan gets the bench, its case and variant, and how many records each role's run has.  `parties`
-says who is awake while a role is measured; everybody else is stopped (rule M2).
+says who is awake while a role is measured; everybody else is stopped (bench M2).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _SMALL_S = 8.0
 
 
 class Produce(Base):
-    """Rule M5: a topic of its own for every round."""
+    """bench M5: a topic of its own for every round."""
 
     def round(self, role: str, mode: str) -> Sample:
         side, bench = self.side(role), self.bench
@@ -38,7 +38,7 @@ class Produce(Base):
 
 
 class Filled(Base):
-    """Rule M5: one topic on each side, filled before with the same records."""
+    """bench M5: one topic on each side, filled before with the same records."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

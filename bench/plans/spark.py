@@ -80,7 +80,7 @@ class HotStream(_Sessions, Filled):
 
 
 class Sink(_Sessions):
-    """A topic of its own for every round (rule M5); the source is the same folder for both."""
+    """A topic of its own for every round (bench M5); the source is the same folder for both."""
 
     def prepare(self) -> None:
         bench = self.bench

@@ -29,12 +29,12 @@ restarted as a whole agrees with itself and has no witness: the grace applies to
 The grace does not run out while a witness contradicts, nor while nothing is heard of the cluster.
 
 Invariants
-  C1  the last run advances only while the clock is trusted: a restart under the same wrong clock
+  W1  the last run advances only while the clock is trusted: a restart under the same wrong clock
       finds the same gap again, however often it is tried
-  C2  times that clients wrote (CreateTime) are evidence of nothing; times that brokers wrote
+  W2  times that clients wrote (CreateTime) are evidence of nothing; times that brokers wrote
       (LogAppendTime) were written under a clock that may have been wrong: they only tell whose
       clock is off (`behind_ms`), and end no doubt
-  C3  after a doubt no producer is forgotten for `producer_id_expiration_ms`: the times at which
+  W3  after a doubt no producer is forgotten for `producer_id_expiration_ms`: the times at which
       producers were heard were read from a clock that may have been behind
 """
 
@@ -102,12 +102,12 @@ class ClockTrust:
         self._grace_ends_ms = 0
         self._last_trusted_ms: int | None = None  #: wall clock of the last run
         self._appended_ms: int | None = None
-        self._keep_producers_ms = 0  #: C3: until then by CLOCK_BOOTTIME
+        self._keep_producers_ms = 0  #: W3: until then by CLOCK_BOOTTIME
         self._samples: dict[NodeId, Sample] = {}
         self._heard_ms: int | None = None  #: CLOCK_BOOTTIME
         self._missing: frozenset[NodeId] = frozenset()  #: expected, and not among the samples
         self._missing_since_ms = 0
-        self._doubted = False  #: since it was last decided whether producers are kept (C3)
+        self._doubted = False  #: since it was last decided whether producers are kept (W3)
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class ClockTrust:
         self._true_line_ms, self._last_trusted_ms = line_ms, wall_ms
         if self._doubted:
             self._doubted = False
-            self._keep_producers_ms = boottime_ms + self._limits.producer_expiration  # C3
+            self._keep_producers_ms = boottime_ms + self._limits.producer_expiration  # W3
         return True
 
     def _jumped(self, by_ms: int) -> None:
@@ -295,19 +295,19 @@ class ClockTrust:
     # -- times to use ------------------------------------------------------------------------------
 
     def forget_before_ms(self, wall_ms: int) -> int | None:
-        """The time by which silent producers are forgotten; None = none is now (C3)."""
+        """The time by which silent producers are forgotten; None = none is now (W3)."""
         trusted = self.doubt is Doubt.NONE and self._now_ms >= self._keep_producers_ms
         return wall_ms if trusted else None
 
     def heard_at_ms(self, wall_ms: int, boottime_ms: int) -> int:
         """The time at which a producer is noted as heard.
 
-        A clock that was set back does not make its producers seem silent for longer (C3).
+        A clock that was set back does not make its producers seem silent for longer (W3).
         """
         return max(wall_ms, self._true_line_ms + boottime_ms)
 
     def last_run(self, boot_id: str) -> LastRun | None:
-        """What to store (C1); None = nothing now."""
+        """What to store (W1); None = nothing now."""
         if self.doubt is not Doubt.NONE:
             return None
         wall_ms = self._line_ms + self._now_ms

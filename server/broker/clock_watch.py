@@ -197,7 +197,7 @@ class ClockWatch:
     # -- the last run ------------------------------------------------------------------------------
 
     def last_run(self) -> LastRun | None:
-        """What to store; None while the clock is not trusted (C1 of clock_trust.py)."""
+        """What to store; None while the clock is not trusted (broker/clock_trust W1)."""
         self._look()
         return self.trust.last_run(self._boot_id)
 

@@ -57,7 +57,7 @@ NO_LAST_WORD = (
 
 @dataclass(slots=True)
 class ProducerStream:
-    """Which producer spoke last on one produce stream (handlers/produce.py, D5)."""
+    """Which producer spoke last on one produce stream (handlers/produce D5)."""
 
     number: int  #: streams count up
     producer_id: int = NONE
@@ -288,8 +288,8 @@ class BrokerCore:
                 self._fail(each, error)
 
     def _goes_down(self, partition: Partition) -> bool:
-        """It was served, or waited for its tier's table only: that is over (K4 of
-        tier/epoch_fence.py)."""
+        """It was served, or waited for its tier's table only: that is over
+        (tier/epoch_fence K4)."""
         return partition.problem is None or self.publisher.epoch_fence.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
@@ -356,7 +356,7 @@ class BrokerCore:
         """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9), or
         missing, or not open for whatever cause, want of space say; adopted or discarded by hand
         (L15); or made anew while their leader may still
-        count on what they had (M8 of metadata_publisher.py).
+        count on what they had (broker/metadata_publisher M8).
 
         A partition that waits for its tier's table is none of them: it will be served.
         """

@@ -161,7 +161,7 @@ class BrokerScheduler:
             self._core.bug(what, bug)
 
     def _consider_followers(self) -> None:
-        """Followers that stand still leave the ISR (R1 of replica/isr.py); every partition has its
+        """Followers that stand still leave the ISR (replica/isr M1); every partition has its
         turn twice per `replica_lag_time_max_ms`.
         """
         core = self._core

@@ -7,12 +7,12 @@ a term knows besides the log (sessions, waits, what brokers report of their repl
 by the next one, and every command carries what it needs of it.
 
 Invariants
-  T1  a term serves only after everything in the log it began with is committed and applied
-  T2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
-  T3  what a former term left undone (elections, decisions in steps) is taken up: its cause is still
+  A1  a term serves only after everything in the log it began with is committed and applied
+  A2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
+  A3  what a former term left undone (elections, decisions in steps) is taken up: its cause is still
       there, and elections are tried for every leaderless partition when a term begins, and the end
       of every reassignment
-  T4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
+  A4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
       nothing is answered at once.  It says nothing that is not committed: that a registration
       stands and is not fenced.  That no other controller can have fenced it is not the commit's to
       show but the lease's (`in_touch`), asked in the same turn
@@ -97,12 +97,12 @@ class ActiveController:
         self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
         self._running_since = RunningSince(world.clock) if running_since is None else running_since
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._elections_due_ms: int | None = 0  #: when to try them next (T3); None: nothing is new
+        self._elections_due_ms: int | None = 0  #: when to try them next (A3); None: nothing is new
         #: (offset, time): the image had come to `offset` by then; what has waited since is over.
         self._marks: deque[tuple[int, int]] = deque()
         self._over = NONE  #: partitions leaderless since this offset or before have waited
-        self._moves_may_end = True  #: reassignments: fewer in sync may be enough now (T3)
-        self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (T4)
+        self._moves_may_end = True  #: reassignments: fewer in sync may be enough now (A3)
+        self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (A4)
         self._losing: frozenset[PartitionKey] = frozenset()  #: may be elected uncleanly
         self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
         self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
@@ -146,7 +146,7 @@ class ActiveController:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Replay the log and serve (T1).  Raises `DirectoryOfAnotherCluster`."""
+        """Replay the log and serve (A1).  Raises `DirectoryOfAnotherCluster`."""
         await self.host.start()
         genesis = "" if self.machine.image.cluster_id else self._world.new_id()
         cluster_id = await self.host.ask(commands.Bootstrap(self._run.cluster_id, genesis))
@@ -177,7 +177,7 @@ class ActiveController:
             self._say("setting_ignored", setting=MIN_ISR, file=given, cluster=stored, why=why)
 
     async def close(self) -> None:
-        """T2."""
+        """A2."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -314,7 +314,7 @@ class ActiveController:
         return reply
 
     def _settled(self, beat: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:
-        """T4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
+        """A4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
 
         A metadata disk that stands still stops no broker from serving (R6).
         """
@@ -329,7 +329,7 @@ class ActiveController:
         return None if decision.records else reply
 
     def _known(self) -> Reports:
-        """What brokers have said, as it is now (P3)."""
+        """What brokers have said, as it is now (controller/reports H3)."""
         return dict(self.reports)
 
     def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:

@@ -7,10 +7,10 @@ answers `More` and is asked again; only the step that finds nothing left over ad
 the decision is about (the broker is fenced, registered anew, in shutdown).
 
 Why that is safe at any point, a failover of the controller included: each step is whole by
-itself (one batch, rule M2) and leaves every partition in a state that the same event could have
-left it in alone: one broker fewer in its ISR.  Until the last step the broker is what it was
-before, so whoever takes over sees the same cause (the session that ends, the broker that asks to
-register or to stop) and goes on where the other ended.  A registration that lost data is not
+itself (one batch, controller/machine M2) and leaves every partition in a state that the same event
+could have left it in alone: one broker fewer in its ISR.  Until the last step the broker is what it
+was before, so whoever takes over sees the same cause (the session that ends, the broker that asks
+to register or to stop) and goes on where the other ended.  A registration that lost data is not
 written before the last partition was told (rule L3), so its broker can lead none of them.
 """
 

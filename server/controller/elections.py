@@ -96,7 +96,8 @@ class Cluster:
         return NONE
 
     def report(self, member: NodeId) -> Report | None:
-        """What the current registration of `member` has said in this term (P1)."""
+        """What the current registration of `member` has said in this term
+        (controller/reports H1)."""
         report, broker = self.reports.get(member), self.image.brokers.get(member)
         if report is None or broker is None or report.broker_epoch != broker.broker_epoch:
             return None

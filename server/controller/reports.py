@@ -15,10 +15,10 @@ L16).  That changes no record by itself.  It says who should lead among those th
 `leader_rebalancer.py` moves leaders by it.
 
 Invariants
-  P1  a report counts for its own broker epoch only
-  P2  a position counts only if the broker's image had reached the record that left the partition
+  H1  a report counts for its own broker epoch only
+  H2  a position counts only if the broker's image had reached the record that left the partition
       without a leader: from then on the replica stands still; the next leader ends it
-  P3  a report is replaced, never changed: a command that carries one means what it meant
+  H3  a report is replaced, never changed: a command that carries one means what it meant
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Report:
         return next((each.reason for each in self.unfit if each.gives_up and each.covers(key)), "")
 
     def position(self, key: PartitionKey, since: int) -> Position | None:
-        """P2: `since` is the offset from which the partition has no leader."""
+        """H2: `since` is the offset from which the partition has no leader."""
         found = self.positions.get(key)
         return None if found is None or found[1] < since else found[0]
 

@@ -299,7 +299,9 @@ class FetchStream:
             return None
         position.last_fetched_epoch = NONE
         if position.cold:
-            return None  # marked while the tier reads: its turn comes with the answer (F2)
+            # marked while the tier reads: its turn comes with the answer
+            # (handlers/fetch_session F2)
+            return None
         bound = partition.bound(self._session.isolation)
         if position.next_offset < min(partition.log.local_log_start, bound):
             position.cold = True

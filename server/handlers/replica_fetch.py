@@ -6,13 +6,13 @@ replica reads to the log's end, not to the watermark; before anything else the t
 watermark.
 
 Invariants
-  P1  nothing a replica says counts before its log was compared with this one in this leader epoch,
+  F1  nothing a replica says counts before its log was compared with this one in this leader epoch,
       and only for the position that was compared; who left the ISR since is compared again; a newer
       registration silences an older one, and a newer position, on whatever stream, older ones; who
       comes back with less than what an ISR was asked for is not compared before that is decided
       (R2)
-  P2  a replica is told of a watermark that moved within TELL_MS, with data or without
-  P3  a replica that retention passes, while it is filled perhaps, is told where to begin (R5)
+  F2  a replica is told of a watermark that moved within TELL_MS, with data or without
+  F3  a replica that retention passes, while it is filled perhaps, is told where to begin (R5)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReplicaEnd:
         self._stream = stream
         self.replica = replica
         self.broker_epoch = broker_epoch
-        self._compared: dict[PartitionKey, Position] = {}  #: P1
+        self._compared: dict[PartitionKey, Position] = {}  #: F1
         self._told: dict[PartitionKey, _Marks] = {}  #: what it was told last beside data
         self._untold: dict[PartitionKey, None] = {}
         self._telling: asyncio.TimerHandle | None = None
@@ -129,7 +129,7 @@ class ReplicaEnd:
 
     def forgotten(self, keys: list[PartitionKey]) -> None:
         """It does not follow these any more: not as it did on this stream.  On a newer one it may
-        do so again, and at rest would not be heard a second time (P1).
+        do so again, and at rest would not be heard a second time (F1).
         """
         for key in keys:
             position = self._compared.pop(key, None)
@@ -155,7 +155,7 @@ class ReplicaEnd:
         partition = self._core.partitions.get(key)
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
-            return  # P1: of another epoch; the pump tells the replica
+            return  # F1: of another epoch; the pump tells the replica
         if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
             return
         try:
@@ -174,7 +174,7 @@ class ReplicaEnd:
     # -- the partition speaks ----------------------------------------------------------------------
 
     def watermark_moved(self, key: PartitionKey) -> None:
-        """P2."""
+        """F2."""
         self._untold[key] = None
         if self._telling is None:
             loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ class ReplicaEnd:
         if position.leader_epoch == NONE:
             raise errors.InvalidRequest("a replica fetches under a leader epoch")
         leader = partition.serving(position.leader_epoch)
-        if self.replica not in leader.replicas:  # not known here yet: it asks again (P1)
+        if self.replica not in leader.replicas:  # not known here yet: it asks again (F1)
             raise errors.NotLeaderOrFollower(f"broker {self.replica} is no follower of {partition}")
         heard = leader.broker_epoch_of(self.replica)
         if heard > self.broker_epoch:
@@ -213,7 +213,7 @@ class ReplicaEnd:
         compared = self._compared.get(position.key) is position
         if compared and heard != self.broker_epoch:
             raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
-        if not compared or position.next_offset < partition.log.first_offset:  # P3
+        if not compared or position.next_offset < partition.log.first_offset:  # F3
             divergence = partition.find_divergence(
                 position.last_fetched_epoch, position.next_offset
             )

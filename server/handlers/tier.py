@@ -4,9 +4,9 @@ World-generic.  `tier_partitions` is a long poll with generations (rule P6): it 
 something changed, at most every REPORT_INTERVAL_MS, so that a busy log does not become a busy poll.
 
 Invariants
-  T1  a partition is described by its leader only, and `ready` says that its watermark has caught up
+  Y1  a partition is described by its leader only, and `ready` says that its watermark has caught up
       (rule T1)
-  T2  a report moves `tiered_end` and `droppable_end` forward only, and never past the last stable
+  Y2  a report moves `tiered_end` and `droppable_end` forward only, and never past the last stable
       offset
 """
 

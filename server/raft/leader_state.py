@@ -2,9 +2,9 @@
 of when, which fetches wait.
 
 Invariants
-  T1  an end counts only if its voter said it in this epoch: a fetch at n confirms everything below
+  E1  an end counts only if its voter said it in this epoch: a fetch at n confirms everything below
       n (rule L1: SYNCED).
-  T2  a majority is one of the voters as the log has them now, committed or not (Raft §6, KIP-853).
+  E2  a majority is one of the voters as the log has them now, committed or not (Raft §6, KIP-853).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LeaderState:
     change: tuple[Any, tuple[Voter, ...]] | None = None  #: who asked for other voters, and which
 
     def note(self, fetch: Fetch, end: int, now_ms: int) -> None:
-        """T1; an earlier fetch of the same node was given up.  `end`: of the leader's log."""
+        """E1; an earlier fetch of the same node was given up.  `end`: of the leader's log."""
         self.ends[fetch.sender] = fetch.offset
         self.heard_ms[fetch.sender] = now_ms
         if fetch.offset >= end:

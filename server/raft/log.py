@@ -10,13 +10,13 @@ Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote),
 `__cluster_metadata-0/`, `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
 
 Invariants
-  L1  the machine hears of the log's state only as it is SYNCED, and of every write it asked for
-  L2  what a former leader had decided and not written is undone before anything is fetched
-  L3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
-      meanwhile nobody else writes to the log (raft/machine.py, U6)
-  L7  records without a vote are opened only where this node is the only voter by the log and the
+  W1  the machine hears of the log's state only as it is SYNCED, and of every write it asked for
+  W2  what a former leader had decided and not written is undone before anything is fetched
+  W3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
+      meanwhile nobody else writes to the log (raft/machine U6)
+  W7  records without a vote are opened only where this node is the only voter by the log and the
       settings name none: another one could have had its vote (rule Q5)
-(L4 to L6: log_writer.py)
+(W4 to W6: raft/log_writer W4 to W6)
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class RaftLog(Generic[R]):
         self._post(Started(opened.vote, self._state()))
 
     def _go_on_without_vote(self) -> None:
-        """L7.  Raises `CorruptLog` where another node votes, or the settings name voters."""
+        """W7.  Raises `CorruptLog` where another node votes, or the settings name voters."""
         log = self._open_log
         if not self.alone or not self._given_alone:
             raise vote_lost(self._disk.storage)
@@ -314,13 +314,13 @@ class RaftLog(Generic[R]):
                 if self.voters.now != op.voters:  # undone, alone or with others: no room on disk
                     self._post(Resign())
         elif isinstance(op, messages.StopLeading):
-            await self._writer.undo(op.job)  # L2
+            await self._writer.undo(op.job)  # W2
         elif isinstance(op, messages.AppendFetched):
             await self._writer.append_fetched(op.reply, op.job)
         elif isinstance(op, messages.TruncateTo):
             await self._truncate(op)
         elif isinstance(op, messages.LoadSnapshot):
-            task = asyncio.get_running_loop().create_task(self._load(op))  # L3
+            task = asyncio.get_running_loop().create_task(self._load(op))  # W3
             self._tasks = [each for each in self._tasks if not each.done()] + [task]
         else:
             raise AssertionError(f"the quorum may not ask for {op!r}")
@@ -341,7 +341,7 @@ class RaftLog(Generic[R]):
         self._post(Synced(self._state(), op.job))
 
     async def _load(self, op: messages.LoadSnapshot) -> None:
-        """One visit; the machine hears of it in any case (L1)."""
+        """One visit; the machine hears of it in any case (W1)."""
         quorum, log, epoch = self.quorum, self._open_log, self.epoch
 
         def follows() -> bool:
@@ -468,7 +468,8 @@ class RaftLog(Generic[R]):
         self._writer.forget_foreign(self._open_log.written_end)
 
     def take_foreign(self) -> list[tuple[int, R]]:
-        """What the quorum itself appended: the term's machine has to know every record (M3)."""
+        """What the quorum itself appended: the term's machine has to know every record
+        (controller/machine M3)."""
         return self._writer.take_foreign()
 
     @property
@@ -485,7 +486,8 @@ class RaftLog(Generic[R]):
         return self._open_log.epochs.epoch_of(offset)
 
     async def begin_at(self, made: SnapshotId) -> None:
-        """Keep `made`, and drop whole segments below the older of those that are kept (L4)."""
+        """Keep `made`, and drop whole segments below the older of those that are kept
+        (raft/log_writer W4)."""
         log = self._open_log
         async with self._writer.lock:
             newest = self._files.newest

@@ -4,11 +4,11 @@ cut and undone here.
 World-generic.  Who decides what is written is the quorum machine, or the controller that leads.
 
 Invariants
-  L4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
-  L5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
+  W4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
+  W5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
       does not have is no damage when it is gone
-  L6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
-      a torn tail when the log is opened (recovery.py, O2)
+  W6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
+      a torn tail when the log is opened (raft/recovery O2)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LogWriter(Generic[R]):
         synced: Callable[[int], None],
     ) -> None:
         self.log = log
-        self.lock = asyncio.Lock()  #: L4
+        self.lock = asyncio.Lock()  #: W4
         self._disk = disk
         self._clock = clock
         self._serde = serde
@@ -68,7 +68,7 @@ class LogWriter(Generic[R]):
             await self._disk.write(partial(self._save, vote))
 
     async def note_synced(self) -> None:
-        """L6.  Raises `StorageFull`: then it is only known later."""
+        """W6.  Raises `StorageFull`: then it is only known later."""
         if not self._disk.held:
             await self._disk.prepare()
         if self._noted < self.log.synced_end:
@@ -179,7 +179,7 @@ class LogWriter(Generic[R]):
         return what
 
     def _cut(self, end: int) -> None:
-        """L5: first nobody promises any more what is cut, then it is cut."""
+        """W5: first nobody promises any more what is cut, then it is cut."""
         log = self.log
         if end < log.synced_end:
             self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))

@@ -4,11 +4,11 @@ Pure: the leader's own view, and what stands against a change that somebody want
 machine makes the change.
 
 Rules
-  V1  who is added has caught up with the leader lately: a voter that lags is counted by majorities
+  M1  who is added has caught up with the leader lately: a voter that lags is counted by majorities
       it does not help to reach
-  V2  after a change a majority of the voters is in touch with the leader: else the change, and
+  M2  after a change a majority of the voters is in touch with the leader: else the change, and
       everything after it, would never be committed
-  V3  one voter for a node id: a node with another directory is added after the old one was removed
+  M3  one voter for a node id: a node with another directory is added after the old one was removed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pk.wire import pk_pb2 as wire
 
 #: A node that has not fetched for so long is no observer any more.
 OBSERVER_MS = 300_000
-#: V1: how long ago "lately" may be, in times of `Timing.fetch_ms`.
+#: M1: how long ago "lately" may be, in times of `Timing.fetch_ms`.
 LATELY = 5
 
 
@@ -77,7 +77,7 @@ def describe(
 def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
     """The voters once `voter` is one; as they are if it is (who asked may ask again).
 
-    Raises `InvalidRequest`, `OffsetNotAvailable` (V1), `ControllerUnavailable`.
+    Raises `InvalidRequest`, `OffsetNotAvailable` (M1), `ControllerUnavailable`.
     """
     state = _leader_state(quorum)
     if voter in quorum.voters:
@@ -85,7 +85,7 @@ def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
             raise errors.ControllerUnavailable("a change of voters is under way")
         return quorum.voters
     for known in quorum.voters:
-        if known.node_id == voter.node_id:  # V3
+        if known.node_id == voter.node_id:  # M3
             raise errors.InvalidRequest(
                 f"controller {voter.node_id} votes with directory {known.directory_id}: remove "
                 "that voter first"
@@ -120,7 +120,7 @@ def without_voter(
 
 
 def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Voter, ...]:
-    """V2."""
+    """M2."""
     state = _leader_state(quorum)
     since_ms = now_ms - quorum.timing.fetch_ms
     present = [v for v in voters if v == quorum.me or state.heard_ms.get(v, NONE) >= since_ms]

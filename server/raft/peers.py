@@ -4,7 +4,7 @@ World-generic.  Each peer has one control connection, opened when there is somet
 message is a call; its reply is an event of the machine, and so is a call that failed.
 
 Invariants
-  P1  calls under way are bounded for each peer; one more is dropped, as the network may drop it.
+  N1  calls under way are bounded for each peer; one more is dropped, as the network may drop it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Peers:
     def send(self, peer: Voter, message: Any) -> None:
         """Say `message`; whatever comes of it is posted."""
         if self._running.get(peer.node_id, 0) >= CALLS_MAX:
-            return  # P1
+            return  # N1
         self._running[peer.node_id] = self._running.get(peer.node_id, 0) + 1
         task = asyncio.get_running_loop().create_task(self._call(peer, message))
         self._tasks[task] = None

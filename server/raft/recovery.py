@@ -15,7 +15,7 @@ Invariants
       that after it no damage is taken for a torn tail
   O3  every cut is named, with its range (`Opened.cuts`)
   O4  where records are and no vote is, nothing is cut: how far the log was SYNCED is not known.
-      Whether this node may go on without its vote, the voters say (log.py, L7; rule Q5)
+      Whether this node may go on without its vote, the voters say (raft/log W7; rule Q5)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITHOUT_VOTE = (
 )
 
 #: How the metadata log differs from a topic: only a snapshot makes it shorter, synced always, large
-#: batches (rule M2).
+#: batches (controller/machine M2).
 _CONFIG = {
     "retention_ms": -1,
     "flush_on_ack": True,

@@ -6,8 +6,8 @@ file of RESERVE_BYTES stands in its directory while there is room.  It is remove
 none, and before a start on a full disk; the next try has room.
 
 Invariants
-  V1  what found no room raises StorageFull all the same: whoever asked decides what to try again
-  V2  the file holds nothing; whether it is whole does not matter
+  B1  what found no room raises StorageFull all the same: whoever asked decides what to try again
+  B2  the file holds nothing; whether it is whole does not matter
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReserveDisk:
         try:
             return await self._disk.write(work)
         except errors.StorageFull:
-            await self._disk.write(self._release)  # V1
+            await self._disk.write(self._release)  # B1
             raise
 
     async def read(self, work: Callable[[], T]) -> T:

@@ -5,10 +5,10 @@ leader hears of this node, this node of the leader, and both of a change (rule P
 a snapshot).  The next visit goes on where the last one stopped.
 
 Invariants
-  S1  only bytes of one snapshot are put together: equal ids have equal bytes (metadata/snapshot.py,
-      N1), and the whole is checked before it counts
-  S2  a visit ends when its leader is followed no longer
-  S3  what was begun is thrown away when nobody has that snapshot any more, or it was damaged
+  D1  only bytes of one snapshot are put together: equal ids have equal bytes
+      (metadata/snapshot N1), and the whole is checked before it counts
+  D2  a visit ends when its leader is followed no longer
+  D3  what was begun is thrown away when nobody has that snapshot any more, or it was damaged
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class SnapshotFetcher:
         try:
             while part.position != part.size:
                 if not follows() or self._clock.monotonic_ms() >= until_ms:
-                    return None  # S2
+                    return None  # D2
                 await self._fetch(op, part)
             raw = await self._files.read_part(part.id)
         except (errors.SnapshotNotFound, errors.InvalidRequest, errors.CorruptLog):
-            await self.drop()  # S3
+            await self.drop()  # D3
             return None
         except errors.StorageFull:
             await self.drop()

@@ -4,7 +4,7 @@ Pure.  A voter that is asked decides in this order; the first row that fits coun
 
   | what is asked                                        | answer                              |
   |------------------------------------------------------|-------------------------------------|
-  | of another directory of this node (U4)               | refused                             |
+  | of another directory of this node (raft/machine U4)  | refused                             |
   | in an earlier epoch, or by a log that is behind      | refused                             |
   | whether it would vote (KIP-996)                      | granted if no live leader is known  |
   | again by the candidate that has this epoch's vote    | granted                             |
@@ -22,7 +22,7 @@ from pk.server.raft.messages import LogState, Vote, Voter, VoteRequest
 class Verdict(enum.Enum):
     REFUSED = "refused"
     GRANTED = "granted"
-    NEW_VOTE = "new vote"  #: granted; to be saved first (U1)
+    NEW_VOTE = "new vote"  #: granted; to be saved first (raft/machine U1)
 
 
 def verdict(

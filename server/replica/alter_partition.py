@@ -5,9 +5,9 @@ watermark from then on), then to the controller; the metadata log says what came
 changes of many partitions travel together, one request at a time.
 
 Invariants
-  C1  a pending change ends when the metadata log moves past the partition epoch it was made for,
+  A1  a pending change ends when the metadata log moves past the partition epoch it was made for,
       when the leader epoch ends, or when the controller surely will not grant it
-  C2  a change whose outcome is unknown stays, and is asked again: it may be granted already, and
+  A2  a change whose outcome is unknown stays, and is asked again: it may be granted already, and
       the new member may be elected; when it is refused after all, the committed ISR is asked for,
       which moves the partition epoch: then no copy of it can be granted any more
 """
@@ -47,7 +47,7 @@ class AlterPartitionManager:
     def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._pending: dict[PartitionKey, PendingIsrChange] = {}
-        self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (C2)
+        self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (A2)
         self._not_before_ms: dict[PartitionKey, int] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -109,7 +109,7 @@ class AlterPartitionManager:
             self._task = None
 
     def _open(self) -> bool:
-        """Whether any change is pending (C1)."""
+        """Whether any change is pending (A1)."""
         for key, pending in list(self._pending.items()):
             partition = self._core.partitions.get(key)
             if (
@@ -150,10 +150,10 @@ class AlterPartitionManager:
     def _answered(
         self, key: PartitionKey, pending: PendingIsrChange, result: wire.AlterPartitionResult
     ) -> None:
-        """C1: refused for sure, or the metadata log will tell."""
+        """A1: refused for sure, or the metadata log will tell."""
         if not result.HasField("error"):
             if set(pending.isr) == set(pending.leader.isr):
-                return  # C2
+                return  # A2
             change = "shrink" if len(pending.isr) < len(pending.leader.isr) else "expand"
             self._core.metrics.isr_changes.labels(change).inc()
             return

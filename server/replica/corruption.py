@@ -1,7 +1,7 @@
 """Damage in the only copy of a partition: what is whole is served, what is damaged is told.
 
 World-generic.  With another replica in ISR or ELR a damaged one is set aside and made anew from the
-leader (rule L9; broker/metadata_publisher.py, M7).  Without one there is nothing to make it of.
+leader (rule L9; broker/metadata_publisher M7).  Without one there is nothing to make it of.
 Then the leader looks at the whole segment once, off the loop, and goes on: readers get `DataLoss`
 with the range, producers go on behind the end, and `pk log repair` turns the range into a known
 gap.

@@ -4,16 +4,16 @@ World-generic; a part of following the metadata log (broker/metadata_publisher.p
 `unopened` it works on).
 
 Invariants
-  C1  nothing is created, and no stray given up, before the image holds this very process's
+  N1  nothing is created, and no stray given up, before the image holds this very process's
       registration (rule Q2): an older image may name an earlier life of a topic, and not know the
       one that stands here (log/strays.py)
-  C2  a partition that cannot be created or opened is offline with its cause; the others go on, and
-      creation is tried again while the cause may pass (M4)
-  C3  a partition that is in no working directory is not created anew while a directory has failed:
-      it is offline, its records are there (M6)
-  C4  a log that a full disk left half-way is offline until there is room; then it is opened as a
+  N2  a partition that cannot be created or opened is offline with its cause; the others go on, and
+      creation is tried again while the cause may pass (broker/metadata_publisher M4)
+  N3  a partition that is in no working directory is not created anew while a directory has failed:
+      it is offline, its records are there (broker/metadata_publisher M6)
+  N4  a log that a full disk left half-way is offline until there is room; then it is opened as a
       start of the process would, and goes on from what is there
-  C5  a log that this broker had and that is missing, adopted or discarded by hand is offline, and
+  N5  a log that this broker had and that is missing, adopted or discarded by hand is offline, and
       its broker says so in every heartbeat, until the replica is in neither ISR nor ELR: so it
       leaves both before the broker is unfenced (rule L15)
 """
@@ -43,7 +43,7 @@ class ReplicaCreator:
         self._core = core
         self._publisher = publisher
         self._creating = asyncio.Lock()
-        self._joined = False  #: C1
+        self._joined = False  #: N1
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class ReplicaCreator:
             self._core.warn("tier_url_missing", partitions=cold, why=why)
 
     def joined(self) -> bool:
-        """C1: True once, when the image first holds this process's registration."""
+        """N1: True once, when the image first holds this process's registration."""
         if self._joined or not self._publisher.registered():
             return False
         self._joined = True
@@ -88,7 +88,7 @@ class ReplicaCreator:
         return True
 
     async def give_up_strays(self) -> None:
-        """M3, C1: once everything that is known was opened."""
+        """broker/metadata_publisher M3, N1: once everything that is known was opened."""
         try:
             kept = await self._core.manager.discard_strays()
             for where in kept:
@@ -113,7 +113,7 @@ class ReplicaCreator:
         self._core.warn("directory_kept", directory=where, why=why)
 
     def _miss_failed_directories(self) -> None:
-        """M6: what no working directory holds lies in the failed one."""
+        """broker/metadata_publisher M6: what no working directory holds lies in the failed one."""
         failed = [each for each in self._core.manager.directories if each.failed is not None]
         if not failed:
             return
@@ -132,7 +132,7 @@ class ReplicaCreator:
 
     # -- what is to be created -------------------------------------------------------------------
     def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
-        """For `LogManager.load`: None = a stray (M3)."""
+        """For `LogManager.load`: None = a stray (broker/metadata_publisher M3)."""
         state = self._publisher.image.partition(PartitionKey(topic_id, tp.partition))
         if state is None or self._core.node_id not in state.replicas:
             return None
@@ -157,13 +157,14 @@ class ReplicaCreator:
         partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
 
     async def create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
-        """Create those of `keys` that this broker is to have and has not, together (M4).
+        """Create those of `keys` that this broker is to have and has not, together
+        (broker/metadata_publisher M4).
 
         At most `VISIT_MAX`.  `again`: also those that could not be created before.
         """
         core = self._core
         if not self._joined:
-            return  # C1
+            return  # N1
         async with self._creating:
             missing = [
                 key
@@ -201,7 +202,7 @@ class ReplicaCreator:
         return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
 
     async def told(self, key: PartitionKey) -> None:
-        """C5: the cluster counts no more on what an operator adopted or discarded here."""
+        """N5: the cluster counts no more on what an operator adopted or discarded here."""
         core = self._core
         config = self._topics_of([key])[key.topic_id][2]
         try:
@@ -235,7 +236,8 @@ class ReplicaCreator:
         self._core.lifecycle.beat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
-        """M4, C4: what could not be done for want of space is tried again."""
+        """broker/metadata_publisher M4, N4: what could not be done for want of space is tried
+        again."""
         while True:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)
             for key in [
@@ -258,7 +260,7 @@ class ReplicaCreator:
                         await self._guarded(self._publisher.lead_or_follow(partition, state))
 
     async def _reopen(self, partition: Partition) -> None:
-        """C4."""
+        """N4."""
         core, key = self._core, partition.key
         await core.fetchers.stand_still(partition)
         if core.partitions.get(key) is not partition or not _half_way(partition):
@@ -290,7 +292,7 @@ class ReplicaCreator:
 
 
 def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
-    """C5: whether a replica that an operator adopted or discarded may be served from here again.
+    """N5: whether a replica that an operator adopted or discarded may be served from here again.
 
     A discarded log begins empty where it is filled from a leader, or where no other replica has
     anything.  With nobody leading, a recovery election (rule R3) would take the empty log for the
@@ -302,7 +304,7 @@ def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
 
 
 def _half_way(partition: Partition) -> bool:
-    """C4: for want of space; what is damaged is nobody's to open."""
+    """N4: for want of space; what is damaged is nobody's to open."""
     return partition.log.torn and isinstance(partition.problem, errors.StorageFailed)
 
 

@@ -7,11 +7,11 @@ partition's appends in the order in which they were decided, writes them in the 
 completes them on the loop.
 
 Invariants
-  L1  one round is in the writer at a time; a partition's appends are written in the order they were
+  W1  one round is in the writer at a time; a partition's appends are written in the order they were
       decided
-  L2  `queued_bytes` counts what was decided and is not completed; above the bound `room` waits, and
+  W2  `queued_bytes` counts what was decided and is not completed; above the bound `room` waits, and
       with it the produce streams that would add more (rule: a full queue pushes back, never grows)
-  L3  a failed partition does not stop the others of its round
+  W3  a failed partition does not stop the others of its round
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LogDirWriter:
 
     @property
     def full(self) -> bool:
-        """More must wait (L2)."""
+        """More must wait (W2)."""
         return self.queued_bytes >= self._bytes_max
 
     async def room(self) -> None:
@@ -121,7 +121,7 @@ class LogDirWriter:
                 for (appender, _), (outcome, failure) in zip(work, outcomes, strict=True):
                     try:
                         appender.end_round(outcome, failure)
-                    except Exception as bug:  # L3
+                    except Exception as bug:  # W3
                         self._on_bug("completing a write", bug)
                 self._end_of_round()
         finally:
@@ -147,7 +147,7 @@ class LogDirWriter:
 
 
 def _run_all(work: list[Callable[[], Any]]) -> list[tuple[Any, BaseException | None]]:
-    """In the writer: run each; what one raises is its own outcome (L3)."""
+    """In the writer: run each; what one raises is its own outcome (W3)."""
     outcomes: list[tuple[Any, BaseException | None]] = []
     for run in work:
         try:

@@ -6,13 +6,13 @@ directory's writer writes it, and the stream tells the leader how far each log h
 follower confirms is WRITTEN, or SYNCED where the topic acknowledges only that (rule L2).
 
 Invariants
-  R1  a replica fetches under the leader epoch that the metadata names, and takes only what answers
+  F1  a replica fetches under the leader epoch that the metadata names, and takes only what answers
       its newest position
-  R2  before a position is set, everything decided for the log is written or undone: its end is
+  F2  before a position is set, everything decided for the log is written or undone: its end is
       what the leader hears
-  R3  a log is cut or begun anew only on the word of the current leader, and never below the
+  F3  a log is cut or begun anew only on the word of the current leader, and never below the
       committed high watermark of a clean history (rule R4)
-  R4  what is fetched and not written is bounded by the credits of its stream
+  F4  what is fetched and not written is bounded by the credits of its stream
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Replica:
         self.partition = partition
         self.leader_epoch: Epoch = state.leader_epoch
         self.unclean_epoch: Epoch = state.unclean_epoch
-        self.position_id = 0  #: of the newest position; what answers an older one is dropped (R1)
+        self.position_id = 0  #: of the newest position; what answers an older one is dropped (F1)
         self.placed = False  #: the position is on its way, and the log stands where it says
         self.log_start: Offset = 0  #: the leader's
         self.refused = 0  #: times in a row
-        self.owed = 0  #: bytes that were handed to the log and are not stored yet (R4)
+        self.owed = 0  #: bytes that were handed to the log and are not stored yet (F4)
 
     @property
     def key(self) -> PartitionKey:
@@ -105,7 +105,7 @@ class ReplicaFetcherManager:
     def __init__(self, core: BrokerContext) -> None:
         self.core = core
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
-        #: logs being cut or begun anew: whoever wants such a log to stand still waits (R2)
+        #: logs being cut or begun anew: whoever wants such a log to stand still waits (F2)
         self.changing: dict[PartitionKey, asyncio.Task[Any]] = {}
 
     async def stand_still(self, partition: Partition) -> None:
@@ -217,7 +217,7 @@ class ReplicaFetcher:
             self._spawn(self._place(replica))
 
     async def _place(self, replica: Replica) -> None:
-        """R2."""
+        """F2."""
         replica.placed = False
         await self.core.fetchers.stand_still(replica.partition)
         if replica.current and not replica.placed:
@@ -227,7 +227,7 @@ class ReplicaFetcher:
                 return
             # What a former leader had committed beyond this log's end, an unclean one may not have.
             replica.partition.cut_watermark(replica.partition.log.written_end)
-            self._position_id += 1  # R1: an older replica's answers may be on their way yet
+            self._position_id += 1  # F1: an older replica's answers may be on their way yet
             replica.position_id = self._position_id
             replica.placed = True
             self._confirm.pop(replica.key, None)
@@ -242,7 +242,7 @@ class ReplicaFetcher:
         self._wake.set()
 
     def _returns(self, replica: Replica, size: int) -> None:
-        """R4: what its log took is stored, undone, or nobody's any more."""
+        """F4: what its log took is stored, undone, or nobody's any more."""
         replica.owed -= (returned := min(size, replica.owed))
         self._owed -= (returned := min(returned, self._owed))
         self._credit += returned
@@ -386,7 +386,7 @@ class ReplicaFetcher:
 
     def _add_position(self, request: wire.FetchRequest, replica: Replica) -> None:
         log = replica.partition.log
-        assert log.log_end == log.written_end, "R2"
+        assert log.log_end == log.written_end, "F2"
         end = _kept_end(replica.partition)
         if end < log.log_end:  # the leader counts what is SYNCED: make it so, then ask
             replica.placed = False
@@ -441,7 +441,7 @@ class ReplicaFetcher:
         """False if the payload was not handed to the log."""
         replica = self._replicas.get(PartitionKey(entry.topic_id, entry.partition))
         if replica is None or entry.position_id != replica.position_id or not replica.placed:
-            return False  # R1
+            return False  # F1
         if entry.HasField("error"):
             self.core.metrics.refused(frames.raise_error(entry.error))
             self.again(replica)
@@ -509,7 +509,7 @@ class ReplicaFetcher:
         return True
 
     async def _cut(self, replica: Replica, theirs: tuple[Epoch, Offset]) -> None:
-        """R3: the logs part."""
+        """F3: the logs part."""
         partition, log, core = replica.partition, replica.partition.log, self.core
         await partition.writer.settled(partition)
         if not replica.current:
@@ -553,7 +553,7 @@ class ReplicaFetcher:
         await self._begin(replica, offset, told.producer_snapshot, log_start)
 
     async def _begin_blank(self, replica: Replica) -> None:
-        """O2 of loading.py: as a new replica, which hears of the producers from its leader."""
+        """log/loading O2: as a new replica, which hears of the producers from its leader."""
         if replica.current:
             await self._begin(replica, 0, b"", 0)
 
@@ -578,7 +578,7 @@ def _given_up(replica: Replica, known: Offset) -> bool:
 
 
 def _refused(core: BrokerContext, partition: Partition, refusal: errors.LogTruncated) -> None:
-    """R3: one of the two logs is damaged; people must look before this one goes."""
+    """F3: one of the two logs is damaged; people must look before this one goes."""
     core.metrics.violations.inc()
     core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
 

@@ -8,13 +8,13 @@ caught up at the earlier time.  So a follower that is always one batch behind, b
 coming, is in sync; one that stands still is not.
 
 Invariants
-  S1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break, or, if
+  M1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break, or, if
       enough others stay, when it says that it is behind because its disk is full (rule L16)
-  S2  a replica joins only when it has everything below the high watermark, everything that was
+  M2  a replica joins only when it has everything below the high watermark, everything that was
       there when the leader's epoch began, and knows what was deleted (rule T9)
-  S3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
+  M3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
       earlier life confirmed counts for nothing
-  S4  what a replica said before it left the ISR, or the replicas, counts for nothing: it may have
+  M4  what a replica said before it left the ISR, or the replicas, counts for nothing: it may have
       been made anew since, under the same registration
 """
 
@@ -42,7 +42,7 @@ class InSync:
     """The followers of one leader epoch.  Times are the leader's monotonic clock."""
 
     def __init__(self, isr: Iterable[NodeId], log_end: Offset, now_ms: int) -> None:
-        #: Members of the ISR begin as if they had been heard now (S1), with nothing confirmed.
+        #: Members of the ISR begin as if they had been heard now (M1), with nothing confirmed.
         self._known: dict[NodeId, Progress] = {
             member: Progress(0, now_ms, now_ms, log_end, NONE) for member in isr
         }
@@ -113,11 +113,11 @@ class InSync:
         return tuple(stays if len(stays) >= required else members)
 
     def no_room(self, replica: NodeId) -> None:
-        """`replica` cannot store what it fetches (S1)."""
+        """`replica` cannot store what it fetches (M1)."""
         self._full[replica] = None
 
     def _lags(self, replica: NodeId, log_end: Offset, now_ms: int, lag_max_ms: int) -> bool:
-        """S1."""
+        """M1."""
         known = self._known.get(replica)
         if known is None:
             return True
@@ -130,7 +130,7 @@ class InSync:
         log_start: Offset,
         eligible: Mapping[NodeId, int],
     ) -> bool:
-        """S2, S3."""
+        """M2, M3."""
         known = self._known.get(replica)
         if (
             replica in self._full
@@ -151,7 +151,7 @@ class InSync:
         self._known.setdefault(replica, Progress(0, now_ms, now_ms, log_end, NONE))
 
     def forget(self, replica: NodeId) -> None:
-        """S4: until its log was compared again."""
+        """M4: until its log was compared again."""
         self._known.pop(replica, None)
         self._full.pop(replica, None)
 

@@ -6,12 +6,12 @@ and whoever waited is told: produce replies, fetch sessions, the tier's feed.  T
 from append to reply, and none from append to a reader.
 
 Invariants
-  P1  a produce entry is answered exactly once; `DelayedProduce.answer` is the only way
-  P2  an answer without error under acks=all follows the high watermark of the epoch it was decided
+  H1  a produce entry is answered exactly once; `DelayedProduce.answer` is the only way
+  H2  an answer without error under acks=all follows the high watermark of the epoch it was decided
       under (L5)
-  P3  readers get a bound: the high watermark or the last stable offset, never the log's end
-  P4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
-  P5  a failed write fails every delayed produce decided since the last good end, duplicates of them
+  H3  readers get a bound: the high watermark or the last stable offset, never the log's end
+  H4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
+  H5  a failed write fails every delayed produce decided since the last good end, duplicates of them
       included (L2)
 """
 
@@ -81,7 +81,7 @@ class DelayedProduce:
         self.parked: Parked[DelayedProduce] | None = None
 
     def answer(self, error: errors.PkError | None) -> None:
-        """Once (P1).  What was appended may be stored, whoever leads now: its client must know."""
+        """Once (H1).  What was appended may be stored, whoever leads now: its client must know."""
         if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
             error = type(error)(error.message, **error.details, appended="true")
         sink, self.sink, self.parked = self.sink, None, None
@@ -198,7 +198,7 @@ class Partition:
         return self.log.tiered_end if self.tiered else NONE
 
     def bound(self, isolation: int) -> Offset:
-        """How far a reader may see (P3)."""
+        """How far a reader may see (H3)."""
         return self.last_stable_offset if isolation == READ_COMMITTED else self.high_watermark
 
     def violations(self) -> list[str]:
@@ -247,7 +247,7 @@ class Partition:
         delayed.leader_epoch = leader.leader_epoch
         if isinstance(decided, Duplicate):
             if self._inflight and decided.last_offset >= self.log.written_end:
-                self._inflight.append(delayed)  # P4: behind its original
+                self._inflight.append(delayed)  # H4: behind its original
             else:
                 self._settle(delayed, leader)
             return
@@ -313,7 +313,7 @@ class Partition:
             self.replica.stored(size)
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
-        """P5: nothing decided since the last good end was stored."""
+        """H5: nothing decided since the last good end was stored."""
         every, self._inflight = self._inflight, deque()
         self.writer.done(sum(delayed.size for delayed in every))
         for delayed in every:

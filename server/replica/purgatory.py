@@ -7,12 +7,12 @@ Fetches wait in their sessions (handlers/fetch_session.py), because a session is
 again.
 
 Invariants
-  P1  a parked reply leaves exactly once: released, overtaken by another leader epoch, timed out or
+  D1  a parked reply leaves exactly once: released, overtaken by another leader epoch, timed out or
       forgotten
-  P2  a reply parked under epoch e is never released by a watermark of another epoch (rule L5)
-  P3  a duplicate waits under the rule of its original: same offset, same epoch (rule L4)
-  P4  at most `limit` replies are parked; one more is refused with `ThrottledError`, never queued
-  P5  no operation costs more than O(log parked of that partition + what it releases)
+  D2  a reply parked under epoch e is never released by a watermark of another epoch (rule L5)
+  D3  a duplicate waits under the rule of its original: same offset, same epoch (rule L4)
+  D4  at most `limit` replies are parked; one more is refused with `ThrottledError`, never queued
+  D5  no operation costs more than O(log parked of that partition + what it releases)
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ProducePurgatory(Generic[T]):
         return len(self._timers)
 
     def check_room(self) -> None:
-        """Raises `ThrottledError` when nothing more may be parked (P4):
+        """Raises `ThrottledError` when nothing more may be parked (D4):
 
         asked before a batch is appended.
         """
@@ -164,7 +164,7 @@ class ProducePurgatory(Generic[T]):
             if parked.gone:
                 continue
             if parked.leader_epoch != leader_epoch:
-                stale.append(entry)  # P2: its own epoch's end will answer it
+                stale.append(entry)  # D2: its own epoch's end will answer it
                 continue
             self._leave(parked, waiting)
             released.append(parked.token)
@@ -218,7 +218,7 @@ class ProducePurgatory(Generic[T]):
             self._tidy(parked.key, waiting)
 
     def _leave(self, parked: Parked[T], waiting: _Waiting[T]) -> None:
-        assert not parked.gone, "P1"
+        assert not parked.gone, "D1"
         parked.gone = True
         waiting.live -= 1
         self._timers.cancel(parked)

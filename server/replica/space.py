@@ -14,9 +14,9 @@ An append that found no room makes the directory full, too, whatever was measure
 no measurement.
 
 Invariants
-  S1  a full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
+  D1  a full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
       passed since an append found no room
-  S2  the reserve binds the appends of clients only: what followers fetch, metadata and checkpoints
+  D2  the reserve binds the appends of clients only: what followers fetch, metadata and checkpoints
       never ask here
 """
 
@@ -79,7 +79,7 @@ class DirectorySpace:
         if free < self._reserve:
             self.full = True
         elif free >= self._mark and self._failed_ms is None:
-            self.full = False  # S1
+            self.full = False  # D1
         self._changed()
 
     def _changed(self) -> None:

@@ -3,12 +3,12 @@
 Sans-IO.
 
 Invariants
-  V1  log_start <= local_log_start <= tiered_end <= last_stable_offset once the watermark has caught
+  Y1  log_start <= local_log_start <= tiered_end <= last_stable_offset once the watermark has caught
       up (rule T1)
-  V2  `droppable_end <= tiered_end`: local data above what the table covers is never dropped (rule
+  Y2  `droppable_end <= tiered_end`: local data above what the table covers is never dropped (rule
       T6)
-  V3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
-  V5  what is known is of this log's records: nothing is known to be tiered beyond where the log was
+  Y3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
+  Y5  what is known is of this log's records: nothing is known to be tiered beyond where the log was
       cut (rule T15)
 """
 
@@ -37,7 +37,7 @@ class TierState:
 
     def said_in(self, leader_epoch: Epoch) -> TierState:
         """This, unless it was said in another leader epoch: while the topic was not tiered the log
-        may have gone on with other records (V5).
+        may have gone on with other records (Y5).
         """
         return self if self.leader_epoch == leader_epoch else TierState()
 
@@ -46,7 +46,7 @@ class TierState:
     ) -> bool:
         """Take a report over; True if the coverage moved.
 
-        A report of another epoch is ignored (V3).
+        A report of another epoch is ignored (Y3).
         """
         if progress.leader_epoch != leader_epoch:
             return False
@@ -70,7 +70,7 @@ class TierState:
         self.tiered_end = max(self.tiered_end, progress.tiered_end)
         self.droppable_end = max(
             self.droppable_end, min(progress.droppable_end, self.tiered_end)
-        )  # V2
+        )  # Y2
         self.tier_bytes = progress.tier_bytes
         self.version = progress.version
         self.uri = progress.uri or self.uri
@@ -91,7 +91,7 @@ def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
 
 
 def known_below(offset: Offset, log: PartitionLog, tier: TierState) -> TierState:
-    """A log that is cut at `offset` goes on with records that the tier need not have (V5)."""
+    """A log that is cut at `offset` goes on with records that the tier need not have (Y5)."""
     log.tiered_end = min(log.tiered_end, offset)
     log.droppable_end = min(log.droppable_end, offset)
     return tier if tier.tiered_end <= offset else TierState()

@@ -6,8 +6,8 @@ time a call waits for its turn counts against its timeout, so that a dead store 
 `remote_fetch_max_wait_ms` and nobody else anything.
 
 Invariants
-  C1  what leaves here is `TierUnavailable`, or the typed error the tier answered
-  C2  a fetch that answers without progress is an error: a reader never spins (rule L12)
+  B1  what leaves here is `TierUnavailable`, or the typed error the tier answered
+  B2  a fetch that answers without progress is an error: a reader never spins (rule L12)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TierClient:
         frame = await self._call(request, self._fetch_wait_ms)
         next_offset = frame.head.tier_fetch_reply.next_offset
         if next_offset <= offset:
-            raise errors.UnknownTierRange(f"{partition}: the tier has nothing at {offset}")  # C2
+            raise errors.UnknownTierRange(f"{partition}: the tier has nothing at {offset}")  # B2
         return frame.payload, next_offset
 
     async def offset_for_time(

@@ -4,7 +4,7 @@ Sans-IO.  `TierFeed` answers the tier's long poll with the partitions that chang
 generation it names (rule P6): a poll costs what changed, not what exists.
 
 Invariants
-  V4  a session that names a generation older than the oldest forgotten tombstone gets the full list
+  Y4  a session that names a generation older than the oldest forgotten tombstone gets the full list
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TierFeed:
         while len(self._gone) > TOMBSTONES_MAX:
             oldest = next(iter(self._gone))
             del self._gone[oldest]
-            self._oldest_complete = max(self._oldest_complete, self._changed.pop(oldest, 0))  # V4
+            self._oldest_complete = max(self._oldest_complete, self._changed.pop(oldest, 0))  # Y4
 
     def restore(self, key: PartitionKey) -> None:
         """This broker leads `key` (again)."""

@@ -90,7 +90,8 @@ def test_memory_is_taken_as_bytes_arrive_and_given_back() -> None:
 
 @pytest.mark.parametrize("size", [limits.MIB + 1, limits.WIRE_FRAME_BYTES_MAX])
 def test_a_frame_beyond_the_bound_is_refused_by_name(size: int) -> None:
-    """N4, L17: what follows of it is thrown away, so that the peer can read why."""
+    """wire/socket_stream N4, L17: what follows of it is thrown away, so that the peer can read
+    why."""
 
     async def test() -> None:
         memory = budget(64 * limits.MIB)
@@ -123,7 +124,7 @@ def test_a_large_frame_comes_after_the_hello() -> None:
 def test_half_received_frames_are_closed_when_another_needs_their_memory(
     monkeypatch: Any,
 ) -> None:
-    """L17, M4: with ThrottledError, and only then; meanwhile short frames pass."""
+    """L17, wire/inbound M4: with ThrottledError, and only then; meanwhile short frames pass."""
     monkeypatch.setattr("pk.wire.memory.LOOK_MS", 10)
     monkeypatch.setattr("pk.wire.inbound.STALL_MS", 100)
 
@@ -150,7 +151,7 @@ def test_half_received_frames_are_closed_when_another_needs_their_memory(
 
 
 def test_a_proven_peer_needs_no_room() -> None:
-    """L17, M3: what it sends passes though the pool is used up."""
+    """L17, wire/inbound M3: what it sends passes though the pool is used up."""
 
     async def serve(_kind: StreamKind, stream: Stream) -> None:
         if (hello := await stream.recv()) is not None:

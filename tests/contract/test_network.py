@@ -96,7 +96,8 @@ async def echo(_kind: StreamKind, stream: Stream) -> None:
 
 
 def test_frames_arrive_whole_and_in_order(run: Run) -> None:
-    """W1, N1: any bytes are a frame, also none at all and what looks like a pack."""
+    """world W1, wire/socket_stream N1: any bytes are a frame, also none at all and what looks like
+    a pack."""
     odd = [b"", b"\xff\xff\xff\xff", b"\xff\xff\xff\xff\x01", b"\xff" * 9, b"a", bytes(100_000)]
     frames = [odd[n % len(odd)] + str(n).encode() * (n % 3) for n in range(300)]
 
@@ -227,7 +228,8 @@ def test_back_pressure_stops_the_sender(run: Run) -> None:
 
 
 def test_the_client_ends_cleanly(run: Run) -> None:
-    """N2: after close everything sent is delivered, then None, on the other side."""
+    """wire/socket_stream N2: after close everything sent is delivered, then None, on the other
+    side."""
 
     async def test(nets: Nets) -> None:
         seen: list[bytes | None] = []
@@ -283,7 +285,7 @@ def test_nobody_listens(run: Run) -> None:
         for _ in range(2):
             with pytest.raises(Disconnected):
                 await nets.connect(address, StreamKind.CONTROL)
-        # N4: and once somebody listens again, the next attempt succeeds
+        # wire/grpc_network N4: and once somebody listens again, the next attempt succeeds
         listener = await nets.server.listen(address, echo)
         stream = await nets.connect(listener.address, StreamKind.CONTROL)
         await stream.send(b"x")
@@ -405,7 +407,7 @@ def test_many_streams_at_once(run: Run) -> None:
 
 
 def test_a_malformed_pack_breaks_the_stream() -> None:
-    """N1: a hostile length is checked before it is used."""
+    """wire/socket_stream N1: a hostile length is checked before it is used."""
     for message in (b"\xff\xff\xff\xff\x05", b"\xff\xff\xff\xff\x05\x00\x00\x00ab"):
         with pytest.raises(Disconnected):
             grpc_network._unpack(message)

@@ -1,4 +1,5 @@
-"""What only the real Storage can show: descriptors, the lock, a directory that goes (D2, D4)."""
+"""What only the real Storage can show: descriptors, the lock, a directory that goes
+(log/storage D2, D4)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_a_directory_that_cannot_be_locked_is_not_in_use(
 def test_no_descriptor_for_now_says_nothing_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """D2: too many connections, say; the directory must not be lost for it."""
+    """log/storage D2: too many connections, say; the directory must not be lost for it."""
     storage = RealStorage(str(tmp_path))
     storage.replace_file("a", b"kept")
 
@@ -77,8 +78,8 @@ def test_no_descriptor_for_now_says_nothing_of_the_disk(
 def test_a_directory_can_be_synced_without_a_descriptor_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """D2: a name that was given is nobody's to take back, so one is kept for that, also for many
-    at once, and again later.
+    """log/storage D2: a name that was given is nobody's to take back, so one is kept for that, also
+    for many at once, and again later.
     """
     storage = RealStorage(str(tmp_path))
     storage.lock()
@@ -146,7 +147,8 @@ def test_reads_survive_a_close_in_between(tmp_path: Path) -> None:
 def test_a_sync_survives_a_close_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D4: it syncs what it was asked to, not a file that got its descriptor meanwhile."""
+    """log/storage D4: it syncs what it was asked to, not a file that got its descriptor
+    meanwhile."""
     storage = RealStorage(str(tmp_path))
     file = storage.open("a", create=True)
     begun, closed = threading.Event(), threading.Event()
@@ -172,7 +174,7 @@ def test_a_sync_survives_a_close_in_between(
 
 
 def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -> None:
-    """Rule D2: unmounted, removed or replaced; its name is not written to any more."""
+    """log/storage D2: unmounted, removed or replaced; its name is not written to any more."""
     home = tmp_path / "data"
     storage = RealStorage(str(home))
     storage.lock()

@@ -1,4 +1,5 @@
-"""What only the socket transport has: its opening, its lengths, its one port (N1–N8)."""
+"""What only the socket transport has: its opening, its lengths, its one port (N1–N8 of
+wire/socket_stream, wire/socket_network and wire/watch)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def turn(times: int = 20) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_frames_are_cut_out_of_any_pieces(seed: int) -> None:
-    """N1: sizes around the scratch buffer's, delivered in pieces of any size."""
+    """wire/socket_stream N1: sizes around the scratch buffer's, delivered in pieces of any size."""
     rng = random.Random(seed)
     scratch = 64 * limits.KIB
     sizes = [0, 1, 3, 4, 5, scratch - 5, scratch - 4, scratch - 3, scratch, 3 * scratch + 1]
@@ -79,7 +80,7 @@ def test_frames_are_cut_out_of_any_pieces(seed: int) -> None:
 
 
 def test_an_announced_length_beyond_the_limit_breaks_the_stream() -> None:
-    """N1: before any memory is taken for it."""
+    """wire/socket_stream N1: before any memory is taken for it."""
 
     async def test() -> None:
         stream, theirs, freed = pair()
@@ -96,7 +97,7 @@ def test_an_announced_length_beyond_the_limit_breaks_the_stream() -> None:
     "said", [b"", b"\x05\x00", framed(b"whole")[:-1], framed(bytes(200_000))[:-9]]
 )
 def test_a_connection_that_ends_without_the_end_mark_is_a_break(said: bytes) -> None:
-    """N2"""
+    """wire/socket_stream N2"""
 
     async def test() -> None:
         stream, theirs, freed = pair()
@@ -133,7 +134,7 @@ class Greedy(socket.socket):
 
 @pytest.mark.parametrize(("size", "count"), [(1, 5000), (limits.MIB, 30)])
 def test_a_sender_lets_others_run(size: int, count: int) -> None:
-    """N5: though nothing makes it wait."""
+    """wire/socket_stream N5: though nothing makes it wait."""
 
     async def test() -> None:
         ours, theirs = socket.socketpair()
@@ -166,7 +167,7 @@ def test_a_sender_lets_others_run(size: int, count: int) -> None:
 def test_what_does_not_open_as_pk_is_closed_and_the_rest_is_served(
     said: bytes, monkeypatch: Any
 ) -> None:
-    """N6"""
+    """wire/socket_network N6"""
 
     async def test() -> None:
         async with serving(echo) as (network, listener):
@@ -183,7 +184,7 @@ def test_what_does_not_open_as_pk_is_closed_and_the_rest_is_served(
 
 
 def test_a_connection_that_opens_http2_and_begins_no_stream_is_closed(monkeypatch: Any) -> None:
-    """N6"""
+    """wire/socket_network N6"""
     monkeypatch.setattr("pk.wire.socket_network.STREAM_TIMEOUT_MS", 100)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -202,7 +203,7 @@ def test_a_connection_that_opens_http2_and_begins_no_stream_is_closed(monkeypatc
 
 
 def test_a_peer_that_accepts_and_says_nothing_cannot_be_connected_to() -> None:
-    """N6: a stopped process still has a backlog that takes connections."""
+    """wire/socket_network N6: a stopped process still has a backlog that takes connections."""
 
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -233,7 +234,8 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_silent_connections_displace_each_other_and_keep_nobody_out(
     monkeypatch: Any, bound: str
 ) -> None:
-    """N7, N11: as many as the bound, and again as many; who speaks gets in."""
+    """wire/socket_network N7, wire/rooms N11: as many as the bound, and again as many; who speaks
+    gets in."""
     if bound == "ours":
         monkeypatch.setattr(limits, "CONNECTIONS_MAX", 16)
     else:  # the rest is for the logs
@@ -262,7 +264,7 @@ def test_silent_connections_displace_each_other_and_keep_nobody_out(
 
 
 def test_clients_leave_room_for_brokers_and_one_address_for_others(monkeypatch: Any) -> None:
-    """N10, L17: who is refused is told so, and comes in when another has left."""
+    """wire/rooms N10, L17: who is refused is told so, and comes in when another has left."""
     monkeypatch.setattr(limits, "CONNECTIONS_MAX", 8)
 
     async def test() -> None:
@@ -300,7 +302,7 @@ def _vanish(sock: socket.socket) -> ctypes.Array[ctypes.c_char]:
 
 
 def test_a_peer_that_vanished_with_something_on_its_way_is_given_up(monkeypatch: Any) -> None:
-    """N8, R7, on both ends; while one that does not read is waited for."""
+    """wire/watch N8, R7, on both ends; while one that does not read is waited for."""
     monkeypatch.setattr(watch, "KEEPALIVE_MS", 50)
     monkeypatch.setattr(watch, "UNHEARD_MS", 300)
     monkeypatch.setattr(watch, "RETRANSMITS_MIN", 1)
@@ -344,7 +346,8 @@ async def _flood(stream: Stream) -> None:
 
 
 def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> None:
-    """N8: some at a turn, and without streams not at all: a timer would hold up a client's end."""
+    """wire/watch N8: some at a turn, and without streams not at all: a timer would hold up a
+    client's end."""
     monkeypatch.setattr(watch, "KEEPALIVE_MS", 0)
     monkeypatch.setattr(watch, "LOOKS_PER_TURN", 2)
     seen: list[str] = []

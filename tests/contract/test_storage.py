@@ -1,5 +1,5 @@
-"""One suite for every Storage: the real one and the simulated one keep the same promises (rules S1,
-S2, L1).
+"""One suite for every Storage: the real one and the simulated one keep the same promises
+(log/storage D1, D2, L1).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_two_handles_see_one_file(storage: Storage) -> None:
 
 
 def test_a_closed_file_is_not_used(storage: Storage) -> None:
-    """D4: nor does that say anything of the disk."""
+    """log/storage D4: nor does that say anything of the disk."""
     file = storage.open("a", create=True)
     file.append([b"kept"])
     file.close()
@@ -207,7 +207,8 @@ def test_sync_all_reaches_every_file_and_directory(
 def test_one_failure_fails_all_that_is_synced_with_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2: whoever asks hears of it, and returns only when nothing is under way any more."""
+    """log/storage D2: whoever asks hears of it, and returns only when nothing is under way any
+    more."""
     files = [storage.open(f"f{number}", create=True) for number in range(20)]
     if isinstance(storage, RealStorage):
         bad = files[7]
@@ -270,7 +271,7 @@ def provoke(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
 
 
 def test_no_space_leaves_nothing_behind(storage: Storage, provoke: Callable[[str], None]) -> None:
-    """Rules S1, S2: the file is as before, the storage goes on, and works again once there is
+    """log/storage D1, D2: the file is as before, the storage goes on, and works again once there is
     space.
     """
     file = storage.open("a", create=True)
@@ -291,7 +292,7 @@ def test_no_space_leaves_nothing_behind(storage: Storage, provoke: Callable[[str
 def test_any_other_failure_takes_the_storage_offline(
     storage: Storage, provoke: Callable[[str], None], what: str
 ) -> None:
-    """Rules S2, L2: reads go on, nothing is written any more, also when the disk would."""
+    """log/storage D2, L2: reads go on, nothing is written any more, also when the disk would."""
     file = storage.open("a", create=True)
     file.append([b"0123456789"])
     provoke(what)
@@ -322,7 +323,8 @@ def test_any_other_failure_takes_the_storage_offline(
 def test_what_cannot_be_told_is_not_taken_for_absent(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2: a partition that seems not to be here would be made anew, and empty, elsewhere."""
+    """log/storage D2: a partition that seems not to be here would be made anew, and empty,
+    elsewhere."""
     storage.make_dir("t-0")
     assert storage.exists("t-0")
     if isinstance(storage, SimStorage):
@@ -378,7 +380,7 @@ def test_writes_run_in_order_and_raise_to_their_caller(disk: Callable[[], Disk])
 
 
 def test_a_cancelled_caller_does_not_cancel_its_job(disk: Callable[[], Disk]) -> None:
-    """Rule F2: what was queued behind it counts on it."""
+    """log/files F2: what was queued behind it counts on it."""
 
     async def main() -> None:
         lane = disk()
@@ -439,7 +441,7 @@ def test_written_survives_the_process() -> None:
 
 
 def test_synced_survives_power_and_unsynced_may_not() -> None:
-    """Rule D3: of what was not synced, any subset of blocks."""
+    """log/storage D3: of what was not synced, any subset of blocks."""
     outcomes = set()
     for seed in range(60):
         storage = SimStorage(rng=random.Random(seed))
@@ -496,8 +498,8 @@ def test_dying_in_an_append_leaves_a_prefix() -> None:
 def test_an_append_that_cannot_be_cut_back_takes_the_storage_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule D1, also where the cut is refused for want of space, as copy-on-write file systems do:
-    a torn batch in the middle would be damage to who opens it.
+    """log/storage D1, also where the cut is refused for want of space, as copy-on-write file
+    systems do: a torn batch in the middle would be damage to who opens it.
     """
     storage = RealStorage(str(tmp_path))
     file = storage.open("a", create=True)

@@ -267,7 +267,7 @@ def test_what_a_table_is_opened_by_is_synced_not_all_its_past(
 
 
 def test_a_stale_commit_is_refused_whatever_it_holds(run: Run) -> None:
-    """D1: appends, removals and txn-only commits alike."""
+    """tiering/table D1: appends, removals and txn-only commits alike."""
 
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)

@@ -1,4 +1,4 @@
-"""Several data directories under one real node, one of which fails (rules L2, B3 of the broker)."""
+"""Several data directories under one real node, one of which fails (rule L2, broker/core B3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Damage in the metadata log: nothing that was SYNCED is cut away, and every cut is logged (O2)."""
+"""Damage in the metadata log: nothing that was SYNCED is cut away, and every cut is logged
+(raft/recovery O2)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def served(server: EmbeddedServer) -> list[str]:
 
 
 def test_a_flipped_bit_after_a_clean_stop_is_reported_and_cuts_nothing(tmp_path: Path) -> None:
-    """O2: a clean stop notes how far the log is SYNCED."""
+    """raft/recovery O2: a clean stop notes how far the log is SYNCED."""
     server = EmbeddedServer(tmp_path / "node")
     assert served(server) == []
     assert served(server) == ["topic-0"]

@@ -241,7 +241,8 @@ def test_two_servers_on_one_directory(start: Callable[..., Server], tmp_path: Pa
 def test_a_broker_that_is_refused_as_it_starts_ends_the_start(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """O3; Q2: its metadata are older than what it was registered with, from a backup, say."""
+    """node/supervisor O3; Q2: its metadata are older than what it was registered with, from a
+    backup, say."""
     quick = ("--set", "broker_session_timeout_ms=500", "--set", "broker_heartbeat_interval_ms=100")
     given = ("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *quick)
     first = start(*given)

@@ -34,7 +34,8 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSide]:
 
 
 def test_it_comes_back_after_a_stop(kafka: KafkaSide) -> None:
-    """Rule M2: stopped for longer than a request waits, then timed again only when it is steady."""
+    """bench M2: stopped for longer than a request waits, then timed again only when it is
+    steady."""
     before = kafka.probe()
     sides.freeze(kafka)
     time.sleep(3)

@@ -56,7 +56,7 @@ class Peer:
         room = budget.room(account, wanted)
         assert room <= wanted
         if not room:
-            assert not account.reserved  # M3
+            assert not account.reserved  # wire/inbound M3
             budget.wait(account)
             return
         if budget.grew(account, room):
@@ -72,7 +72,7 @@ class Peer:
             size = FRAME_MAX
         first = self.budget.room(self.account, min(size, 64 * KIB))
         if not first:
-            assert not self.account.reserved  # M3
+            assert not self.account.reserved  # wire/inbound M3
             self.budget.wait(self.account)
             return
         if size <= first:
@@ -113,7 +113,7 @@ class World:
         self.now_ms = 0
 
     def check(self) -> None:
-        """M1, counted anew."""
+        """wire/inbound M1, counted anew."""
         budget = self.budget
         mine = [each for each in self.peers + self.closed if not each.account.reserved]
         for each in mine:
@@ -161,8 +161,8 @@ POOLS = st.sampled_from([0, FRAME_MAX, 2 * FRAME_MAX, 5 * FRAME_MAX])
 def test_the_budget_is_kept_and_an_honest_peer_is_served(
     seed: int, kinds: list[str], pool: int
 ) -> None:
-    """M1 to M5: beside any others, an honest peer and a known one finish frame after frame.  The
-    honest one may be refused, and comes again.
+    """wire/inbound M1 to M5: beside any others, an honest peer and a known one finish frame after
+    frame.  The honest one may be refused, and comes again.
     """
     world = World(seed, ["honest", "known", *kinds][:STREAMS], pool)
     known = world.peers[1]
@@ -176,7 +176,7 @@ def test_the_budget_is_kept_and_an_honest_peer_is_served(
 
 @given(st.integers(0, 2**32), POOLS)
 def test_half_received_frames_fill_the_pool_and_finish_nonetheless(seed: int, pool: int) -> None:
-    """M2: all send large frames at once, none stalls: all finish, nobody is closed."""
+    """wire/inbound M2: all send large frames at once, none stalls: all finish, nobody is closed."""
     world = World(seed, ["floods"] * STREAMS, pool)
     peers = list(world.peers)
     for _ in range(2_000):

@@ -69,7 +69,7 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
-    """Who tells of changes is asked whether it is still there (K3)."""
+    """Who tells of changes is asked whether it is still there (client/cluster K3)."""
     kit = make(seed, brokers=5)
     kit.create("t", min_insync_replicas=1)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
@@ -381,8 +381,8 @@ def test_whatever_happens_nothing_is_lost_doubled_or_swapped(make: Any, seed: in
 
 
 def test_metadata_names_the_offset_that_its_content_is_of(make: Any) -> None:
-    """A client compares brokers by it (M2): content that is newer than it says would be forgotten
-    for a reply that is older, and a consumer would begin a topic twice.
+    """A client compares brokers by it (client/metadata M2): content that is newer than it says
+    would be forgotten for a reply that is older, and a consumer would begin a topic twice.
     """
     kit = make(9)
     kit.create("t")

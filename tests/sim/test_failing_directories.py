@@ -57,7 +57,7 @@ def kit() -> Iterator[Houses]:
 
 
 def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
-    """M4, M6 of broker/metadata_publisher.py, L2, L3: its replicas leave the ISR and are not made
+    """broker/metadata_publisher M4, M6, L2, L3: its replicas leave the ISR and are not made
     anew elsewhere; the others stay; when it is back, its records are compared before they count.
     """
     names = [f"t{number}" for number in range(4)]
@@ -98,7 +98,7 @@ def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
 
 
 def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Houses) -> None:
-    """U4 of scheduler.py: only its leader sees that a follower stands still, and what the leader's
+    """broker/scheduler U4: only its leader sees that a follower stands still, and what the leader's
     other directory has to say waits for that, but for no disk.
     """
     names = [f"t{number}" for number in range(6)]

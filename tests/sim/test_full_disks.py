@@ -123,7 +123,7 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
 def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2 of storage.py: what the leader is to count is SYNCED before the position is set; what
+    """log/storage D2: what the leader is to count is SYNCED before the position is set; what
     passes must not keep the replica out until a restart.
     """
     kit = make(28, auto_leader_rebalance_enable=False)
@@ -154,7 +154,7 @@ def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
 
 
 def test_a_voter_whose_disk_is_full_while_it_loads_a_snapshot_goes_on(make_quorum: Any) -> None:
-    """F4 of raft/snapshot_files.py: what was begun is finished once there is room, and not
+    """raft/snapshot_files F4: what was begun is finished once there is room, and not
     before."""
     cluster = make_quorum(3)
     cluster.run(3_000)

@@ -24,7 +24,7 @@ def on_disk(kit: Kit, n: int, work: Any) -> None:
 
 
 def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
-    """R4, I2 of replica/leader.py: the file names more than a power loss left, other records come
+    """R4, replica/leader I2: the file names more than a power loss left, other records come
     to stand there, and the process dies before the next checkpoint.
     """
     kit = make(1, auto_leader_rebalance_enable=False, replica_lag_time_max_ms=60_000)
@@ -61,7 +61,7 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
 
 
 def test_committed_records_are_not_dropped_on_the_word_of_a_clean_leader(make: Any) -> None:
-    """F3 of replica/follower.py, R4: it would be the last copy of what its leader has lost; also
+    """replica/follower F3, R4: it would be the last copy of what its leader has lost; also
     when the replica has just started, and knows the watermark from its checkpoint alone.
     """
     kit = make(3, auto_leader_rebalance_enable=False)

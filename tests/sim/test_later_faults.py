@@ -70,7 +70,7 @@ def test_answers_to_isr_changes_get_lost_both_ways() -> None:
 
 def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
     """Rule R2: it may be granted already, so it stays and is asked again
-    (replica/alter_partition.py, C2)."""
+    (replica/alter_partition A2)."""
     ask = AlterPartitionManager._ask
 
     async def forgetful(self: AlterPartitionManager) -> None:

@@ -271,7 +271,8 @@ def caught_up(cluster: Cluster, node: Node) -> bool:
 def test_a_voter_that_dies_in_any_step_of_loading_a_snapshot_comes_back(
     power: bool, make: Any
 ) -> None:
-    """F2: whatever is half done is finished, and the log is never taken for a whole one."""
+    """raft/snapshot_files F2: whatever is half done is finished, and the log is never taken for a
+    whole one."""
     cluster = make(3)
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())
@@ -417,7 +418,7 @@ def test_a_damaged_snapshot_costs_nothing_while_the_one_before_it_is_there(make:
 
 
 def test_one_that_is_found_damaged_later_costs_nothing_either(make: Any) -> None:
-    """H2: it was whole when the process began."""
+    """raft/log_reader H2: it was whole when the process began."""
     cluster = make(6, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 3)
@@ -434,7 +435,7 @@ def test_one_that_is_found_damaged_later_costs_nothing_either(make: Any) -> None
 
 
 def test_a_log_that_lost_what_a_snapshot_was_made_of_is_refused(make: Any) -> None:
-    """O2: the records behind it may have been committed with those that are gone."""
+    """raft/recovery O2: the records behind it may have been committed with those that are gone."""
     cluster = make(7, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 3)
@@ -469,7 +470,7 @@ def spoil(node: Node, name: str) -> None:
 def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     hangs: bool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L3, S2, rule P1."""
+    """L3, raft/snapshot_fetcher D2, rule P1."""
     cluster = make(41)
     cluster.until(lambda: len(cluster.committed) > 100)
     leader = cluster.leader()
@@ -510,7 +511,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
 
 
 def test_what_is_not_committed_is_in_no_snapshot(make: Any) -> None:
-    """K1: it may be cut away, and what is below a snapshot may not."""
+    """metadata/snapshot_generator K1: it may be cut away, and what is below a snapshot may not."""
     for seed in range(51, 53):
         cluster = make(seed, rules=SnapshotRules(max_bytes=1, max_interval_ms=0))
         cluster.run(5_000)
@@ -578,7 +579,8 @@ def test_one_is_made_in_time_if_there_is_anything_new(make: Any) -> None:
 
 
 def test_one_that_cannot_be_made_is_made_later(make: Any) -> None:
-    """K3: a full disk; nothing is left of the attempt, and nobody is told."""
+    """metadata/snapshot_generator K3: a full disk; nothing is left of the attempt, and nobody is
+    told."""
     cluster = make(10, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 1)

@@ -137,7 +137,7 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
 def test_who_lost_what_was_deleted_hears_of_the_producers(
     make: Any, bounced: bool, more: int
 ) -> None:
-    """O2 of loading.py: its log ends below its start after a power loss.  The start may lie within
+    """log/loading O2: its log ends below its start after a power loss.  The start may lie within
     one of its leader's batches.
     """
     kit = make(5, auto_leader_rebalance_enable=False)

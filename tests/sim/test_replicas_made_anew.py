@@ -33,8 +33,8 @@ def damage(kit: Kit, topic: str, n: int) -> None:
 
 
 def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
-    """M8 of broker/metadata_publisher.py, S4: the leader still knows what it had, and cannot hear
-    of the damage."""
+    """broker/metadata_publisher M8, replica/isr M4: the leader still knows what it had, and cannot
+    hear of the damage."""
     kit = make(21, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -54,7 +54,8 @@ def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) ->
 
 
 def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
-    """M7, L9: no record says so, for it was in no list that it could leave."""
+    """broker/metadata_publisher M7, L9: no record says so, for it was in no list that it could
+    leave."""
     kit = make(22, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -71,7 +72,7 @@ def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
 
 
 def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
-    """R1 of replica/fetcher.py, M8 of broker/metadata_publisher.py: the leader has not compared the
+    """replica/fetcher F1, broker/metadata_publisher M8: the leader has not compared the
     new log, but its word to the old one comes on the same stream.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
@@ -94,7 +95,8 @@ def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any
 
 
 def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
-    """M7: it may be joining the ISR just now, on what it still seems to have."""
+    """broker/metadata_publisher M7: it may be joining the ISR just now, on what it still seems to
+    have."""
     kit = make(23, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -116,8 +118,9 @@ def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> No
 
 
 def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any) -> None:
-    """M7: it may have joined the ISR and been elected, and the damage have ended that: then what
-    it has is the last copy, and the image of this broker does not say so yet.
+    """broker/metadata_publisher M7: it may have joined the ISR and been elected, and the damage
+    have ended that: then what it has is the last copy, and the image of this broker does not say so
+    yet.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -150,7 +153,8 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
 
 
 def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: Any) -> None:
-    """M7: damaged once more, it is told once more, for it may have joined the ISR meanwhile."""
+    """broker/metadata_publisher M7: damaged once more, it is told once more, for it may have joined
+    the ISR meanwhile."""
     kit = make(27, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -186,7 +190,7 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
 
 
 def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
-    """R2, C2 of replica/alter_partition.py: the leader, cut from the controller, asks for what was
+    """R2, replica/alter_partition A2: the leader, cut from the controller, asks for what was
     true once; compared now, the replica would be offline no more, and the old request be granted.
     """
     kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -> None:
-    """S2 of replica/isr.py: it comes back under the same registration with an empty log."""
+    """replica/isr M2: it comes back under the same registration with an empty log."""
     kit = make(1, brokers=4, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -86,7 +86,7 @@ def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> No
 
 
 def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
-    """R4 of replica/fetcher.py: else the stream stands still for ever, for every partition on
+    """replica/fetcher F4: else the stream stands still for ever, for every partition on
     it."""
     kit = make(5, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -131,7 +131,7 @@ def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
 def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
     make: Any, back: bool
 ) -> None:
-    """C2 of replica/alter_partition.py: it held the watermark for a member that will never be
+    """replica/alter_partition A2: it held the watermark for a member that will never be
     one."""
     kit = make(7, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -286,7 +286,8 @@ def _stream_of(kit: Kit, topic: str, n: int) -> Any:
 
 
 def test_a_log_start_said_before_the_logs_were_compared_is_heard(make: Any) -> None:
-    """It is not said again: who waits for it (T9), or wants to join (S2), would wait for ever."""
+    """It is not said again: who waits for it (T9), or wants to join (replica/isr M2), would wait
+    for ever."""
     kit = make(11, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 100)
@@ -332,8 +333,8 @@ def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> Non
 
 
 def test_an_older_stream_is_not_heard_beside_a_newer_one(make: Any) -> None:
-    """P1 of replica_fetch.py: what it said on a stream that broke comes late, and its log was made
-    anew since, under the same registration.
+    """handlers/replica_fetch F1: what it said on a stream that broke comes late, and its log was
+    made anew since, under the same registration.
     """
     kit = make(27, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -439,7 +440,7 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
 
 
 def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
-    """L5, P5 of replica/partition.py: what waits for room, for its write and for the watermark is
+    """L5, replica/partition H5: what waits for room, for its write and for the watermark is
     refused, sent again to the next leader, and stored once.
     """
     kit = make(40, auto_leader_rebalance_enable=False)

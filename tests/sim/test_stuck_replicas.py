@@ -74,7 +74,7 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
 
 
 def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -> None:
-    """P1 of replica_fetch.py: it comes late, and a log at rest says nothing a second time."""
+    """handlers/replica_fetch F1: it comes late, and a log at rest says nothing a second time."""
     kit = make(7, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 50)

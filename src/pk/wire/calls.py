@@ -6,10 +6,10 @@ effect is unknown: the caller of `call` decides if it may be repeated).  `serve_
 the other end.
 
 Invariants
-  C1  a correlation id is answered at most once; late or unknown replies are dropped.
-  C2  requests in flight per stream are bounded on the serving side (`calls_max`); more are not
+  A1  a correlation id is answered at most once; late or unknown replies are dropped.
+  A2  requests in flight per stream are bounded on the serving side (`calls_max`); more are not
       read.
-  C3  a stream whose peer does not say hello is closed: streams are bounded, and who says nothing
+  A3  a stream whose peer does not say hello is closed: streams are bounded, and who says nothing
       would take the place of who does.
 """
 
@@ -106,7 +106,7 @@ async def accept_stream(
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_MS / 1000):
                 raw = await stream.recv()
-        except TimeoutError:  # C3
+        except TimeoutError:  # A3
             stream.close()
             return None
         if raw is None:

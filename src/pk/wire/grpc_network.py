@@ -1,4 +1,4 @@
-"""Streams of frames over grpc.aio, raw bytes end to end (rules P3, W1): what carries control.
+"""Streams of frames over grpc.aio, raw bytes end to end (rules P3, world W1): what carries control.
 
 One generic service, `/pk.Stream/{control,produce,fetch}`; a message is one frame, or several small
 ones that were queued together.  No serializer touches a payload.  Each stream has two pumps, tasks

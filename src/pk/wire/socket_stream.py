@@ -211,7 +211,7 @@ class SocketStream:
         self._free()
 
     def check_heard(self) -> None:
-        """N8 of pk.wire.watch."""
+        """wire/watch N8."""
         if not self._gone and unheard(self._sock):
             self.abort("the peer acknowledges nothing any more")
 

@@ -352,7 +352,7 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
     assert b.engine.fetcher.position_id(T0) != slot_id, "what was fetched before counts no more"
 
 
-# -- what is said of a position is void once there is another (fetcher F4) ------------------------
+# -- what is said of a position is void once there is another (client/fetcher F4) ----------------
 
 
 def truncate(b: Bench) -> None:

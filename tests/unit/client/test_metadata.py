@@ -152,7 +152,7 @@ def test_kafkas_names_are_understood() -> None:
 
 
 def test_a_broker_that_is_behind_takes_nothing_away() -> None:
-    """M2: what it does not know yet, or still knows, is no news."""
+    """client/metadata M2: what it does not know yet, or still knows, is no news."""
     known = metadata()
     fresh = reply(("t", "id", [(2, 5)]))
     fresh.metadata_offset = 10

@@ -1,4 +1,5 @@
-"""What is sent to a topic that does not exist (now): it may come to be, or come back (E4)."""
+"""What is sent to a topic that does not exist (now): it may come to be, or come back
+(client/produce_engine E4)."""
 
 from __future__ import annotations
 

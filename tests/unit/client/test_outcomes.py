@@ -171,7 +171,7 @@ def test_a_leader_that_fails_while_it_writes_has_not_refused(bench: Any, begun: 
 @pytest.mark.parametrize("acks", ["1", "all"])
 def test_what_a_full_disk_may_have_taken_is_not_sent_anew(bench: Any, acks: str) -> None:
     """Without idempotence not at all (rule L7), with it under the same sequence until it is known
-    (N2): here the first batch is given up meanwhile, and the second had been stored.
+    (client/sender N2): here the first batch is given up meanwhile, and the second had been stored.
     """
     b = bench(acks=acks, linger_ms=0, delivery_timeout_ms=2_000, request_timeout_ms=1_000)
     b.cluster.create("t")

@@ -1,4 +1,4 @@
-"""W1: Ctrl-C at any instruction of a wait leaves nothing locked."""
+"""client/waiting W1: Ctrl-C at any instruction of a wait leaves nothing locked."""
 
 from __future__ import annotations
 

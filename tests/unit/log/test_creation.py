@@ -1,5 +1,5 @@
 """Many partitions created in one visit: what dying inside it leaves, what it costs, who fails alone
-(rules C1–C4 of log/creation.py).
+(log/creation N1–N4).
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ async def grown(manager: LogManager, floor: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
 def test_dying_anywhere_inside_leaves_no_damage_and_no_promise(power: bool, seed: int) -> None:
-    """C1, C2: the next life finds partitions or nothing, and what it promises then is kept."""
+    """log/creation N1, N2: the next life finds partitions or nothing, and what it promises then is
+    kept."""
 
     async def main() -> None:
         _, total = await died_at(None, seed)
@@ -187,7 +188,8 @@ def test_the_first_flush_after_a_death_syncs_names_too() -> None:
     ],
 )
 def test_what_counts_as_unfinished(files: dict[str, bytes], left: list[str] | None) -> None:
-    """C2, rule L15: what may be a record stays, and stands in the way of a new partition."""
+    """log/creation N2, rule L15: what may be a record stays, and stands in the way of a new
+    partition."""
 
     async def main() -> None:
         house = House()
@@ -288,7 +290,7 @@ def test_a_visit_spreads_as_one_by_one() -> None:
 
 @pytest.mark.parametrize("step", ["make_dir", "create", "append", "rename"])
 def test_a_full_disk_stops_whom_it_hits(step: str) -> None:
-    """C3: and a second try goes on where the first one ended."""
+    """log/creation N3: and a second try goes on where the first one ended."""
 
     async def main() -> None:
         house = House()
@@ -320,7 +322,7 @@ def test_a_full_disk_stops_whom_it_hits(step: str) -> None:
 
 @pytest.mark.parametrize("step", ["append", "sync", "sync_dir"])
 def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
-    """C3, rule L2: after a failed sync nobody knows what is there."""
+    """log/creation N3, rule L2: after a failed sync nobody knows what is there."""
 
     async def main() -> None:
         house = House(2)
@@ -350,7 +352,7 @@ def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
 
 
 def test_a_disk_that_fails_while_homes_are_sought_is_no_home() -> None:
-    """M4: the others are created elsewhere, also those that nobody would try again."""
+    """log/manager M4: the others are created elsewhere, also those that nobody would try again."""
 
     async def main() -> None:
         house = House(2)
@@ -372,7 +374,7 @@ def test_a_disk_that_fails_while_homes_are_sought_is_no_home() -> None:
 
 
 def test_what_cannot_be_read_where_it_stands_does_not_begin_anew_elsewhere() -> None:
-    """C5: nobody knows whose identity that is."""
+    """log/creation N5: nobody knows whose identity that is."""
 
     async def main() -> None:
         house = House(2)
@@ -437,7 +439,7 @@ def test_an_earlier_topic_of_the_name_goes_out_of_the_way() -> None:
 
 @pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
 def test_a_checkpoint_of_an_earlier_life_says_nothing_of_this_one(power: bool) -> None:
-    """M2: it came back, and died before the next checkpoint: nothing is missing."""
+    """log/manager M2: it came back, and died before the next checkpoint: nothing is missing."""
 
     async def main() -> None:
         house = House()
@@ -465,7 +467,7 @@ def test_a_checkpoint_of_an_earlier_life_says_nothing_of_this_one(power: bool) -
 
 
 def test_dying_between_two_lives_is_no_damage() -> None:
-    """M2, at every point of the second creation."""
+    """log/manager M2, at every point of the second creation."""
 
     async def main() -> None:
         for point in range(40):
@@ -492,7 +494,7 @@ def test_dying_between_two_lives_is_no_damage() -> None:
 
 
 def test_a_recovery_point_of_an_earlier_life_is_not_kept() -> None:
-    """M2: it was asked for, and meanwhile the partition went and came back."""
+    """log/manager M2: it was asked for, and meanwhile the partition went and came back."""
 
     async def main() -> None:
         house = House()

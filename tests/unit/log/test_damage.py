@@ -138,7 +138,7 @@ def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
 
 
 def test_a_damaged_tail_whose_end_is_not_known_stays_offline_until_it_is_repaired() -> None:
-    """Its header is hit, too: which offsets it held cannot be told (D3)."""
+    """Its header is hit, too: which offsets it held cannot be told (log/damage D3)."""
     bench = filled()
     base, at, header = places(bench)[-1]
     flip(bench, base, at + 16)
@@ -237,7 +237,7 @@ def test_a_missing_segment_is_a_range() -> None:
 
 
 def test_a_repair_that_dies_on_the_way_leaves_the_old_or_the_new() -> None:
-    """G1: at each operation, and whatever of what was not SYNCED the power takes."""
+    """log/repair B1: at each operation, and whatever of what was not SYNCED the power takes."""
     bench = filled()
     base, at, header = places(bench)[11]
     flip(bench, base, at + 70)

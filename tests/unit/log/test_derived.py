@@ -45,7 +45,8 @@ def _told_by_records(bench: Bench) -> dict[int, Producer]:
 
 @pytest.mark.parametrize("full", [".index", ".timeindex", "003.snapshot", "003.log"])
 def test_a_roll_that_fails_leaves_no_snapshot(full: str) -> None:
-    """O8: it knows of batches that were refused, and would have their retries for duplicates."""
+    """log/loading O8: it knows of batches that were refused, and would have their retries for
+    duplicates."""
     bench = Bench()
     bench.append(_by(1, 0))
     bench.storage.fault = lambda operation, path: (
@@ -67,7 +68,7 @@ def test_a_roll_that_fails_leaves_no_snapshot(full: str) -> None:
 
 
 def test_a_snapshot_of_what_a_power_loss_took_never_comes_back() -> None:
-    """O8: other records come to stand below it, and the power goes again."""
+    """log/loading O8: other records come to stand below it, and the power goes again."""
     lost = 0
     for seed in range(150):
         rng = random.Random(seed)
@@ -101,7 +102,7 @@ def _aborted(bench: Bench) -> list[AbortedTransaction]:
 
 
 def test_aborted_transactions_are_known_after_a_scan() -> None:
-    """O7: of sealed segments, too; and there is an index again."""
+    """log/loading O7: of sealed segments, too; and there is an index again."""
     bench = Bench()
     expected = _aborted(bench)
     bench.log.roll()

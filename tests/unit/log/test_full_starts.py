@@ -50,7 +50,8 @@ def test_a_full_disk_does_not_end_a_start(before: str) -> None:
 
 
 def test_a_full_disk_keeps_closed_of_what_a_checkpoint_says_too_much() -> None:
-    """M2: what comes to stand below a watermark that the power loss undid was not committed."""
+    """log/manager M2: what comes to stand below a watermark that the power loss undid was not
+    committed."""
 
     async def main() -> None:
         house = House()

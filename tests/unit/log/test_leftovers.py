@@ -44,7 +44,8 @@ def _refused(bench: Bench) -> None:
 
 
 def test_what_a_repair_cuts_no_power_loss_brings_back() -> None:
-    """O9: others have another batch there, of the same epoch, and nobody would ever notice."""
+    """log/loading O9: others have another batch there, of the same epoch, and nobody would ever
+    notice."""
     for seed in range(30):
         bench = Bench()
         bench.append(make_batch(1, 10))
@@ -62,7 +63,8 @@ def test_what_a_repair_cuts_no_power_loss_brings_back() -> None:
 
 @pytest.mark.parametrize("how", ["cut", "repair"])
 def test_who_finds_a_cut_half_way_makes_it_last(how: str) -> None:
-    """O9: the process dies at any write of a cut, another goes on, and the power goes."""
+    """log/loading O9: the process dies at any write of a cut, another goes on, and the power
+    goes."""
     brought_back = points = 0
     for point in range(180):  # each several times: the last write may have been made, or not
         bench = Bench(SimStorage(rng=random.Random(point)))
@@ -118,7 +120,8 @@ def test_an_index_that_did_not_fit_does_not_come_back() -> None:
 
 
 def test_aborted_transactions_that_a_power_loss_took_leave_their_index() -> None:
-    """O8: the index is SYNCED, its batches were not; what is committed there later is no part."""
+    """log/loading O8: the index is SYNCED, its batches were not; what is committed there later is
+    no part."""
 
     def by(sequence: int) -> bytes:
         return make_batch(
@@ -198,7 +201,7 @@ def test_who_dies_while_a_shortened_log_begins_anew_is_not_damaged() -> None:
 
 
 def test_a_snapshot_for_a_beginning_that_failed_is_not_gone_by() -> None:
-    """O8: the log goes on past it, and it knows nothing of what came to stand below."""
+    """log/loading O8: the log goes on past it, and it knows nothing of what came to stand below."""
 
     def by(sequence: int) -> bytes:
         return make_batch(1, 10, producer_id=1, producer_epoch=0, base_sequence=sequence)

@@ -61,7 +61,8 @@ def test_a_look_up_by_time_believes_no_damaged_batch(part: str) -> None:
 
 
 def test_an_epoch_whose_first_batch_is_cut_in_its_middle_is_forgotten() -> None:
-    """O4, without a restart in between: who fetches on says which epoch its last record has."""
+    """log/loading O4, without a restart in between: who fetches on says which epoch its last record
+    has."""
     bench = Bench()
     bench.append(make_batch(5), epoch=0)
     bench.append(make_batch(5), epoch=3)

@@ -388,8 +388,8 @@ def test_an_unfinished_creation_is_removed() -> None:
 
 
 def test_checkpoints_name_only_what_is_true() -> None:
-    """Rule M2: after a power loss right behind a checkpoint everything below the recovery point is
-    there.
+    """log/manager M2: after a power loss right behind a checkpoint everything below the recovery
+    point is there.
     """
 
     async def main() -> None:
@@ -509,7 +509,7 @@ def test_silent_producers_are_forgotten() -> None:
 
 
 def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
-    """M2: it would promise what is cut, and the next opening take that for damage."""
+    """log/manager M2: it would promise what is cut, and the next opening take that for damage."""
 
     async def main() -> None:
         house = House()

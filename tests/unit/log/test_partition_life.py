@@ -206,7 +206,7 @@ def test_a_recovery_point_waits_for_what_a_full_disk_kept(bench: Make, how: str,
 
 
 def test_what_a_full_disk_kept_goes_with_the_next_checkpoint(bench: Make) -> None:
-    """W2: its room is what the disk lacks."""
+    """log/writing W2: its room is what the disk lacks."""
     b = bench(segment_bytes=400, retention_bytes=0)
     b.fill(10)
     rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
@@ -335,7 +335,8 @@ def test_the_config_may_change_while_running(bench: Make) -> None:
 
 
 def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> None:
-    """Rule O2: records were deleted up to 8, then the power went and took the unsynced tail."""
+    """log/loading O2: records were deleted up to 8, then the power went and took the unsynced
+    tail."""
     b = bench()
     b.fill(5)
     b.log.flush()
@@ -376,7 +377,7 @@ def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_leader_epoch_that_rotted_does_not_fence_who_leads_next(bench: Make, number: int) -> None:
-    """L9, O6: no checksum covers it, but the epochs' own file does."""
+    """L9, log/loading O6: no checksum covers it, but the epochs' own file does."""
     b = bench()
     b.append(raw_batch())
     b.append(raw_batch(), epoch=4)

@@ -276,7 +276,8 @@ def test_sealed_segments_are_flushed_beside_the_writer(bench: Make) -> None:
 
 @pytest.mark.parametrize("retired", [False, True])
 def test_a_deleted_log_may_still_be_flushed(bench: Make, retired: bool) -> None:
-    """M3: it is renamed beside a checkpoint that is under way; a living one must be there."""
+    """log/manager M3: it is renamed beside a checkpoint that is under way; a living one must be
+    there."""
     b = bench(segment_bytes=300)
     b.fill(4)
     if retired:

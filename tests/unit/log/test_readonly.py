@@ -87,7 +87,7 @@ def test_half_written_data_beyond_the_bound_is_not_looked_at(bench: Make) -> Non
 
 
 def test_a_log_that_was_cut_and_rewritten(bench: Make) -> None:
-    """Rule V1: remembered positions are hints."""
+    """log/readonly H1: remembered positions are hints."""
     b = bench(segment_bytes=10**6)
     b.fill(10)
     reader = open_readonly(b.storage, "topics/t-0")

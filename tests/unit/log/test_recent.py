@@ -142,7 +142,7 @@ def test_a_retired_log_is_forgotten(kept: Any) -> None:
 
 
 def test_a_large_append_ends_the_run(bench: Make) -> None:
-    """K2: what follows is not what was behind; nothing is given across the hole."""
+    """log/recent K2: what follows is not what was behind; nothing is given across the hole."""
     b = bench(segment_bytes=10**6)
     b.log.recent = Recent()
     b.append(raw_batch(1))
@@ -164,7 +164,7 @@ def test_many_small_batches_at_once_are_a_large_append(bench: Make) -> None:
 
 
 def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
-    """K1"""
+    """log/recent K1"""
     b = bench(segment_bytes=10**6)
     b.log.recent = Recent()
     cost = len(raw_batch(1, 10_000)) + BATCH_OVERHEAD_BYTES
@@ -178,7 +178,7 @@ def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
 
 
 def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
-    """K1"""
+    """log/recent K1"""
     cost = len(raw_batch(1)) + BATCH_OVERHEAD_BYTES
     shared = Recent(bytes_max=3 * cost)
     logs = [bench() for _ in range(3)]
@@ -191,7 +191,7 @@ def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
 
 
 def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
-    """K3: a batch is a view into a frame of megabytes; the frame must be free to go."""
+    """log/recent K3: a batch is a view into a frame of megabytes; the frame must be free to go."""
     b = bench()
     b.log.recent = Recent()
     raw = raw_batch(1)
@@ -204,7 +204,7 @@ def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
 
 
 def test_a_followers_batch_is_copied_too(bench: Make) -> None:
-    """K3: it is written as it came, in one part."""
+    """log/recent K3: it is written as it came, in one part."""
     b = bench()
     b.log.recent = Recent()
     frame = bytearray(raw_batch(1))
@@ -215,7 +215,7 @@ def test_a_followers_batch_is_copied_too(bench: Make) -> None:
 
 
 def test_a_run_has_no_holes() -> None:
-    """K2: an append that passed by ends the run."""
+    """log/recent K2: an append that passed by ends the run."""
 
     def plan(base: int) -> WritePlan:
         raw = raw_batch(1)

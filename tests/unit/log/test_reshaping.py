@@ -176,7 +176,7 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_who_began_anew_where_it_was_told_is_not_blank(clean: bool) -> None:
-    """Rule O2: nobody wrote below; it is in the ISR perhaps, and must not begin again."""
+    """log/loading O2: nobody wrote below; it is in the ISR perhaps, and must not begin again."""
 
     async def main() -> None:
         house = House()
@@ -470,8 +470,8 @@ def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then:
 
 @pytest.mark.parametrize("died", [False, True])
 def test_a_log_that_was_left_without_a_segment_is_not_damaged(died: bool) -> None:
-    """Rule M2: it was given up; neither a start nor what opens it once there is room misses what
-    was flushed of it.
+    """log/manager M2: it was given up; neither a start nor what opens it once there is room misses
+    what was flushed of it.
     """
 
     async def main() -> None:

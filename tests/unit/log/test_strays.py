@@ -91,7 +91,8 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
 
 @pytest.mark.parametrize("turns", [0, 12, 16, 20, 24, 40])
 def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: int) -> None:
-    """S3: its creation is tried again beside the strays' end, for want of space before, say."""
+    """log/strays Y3: its creation is tried again beside the strays' end, for want of space before,
+    say."""
 
     async def main() -> None:
         house = House()
@@ -124,7 +125,7 @@ def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: i
 
 
 def test_a_stray_in_a_directory_that_failed_since_does_not_begin_anew() -> None:
-    """C5 of creation.py: its records are there."""
+    """log/creation N5: its records are there."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -255,7 +256,7 @@ def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
 
 
 def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed() -> None:
-    """Rule C5: it was tried again while its disk was full, and then the disk was gone."""
+    """log/creation N5: it was tried again while its disk was full, and then the disk was gone."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -288,7 +289,7 @@ def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed
 
 @pytest.mark.parametrize("older", [0, 1])
 def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) -> None:
-    """Rules C5, L8: a directory that was taken out and is back has one of the same name."""
+    """log/creation N5, L8: a directory that was taken out and is back has one of the same name."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -318,7 +319,7 @@ def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) ->
 def test_strays_that_are_known_together_cost_one_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """C4: each of some thousands would wait for a look at all the others."""
+    """log/creation N4: each of some thousands would wait for a look at all the others."""
 
     async def main() -> None:
         house = House()

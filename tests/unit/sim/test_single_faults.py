@@ -15,7 +15,8 @@ from pk.world import Disconnected, Stream, StreamKind
 
 
 def test_a_stall_holds_one_direction_of_one_stream() -> None:
-    """N8: in order after, also across a cut that heals meanwhile; other streams pass."""
+    """sim/network N8: in order after, also across a cut that heals meanwhile; other streams
+    pass."""
     with SimWorld(4) as world:
         network = world.network
         server, client = world.world_of("server"), world.world_of("client")
@@ -103,7 +104,7 @@ def test_a_write_that_is_held_holds_the_writes_behind_it(after: bool) -> None:
 
 
 def test_a_request_that_is_held_happens_all_the_same() -> None:
-    """B4: also where whoever asked has gone."""
+    """sim/objects B4: also where whoever asked has gone."""
     with SimWorld(1) as world:
         clock = world.world_of("a").clock
         store = SimObjects(world)

@@ -17,7 +17,7 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 
 def test_time_jumps_and_ties_keep_their_order() -> None:
-    """V1."""
+    """sim/loop W1."""
     world = SimWorld(1)
     fired: list[object] = []
     for n in range(20):
@@ -50,7 +50,7 @@ def test_ordinary_asyncio_code_runs_in_virtual_time() -> None:
 
 
 def test_threads_and_sockets_are_refused() -> None:
-    """V2."""
+    """sim/loop W2."""
     world = SimWorld(1)
 
     async def main() -> None:
@@ -92,7 +92,8 @@ async def _echo(_kind: StreamKind, stream: Stream) -> None:
 
 
 def test_kill_runs_nothing_more_and_breaks_the_streams() -> None:
-    """V3, N6: not even a `finally` of the killed node runs; peers are told within a delay (R7)."""
+    """sim/loop W3, sim/network N6: not even a `finally` of the killed node runs; peers are told
+    within a delay (R7)."""
     world = SimWorld(3)
     after_death: list[str] = []
     told: list[str] = []
@@ -147,7 +148,8 @@ def test_kill_runs_nothing_more_and_breaks_the_streams() -> None:
 
 
 def test_a_cut_holds_frames_and_silence_breaks_the_stream() -> None:
-    """N5: a healed cut loses nothing; a long one, also one-way, ends the stream on both sides."""
+    """sim/network N5: a healed cut loses nothing; a long one, also one-way, ends the stream on both
+    sides."""
     world = SimWorld(4)
     server, client = world.world_of("server"), world.world_of("client")
 
@@ -261,7 +263,7 @@ def test_two_processes_with_other_hash_seeds_agree() -> None:
 
 
 def test_what_a_paused_node_would_do_waits_in_order_for_resume() -> None:
-    """V3: SIGSTOP; everybody else goes on."""
+    """sim/loop W3: SIGSTOP; everybody else goes on."""
     with SimWorld(1) as sim:
         did: list[tuple[str, int]] = []
 
@@ -297,7 +299,8 @@ def test_processes_of_one_host_share_its_links() -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_nobody_hears_how_tasks_of_a_killed_node_ended(killed: bool) -> None:
-    """V3: the waiter would have; a node that lives and forgets a failed task is told of."""
+    """sim/loop W3: the waiter would have; a node that lives and forgets a failed task is told
+    of."""
 
     async def fail() -> None:
         raise ValueError("forgotten")

@@ -1,4 +1,4 @@
-"""Calls and bounded scans against a broker that breaks: rules K1–K3 of connection.py."""
+"""Calls and bounded scans against a broker that breaks: sparkconnector/connection K1–K3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Progress: its one spelling, and what lies between two of them (rules O1–O3, L8)."""
+"""Progress: its one spelling, and what lies between two of them (sparkconnector/offsets O1–O3,
+L8)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def progress(*ends: int, topic_id: str = "id") -> offsets.Progress:
 
 @given(topics, st.randoms(use_true_random=False))
 def test_equal_positions_have_equal_text(value, rng):
-    """O1: whatever order partitions came in, Spark compares equal text; 2**62 survives."""
+    """sparkconnector/offsets O1: whatever order partitions came in, Spark compares equal text;
+    2**62 survives."""
     text = json.dumps(offsets.to_json(value))
     shuffled = {}
     for topic in rng.sample(sorted(value), len(value)):

@@ -1,4 +1,4 @@
-"""Planning arithmetic: the invariants G1 to G4 of sparkconnector/ranges.py."""
+"""Planning arithmetic: sparkconnector/ranges D1 to D4."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_a_record_limit_is_kept_and_something_goes_through(lengths, most, turn):
 
 @given(sizes.filter(lambda s: sum(s) > 0), st.integers(1, 5))
 def test_no_partition_starves_while_others_have_endless_backlog(lengths, most):
-    """G3: the others' backlog stays as large as ever, and each partition still gets its turn."""
+    """sparkconnector/ranges D3: the others' backlog stays as large as ever, and each partition
+    still gets its turn."""
     whole = make(lengths)
     waiting = {one.partition for one in whole if one.size}
     for turn in range(len(whole)):

@@ -1,4 +1,4 @@
-"""Log batches in Spark's columns: rules A1–A3 of sparkconnector/rows.py."""
+"""Log batches in Spark's columns: sparkconnector/rows A1–A3."""
 
 from __future__ import annotations
 

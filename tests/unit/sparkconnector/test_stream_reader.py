@@ -1,4 +1,5 @@
-"""The calls Spark makes to a streaming source, without Spark: rules V1–V4 of stream_reader.py."""
+"""The calls Spark makes to a streaming source, without Spark:
+sparkconnector/stream_reader B1–B4."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_from_the_earliest_offset_to_the_end(broker):
 
 
 def test_nothing_new_is_the_same_text(broker):
-    """V1."""
+    """sparkconnector/stream_reader B1."""
     broker.create("t", 12)
     one = reader(broker)
     start = json.loads(json.dumps(one.initialOffset()))
@@ -99,7 +100,8 @@ def test_default_limits(broker):
 
 
 def test_the_tighter_of_two_limits_wins(broker):
-    """V2: 20 records of 100 bytes a batch; first the bytes bind, then the records."""
+    """sparkconnector/stream_reader B2: 20 records of 100 bytes a batch; first the bytes bind, then
+    the records."""
     (log,) = broker.create("t")
     for _ in range(10):
         log.append(columns.encode_lists([b"x" * 100] * 20))
@@ -119,7 +121,7 @@ def test_trigger_once_reads_everything(broker):
 
 
 def test_available_now_stops_at_its_target(broker):
-    """V3: what is produced meanwhile is left for the next run."""
+    """sparkconnector/stream_reader B3: what is produced meanwhile is left for the next run."""
     (log,) = broker.create("t")
     fill(log, 50)
     one = reader(broker, maxOffsetsPerTrigger="20", minOffsetsPerTrigger="15")
@@ -136,7 +138,7 @@ def test_available_now_stops_at_its_target(broker):
 
 
 def test_few_offsets_wait_for_more_or_for_the_delay(broker, monkeypatch):
-    """V4."""
+    """sparkconnector/stream_reader B4."""
     now = [1000.0]
     monkeypatch.setattr(clock, "monotonic_s", lambda: now[0])
     (log,) = broker.create("t")

@@ -1,4 +1,4 @@
-"""Cold ranges read from a table's files: rules Y1 and Y2 of sparkconnector/tier_scan.py."""
+"""Cold ranges read from a table's files: sparkconnector/tier_scan Y1 and Y2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reused worker of Spark pays once: rule W1 of sparkconnector/worker.py."""
+"""What a reused worker of Spark pays once: sparkconnector/worker W1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sink's tasks send and report: rules B1 and B2 of sparkconnector/batch_writer.py."""
+"""What a sink's tasks send and report: sparkconnector/batch_writer B1 and B2."""
 
 from __future__ import annotations
 

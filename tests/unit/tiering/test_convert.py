@@ -131,7 +131,8 @@ def test_ranges_cut_batches_at_both_ends() -> None:
 
 
 def test_row_groups_are_bounded_by_rows_and_bytes() -> None:
-    """F3; and every group tells its offsets, so that a cold read needs one of them."""
+    """tiering/convert F3; and every group tells its offsets, so that a cold read needs one of
+    them."""
     small = [plain(9_000, i * 9_000) for i in range(5)]
     built = convert.build_file(
         [memoryview(each) for each in small],
@@ -228,7 +229,8 @@ def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
 
 
 def test_runs_of_batches_are_what_the_batches_are() -> None:
-    """R1, with gaps, both widths of timestamps, batches with and without keys, and odd ones."""
+    """log/runs D1, with gaps, both widths of timestamps, batches with and without keys, and odd
+    ones."""
     wide = [(2**41 * (i % 2), b"k%d" % i, b"w%d" % i, []) for i in range(5)]
     sparse = convert.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
     batches = [

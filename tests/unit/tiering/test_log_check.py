@@ -140,7 +140,7 @@ def test_extreme_timestamps_are_the_same_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_walk_reads_no_more_than_it_must() -> None:
-    """H3: pk's newest commit, and what was not seen yet."""
+    """tiering/log_check H3: pk's newest commit, and what was not seen yet."""
     uri, files = "t", {data(0, 10).path: data(0, 10)}
     sums = log_check.FileSums().plus(files.values()).text()
     info: dict[str, Any] = {log_check.FILES: sums}

@@ -175,7 +175,7 @@ class Driver:
             case Send(message=message):
                 self.asked.append(message)
             case Respond(request=request, reply=reply):
-                assert request not in self.answers, "answered twice"  # W3
+                assert request not in self.answers, "answered twice"  # tiering/owner W3
                 self.answers[request] = reply
             case Publish(name=name, value=value):
                 self.published.append((name, value))
@@ -210,7 +210,7 @@ def test_one_commit_a_second_with_everything_that_waited() -> None:
 
 
 def test_a_lost_reply_is_not_written_twice() -> None:
-    """W2: after an unknown outcome it loads, finds its file and answers."""
+    """tiering/owner W2: after an unknown outcome it loads, finds its file and answers."""
     it = Driver(retry_backoff_ms=100)
     it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
     it.asked.pop()
@@ -292,7 +292,8 @@ def test_a_table_behind_what_the_broker_was_told_is_refused() -> None:
 
 
 def test_a_load_that_was_slow_says_nothing_of_what_came_to_be_known_meanwhile() -> None:
-    """Another node commits, the broker tells of it, and only then the store answers (W7)."""
+    """Another node commits, the broker tells of it, and only then the store answers
+    (tiering/owner W7)."""
     old = snapshot(3, [], end=40)
     it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=40)}))
     it.step(PartitionsSeen({0: LogStart(0, tiered_end=50)})).loaded(old)
@@ -307,7 +308,7 @@ def test_a_load_that_was_slow_says_nothing_of_what_came_to_be_known_meanwhile() 
 
 @pytest.mark.parametrize("old", [None, snapshot(3, [], end=40)], ids=["none", "old"])
 def test_a_question_is_answered_by_a_load_that_began_after_it(old: Snapshot | None) -> None:
-    """W7: what is old tells nobody where the table ends."""
+    """tiering/owner W7: what is old tells nobody where the table ends."""
     it = Driver().step(ClaimPartition("early", 0, NONE, commit=False))
     it.step(ClaimPartition("late", 0, NONE, commit=False)).loaded(old)
     assert it.answers["early"].exists is (old is not None)
@@ -337,7 +338,8 @@ def counted(version: int, **ends: int) -> Snapshot:
 
 
 def test_a_claim_that_comes_while_the_table_is_loaded_is_not_answered_from_that() -> None:
-    """W6: the load did not ask for its partition's counters, which are not zero for that."""
+    """tiering/owner W6: the load did not ask for its partition's counters, which are not zero for
+    that."""
     it = Driver()
     it.step(ClaimPartition("p", 0, NONE, commit=False))
     assert it.asked == [owning.Load([0])]
@@ -356,7 +358,8 @@ def test_a_claim_that_comes_while_the_table_is_loaded_is_not_answered_from_that(
 def test_a_log_start_that_comes_while_the_table_is_loaded_waits_for_its_counters(
     tiered_end: int,
 ) -> None:
-    """W6: or the table's end would go back to it, or the table be taken for an old one."""
+    """tiering/owner W6: or the table's end would go back to it, or the table be taken for an old
+    one."""
     it = Driver()
     it.step(PartitionsSeen({0: LogStart(0)}))
     it.step(PartitionsSeen({1: LogStart(20, tiered_end=tiered_end, leader_epoch=7)}))

@@ -146,7 +146,7 @@ def test_what_was_deleted_is_no_gap() -> None:
 
 
 def test_a_read_that_is_late_answers_with_what_it_has() -> None:
-    """G7: and without a cache, asked again and again, it comes to the end."""
+    """tiering/reader H7: and without a cache, asked again and again, it comes to the end."""
 
     async def test() -> None:
         tier = Tier([list(range(8)), list(range(8, 16)), list(range(16, 24))], 24, cache=0)
@@ -282,7 +282,7 @@ def test_a_look_up_by_time_reads_three_columns() -> None:
 
 
 def test_files_that_left_the_table_are_forgotten() -> None:
-    """G6."""
+    """tiering/reader H6."""
 
     async def test() -> None:
         tier = Tier([list(range(10)), list(range(10, 20))], 20)

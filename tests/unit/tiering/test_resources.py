@@ -1,4 +1,5 @@
-"""The tier process settles its allocators before what they are inside of is loaded (rule Z2)."""
+"""The tier process settles its allocators before what they are inside of is loaded
+(tiering/resources Z2)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def test_what_is_gone_is_not_deleted_again_while_the_log_names_it() -> None:
     it = Tombstones(0)
     assert it.looked(["a"], 10) == ["a"]
     it.deleted(["a"], 100)
-    assert it.must_look(100)  # M2: what was removed before the start may not have been old enough
+    # tiering/tombstones M2: what was removed before the start may not have been old enough
+    assert it.must_look(100)
     assert it.looked(["a", "b"], 50) == ["b"]
     it.deleted(["b"], 100)
     assert it.looked(["b"], 100) == []
@@ -47,7 +48,7 @@ def test_too_many_are_left_to_the_log() -> None:
 def test_every_removal_is_deleted_in_time_and_once(
     retention: int, steps: list[tuple[str, int]]
 ) -> None:
-    """M1, and the vacuum after its retention deletes it."""
+    """tiering/tombstones M1, and the vacuum after its retention deletes it."""
     now, it, number = 0, Tombstones(0), 0
     log: dict[str, int] = {"before": 0}  #: path → removed when
     deleted: dict[str, int] = {}

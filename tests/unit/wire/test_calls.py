@@ -136,7 +136,7 @@ def test_errors_arrive_as_their_class() -> None:
 
 
 def test_deadlines_and_late_replies() -> None:
-    """C1: a reply nobody waits for any more is dropped; the stream goes on."""
+    """wire/calls A1: a reply nobody waits for any more is dropped; the stream goes on."""
 
     async def story(scene: Scene) -> None:
         async def slow(request: Any, _frame: Any) -> Any:
@@ -205,7 +205,7 @@ def test_the_hello_is_checked() -> None:
 
 
 def test_who_says_no_hello_does_not_keep_the_stream() -> None:
-    """C3"""
+    """wire/calls A3"""
 
     async def story(scene: Scene) -> None:
         stream = await scene.client.network.connect(ADDRESS, StreamKind.CONTROL)
@@ -230,7 +230,7 @@ def test_pushes_reach_the_caller() -> None:
 
 
 def test_requests_in_flight_are_bounded() -> None:
-    """C2."""
+    """wire/calls A2."""
 
     async def story(scene: Scene) -> None:
         running, most = 0, 0
@@ -254,7 +254,7 @@ def test_requests_in_flight_are_bounded() -> None:
 
 
 def test_replies_to_who_does_not_read_do_not_pile_up() -> None:
-    """C2: a reply that waits for its stream is a request in flight."""
+    """wire/calls A2: a reply that waits for its stream is a request in flight."""
 
     async def story(scene: Scene) -> None:
         handled = 0

@@ -1,4 +1,4 @@
-"""Who may have a connection (N9 to N11, rule L17)."""
+"""Who may have a connection (wire/rooms N9 to N11, rule L17)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pk.wire.rooms import Rooms, proven_by_address
 
 
 def test_the_newcomer_that_came_first_makes_room() -> None:
-    """N11"""
+    """wire/rooms N11"""
     rooms: Rooms[int] = Rooms(4)
     assert not any(rooms.arrive(number, "a") for number in range(4))
     assert rooms.admit(1, known=False) == ""
@@ -20,7 +20,7 @@ def test_the_newcomer_that_came_first_makes_room() -> None:
 
 
 def test_a_newcomer_is_turned_away_only_if_all_were_admitted() -> None:
-    """N11"""
+    """wire/rooms N11"""
     rooms: Rooms[int] = Rooms(2)
     for number in range(2):
         rooms.arrive(number, str(number))
@@ -31,7 +31,7 @@ def test_a_newcomer_is_turned_away_only_if_all_were_admitted() -> None:
 
 
 def test_clients_leave_rooms_to_known_peers_and_addresses_to_each_other() -> None:
-    """N10"""
+    """wire/rooms N10"""
     rooms: Rooms[int] = Rooms(16)
     for number in range(16):
         rooms.arrive(number, "a" if number < 9 else "b")
@@ -49,7 +49,7 @@ def test_clients_leave_rooms_to_known_peers_and_addresses_to_each_other() -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_counts_hold_whatever_comes(seed: int) -> None:
-    """N9, N10: counted anew after each step."""
+    """wire/rooms N9, N10: counted anew after each step."""
     rng, rooms = random.Random(seed), Rooms[int](rooms=12)
     inside: dict[int, str] = {}
     clients: dict[int, str] = {}

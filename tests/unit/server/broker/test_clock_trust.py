@@ -299,7 +299,7 @@ def test_a_step_of_one_ends_by_agreement_and_of_all_it_does_not() -> None:
     nodes[0].trust.confirm()  # it was accepted a day behind; then time synchronisation sets it
     exchange(nodes)
     assert nodes[0].passes(step_ms=DAY) is Doubt.NONE  # the samples are fresh: it agrees at once
-    assert nodes[0].trust.forget_before_ms(nodes[0].wall_ms) is None  # C3
+    assert nodes[0].trust.forget_before_ms(nodes[0].wall_ms) is None  # broker/clock_trust W3
     assert exchange(nodes) == [Doubt.NONE] * 3
     for node in nodes:
         node.passes(step_ms=DAY)
@@ -363,7 +363,8 @@ def test_where_more_than_a_third_are_off_nobody_gives_up(size: int, off: int) ->
 
 
 def test_after_a_doubt_no_producer_is_forgotten_for_a_whole_expiration() -> None:
-    """C3: what was noted as heard was read from a clock that may have been behind."""
+    """broker/clock_trust W3: what was noted as heard was read from a clock that may have been
+    behind."""
     node = running()
     assert node.trust.forget_before_ms(node.wall_ms) == node.wall_ms
     node.alone(step_ms=HOUR)

@@ -1,4 +1,4 @@
-"""The order in which controllers are asked (invariants K4, K5)."""
+"""The order in which controllers are asked (broker/controller_search K4, K5)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_that_is_silent_waits_until_the_others_had_their_rounds() -> None:
 
 
 def test_two_silent_ones_are_not_asked_one_after_the_other() -> None:
-    """K5: in between somebody may have been elected."""
+    """broker/controller_search K5: in between somebody may have been elected."""
     search = ControllerSearch(["a", "b", "c", "d", "e"])
     asked = []
     for _ in range(60):

@@ -198,7 +198,7 @@ def test_a_silent_controller_does_not_cost_a_broker_its_session(seed: int, make:
 
 
 def test_two_silent_controllers_of_five_addresses(make: Any) -> None:
-    """K5: addresses where nobody answers do not add up."""
+    """broker/controller_search K5: addresses where nobody answers do not add up."""
     cluster = make(3)
     dark = "8@dark1:1,9@dark2:1"
     voters = ",".join(f"{v.node_id}@{VOTERS[v]}" for v in VOTERS)
@@ -369,7 +369,7 @@ def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:
 
 
 def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: Any) -> None:
-    """K2: the metric says how near a broker came to its session timeout."""
+    """broker/lifecycle K2: the metric says how near a broker came to its session timeout."""
     cluster = make(10)
     first = cluster.start()
     lifecycle, ages = cluster.broker.core.lifecycle, list[int]()
@@ -435,7 +435,7 @@ def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> Non
 
 
 def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
-    """K6."""
+    """broker/lifecycle K6."""
     cluster = make(8)
     first = cluster.start()
     lifecycle = cluster.broker.core.lifecycle

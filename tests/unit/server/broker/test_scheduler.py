@@ -397,7 +397,7 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, scheduler: BrokerSchedu
 def test_a_disk_that_hangs_holds_up_no_other(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """U4: what is due there first."""
+    """broker/scheduler U4: what is due there first."""
     known = rig.storage, rig.disk
     rig.storage = SimStorage("d2", rig.world.random("d2"))
     rig.disk = SimDisk(rig.storage, rig.mine.clock, rig.world.random("d2/lanes"))
@@ -445,7 +445,7 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(
 def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """D2 of storage.py: sealed segments are opened to be synced.  It passes, and so does this: the
+    """log/storage D2: sealed segments are opened to be synced.  It passes, and so does this: the
     partition is served meanwhile, and needs no restart.
     """
     partition = small(rig, flush_ms=500)

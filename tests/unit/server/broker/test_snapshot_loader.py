@@ -111,7 +111,7 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
 def test_a_broker_that_starts_behind_the_log_begins_with_the_snapshot(
     behind: Cluster, kit: Any, power: bool
 ) -> None:
-    """M3 as ever: what the snapshot does not name is a stray."""
+    """broker/metadata_publisher M3 as ever: what the snapshot does not name is a stray."""
     cluster = behind
 
     async def before() -> str:

@@ -36,7 +36,8 @@ class Bench:
         return self.machine.image
 
     def do(self, command: Command) -> Any:
-        """Decide, append, apply, in as many steps as it takes; M1: deciding changed nothing."""
+        """Decide, append, apply, in as many steps as it takes; controller/machine M1: deciding
+        changed nothing."""
         self.steps = 0
         while True:
             before = snapshot(self.image)

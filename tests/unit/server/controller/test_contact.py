@@ -1,5 +1,5 @@
-"""Heartbeats while the metadata disk stands still: what is answered at once, and what waits (T4 of
-controller/active.py).
+"""Heartbeats while the metadata disk stands still: what is answered at once, and what waits
+(controller/active A4).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def goes_on(scene: Scene, world: World, stuck: asyncio.Task[Any]) -> None:
 
 
 def test_a_metadata_disk_that_stands_still_takes_no_contact_from_brokers(scene: Scene) -> None:
-    """T4: the controller lives and hears them, and nobody else leads.  What a heartbeat brings
-    about has to wait.
+    """controller/active A4: the controller lives and hears them, and nobody else leads.  What a
+    heartbeat brings about has to wait.
     """
 
     async def story(world: World) -> None:
@@ -78,7 +78,7 @@ def test_a_metadata_disk_that_stands_still_takes_no_contact_from_brokers(scene: 
 
 
 def test_what_is_not_committed_of_a_registration_is_not_said(scene: Scene) -> None:
-    """T4: another controller may come to lead without the record."""
+    """controller/active A4: another controller may come to lead without the record."""
 
     async def story(world: World) -> None:
         broker = Replica(scene, world, 1)
@@ -98,7 +98,8 @@ def test_what_is_not_committed_of_a_registration_is_not_said(scene: Scene) -> No
 
 
 def test_who_is_about_to_be_fenced_is_not_told_that_all_is_well(scene: Scene) -> None:
-    """T4, R6: its session was over, and what ends its registration waits for the disk."""
+    """controller/active A4, R6: its session was over, and what ends its registration waits for the
+    disk."""
 
     async def story(world: World) -> None:
         one, two = await two_up(scene, world)
@@ -119,7 +120,8 @@ def test_who_is_about_to_be_fenced_is_not_told_that_all_is_well(scene: Scene) ->
 
 
 def test_a_term_that_replays_its_log_says_nothing_of_registrations(scene: Scene) -> None:
-    """T4: of a broker that registered again, the image knows the earlier process first."""
+    """controller/active A4: of a broker that registered again, the image knows the earlier process
+    first."""
 
     async def story(world: World) -> None:
         broker, other = await two_up(scene, world)

@@ -309,7 +309,8 @@ def test_a_slow_disk_makes_no_session_longer(make: Any) -> None:
 
 
 def test_brokers_register_after_the_voters_changed(make: Any) -> None:
-    """M3: the record that the quorum appends itself is known to the term that goes on behind it."""
+    """controller/machine M3: the record that the quorum appends itself is known to the term that
+    goes on behind it."""
     world = make(5)
     first = world.active()
     node = world.nodes[first]

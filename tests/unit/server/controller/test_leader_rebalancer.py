@@ -125,7 +125,7 @@ def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
 
 
 def test_one_move_per_partition_and_minute_the_way_back_included() -> None:
-    """H1."""
+    """controller/leader_rebalancer H1."""
     bench, soft = led_by_one(), LeaderRebalancer()
     first = bench.state("t").replicas[0]
     bench.beat(1, **unfit())
@@ -157,7 +157,7 @@ def test_a_preferred_leader_that_came_back_rests_others_do_not() -> None:
 def test_partitions_are_looked_at_on_news_and_seldom_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """H2."""
+    """controller/leader_rebalancer H2."""
     bench, soft = led_by_one(), LeaderRebalancer()
     assert soft.wanted(bench.image, bench.reports, 0) == {}
     for broker in (1, 2, 3):

@@ -379,7 +379,7 @@ def test_a_table_to_purge_is_marked_until_a_broker_reports_it_gone() -> None:
 def test_of_too_many_tables_to_purge_the_oldest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """I6."""
+    """metadata/image I6."""
     monkeypatch.setattr(image_module, "PURGES_MAX", 2)
     bench = Bench()
     bench.up(1)
@@ -498,7 +498,8 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_replay_gives_the_same_image(actions: list[tuple[str, int, int]]) -> None:
-    """M1, I1–I4: whatever happens, the invariants hold and the log alone gives the same image."""
+    """controller/machine M1, metadata/image I1–I4: whatever happens, the invariants hold and the
+    log alone gives the same image."""
     bench = Bench()
     for turn, (what, broker, n) in enumerate(actions):
         known = broker in bench.image.brokers

@@ -1,4 +1,4 @@
-"""Voters come and go while three controllers serve (rules V1–V3, KIP-853)."""
+"""Voters come and go while three controllers serve (raft/membership M1–M3, KIP-853)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_description(make: Any) -> None:
 def test_a_controller_is_added_and_elects(make: Any) -> None:
     world = make(2)
     leader = world.active()
-    with pytest.raises(errors.OffsetNotAvailable):  # V1
+    with pytest.raises(errors.OffsetNotAvailable):  # raft/membership M1
         world.ask(add(4, "dir-4"))
     world.boot(4, "dir-4")
     world.sim.loop.run_for_ms(2_000)
@@ -160,7 +160,7 @@ def test_a_controller_is_added_and_elects(make: Any) -> None:
 
 
 def test_an_emptied_disk_does_not_vote_until_it_was_added(make: Any) -> None:
-    """Q1, V3."""
+    """Q1, raft/membership M3."""
     world = make(3)
     leader = world.active()
     lost = next(n for n in (1, 2, 3) if n != leader)
@@ -187,7 +187,7 @@ def test_an_emptied_disk_does_not_vote_until_it_was_added(make: Any) -> None:
 
 
 def test_no_change_takes_the_majority_away(make: Any) -> None:
-    """V2."""
+    """raft/membership M2."""
     world = make(4)
     leader = world.active()
     up, gone = (n for n in (1, 2, 3) if n != leader)

@@ -332,7 +332,8 @@ def test_two_controllers_on_one_directory(scene: Scene) -> None:
 
 
 def test_a_full_disk_refuses_and_recovers() -> None:
-    """H4: nothing of a failed append is remembered; with space again it goes on by itself."""
+    """runtime/replayed_host H4: nothing of a failed append is remembered; with space again it goes
+    on by itself."""
     scene = Scene()
     scene.start()
 
@@ -367,8 +368,8 @@ def log_file(scene: Scene) -> str:
 
 
 def test_who_waits_for_news_is_not_handed_the_failure_of_the_controller() -> None:
-    """N1: a broker takes what it is told for an answer, and would end of a disk that is not its
-    own.
+    """controller/node N1: a broker takes what it is told for an answer, and would end of a disk
+    that is not its own.
     """
     scene, broker = failing(metadata_log_max_record_bytes_between_snapshots=1)
     scene.storage.fault = lambda _operation, path: (
@@ -386,7 +387,7 @@ def test_who_waits_for_news_is_not_handed_the_failure_of_the_controller() -> Non
 
 
 def test_a_controller_whose_log_is_damaged_hands_none_of_it_out_and_ends() -> None:
-    """N1, rule L9."""
+    """controller/node N1, rule L9."""
     scene, broker = failing()
     scene.storage.rot(log_file(scene), 100, 3)
     broker.image = MetadataImage()  # as who starts anew

@@ -166,8 +166,8 @@ def test_min_bytes_waits_at_most_max_wait(rig: Any, kit: Any) -> None:
 
 @pytest.mark.parametrize("backlog", [(10,), (2, 2)])
 def test_a_backlog_is_enough_for_min_bytes(rig: Any, kit: Any, backlog: tuple[int, ...]) -> None:
-    """F4: what a frame had no room for, of its last position or of the next, is weighed like what
-    has just come.
+    """handlers/fetch_session F4: what a frame had no room for, of its last position or of the next,
+    is weighed like what has just come.
     """
 
     async def story() -> None:
@@ -189,7 +189,8 @@ def test_a_backlog_is_enough_for_min_bytes(rig: Any, kit: Any, backlog: tuple[in
 def test_what_is_urgent_while_a_disk_reads_does_not_wait(
     rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F4: a position that is set while a frame is made is announced at once nevertheless."""
+    """handlers/fetch_session F4: a position that is set while a frame is made is announced at once
+    nevertheless."""
     rig.partition(0)
     rig.partition(1)
     reading, gate = asyncio.Event(), asyncio.Event()
@@ -560,7 +561,8 @@ def test_a_dead_store_is_a_typed_error_for_cold_positions_only(rig: Any, kit: An
 def test_a_partition_that_comes_after_its_position_wakes_the_reader(
     rig: Any, kit: Any, replica: int
 ) -> None:
-    """E5: of a topic just created, a follower may ask in the moment before its leader has it."""
+    """handlers/fetch E5: of a topic just created, a follower may ask in the moment before its
+    leader has it."""
 
     async def story() -> None:
         stream = await rig.stream(StreamKind.FETCH)

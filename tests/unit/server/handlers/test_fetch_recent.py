@@ -98,7 +98,7 @@ def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: 
 
 
 def test_memory_gives_nothing_above_the_bound(rig: Any, kit: Any, reads: list[str]) -> None:
-    """E1: what is written and not committed is in memory, too."""
+    """handlers/fetch E1: what is written and not committed is in memory, too."""
     partition = rig.partition(replicas=(1, 2))
 
     def committed(end: int) -> None:
@@ -127,7 +127,8 @@ def test_memory_gives_nothing_above_the_bound(rig: Any, kit: Any, reads: list[st
 def test_the_bytes_of_a_frame_and_of_a_position_hold_for_memory(
     rig: Any, kit: Any, reads: list[str]
 ) -> None:
-    """E3, E4: as for the disk; a credit of one batch brings one, the rest keeps its turn."""
+    """handlers/fetch E3, E4: as for the disk; a credit of one batch brings one, the rest keeps its
+    turn."""
     rig.partition()
     size = len(kit.batch(1, size=100))
 
@@ -151,7 +152,7 @@ def test_the_bytes_of_a_frame_and_of_a_position_hold_for_memory(
 
 
 def test_a_batch_from_memory_that_does_not_fit_leads_the_next_frame(rig: Any, kit: Any) -> None:
-    """E4: alone, not behind others."""
+    """handlers/fetch E4: alone, not behind others."""
     for number in range(2):
         rig.partition(number)
     size = len(kit.batch(1, size=100))
@@ -216,7 +217,7 @@ def test_a_deleted_partition_is_not_read_from_memory(rig: Any, kit: Any) -> None
 
 
 def test_a_failed_directory_answers_with_its_error(rig: Any, kit: Any) -> None:
-    """B3: also what memory still has."""
+    """broker/core B3: also what memory still has."""
     partition = rig.partition()
 
     async def story() -> None:

@@ -1,4 +1,5 @@
-"""D1, D2, Q2: what a broker reacts to when it loads a snapshot is what changed, both ways."""
+"""metadata/delta D1, D2, Q2: what a broker reacts to when it loads a snapshot is what changed, both
+ways."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_a_broker_reacts_to_it_as_to_the_records_themselves(seed: int) -> None:
 
 
 def test_what_is_equal_has_no_row() -> None:
-    """D2: else every partition would be settled, and every listener told, for nothing."""
+    """metadata/delta D2: else every partition would be settled, and every listener told, for
+    nothing."""
     stories = (history(seed, 300) for seed in range(20))
     story = next(each for each in stories if each.image.topics and each.image.brokers)
     end = len(story.records)

@@ -89,7 +89,8 @@ def _broker() -> BrokerState:
 
 
 def test_a_registration_that_is_not_at_its_offset_is_refused_in_a_snapshot_too() -> None:
-    """I3 holds for every row: the snapshot says the offset, and does not ask to be believed."""
+    """metadata/image I3 holds for every row: the snapshot says the offset, and does not ask to be
+    believed."""
     story = history(3, 0)
     story._register()
     rows = list(snapshot.rows_of(story.image))
@@ -110,7 +111,7 @@ def test_the_voters_are_found_in_it() -> None:
 
 
 def test_every_damage_is_seen() -> None:
-    """N2: each byte counts, and each length."""
+    """raft/snapshot_framing N2: each byte counts, and each length."""
     image = history(5, 60).image
     raw = encoded(image)
     whole = SnapshotId(image.offset + 1, image.leader_epoch)

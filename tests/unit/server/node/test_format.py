@@ -1,4 +1,4 @@
-"""Who the directories of a node belong to (rules F1–F5)."""
+"""Who the directories of a node belong to (node/format F1–F5)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_node_of_a_cluster_starts_on_nothing_that_was_not_formatted(tmp_path: 
 
 
 def test_first_voters_know_each_other_and_nobody_knows_a_replacement(tmp_path: Path) -> None:
-    """F1, Q1."""
+    """node/format F1, Q1."""
     made = make(tmp_path / "a", node())
     assert made.voter
     assert made.metadata_directory_id == voter_directory_id(CLUSTER, 1)
@@ -85,7 +85,7 @@ def test_what_is_formatted_is_not_formatted_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["directory.json", "quorum-state"])
 def test_metadata_that_is_gone_is_a_loss(tmp_path: Path, lost: str) -> None:
-    """F3: without its vote a controller could vote twice."""
+    """node/format F3: without its vote a controller could vote twice."""
     make(tmp_path, node())
     (tmp_path / "metadata" / lost).unlink()
     with pytest.raises(errors.CorruptLog, match=r"gone.*emove nothing here.*REPAIR"):
@@ -130,7 +130,7 @@ def test_no_flipped_bit_of_a_nodes_identity_is_believed(tmp_path: Path) -> None:
      "partition-identity-checkpoint", "recovery-point-offset-checkpoint", "clean-shutdown"],
 )  # fmt: skip
 def test_data_without_the_nodes_identity_is_not_formatted(tmp_path: Path, held: str) -> None:
-    """F6: by a start, by `pk server format`, or as one of several directories."""
+    """node/format F6: by a start, by `pk server format`, or as one of several directories."""
     (tmp_path / "b" / held).mkdir(parents=True)
     alone = resolve({}, {}, {})
     ignoring = {"ignore_formatted": True, "initial_controllers": False}
@@ -148,7 +148,8 @@ def test_data_without_the_nodes_identity_is_not_formatted(tmp_path: Path, held: 
 
 
 def test_metadata_that_was_taken_away_is_formatted_again_as_nobodys_vote(tmp_path: Path) -> None:
-    """F7: the partitions beside it stay; a node that is alone begins no other metadata."""
+    """node/format F7: the partitions beside it stay; a node that is alone begins no other
+    metadata."""
     first = make(tmp_path, node())
     whole = (tmp_path / "pk.json").read_bytes()
     (tmp_path / "metadata").rename(tmp_path / "metadata.damaged")
@@ -174,7 +175,7 @@ def test_metadata_that_was_taken_away_is_formatted_again_as_nobodys_vote(tmp_pat
 
 
 def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> None:
-    """F3: they would be strays, all of them, and be removed."""
+    """node/format F3: they would be strays, all of them, and be removed."""
     alone, (a, b) = resolve({}, {}, {}), (tmp_path / "a", tmp_path / "b")
     dirs = [str(a), str(b)]
     for _ in range(2):  # a start that came to nothing may be repeated, in any order
@@ -193,7 +194,7 @@ def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> No
 
 
 def test_a_directory_of_the_last_start_is_there_or_given_up(tmp_path: Path) -> None:
-    """F4: an empty mount point, or one that was forgotten; a path may change."""
+    """node/format F4: an empty mount point, or one that was forgotten; a path may change."""
     alone, (a, b, c) = resolve({}, {}, {}), (str(tmp_path / name) for name in "abc")
     prepare([a, b], alone)[1].unlock()
     (tmp_path / "b").rename(tmp_path / "c")
@@ -211,7 +212,7 @@ def test_a_directory_of_the_last_start_is_there_or_given_up(tmp_path: Path) -> N
 
 
 def test_a_disk_that_was_replaced_by_format_is_no_lost_one(tmp_path: Path) -> None:
-    """F4: whoever formats it knows that it is gone."""
+    """node/format F4: whoever formats it knows that it is gone."""
     broker, dirs = node(node_id=9, process_roles="broker"), [str(tmp_path / name) for name in "ab"]
     given = {"cluster_id": "", "initial_controllers": False}
     format_node(dirs, broker, ignore_formatted=False, **given)
@@ -224,7 +225,7 @@ def test_a_disk_that_was_replaced_by_format_is_no_lost_one(tmp_path: Path) -> No
 
 
 def test_an_empty_first_directory_before_a_formatted_one_is_a_loss(tmp_path: Path) -> None:
-    """F3: the first is formatted first."""
+    """node/format F3: the first is formatted first."""
     alone, (a, b) = resolve({}, {}, {}), (str(tmp_path / "a"), str(tmp_path / "b"))
     prepare([a, b], alone)[1].unlock()
     shutil.rmtree(a)
@@ -258,7 +259,7 @@ def test_a_directory_in_use_is_told_as_that(tmp_path: Path) -> None:
 
 
 def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> None:
-    """F3: nobody is told that its metadata are gone."""
+    """node/format F3: nobody is told that its metadata are gone."""
     dirs = [str(tmp_path / name) for name in "ab"]
     format_node(dirs, node(), cluster_id="", initial_controllers=True, ignore_formatted=False)
     with pytest.raises(errors.InvalidConfig, match=f"{dirs[0]}/metadata: give that directory"):
@@ -269,7 +270,7 @@ def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> Non
 def test_what_was_formatted_for_a_cluster_begins_none_of_its_own(
     tmp_path: Path, initial: bool
 ) -> None:
-    """F5: started without the settings that name the others."""
+    """node/format F5: started without the settings that name the others."""
     make(tmp_path / "a", node(), initial_controllers=initial)
     with pytest.raises(errors.InvalidConfig, match="--config") as refused:
         start(tmp_path / "a", resolve({}, {}, {}))
@@ -306,7 +307,7 @@ def test_a_format_that_died_as_it_wrote_can_be_repeated(tmp_path: Path, name: st
 
 
 def test_a_controller_that_may_have_voted_is_no_first_voter(tmp_path: Path) -> None:
-    """F1: the disk of the metadata was replaced, another one of the node is there."""
+    """node/format F1: the disk of the metadata was replaced, another one of the node is there."""
     dirs = [str(tmp_path / name) for name in "ab"]
     given = {"cluster_id": "", "ignore_formatted": True}
     format_node(dirs, node(), initial_controllers=True, **given)

@@ -129,7 +129,7 @@ def test_what_was_not_committed_may_go_but_nothing_else() -> None:
 
 
 def test_damaged_state_is_not_guessed() -> None:
-    """U1: an epoch might be used twice; committed metadata might be cut away."""
+    """raft/machine U1: an epoch might be used twice; committed metadata might be cut away."""
     disk = Disk()
     log = disk.open()
     log.append([topic("a")], 5)
@@ -166,7 +166,8 @@ def lost_vote(*, power: bool = False) -> tuple[Disk, int]:
 
 @pytest.mark.parametrize("power", [False, True])
 def test_a_node_alone_goes_on_without_its_vote_and_says_so_once(power: bool) -> None:
-    """L7: in a later epoch than any record's, with every record; then there is a vote again."""
+    """raft/log W7: in a later epoch than any record's, with every record; then there is a vote
+    again."""
     disk, epoch = lost_vote(power=power)
     log = disk.open()
     assert log.epoch == epoch + 1
@@ -183,7 +184,7 @@ def test_a_node_alone_goes_on_without_its_vote_and_says_so_once(power: bool) -> 
 
 
 def test_a_node_with_voters_in_its_settings_does_not_go_on_without_its_vote() -> None:
-    """L7: also where its log names no other yet."""
+    """raft/log W7: also where its log names no other yet."""
     disk, _ = lost_vote()
     before = disk.storage.read_file(f"{LOG_DIR}/{0:020d}.log")
     with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*vote twice"):
@@ -195,7 +196,7 @@ def test_a_node_with_voters_in_its_settings_does_not_go_on_without_its_vote() ->
 
 
 def test_a_log_that_names_other_voters_is_not_opened_without_its_vote() -> None:
-    """L7: whatever the settings say."""
+    """raft/log W7: whatever the settings say."""
     disk = Disk()
     log = disk.open()
     voters = [wire.Voter(node_id=1, directory_id="d"), wire.Voter(node_id=2, directory_id="e")]
@@ -224,7 +225,7 @@ async def _wait(ms: int) -> None:
 
 
 def test_rot_in_what_was_committed_since_the_last_vote_is_no_torn_tail() -> None:
-    """L6: it was cut away, and all that was committed behind it."""
+    """raft/log_writer W6: it was cut away, and all that was committed behind it."""
     disk, log, path = committed("a", "b", "c")
     position, header = list(batches.iter_headers(disk.storage.peek(path)))[-2]
     assert header.base_offset == log.end - 2
@@ -245,7 +246,7 @@ def test_a_log_that_rests_is_not_noted_again() -> None:
 
 
 def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
-    """K3."""
+    """metadata/snapshot_generator K3."""
     disk = Disk()
     log = disk.open()
     log.append([topic("a")], 5)
@@ -260,8 +261,8 @@ def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
 
 
 def test_a_log_that_was_cut_is_not_damaged() -> None:
-    """L5: the vote was saved beside records that the next leader did not have; the process dies
-    inside the first write behind the cut.
+    """raft/log_writer W5: the vote was saved beside records that the next leader did not have; the
+    process dies inside the first write behind the cut.
     """
     disk = Disk()
     log = disk.open()
@@ -285,7 +286,7 @@ def test_a_log_that_was_cut_is_not_damaged() -> None:
 
 
 def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
-    """L2: else the next fetch would begin behind records that no other log has."""
+    """raft/log W2: else the next fetch would begin behind records that no other log has."""
     disk = Disk()
     log = disk.open()
     before = log.end
@@ -449,7 +450,8 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
 
 
 def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
-    """L4: it would be kept, and the later one, behind which the log begins, removed."""
+    """raft/log_writer W4: it would be kept, and the later one, behind which the log begins,
+    removed."""
     disk = Disk()
     log = disk.open()
     files = log._files
@@ -471,8 +473,8 @@ def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
 
 
 def test_none_is_made_below_one_that_was_loaded() -> None:
-    """K3: it was loaded while the maker looked whether one is due, and the machine has not heard of
-    it.
+    """metadata/snapshot_generator K3: it was loaded while the maker looked whether one is due, and
+    the machine has not heard of it.
     """
     disk = Disk()
     log = disk.open()

@@ -93,7 +93,7 @@ def leading(log: LogState) -> Quorum:
 
 
 def test_one_voter_elects_itself_at_once_by_the_general_case() -> None:
-    """Q4, U1: the vote is SYNCED before it counts."""
+    """Q4, raft/machine U1: the vote is SYNCED before it counts."""
     quorum, effects = started(log_of(10, (7, 3), voters=(ME,)), Vote(7, 1, "d1"))
     (write,) = [e for e in effects if isinstance(e, Write)]
     assert write.ops == [SaveVote(Vote(8, 1, "d1"))]
@@ -120,7 +120,7 @@ def test_an_election_is_tried_out_before_an_epoch_is_spent_on_it() -> None:
     assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, VoteRequest)] == [(True, 0)] * 2
     assert not [e for e in effects if isinstance(e, Write)]
     stranger = Voter(2, "another directory")
-    assert not sent(granted(quorum, stranger, pre_vote=True), VoteRequest)  # U4
+    assert not sent(granted(quorum, stranger, pre_vote=True), VoteRequest)  # raft/machine U4
     effects = granted(quorum, B, pre_vote=True)
     assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, VoteRequest)] == [(False, 1)] * 2
     assert quorum.role is Role.CANDIDATE
@@ -172,7 +172,7 @@ def following(now_ms: int = 0) -> Quorum:
 
 
 def test_who_hears_a_leader_wants_no_election() -> None:
-    """U7: and says so only as long as it does hear."""
+    """raft/machine U7: and says so only as long as it does hear."""
     quorum = following(1_000)
     (reply,) = answers(quorum.step(vote_for(C, 6, pre_vote=True), 2_000))
     assert (reply.granted, reply.leader) == (False, B)
@@ -189,7 +189,7 @@ def fetched(quorum: Quorum, status: FetchStatus, **more: Any) -> ReplyReceived:
 
 
 def test_a_follower_writes_before_it_says_that_it_holds() -> None:
-    """U6, U1: nothing is fetched or claimed while the log is written."""
+    """raft/machine U6, U1: nothing is fetched or claimed while the log is written."""
     quorum = following()
     effects = quorum.step(fetched(quorum, FetchStatus.DATA, end=25, high_watermark=24), 10)
     (write,) = [e for e in effects if isinstance(e, Write)]
@@ -226,7 +226,7 @@ def test_a_follower_goes_back_to_where_both_logs_agree(diverging: tuple[int, int
 
 
 def test_never_below_the_high_watermark() -> None:
-    """U5."""
+    """raft/machine U5."""
     quorum = following()
     quorum.step(fetched(quorum, FetchStatus.DATA, high_watermark=12), 10)
     assert quorum.high_watermark == 12
@@ -261,7 +261,8 @@ def fetch_of(
 
 
 def test_nothing_of_older_epochs_is_committed_alone() -> None:
-    """U3 (Raft §5.4.2, figure 8): a majority holds them, and they may still be overwritten."""
+    """raft/machine U3 (Raft §5.4.2, figure 8): a majority holds them, and they may still be
+    overwritten."""
     quorum = leading(log_of(20, (1, 0), (4, 10)))
     epoch = quorum.epoch
     quorum.step(fetch_of(B, epoch, 20, 4), 0)
@@ -275,7 +276,7 @@ def test_nothing_of_older_epochs_is_committed_alone() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(21, 40)), max_size=30))
 def test_the_high_watermark_is_what_a_majority_holds(steps: list[tuple[int, int]]) -> None:
-    """U2, against the naive definition."""
+    """raft/machine U2, against the naive definition."""
     quorum = leading(log_of(20, (1, 0), (4, 10)))
     epoch = quorum.epoch
     quorum.step(Synced(log_of(40, (1, 0), (4, 10), (epoch, 20))), 0)

@@ -54,12 +54,13 @@ def put(storage: SimStorage, made: SnapshotId, suffix: str = "", *, damaged: boo
 
 
 def test_a_log_that_was_being_replaced_begins_anew_with_nothing_of_what_it_was() -> None:
-    """F2: an epoch that only the old log had would refuse what the leader sends."""
+    """raft/snapshot_files F2: an epoch that only the old log had would refuse what the leader
+    sends."""
     storage = SimStorage("m")
     log_of(storage, 1, 2, 9, 9)
     put(storage, SnapshotId(3, 2))
     put(storage, SnapshotId(10, 5), ".load")
-    for _ in range(2):  # O1
+    for _ in range(2):  # raft/recovery O1
         opened = recover(storage, RULES, NOW)
         log = opened.log
         assert opened.kept == (SnapshotId(10, 5),)
@@ -131,7 +132,7 @@ def batches_in(storage: SimStorage) -> list[tuple[int, batches.Header]]:
 
 @pytest.mark.parametrize("newest", ["whole", "damaged"])
 def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
-    """O2: what a vote says that was SYNCED is as old as the vote, 0 here."""
+    """raft/recovery O2: what a vote says that was SYNCED is as old as the vote, 0 here."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     put(storage, SnapshotId(5, 1), damaged=newest == "damaged")
@@ -139,7 +140,7 @@ def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
     assert header.base_offset == 3
     storage.rot(f"{LOG_DIR}/{0:020d}.log", position + 16, 0)  # its magic
     before = storage.files()
-    for _ in range(2):  # O1
+    for _ in range(2):  # raft/recovery O1
         with pytest.raises(errors.CorruptLog, match="offset 3"):
             recover(storage, RULES, NOW)
         storage.crash()
@@ -147,7 +148,7 @@ def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
 
 
 def test_a_damaged_record_below_a_snapshot_keeps_those_behind_it() -> None:
-    """O2: who reads it is told; who begins with the snapshot does not need it."""
+    """raft/recovery O2: who reads it is told; who begins with the snapshot does not need it."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     put(storage, SnapshotId(5, 1))
@@ -161,7 +162,7 @@ def test_a_damaged_record_below_a_snapshot_keeps_those_behind_it() -> None:
 
 
 def test_a_log_that_ends_below_a_snapshot_is_refused() -> None:
-    """O2: and one that is gone."""
+    """raft/recovery O2: and one that is gone."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 4)
     put(storage, SnapshotId(5, 1))
@@ -226,8 +227,8 @@ def test_a_vote_without_a_checksum_is_not_believed() -> None:
 
 @pytest.mark.parametrize("snapshot_end", [0, 5])
 def test_records_without_a_vote_lose_none(snapshot_end: int) -> None:
-    """O4: a whole log is opened, and says that its vote is lost; nothing is torn, so nothing is
-    cut."""
+    """raft/recovery O4: a whole log is opened, and says that its vote is lost; nothing is torn, so
+    nothing is cut."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     if snapshot_end:

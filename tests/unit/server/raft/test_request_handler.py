@@ -1,4 +1,5 @@
-"""A2: what a leader names to a voter that is behind, once it cannot be handed out."""
+"""raft/request_handler A2: what a leader names to a voter that is behind, once it cannot be handed
+out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fetching a leader's snapshot piece by piece: S1 to S3, against a leader that is a script."""
+"""Fetching a leader's snapshot piece by piece: raft/snapshot_fetcher D1 to D3, against a leader
+that is a script."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def test_what_the_log_has_passed_is_not_gone_on_with(scene: Scene) -> None:
 
 
 def test_a_visit_ends_with_its_leader(scene: Scene) -> None:
-    """S2: also when the last piece has come."""
+    """raft/snapshot_fetcher D2: also when the last piece has come."""
     known, raw = made(1)
     scene.has[known] = raw
     assert scene.visit(known, follows=lambda: len(scene.asked) < 3) is None
@@ -130,7 +131,7 @@ def test_a_visit_ends_with_its_leader(scene: Scene) -> None:
 
 
 def test_damage_is_found_and_it_is_begun_again(scene: Scene) -> None:
-    """S1."""
+    """raft/snapshot_fetcher D1."""
     known, raw = made(1)
     scene.has[known] = raw
     scene.spoil = lambda reply, piece: bytes(len(piece)) if reply.position == 300 else piece

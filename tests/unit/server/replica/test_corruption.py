@@ -316,7 +316,7 @@ def test_what_the_copier_meets_again_is_looked_at_once(rig: Any, kit: Any, warni
 def test_damage_without_a_range_takes_the_only_copy_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """N2: looking ends."""
+    """replica/corruption N2: looking ends."""
     damaged = rig.partition(0)
 
     async def story() -> None:
@@ -332,7 +332,7 @@ def test_damage_without_a_range_takes_the_only_copy_offline(
 def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """N3: that one has the range."""
+    """replica/corruption N3: that one has the range."""
     damaged = rig.partition(0)
 
     async def story() -> None:

@@ -1,5 +1,5 @@
 """Many partitions in one chunk of the metadata log: created together, each led as if it were alone
-(rules M3, M4, L8 of the broker's follower).
+(broker/metadata_publisher M3, M4; rule L8).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_a_big_topic_takes_few_visits(cluster: Cluster, kit: Any, visits: list[l
 def test_what_is_full_waits_and_the_others_go_on(
     cluster: Cluster, kit: Any, visits: list[list[int]]
 ) -> None:
-    """M4: and what waits is tried again together."""
+    """broker/metadata_publisher M4: and what waits is tried again together."""
     cluster.start()
     cluster.storages["d1"].fault = full(0, 70, 71)
     topic_id = cluster.do(cluster.create("flights", COUNT))
@@ -93,7 +93,7 @@ def test_what_is_full_waits_and_the_others_go_on(
 
 
 def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Cluster) -> None:
-    """M3: what was created for nobody is no stray."""
+    """broker/metadata_publisher M3: what was created for nobody is no stray."""
     cluster.start()
     storage = cluster.storages["d1"]
     storage.fault = full(0, 1)
@@ -225,7 +225,7 @@ def test_two_who_miss_one_partition_create_it_once(
 def test_what_is_offline_is_not_created_by_the_next_record(
     cluster: Cluster, visits: list[list[int]]
 ) -> None:
-    """M4, M6: a cause that does not pass by itself stays what is told."""
+    """broker/metadata_publisher M4, M6: a cause that does not pass by itself stays what is told."""
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", 2))
     core, key = cluster.broker.core, PartitionKey(topic_id, 1)
@@ -279,7 +279,8 @@ def test_what_an_old_image_does_not_know_is_kept(
 def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
     cluster: Cluster, cluster_id: str | None, genesis: str | None, ahead: int, goes: bool
 ) -> None:
-    """M3, rules Q2, L15: the topic was deleted, or other metadata may know it."""
+    """broker/metadata_publisher M3, rules Q2, L15: the topic was deleted, or other metadata may
+    know it."""
     cluster.start()
     cluster.do(cluster.create("flights"))
     image = cluster.broker.core.publisher.image
@@ -306,7 +307,8 @@ def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
 def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
     make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M6: what is known late and is not here is there; what is here goes on."""
+    """broker/metadata_publisher M6: what is known late and is not here is there; what is here goes
+    on."""
     cluster = make_cluster(5, disks=2)
     cluster.start()
     one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
@@ -364,8 +366,8 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
 def test_a_directory_fails_while_the_other_still_creates(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """B3, L2: what was created in one directory is adopted when both are done; if that one failed
-    meanwhile, the controller hears so and nobody leads there.
+    """broker/core B3, L2: what was created in one directory is adopted when both are done; if that
+    one failed meanwhile, the controller hears so and nobody leads there.
     """
     cluster = make_cluster(5, disks=2)
     cluster.start()
@@ -392,8 +394,8 @@ def test_a_directory_fails_while_the_other_still_creates(
 def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M1: the image has it, so no later fetch brings it again, retriable or not: that is no matter
-    of the controller's.
+    """broker/metadata_publisher M1: the image has it, so no later fetch brings it again, retriable
+    or not: that is no matter of the controller's.
     """
     cluster.start()
     core = cluster.broker.core
@@ -485,7 +487,8 @@ def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
 def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """C3: it may have been there, and a member of the ISR; elsewhere it would be empty."""
+    """replica/creation N3: it may have been there, and a member of the ISR; elsewhere it would be
+    empty."""
     cluster = make_cluster(5, disks=2)
     cluster.start()
     cluster.storages["d1"].fault = full(0)

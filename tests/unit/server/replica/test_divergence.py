@@ -126,8 +126,8 @@ def test_what_cannot_be_compared_is_fetched_anew(
 
 @given(forked(), st.data())
 def test_a_clean_leader_is_never_refused(logs: tuple[Log, Log, int], data: st.DataObject) -> None:
-    """F1, F3: what is committed is in both logs; wherever the leader's segments begin, neither of
-    its answers gives up any of it.
+    """replica/follower F1, F3: what is committed is in both logs; wherever the leader's segments
+    begin, neither of its answers gives up any of it.
     """
     leader, mine, common = logs
     first = data.draw(st.integers(0, len(leader)))

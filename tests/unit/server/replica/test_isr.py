@@ -25,7 +25,7 @@ def test_a_member_has_the_whole_lag_from_the_beginning_of_the_epoch() -> None:
 
 
 def test_a_follower_always_one_batch_behind_is_in_sync() -> None:
-    """S1: it had at each word what the leader had at the one before."""
+    """replica/isr M1: it had at each word what the leader had at the one before."""
     known = InSync((1, 2), 0, now_ms=0)
     for turn in range(1, 30):
         known.heard(2, 10 * (turn - 1), 10 * turn, now_ms=300 * turn, broker_epoch=20)
@@ -41,7 +41,7 @@ def test_a_follower_that_has_everything_may_be_silent() -> None:
 
 
 def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
-    """S2."""
+    """replica/isr M2."""
     known = InSync((1,), 10, now_ms=0)
     assert wanted(known, (1,)) == (1,), "nothing was heard of it"
     known.heard(2, 9, 10, now_ms=0, broker_epoch=20)
@@ -53,7 +53,7 @@ def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
 
 
 def test_joining_needs_to_know_what_was_deleted() -> None:
-    """S2, rule T9: else deleted records would come back with the next leader."""
+    """replica/isr M2, rule T9: else deleted records would come back with the next leader."""
     known = InSync((1,), 10, now_ms=0)
     known.heard(2, 10, 10, now_ms=0, broker_epoch=20, log_start=4)
     assert wanted(known, (1,), log_start=5) == (1,)
@@ -115,8 +115,8 @@ def test_one_wish_at_a_time_and_a_refused_one_lets_go() -> None:
 
 
 def test_who_may_have_been_no_replica_for_a_moment_is_compared_anew() -> None:
-    """S4: a reassignment is cancelled and begun again; the leader hears of both at once, and the
-    replica deleted its log in between.
+    """replica/isr M4: a reassignment is cancelled and begun again; the leader hears of both at
+    once, and the replica deleted its log in between.
     """
     eligible = {2: 20, 3: 30}
     for partition_epoch, joins in ((1, True), (2, False)):
@@ -156,7 +156,7 @@ def test_an_undone_write_is_not_waited_for() -> None:
 
 
 def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
-    """S1, L16: what it cannot store would hold back every acknowledgement."""
+    """replica/isr M1, L16: what it cannot store would hold back every acknowledgement."""
     known = InSync((1, 2, 3), 0, now_ms=0)
     for member, epoch in ((2, 20), (3, 30)):
         known.heard(member, 10, 10, now_ms=0, broker_epoch=epoch)

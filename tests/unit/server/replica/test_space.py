@@ -37,7 +37,7 @@ def test_below_the_reserve_clients_are_refused_and_told_why() -> None:
 
 
 def test_a_full_directory_stays_full_until_it_has_twice_the_reserve() -> None:
-    """S1; but clients are served as soon as the reserve is free."""
+    """replica/space D1; but clients are served as soon as the reserve is free."""
     room, changes = space()
     room.measured(RESERVE - 1, 0)
     room.measured(2 * RESERVE - 1, 1)

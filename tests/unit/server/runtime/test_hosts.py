@@ -28,7 +28,8 @@ def run(story: Callable[[World], Any], seed: int = 1) -> Any:
 
 
 def test_timers_share_one_heap() -> None:
-    """H5: due in order, the same key replaces, None cancels, an owner's timers can be dropped."""
+    """runtime/timers H5: due in order, the same key replaces, None cancels, an owner's timers can
+    be dropped."""
 
     async def story(world: World) -> list[Any]:
         fired: list[Any] = []
@@ -95,7 +96,8 @@ class Doors:
 
 
 def test_what_follows_a_write_waits_for_it() -> None:
-    """H1, L1: writes in order, `then` after the level, other effects at once."""
+    """runtime/machine_host H1, L1: writes in order, `then` after the level, other effects at
+    once."""
 
     async def story(world: World) -> list[Any]:
         doors = Doors(world)
@@ -139,7 +141,7 @@ def test_a_machine_sets_timers() -> None:
 
 
 def test_a_failed_write_and_a_bug_are_fatal_and_queues_are_bounded() -> None:
-    """H2; L2: a failed write is never tried again."""
+    """runtime/replayed_host H2; L2: a failed write is never tried again."""
 
     async def story(world: World) -> None:
         doors = Doors(world)
@@ -239,7 +241,8 @@ def host_of(world: World, log: ListLog, fatal: list[BaseException], **more: Any)
 
 
 def test_replies_leave_when_what_they_saw_is_committed() -> None:
-    """H3: reads and refusals too; and commands that wait together share one commit."""
+    """runtime/replayed_host H3: reads and refusals too; and commands that wait together share one
+    commit."""
 
     async def story(world: World) -> None:
         log = ListLog(world, [5])
@@ -280,7 +283,7 @@ def test_who_asks_a_host_that_was_closed_is_refused() -> None:
 
 
 def test_what_others_append_is_applied_before_the_next_decision() -> None:
-    """The machine knows every record below what it decides (rule M3 of the controller)."""
+    """The machine knows every record below what it decides (controller/machine M3)."""
 
     async def story(world: World) -> Any:
         log = ListLog(world)
@@ -299,7 +302,8 @@ def test_what_others_append_is_applied_before_the_next_decision() -> None:
 
 
 def test_a_failed_append_starts_over() -> None:
-    """H4: the machine forgets what is not in the log; every reply of the round fails."""
+    """runtime/replayed_host H4: the machine forgets what is not in the log; every reply of the
+    round fails."""
 
     async def story(world: World) -> None:
         log, fatal = ListLog(world, [5]), []  # type: ignore[var-annotated]
@@ -317,7 +321,8 @@ def test_a_failed_append_starts_over() -> None:
 
 
 def test_a_host_whose_log_another_node_leads_ends_without_a_replay() -> None:
-    """H4: that log may be cut at any moment; the next term reads it anew.  It is no failure."""
+    """runtime/replayed_host H4: that log may be cut at any moment; the next term reads it anew.  It
+    is no failure."""
 
     async def story(world: World) -> None:
         log, fatal = ListLog(world, [5]), []  # type: ignore[var-annotated]
@@ -352,7 +357,8 @@ def test_a_lost_disk_is_fatal() -> None:
 
 
 def test_callers_that_gave_up_and_queues_that_are_full() -> None:
-    """H2; a command whose caller is gone before it is decided is not decided."""
+    """runtime/replayed_host H2; a command whose caller is gone before it is decided is not
+    decided."""
 
     async def story(world: World) -> None:
         log = ListLog(world)

@@ -56,7 +56,7 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
 def test_a_claim_ends_with_its_replica(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """M7 of broker/metadata_publisher.py: what is made anew is another log, and the claim would
+    """broker/metadata_publisher M7: what is made anew is another log, and the claim would
     reset it."""
     cluster = make_cluster(11, tier_url="memory://tier")
     cluster.start()
@@ -92,7 +92,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     assert again.leader is None
     assert isinstance(again.problem, errors.StorageFailed)
     core.manager.start_anew = start_anew
-    cluster.world.run_until(lambda: again.leader is not None)  # C4 of replica/creation.py
+    cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
     assert not core.offline_replicas()
 
@@ -139,7 +139,7 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     assert isinstance(again.problem, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
     storage.fault = None
-    cluster.world.run_until(lambda: again.leader is not None)  # C4 of replica/creation.py
+    cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
 
 

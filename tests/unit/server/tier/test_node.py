@@ -200,8 +200,8 @@ def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> Non
 def test_a_cold_read_answers_in_time_with_what_it_has(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Reader G7: many small files, no cache, a store that takes its time: more than fits into one
-    answer's time is read in several.
+    """tiering/reader H7: many small files, no cache, a store that takes its time: more than fits
+    into one answer's time is read in several.
     """
     cluster = make_cluster(
         11,
@@ -262,7 +262,7 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
 def test_a_recovery_that_is_not_heard_is_told_again(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """K3: until then no preferred leader takes over from it."""
+    """tier/epoch_fence K3: until then no preferred leader takes over from it."""
     cluster = make_cluster(3, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     served = partition_of(cluster, topic_id)
@@ -287,7 +287,7 @@ def test_a_recovery_that_is_not_heard_is_told_again(
 def test_tier_wins_for_every_partition_of_a_topic(
     make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule T4: they claim at the same time, while the store takes its time (owner W6)."""
+    """Rule T4: they claim at the same time, while the store takes its time (tiering/owner W6)."""
     load = MemoryTable.load
 
     async def slow(table: MemoryTable, partitions: Sequence[int]) -> Snapshot | None:
@@ -497,7 +497,7 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
 def test_old_records_that_come_late_do_not_take_what_is_in_the_tier_with_them(
     tiered: Cluster, kit: Any
 ) -> None:
-    """Rule T9, R5 of log/retention.py: local segments of old timestamps have expired; what lies
+    """Rule T9, log/retention E5: local segments of old timestamps have expired; what lies
     below them in the tier alone has not.
     """
     hour_ms = 3_600_000

@@ -103,7 +103,7 @@ def test_a_purge_waits_for_a_store_that_is_away(tiered: Cluster, kit: Any) -> No
 
 
 def test_objects_that_come_while_a_table_is_purged_keep_the_mark(tiered: Cluster, kit: Any) -> None:
-    """D3 of tier/purges.py: an upload under way may land after the list that it would have been
+    """tier/purges D3: an upload under way may land after the list that it would have been
     in."""
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(tiered.produce(kit, topic_id, 4))
