@@ -100,6 +100,16 @@ def survey(
     return list(_Survey(read, size, base_offset, end_offset, index, epoch_of, dense).run())
 
 
+def is_torn(read: ReadAt, size: int, position: int, offset: Offset, *, dense: bool) -> bool:
+    """Whether the last bytes of a segment, from `position` on, are the beginning of one batch that
+    a dying process left.  They are not if a whole batch lies among them, or if they are one whole
+    batch whose header announces another length: then the length is what is damaged, and what is
+    there may have been acknowledged.
+    """
+    tail = _Survey(read, size, offset, UNKNOWN, None, None, dense)
+    return tail.next_whole(position, offset)[1] == UNKNOWN
+
+
 class _Survey:
     """See `survey`."""
 
@@ -134,7 +144,7 @@ class _Survey:
             if header is not None:
                 position, offset = position + header.length, header.next_offset
                 continue
-            next_position, next_offset = self._next(position, offset)
+            next_position, next_offset = self.next_whole(position, offset)
             yield Damage(offset, next_offset, position, next_position, problem)
             if next_offset == UNKNOWN:
                 return
@@ -189,8 +199,9 @@ class _Survey:
 
     # -- the next whole one ------------------------------------------------------------------------
 
-    def _next(self, position: int, offset: Offset) -> tuple[int, Offset]:
-        """Position and offset of the next whole batch; at the end, the segment's own."""
+    def next_whole(self, position: int, offset: Offset) -> tuple[int, Offset]:
+        """Position and offset of the next whole batch behind the damaged one at `position`; at the
+        end, the segment's own."""
         following = self._by_its_header(position, offset)
         if following is not None:
             return following
@@ -216,6 +227,9 @@ class _Survey:
             return position + length, offset + delta + 1
         if self._matches(position):
             return None  # then both numbers are right, and `offset` is not
+        following = self._end_by_its_checksum(position, offset)
+        if following is not None:
+            return self._size, following
         for size, last in _variants(length, delta):
             if self._continues(position, offset, size, last, said=False):
                 return position + size, offset + last + 1
@@ -247,6 +261,18 @@ class _Survey:
         if header.base_offset == following:
             return said or confirmed
         return said and confirmed
+
+    def _end_by_its_checksum(self, position: int, offset: Offset) -> Offset | None:
+        """The offset behind the batch at `position` if all bytes up to the segment's end match its
+        checksum, which covers the number of offsets and not the length: the length alone is wrong.
+        """
+        header = batches.read_header(self._bytes(position, HEADER_BYTES))
+        base = offset if self._dense else max(offset, header.base_offset)
+        following = base + header.last_offset_delta + 1
+        if header.magic != batches.MAGIC or self._end_offset not in (UNKNOWN, following):
+            return None
+        raw = self._bytes(position, self._size - position)
+        return following if crc32c(raw[batches.CRC_START :]) == header.crc else None
 
     def _matches(self, position: int) -> bool:
         """Whether the checksum of the batch at `position` is right."""

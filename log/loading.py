@@ -37,7 +37,7 @@ from pk import errors
 from pk.log import aborted, checkpoints, columns, index, producers, recovery
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
-from pk.log.damage import Damage
+from pk.log.damage import Damage, is_torn
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
@@ -305,7 +305,7 @@ def _examine(
         offset=walk.next_offset,
         recovery_point=opening.recovery_point,
         same_boot=opening.same_boot,
-        last=not any(_has_data(opening, base) for base in later),
+        torn=walk.stop is Stop.SHORT and _torn(opening, segment, walk, size, later),
     )
     if action is Action.CORRUPT:
         raise corrupt(segment.path(), walk)
@@ -320,6 +320,16 @@ def _examine(
     if action is not Action.CUT and later:
         opening.rebuilt.append((segment, sparse))  # O7
     return action is Action.CUT
+
+
+def _torn(
+    opening: Opening, segment: Segment, walk: Walk, size: int, later: list[Offset]
+) -> bool:
+    """Whether what is left where the walk stopped is the beginning of the log's last batch."""
+    if any(_has_data(opening, base) for base in later):
+        return False
+    dense = not opening.config.compacted
+    return is_torn(segment.read_at, size, walk.position, walk.next_offset, dense=dense)
 
 
 def _remove_all(opening: Opening, bases: list[int]) -> None:

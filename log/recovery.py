@@ -14,7 +14,8 @@ Where a walk or a scan stopped
    E  at the end of the file                                 USE
    F  below the recovery point, or in trusted data           CORRUPT   own sealed data (rule L9)
    G  the power was lost (other boot)                        CUT       here, and all later segments
-   H  same boot, the file ends in a batch, no data follows   CUT       the process died writing
+   H  same boot, the file ends in a torn batch, nothing
+      whole or newer is behind its beginning                 CUT       the process died writing
    I  same boot, anything else                               CORRUPT   a page cache tears no middle
 
 Where a segment meets the one before it
@@ -67,16 +68,18 @@ def before(*, trusted: bool, index: IndexState) -> tuple[str, Action]:
 
 
 def after(
-    stop: Stop, *, trusted: bool, offset: int, recovery_point: int, same_boot: bool, last: bool
+    stop: Stop, *, trusted: bool, offset: int, recovery_point: int, same_boot: bool, torn: bool
 ) -> tuple[str, Action]:
-    """Rows E–I: `offset` is where the walk stopped, `last` that no later segment holds data."""
+    """Rows E–I: `offset` is where the walk stopped, `torn` that nothing but the beginning of one
+    batch follows, in this segment or in a later one (`damage.is_torn`).
+    """
     if stop is Stop.END:
         return "E", Action.USE
     if trusted or offset < recovery_point:
         return "F", Action.CORRUPT
     if not same_boot:
         return "G", Action.CUT
-    if stop is Stop.SHORT and last:
+    if stop is Stop.SHORT and torn:
         return "H", Action.CUT
     return "I", Action.CORRUPT
 

@@ -1,4 +1,4 @@
-"""A record flipped on the disk of a topic without a tier: only a reader can find it (rule L9)."""
+"""Bits flipped in the only copy of a topic without a tier (rule L9)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedServer
 from pk.clock import monotonic_s
+from pk.log import batch as batches
 
 pytestmark = pytest.mark.integration
 
@@ -129,3 +130,36 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
         with Consumer(server.address, auto_offset_reset="earliest") as consumer:
             consumer.assign([place])
             assert values(consumer, BATCHES + 1) == [*whole, BATCHES, BATCHES + 1]
+
+
+@pytest.mark.parametrize("hit", [0, FLIPPED, BATCHES - 1])
+def test_a_flipped_length_after_a_kill_cuts_nothing(tmp_path: Path, hit: int) -> None:
+    """The first, a middle and the last batch announce more bytes than the file has.  That is no
+    torn tail: everything else is served, and no acknowledged offset is given again.
+    """
+    with EmbeddedServer(tmp_path) as server:
+        with AdminClient(server.address) as admin:
+            admin.create_topic(TOPIC, 1, {"retention_ms": -1})
+        with Producer(server.address, linger_ms=0) as producer:
+            for number in range(BATCHES):
+                producer.send(TOPIC, b"%03d" % number + bytes(SIZE)).result(PATIENCE_S)
+        for role in ("supervisor", "broker"):
+            server.kill(role)
+    (path,) = segments(tmp_path)
+    raw = bytearray(path.read_bytes())
+    (position,) = [
+        at for at, header in batches.iter_headers(bytes(raw)) if header.base_offset == hit
+    ]
+    raw[position + 10] ^= 0x40  # of the length: 4 MiB
+    path.write_bytes(raw)
+    with EmbeddedServer(tmp_path) as server:
+        with Producer(server.address) as producer:
+            stored = producer.send(TOPIC, b"%03d" % BATCHES)
+            assert stored.result(PATIENCE_S).offset == BATCHES
+        with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+            consumer.assign([TopicPartition(TOPIC, 0)])
+            assert values(consumer, hit) == list(range(hit))
+            refused(consumer, errors.DataLoss, rf"offsets \[{hit}, {hit + 1}\)")
+            assert values(consumer, BATCHES - hit) == list(range(hit + 1, BATCHES + 1))
+    (row,) = repair(tmp_path)["ranges"]
+    assert (row["offset"], row["next_offset"]) == (hit, hit + 1)

@@ -125,6 +125,39 @@ def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
     assert served(again)[0] == all_but(again.written_end, range_of(header))
 
 
+@pytest.mark.parametrize("where", [0, 11, -2, -1])
+@pytest.mark.parametrize("bit", range(32))
+def test_a_flipped_length_is_no_torn_tail(where: int, bit: int) -> None:
+    """After a kill what was acknowledged may lie behind a batch that announces more bytes than the
+    file has: it is served, and no offset is given twice (recovery.py: I).
+    """
+    bench = filled()
+    base, at, header = places(bench)[where]
+    end = bench.log.written_end
+    flip(bench, base, at + 8 + bit // 8, bit % 8)
+    log = bench.open(salvage=True)
+    assert log.written_end == end
+    assert served(log) == (all_but(end, range_of(header)), [range_of(header)])
+    bench.append(make_batch(1, 100))
+    assert served(log)[0][-1] == end
+
+
+@pytest.mark.parametrize("left", [1, 63, 64, 100])
+def test_a_torn_tail_is_cut_whatever_its_records_look_like(left: int) -> None:
+    """Its first record is a copy of a batch of this very log."""
+    bench = filled()
+    end, (base, _, _) = bench.log.written_end, places(bench)[-1]
+    copied = make_batch(3, 100)
+    raw = b"".join(columns.encode_lists([copied, b"v" * 500], default_timestamp=NOW))
+    torn = batches.patched(raw, end, 0, None)
+    file = bench.storage.open(f"{PATH}/{base:020}.log")
+    file.append([b"".join(torn)[: left if left < 100 else len(raw) - left]])
+    file.close()
+    log = bench.open(salvage=True)
+    assert (log.written_end, log.damage) == (end, [])
+    assert served(log) == (list(range(end)), [])
+
+
 def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
     """Recovery row G holds: above the recovery point the power may have torn what is bad."""
     bench = filled()

@@ -284,10 +284,10 @@ def test_before_looking(row: str, trusted: bool, state: IndexState, action: Acti
         ("E", Stop.END, {}, Action.USE),
         ("F", Stop.SHORT, {"trusted": True}, Action.CORRUPT),
         ("F", Stop.BAD, {"offset": 99}, Action.CORRUPT),
-        ("G", Stop.BAD, {"same_boot": False, "last": False}, Action.CUT),
+        ("G", Stop.BAD, {"same_boot": False, "torn": False}, Action.CUT),
         ("G", Stop.SHORT, {"same_boot": False}, Action.CUT),
         ("H", Stop.SHORT, {}, Action.CUT),
-        ("I", Stop.SHORT, {"last": False}, Action.CORRUPT),
+        ("I", Stop.SHORT, {"torn": False}, Action.CORRUPT),
         ("I", Stop.BAD, {}, Action.CORRUPT),
     ],
 )
@@ -297,7 +297,7 @@ def test_after_a_walk(row: str, stop: Stop, given: dict[str, Any], action: Actio
         "offset": 100,
         "recovery_point": 100,
         "same_boot": True,
-        "last": True,
+        "torn": True,
         **given,
     }
     assert recovery.after(stop, **facts) == (row, action)
