@@ -31,11 +31,12 @@ from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.reports import STORAGE_FULL
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.corruption import CorruptionManager, unreadable
+from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.leader import ACKS_ALL
 from pk.server.replica.metrics import BrokerMetrics
-from pk.server.replica.partition import DelayedProduce, Partition
+from pk.server.replica.partition import Partition
 from pk.server.replica.purgatory import ProducePurgatory, TimerHeap
 from pk.server.tier.client import TierClient
 from pk.server.tier.purges import Purges

@@ -34,8 +34,8 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import CODEC_MASK, HEADER_BYTES, Header
 from pk.server.broker.core import BrokerCore, ProducerStream
+from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
-from pk.server.replica.partition import DelayedProduce
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire

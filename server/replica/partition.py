@@ -30,63 +30,16 @@ from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
 from pk.server.metadata.image import PartitionState
+from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.divergence import Divergence, find_divergence
 from pk.server.replica.leader import ACKS_ALL, Leader
-from pk.server.replica.purgatory import LEAVES_OPEN, Parked, ProducePurgatory
+from pk.server.replica.purgatory import ProducePurgatory
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
 from pk.server.replica.watchers import EndWatcher, Follows, Watcher
 from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-
-class DelayedProduce:
-    """One entry of a produce request that is owed an answer."""
-
-    __slots__ = (
-        "acks",
-        "append_time_ms",
-        "base_offset",
-        "correlation_id",
-        "deadline_ms",
-        "index",
-        "last_offset",
-        "leader_epoch",
-        "log_start",
-        "parked",
-        "sink",
-        "size",
-    )
-
-    def __init__(
-        self,
-        sink: Callable[[DelayedProduce, errors.PkError | None], None] | None,
-        correlation_id: int,
-        index: int,
-        acks: int,
-        deadline_ms: int,
-    ) -> None:
-        self.sink = sink  #: None: nobody waits, it only counts bytes
-        self.correlation_id = correlation_id
-        self.index = index
-        self.acks = acks
-        self.deadline_ms = deadline_ms
-        self.size = 0
-        self.base_offset = NONE
-        self.last_offset = NONE
-        self.leader_epoch: Epoch = NONE
-        self.append_time_ms = NONE
-        self.log_start: Offset = NONE
-        self.parked: Parked[DelayedProduce] | None = None
-
-    def answer(self, error: errors.PkError | None) -> None:
-        """Once (H1).  What was appended may be stored, whoever leads now: its client must know."""
-        if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
-            error = type(error)(error.message, **error.details, appended="true")
-        sink, self.sink, self.parked = self.sink, None, None
-        if sink is not None:
-            sink(self, error)
 
 
 class Host(Protocol):

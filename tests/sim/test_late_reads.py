@@ -10,7 +10,8 @@ import pytest
 from pk.log import batch as batches
 from pk.log import columns
 from pk.server.broker.metadata_publisher import POLL_WAIT_MS
-from pk.server.replica.partition import DelayedProduce, Partition
+from pk.server.replica.delayed_produce import DelayedProduce
+from pk.server.replica.partition import Partition
 from pk.types import NodeId
 from tests.sim.replication_kit import Kit
 

@@ -11,8 +11,8 @@ import pytest
 
 from pk.log import batch as batches
 from pk.log import columns
+from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
-from pk.server.replica.partition import DelayedProduce
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from tests.sim.replication_kit import assign, written

@@ -1,0 +1,64 @@
+"""One entry of a produce request between its append and its answer.
+
+Kafka's `DelayedProduce`.  The partition answers an entry exactly once (replica/partition H1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pk import errors
+from pk.server.replica.purgatory import LEAVES_OPEN, Parked
+from pk.types import NONE, Epoch, Offset
+
+
+class DelayedProduce:
+    """An entry of a produce request whose reply was not sent yet."""
+
+    __slots__ = (
+        "acks",
+        "append_time_ms",
+        "base_offset",
+        "correlation_id",
+        "deadline_ms",
+        "index",
+        "last_offset",
+        "leader_epoch",
+        "log_start",
+        "parked",
+        "sink",
+        "size",
+    )
+
+    def __init__(
+        self,
+        sink: Callable[[DelayedProduce, errors.PkError | None], None] | None,
+        correlation_id: int,
+        index: int,
+        acks: int,
+        deadline_ms: int,
+    ) -> None:
+        self.sink = sink  #: takes the reply; None: the entry only counts bytes
+        self.correlation_id = correlation_id
+        self.index = index
+        self.acks = acks
+        self.deadline_ms = deadline_ms
+        self.size = 0
+        self.base_offset = NONE
+        self.last_offset = NONE
+        self.leader_epoch: Epoch = NONE
+        self.append_time_ms = NONE
+        self.log_start: Offset = NONE
+        self.parked: Parked[DelayedProduce] | None = None
+
+    def answer(self, error: errors.PkError | None) -> None:
+        """Send the reply; only the first call does (replica/partition H1).
+
+        After a change of leader, or a failed disk, an appended batch may be stored nevertheless.
+        The detail `appended` of the error tells the producer so.
+        """
+        if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
+            error = type(error)(error.message, **error.details, appended="true")
+        sink, self.sink, self.parked = self.sink, None, None
+        if sink is not None:
+            sink(self, error)
