@@ -73,7 +73,7 @@ check: $(VENV)/.ready ## lint, types, layers, generated pages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy -p pk
 	$(VENV)/bin/codespell src log server client tiering sparkconnector sim docs *.md
-	$(PYTEST) tests/test_tidy.py
+	$(PYTEST) tests/test_tidy*.py
 
 ##@ Long runs and comparisons
 .PHONY: sim

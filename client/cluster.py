@@ -29,6 +29,7 @@ from google.protobuf.message import Message
 
 import pk
 from pk import errors
+from pk.backoff import Backoff, client_jitter
 from pk.client.bootstrap import addresses
 from pk.client.endings import ELSEWHERE, check_answers, given_up
 from pk.client.metadata import Metadata, Topic
@@ -81,8 +82,7 @@ class Cluster:
         self.world = world
         self.bootstrap = addresses(bootstrap)
         self.request_timeout_ms = request_timeout_ms
-        self._backoff_ms = retry_backoff_ms
-        self._backoff_max_ms = retry_backoff_max_ms
+        self._backoff_ms = (retry_backoff_ms, retry_backoff_max_ms)
         self.metadata = Metadata(
             max_age_ms=metadata_max_age_ms, backoff_ms=max(retry_backoff_ms, 10)
         )
@@ -262,7 +262,7 @@ class Cluster:
         """
         clock = self.world.clock
         deadline = clock.monotonic_ms() + timeout_ms
-        tries = 0
+        backoff = self.new_backoff()
         last: errors.PkError = errors.RequestTimedOut("no answer came")
         while True:
             left = max(1, deadline - clock.monotonic_ms())
@@ -273,19 +273,18 @@ class Cluster:
                 raise given_up(last, timeout_ms) from None
             except errors.RetriableError as cause:
                 hasty = isinstance(cause, errors.RequestTimedOut) and left < self.request_timeout_ms
-                if not (hasty and tries):  # it was given too little time to be the reason
+                if not (hasty and backoff.attempts):  # it had too little time to be the reason
                     last = cause
-                tries += 1
                 left = deadline - clock.monotonic_ms()
-                wait = min(self.backoff(tries), left - LAST_TRY_MS)
+                wait = min(backoff.next_ms(), left - LAST_TRY_MS)
                 if wait <= 0 or self._closed or isinstance(cause, final):
                     raise given_up(last, timeout_ms) from cause
                 _log.debug("retrying in %d ms: %s", wait, cause)
                 await clock.sleep_ms(wait)
 
-    def backoff(self, tries: int) -> float:
-        wait: float = min(self._backoff_max_ms, self._backoff_ms * 2 ** min(tries - 1, 16))
-        return wait * (0.8 + 0.4 * self.world.rng.random())
+    def new_backoff(self) -> Backoff:
+        """The waits of one operation that is retried, as the client's options have them."""
+        return Backoff(self._backoff_ms, client_jitter(self.world.rng))
 
     # -- metadata ----------------------------------------------------------------------------------
 
@@ -370,22 +369,25 @@ class Cluster:
     async def _keep_fresh(self) -> None:
         clock = self.world.clock
         assert self._poked is not None
-        failures = 0
+        backoff = self.new_backoff()
         while not self._closed:
             self._poked.clear()
             wait = self.metadata.next_refresh_ms(clock.monotonic_ms()) - clock.monotonic_ms()
-            if failures:
-                wait = max(wait, int(self.backoff(failures)))
+            if backoff.attempts:
+                wait = max(wait, int(backoff.wait_ms()))
             if wait > 0:
                 try:
                     async with asyncio.timeout(wait / 1000):
                         await self._poked.wait()
-                        if failures or wait <= self.metadata.backoff_ms:
+                        if backoff.attempts or wait <= self.metadata.backoff_ms:
                             await clock.sleep_ms(wait)
                     continue
                 except TimeoutError:
                     pass
-            failures = 0 if await self._ask() else failures + 1
+            if await self._ask():
+                backoff.reset()
+            else:
+                backoff.failed()
             news, self._news = self._news, None
             if news is not None and not news.done():
                 news.set_result(None)

@@ -27,8 +27,10 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pk import errors
+from pk.backoff import Backoff, client_jitter, exponential_ms
 from pk.client.fetcher_events import (
     Arrived,
     Ask,
@@ -66,11 +68,11 @@ class _Slot:
     """One assigned partition."""
 
     __slots__ = (
-        "asking", "assigned_id", "attempts", "failing_ms", "fetched_epoch", "halted", "key",
+        "asking", "assigned_id", "backoff", "failing_ms", "fetched_epoch", "halted", "key",
         "leader", "next", "node", "paused", "place", "position_id", "retry_ms", "set_id", "special",
     )  # fmt: skip
 
-    def __init__(self, place: TopicPartition, assigned_id: int) -> None:
+    def __init__(self, place: TopicPartition, assigned_id: int, backoff: Backoff) -> None:
         self.place = place
         self.assigned_id = assigned_id  #: another each time the partition is assigned
         self.key: PartitionKey | None = None
@@ -84,7 +86,7 @@ class _Slot:
         self.paused = False
         self.halted = False  #: told the application; waits for a seek
         self.retry_ms = 0
-        self.attempts = 0
+        self.backoff = backoff
         self.failing_ms: int | None = None
         self.leader: Leader | None = None  #: as of the last look at the metadata
 
@@ -92,16 +94,16 @@ class _Slot:
 class _Session:
     """One fetch stream."""
 
-    __slots__ = ("ask", "attempts", "buffered", "credit", "live", "retry_ms", "returned")
+    __slots__ = ("ask", "backoff", "buffered", "credit", "live", "retry_ms", "returned")
 
-    def __init__(self) -> None:
+    def __init__(self, backoff: Backoff) -> None:
         self.live = False
         self.buffered = 0  #: delivered, not consumed; outlives the stream
         self.credit = 0  #: granted and not used, as far as we know
         self.returned = 0  #: consumed, not granted again
         self.ask = Ask()
         self.retry_ms = 0
-        self.attempts = 0
+        self.backoff = backoff
 
 
 class Fetcher:
@@ -110,7 +112,8 @@ class Fetcher:
     def __init__(self, options: FetcherOptions, metadata: Metadata, rng: random.Random) -> None:
         self.options = options
         self.metadata = metadata
-        self._rng = rng
+        bounds_ms = (options.retry_backoff_ms, options.retry_backoff_max_ms)
+        self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
         self._slots: dict[TopicPartition, _Slot] = {}
         self._by_key: dict[PartitionKey, _Slot] = {}
         self._sessions: dict[int, _Session] = {}
@@ -181,7 +184,7 @@ class Fetcher:
         for place, start in event.places.items():
             if place in self._slots:
                 continue
-            slot = self._slots[place] = _Slot(place, self._new_id())
+            slot = self._slots[place] = _Slot(place, self._new_id(), self._new_backoff())
             self._place(slot, start)
         self._note_paused()
 
@@ -190,7 +193,8 @@ class Fetcher:
         if slot is None:
             raise errors.InvalidRequest(f"{event.place} is not assigned to this consumer")
         self._unset(slot)
-        slot.retry_ms = slot.attempts = 0
+        slot.retry_ms = 0
+        slot.backoff.reset()
         self._place(slot, event.offset)
 
     def _place(self, slot: _Slot, start: int | None) -> None:
@@ -231,8 +235,7 @@ class Fetcher:
         session.live = False
         session.credit = session.returned = 0
         session.ask = Ask()
-        session.attempts += 1
-        session.retry_ms = now_ms + self._back_off(session.attempts)
+        session.retry_ms = now_ms + int(session.backoff.next_ms())
         self._want_metadata()
         for slot in self._slots.values():
             if slot.node == event.node:
@@ -261,7 +264,7 @@ class Fetcher:
 
     def _on_arrived(self, event: Arrived, now_ms: int) -> None:
         session = self._sessions[event.node]
-        session.attempts = 0
+        session.backoff.reset()
         size = len(event.payload)
         session.credit -= size
         slot = self._by_key.get(event.key)
@@ -280,7 +283,7 @@ class Fetcher:
             slot.node = None
             self._truncated(slot, *event.diverging)
             return
-        slot.attempts = 0
+        slot.backoff.reset()
         slot.failing_ms = None
         position, slot.next = slot.next, max(slot.next, event.next_offset)
         if size:
@@ -300,10 +303,9 @@ class Fetcher:
         if isinstance(error, errors.DataLoss) and slot.next is not None:
             self._lost(slot, error)
             return
-        slot.attempts += 1
-        wait = self._back_off(slot.attempts)
+        wait = int(slot.backoff.next_ms())
         if isinstance(error, _JUST_ELECTED):
-            wait = min(wait, EARLY_MS * 2 ** min(slot.attempts - 1, 16))
+            wait = exponential_ms(EARLY_MS, wait, slot.backoff.attempts)
         slot.retry_ms = now_ms + wait
         if isinstance(error, errors.OffsetNotAvailable | errors.UnknownLeaderEpoch):
             self._want_metadata()
@@ -320,7 +322,7 @@ class Fetcher:
         """Rule L9: told in its place among the data, once; the reader's seek goes on behind it."""
         assert slot.next is not None
         slot.halted = True
-        slot.attempts = 0
+        slot.backoff.reset()
         lost = Fetched(
             slot.place, slot.position_id, NONE, memoryview(b""), slot.next, slot.next, (), NONE,
             NONE, error,
@@ -371,7 +373,7 @@ class Fetcher:
         if event.error is not None:
             self._refused(slot, event.error, NONE, now_ms)
             return
-        slot.attempts = 0
+        slot.backoff.reset()
         slot.failing_ms = None
         slot.next = event.offset
         at = slot.next
@@ -446,7 +448,7 @@ class Fetcher:
             )
             self._effects.append(Publish("offset", wanted))
             return None
-        session = self._sessions.setdefault(leader.node, _Session())
+        session = self._session(leader.node)
         if session.retry_ms > now_ms:
             return session.retry_ms
         self._set(slot, leader.node, leader.epoch, session)
@@ -455,10 +457,12 @@ class Fetcher:
     def _new_leader(self, slot: _Slot, leader: Leader) -> None:
         """Whoever was just elected is alive: no back-off of before counts any more."""
         slot.leader = leader
-        slot.retry_ms = slot.attempts = 0
+        slot.retry_ms = 0
+        slot.backoff.reset()
         session = self._sessions.get(leader.node)
         if session is not None:
-            session.retry_ms = session.attempts = 0
+            session.retry_ms = 0
+            session.backoff.reset()
 
     def _lasts(self, slot: _Slot, now_ms: int) -> bool:
         """Whether it is time to say, once more, that nothing comes of a slot."""
@@ -477,8 +481,7 @@ class Fetcher:
             self._effects.append(
                 Publish("leaderless", (slot.place, self.metadata.waits_for(slot.key)))
             )
-        slot.attempts += 1
-        slot.retry_ms = now_ms + self._back_off(slot.attempts)
+        slot.retry_ms = now_ms + int(slot.backoff.next_ms())
         return slot.retry_ms
 
     def _identify(self, slot: _Slot) -> bool:
@@ -534,10 +537,11 @@ class Fetcher:
         self.metadata.want()
         self._effects.append(Publish("metadata", None))
 
-    def _back_off(self, attempts: int) -> int:
-        bound = self.options.retry_backoff_max_ms
-        wait = min(bound, self.options.retry_backoff_ms * 2 ** min(attempts - 1, 16))
-        return int(wait * (0.8 + 0.4 * self._rng.random()))
+    def _session(self, node: int) -> _Session:
+        found = self._sessions.get(node)
+        if found is None:
+            found = self._sessions[node] = _Session(self._new_backoff())
+        return found
 
 
 def last_epoch(payload: memoryview) -> int:

@@ -366,16 +366,15 @@ class ProduceEngine:
 
     async def _fetch_id(self) -> None:
         request = wire.InitProducerIdRequest(producer_id=NONE, producer_epoch=NONE)
-        tries = 0
+        backoff = self.cluster.new_backoff()
         while not self._closed:
             try:
                 reply = await self.cluster.call_any(
                     request, timeout_ms=self.options["request_timeout_ms"]
                 )
             except errors.RetriableError as cause:
-                tries += 1
                 _log.debug("no producer id yet: %s", cause)
-                await self.world.clock.sleep_ms(self.cluster.backoff(tries))
+                await self.world.clock.sleep_ms(backoff.next_ms())
                 continue
             except errors.PkError as cause:
                 self.step(Fail(cause))

@@ -18,11 +18,12 @@ from http.client import HTTPException
 from typing import Any
 
 from pk import errors
+from pk.backoff import Backoff
 from pk.clock import block_s, monotonic_s
 
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 _ATTEMPTS = 3
-_BACKOFF_S = 0.1
+_BACKOFF_MS = (100, 1_000)
 #: A schema larger than this is not one.
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
 #: Answers that may be different in a moment.
@@ -101,6 +102,7 @@ class HttpRegistry:
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """One request, repeated on the other addresses or after a pause, within the deadline."""
         deadline = monotonic_s() + self._timeout_s
+        backoff = Backoff(_BACKOFF_MS)
         problem = "it was not asked"
         for attempt in range(_ATTEMPTS):
             for url in self._urls:
@@ -118,7 +120,7 @@ class HttpRegistry:
                         ) from None
                 except (OSError, HTTPException, ValueError) as cause:
                     problem = f"{url}: {cause}"
-            pause = min(_BACKOFF_S * 2**attempt, deadline - monotonic_s())
+            pause = min(backoff.next_ms() / 1000, deadline - monotonic_s())
             if attempt + 1 < _ATTEMPTS and pause > 0:
                 block_s(pause)
         raise errors.RegistryError(

@@ -32,8 +32,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pk import errors, limits
+from pk.backoff import Backoff, client_jitter, exponential_ms
 from pk.client.metadata import Leader, Metadata
 from pk.client.producer_batch import ProducerBatch
 from pk.client.sender_events import (
@@ -68,7 +70,8 @@ class Sender:
     def __init__(self, options: SenderOptions, metadata: Metadata, rng: random.Random) -> None:
         self.options = options
         self.metadata = metadata
-        self._rng = rng
+        bounds_ms = (options.retry_backoff_ms, options.retry_backoff_max_ms)
+        self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
         self._active: dict[PartitionKey, Partition] = {}  #: with anything to do, fair order
         self._idle: dict[PartitionKey, Partition] = {}  #: remembered for their sequences
         self._nodes: dict[int, Node] = {}
@@ -113,7 +116,7 @@ class Sender:
         partition = self._active.get(event.key)
         if partition is None:
             partition = self._idle.pop(event.key, None) or Partition(
-                event.topic, event.key, event.batch_size
+                event.topic, event.key, event.batch_size, self._new_backoff()
             )
             self._active[event.key] = partition
         partition.batch_size = event.batch_size
@@ -138,7 +141,7 @@ class Sender:
         if frame is None:
             return  # late: the frame was given up
         node = self._nodes[frame.node]
-        node.attempts = 0
+        node.backoff.reset()
         for result in event.results:
             if result.index in frame.open and self.fatal is None:
                 self._settle(frame, result, now_ms)
@@ -149,7 +152,7 @@ class Sender:
         node = self._nodes.get(event.node)
         if node is None:
             return
-        self._back_off_node(node, now_ms)
+        node.retry_ms = now_ms + int(node.backoff.next_ms())
         self._want_metadata()
         for frame in list(node.frames.values()):
             for index in sorted(frame.open):
@@ -202,7 +205,7 @@ class Sender:
 
     def _stored(self, partition: Partition, batch: ProducerBatch, result: Result) -> None:
         partition.unresolved.remove(batch)
-        partition.attempts = 0
+        partition.backoff.reset()
         partition.retry_ms = 0
         partition.problem = None
         if batch.sequence != NONE and batch.epoch == partition.epoch:
@@ -243,13 +246,12 @@ class Sender:
         self._keep_or_drop(partition, batch)
         if partition.retry_ms > now_ms:
             return  # of the same round as one that failed before
-        partition.attempts += 1
-        wait = self._back_off(partition.attempts)
+        wait = int(partition.backoff.next_ms())
         leader = self.metadata.leader(batch.key)
         if isinstance(error, STALE) and leader is not None and epoch != NONE:
             # Who was asked was deposed: on to the next one; or it will hear soon that it leads.
-            early = EARLY_MS * 2 ** min(partition.attempts - 1, 16)
-            wait = 0 if epoch < leader.epoch else min(wait, early)
+            early = exponential_ms(EARLY_MS, wait, partition.backoff.attempts)
+            wait = 0 if epoch < leader.epoch else early
         partition.retry_ms = now_ms + wait
 
     def _unknown(self, batch: ProducerBatch, error: errors.PkError, now_ms: int) -> None:
@@ -293,9 +295,9 @@ class Sender:
                 )  # fmt: skip
                 return
             partition.gap = True
-            partition.attempts += 1
-            if partition.attempts > 1:
-                partition.retry_ms = now_ms + self._back_off(partition.attempts - 1)
+            if partition.backoff.attempts:  # the first gap is closed at once
+                partition.retry_ms = now_ms + int(partition.backoff.wait_ms())
+            partition.backoff.failed()
         self._keep_or_drop(partition, batch)
 
     # -- leaders -----------------------------------------------------------------------------------
@@ -303,10 +305,12 @@ class Sender:
     def _new_leader(self, partition: Partition, leader: Leader) -> None:
         """Whoever was just elected is alive: no back-off of before counts any more."""
         partition.leader = leader
-        partition.retry_ms = partition.attempts = 0
+        partition.retry_ms = 0
+        partition.backoff.reset()
         node = self._nodes.get(leader.node)
         if node is not None:
-            node.retry_ms = node.attempts = 0
+            node.retry_ms = 0
+            node.backoff.reset()
 
     def _leave(self, partition: Partition, leader: Leader, now_ms: int) -> int | None:
         """Do not wait for brokers that lead no more; a time = only from then on."""
@@ -332,7 +336,8 @@ class Sender:
             why = f"broker {frame.node} leads {partition.topic}-{partition.key.partition} no more"
             self._unknown(batch, errors.NotLeaderOrFollower(why), now_ms)
         partition.left_ms = None
-        partition.retry_ms = partition.attempts = 0
+        partition.retry_ms = 0
+        partition.backoff.reset()
         return None
 
     def _fatal(self, error: errors.PkError, now_ms: int) -> None:
@@ -382,14 +387,11 @@ class Sender:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def _back_off(self, attempts: int) -> int:
-        bound = self.options.retry_backoff_max_ms
-        wait = min(bound, self.options.retry_backoff_ms * 2 ** min(attempts - 1, 16))
-        return int(wait * (0.8 + 0.4 * self._rng.random()))
-
-    def _back_off_node(self, node: Node, now_ms: int) -> None:
-        node.attempts += 1
-        node.retry_ms = now_ms + self._back_off(node.attempts)
+    def _node(self, node_id: int) -> Node:
+        found = self._nodes.get(node_id)
+        if found is None:
+            found = self._nodes[node_id] = Node(self._new_backoff())
+        return found
 
     def _expire(self, now_ms: int) -> None:
         for frame in list(self._flights.values()):
@@ -478,13 +480,12 @@ class Sender:
                 self._lost(partition, loss)
                 return None
             self._want_metadata()
-            partition.attempts += 1
-            partition.retry_ms = now_ms + self._back_off(partition.attempts)
+            partition.retry_ms = now_ms + int(partition.backoff.next_ms())
             return min(partition.retry_ms, horizon)
         later = self._leave(partition, leader, now_ms)
         if later is not None:
             return min(later, horizon)  # N3
-        node = self._nodes.setdefault(leader.node, Node())
+        node = self._node(leader.node)
         if node.retry_ms > now_ms:
             return min(node.retry_ms, horizon)
         frame = frames.get(leader.node)

@@ -6,6 +6,7 @@ from collections import deque
 from itertools import islice
 
 from pk import errors, limits
+from pk.backoff import Backoff
 from pk.client.metadata import Leader, Metadata
 from pk.client.producer_batch import FULL_SHARE, Piece, ProducerBatch
 from pk.client.sender_events import InFlightRequest, SenderOptions
@@ -16,13 +17,15 @@ class Partition:
     """What the sender knows of one partition."""
 
     __slots__ = (
-        "acked_offset", "acked_sequence", "attempts", "batch_size",
+        "acked_offset", "acked_sequence", "backoff", "batch_size",
         "epoch", "gap", "key", "leader", "left_ms",
         "number", "problem", "producer_id", "retry_ms", "sequence", "topic", "unresolved",
         "waiting",
     )  # fmt: skip
 
-    def __init__(self, topic: str, key: PartitionKey, batch_size: int) -> None:
+    def __init__(
+        self, topic: str, key: PartitionKey, batch_size: int, backoff: Backoff
+    ) -> None:
         self.topic = topic
         self.key = key
         self.batch_size = batch_size
@@ -35,7 +38,7 @@ class Partition:
         self.acked_sequence = NONE  #: last sequence acknowledged in this epoch
         self.acked_offset = NONE
         self.gap = False  #: a sequence below an unresolved one will never be stored
-        self.attempts = 0
+        self.backoff = backoff
         self.retry_ms = 0
         self.leader: Leader | None = None  #: as of the last look at the metadata
         self.left_ms: int | None = None  #: since when the old leader owes an answer
@@ -97,12 +100,12 @@ STUCK_MS = 500
 class Node:
     """What the sender knows of one broker."""
 
-    __slots__ = ("attempts", "frames", "retry_ms")
+    __slots__ = ("backoff", "frames", "retry_ms")
 
-    def __init__(self) -> None:
+    def __init__(self, backoff: Backoff) -> None:
         self.frames: dict[int, InFlightRequest] = {}  #: in the order in which they were sent
         self.retry_ms = 0
-        self.attempts = 0
+        self.backoff = backoff
 
     def free_ms(self, options: SenderOptions) -> int:
         """From when on another frame may be sent; 0 = now.

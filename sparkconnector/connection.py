@@ -79,7 +79,6 @@ class _Process:
         self.loop = self._thread.loop
         self.clock = self._thread.world.clock
         self.network = self._thread.world.network
-        self.rng = self._thread.world.rng
         self.clusters: dict[tuple[str, str], Cluster] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -150,11 +149,6 @@ class Cluster:
         """How long without progress before an operation fails (K1)."""
         return int(self._settings["default_api_timeout_ms"])
 
-    async def _pause(self, attempt: int) -> None:
-        least, most = self._settings["retry_backoff_ms"], self._settings["retry_backoff_max_ms"]
-        wait = min(most, least * 2 ** min(attempt, 10))
-        await self._process.clock.sleep_ms(wait * (0.8 + 0.4 * self._process.rng.random()))
-
     async def _reach(self) -> None:
         """K6"""
         if self._peers.reached:
@@ -171,7 +165,7 @@ class Cluster:
         clock = self._process.clock
         deadline = clock.monotonic_ms() + self.patience_ms
         await self._reach()
-        attempt = 0
+        backoff = self._peers.new_backoff()
         last: errors.PkError = errors.RequestTimedOut(f"no answer within {self.patience_ms} ms")
         while True:
             left = max(1, deadline - clock.monotonic_ms())
@@ -186,8 +180,7 @@ class Cluster:
                 now_ms = clock.monotonic_ms()
                 if now_ms >= min(deadline, deadline - self.patience_ms + patience):
                     raise
-                await self._pause(attempt)
-                attempt += 1
+                await clock.sleep_ms(backoff.next_ms())
 
     async def _call(self, address: str, request: Any) -> Any:
         return await self._peers.call_at(address, request, timeout_ms=self._timeout_ms)

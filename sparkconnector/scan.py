@@ -89,8 +89,6 @@ class Connection(Protocol):
 
     async def _reach(self) -> None: ...
 
-    async def _pause(self, attempt: int) -> None: ...
-
     async def _leader(self, key: tuple[str, int]) -> str: ...
 
     async def _take_line(self, address: str) -> Line: ...
@@ -154,7 +152,7 @@ class Scan:
         owner._scans[self] = None
         owner._watch(self._range.topic)
         clock = owner._process.clock
-        attempt = 0
+        backoff = owner._peers.new_backoff()
         self._deadline_ms = clock.monotonic_ms() + owner.patience_ms
         unknown_ms: float | None = None  # since when nobody knows the topic
         last: BaseException | None = None
@@ -173,15 +171,14 @@ class Scan:
                     elif now_ms - unknown_ms >= UNKNOWN_TOPIC_WAIT_MS:
                         raise
                     if self._position > before:
-                        attempt = 0
+                        backoff.reset()
                     elif now_ms >= self._deadline_ms:
                         # The last attempt had too little time to be the reason.
                         hasty = isinstance(cause, errors.RequestTimedOut)
                         raise _final((hasty and last) or cause, self._range) from cause
                     last = cause
                     owner._leaders.pop((self._range.topic_id, self._range.partition), None)
-                    await owner._pause(attempt)
-                    attempt += 1
+                    await clock.sleep_ms(backoff.next_ms())
             self._items.put(None)
         except asyncio.CancelledError:
             raise

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pk import errors
+from pk.backoff import Backoff
 from pk.effects import Effect, Send, SetTimer
 from pk.tiering.damage import DamagedFile, holds_the_same
 from pk.tiering.data_files import OFFSET_MAX, DataFile
@@ -249,7 +250,7 @@ class Copier:
         self._measuring: Measure | None = None
         self._measure_not_before_ms = 0
         self._backlog_bytes: int | None = None
-        self._attempts = 0
+        self._backoff = Backoff((CopySettings().retry_backoff_ms, BACKOFF_MAX_MS))
         self._not_before_ms = 0
         self._committed: deque[tuple[int, Offset]] = deque()  #: (when, end), not yet droppable
         self._confirming: Confirm | None = None
@@ -304,6 +305,7 @@ class Copier:
 
     def _viewed(self, view: View, now_ms: int) -> None:
         old, self.view = self.view, view
+        self._backoff.bounds_ms = (view.settings.retry_backoff_ms, BACKOFF_MAX_MS)
         if old is not None and old.leader_epoch != view.leader_epoch:
             self._restart()  # files of the older epoch may be refused (rule T4)
             self._told = None
@@ -393,15 +395,12 @@ class Copier:
                 self._measuring = None
                 self._measure_not_before_ms = now_ms + MEASURE_RETRY_MS
             return
-        self._attempts += 1
-        base = self.view.settings.retry_backoff_ms if self.view is not None else 500
-        wait = min(base << min(self._attempts - 1, 16), BACKOFF_MAX_MS)
-        self._not_before_ms = now_ms + wait  # K3
+        self._not_before_ms = now_ms + int(self._backoff.next_ms())  # K3
         if not isinstance(event.error, errors.UnknownTierRange):
             self.problem = event.error
 
     def _solved(self, *kinds: type[errors.PkError]) -> None:
-        self._attempts = 0
+        self._backoff.reset()
         if isinstance(self.problem, kinds):
             self.problem = None
 

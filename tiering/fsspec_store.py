@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pk import errors
+from pk.backoff import Backoff
 from pk.clock import Clock
 from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
 from pk.tiering.sink import BLOCK_BYTES
@@ -67,10 +68,12 @@ class _Calls:
     ) -> T:
         """Run `work` with a deadline; transient failures again, with back-off."""
         limit_s = (deadline_ms or self._settings.timeout_ms) / 1000
+        first_ms = self._settings.retry_backoff_ms
+        backoff = Backoff((first_ms, 2**ATTEMPTS * first_ms))
         last: BaseException | None = None
         for attempt in range(ATTEMPTS):
             if attempt:
-                await self._clock.sleep_ms(self._settings.retry_backoff_ms << (attempt - 1))
+                await self._clock.sleep_ms(backoff.next_ms())
             try:
                 async with asyncio.timeout(limit_s):
                     return await work()

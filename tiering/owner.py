@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pk import errors
+from pk.backoff import Backoff
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.tiering import accounting
 from pk.tiering.plan import (
@@ -165,6 +166,7 @@ class Vacuum:
 class _State:
     """What is remembered between cycles."""
 
+    backoff: Backoff  #: failures in a row
     snapshot: Snapshot | None = None
     problem: errors.PkError | None = None
     waiting: list[Submission | Claim] = field(default_factory=list)
@@ -172,7 +174,6 @@ class _State:
     starts_due: bool = False
     look: bool = False  #: load even without work
     look_ms: int = 0  #: the last load; 0 = none yet
-    attempts: int = 0
     not_before_ms: int = 0
     next_refresh_ms: int = 0
     next_vacuum_ms: int = 0
@@ -187,7 +188,7 @@ class Owner:
         self.topic_id = topic_id
         self.uri = uri
         self._settings = settings
-        self._state = _State()
+        self._state = _State(Backoff((settings.retry_backoff_ms, BACKOFF_MAX_MS)))
         self._under_way: Load | Create | Commit | Vacuum | None = None
         self._known: dict[int, LogStart] = {}  #: log starts when the last operation was asked for
         self._later = 0  #: how many of those that wait came after it, the last ones (W7)
@@ -300,7 +301,8 @@ class Owner:
         if self._under_way is not None:  # W1
             return
         work = bool(state.waiting) or state.starts_due or state.look
-        urgent = any(isinstance(item, Claim) for item in state.waiting) and not state.attempts
+        claimed = any(isinstance(item, Claim) for item in state.waiting)
+        urgent = claimed and not state.backoff.attempts
         if work and (now_ms >= state.not_before_ms or urgent):
             self._ask(Load(self._partitions()), effects)
             return
@@ -326,7 +328,7 @@ class Owner:
     def _vacuum_due(self) -> bool:
         state = self._state
         asked_for = self._settings.vacuum_interval_ms > 0 and state.snapshot is not None
-        return asked_for and state.removed_since_vacuum and not state.attempts
+        return asked_for and state.removed_since_vacuum and not state.backoff.attempts
 
     def _partitions(self) -> list[int]:
         known = dict.fromkeys(self._state.log_starts)
@@ -450,7 +452,7 @@ class Owner:
             effects.append(_done(item, snapshot))
         state.waiting = [*planned.taken, *planned.waiting, *later]
         if planned.commit is None:
-            state.attempts = 0
+            state.backoff.reset()
             return
         self._planned = planned
         self._ask(planned.commit, effects)
@@ -460,7 +462,7 @@ class Owner:
         assert planned is not None
         assert planned.commit is not None
         state = self._state
-        state.attempts = 0
+        state.backoff.reset()
         state.not_before_ms = now_ms + self._settings.commit_interval_ms
         state.next_refresh_ms = now_ms + self._settings.refresh_interval_ms
         state.waiting = state.waiting[len(planned.taken) :]
@@ -477,18 +479,17 @@ class Owner:
         if isinstance(was, Vacuum):
             state.removed_since_vacuum = True
             return
-        state.attempts += 1
+        state.backoff.failed()
         state.look = True
         if isinstance(error, errors.OperatorError):  # W4
             state.not_before_ms = now_ms + self._settings.recheck_ms
             waiting, state.waiting, self._later = state.waiting, [], 0
             effects += [Respond(item.request, error) for item in waiting]
-        elif isinstance(error, CommitConflict) and state.attempts <= CONFLICTS_AT_ONCE:
+        elif isinstance(error, CommitConflict) and state.backoff.attempts <= CONFLICTS_AT_ONCE:
             state.not_before_ms = now_ms
             return
         else:
-            wait = self._settings.retry_backoff_ms << min(state.attempts - 1, 16)
-            state.not_before_ms = now_ms + min(wait, BACKOFF_MAX_MS)
+            state.not_before_ms = now_ms + int(state.backoff.wait_ms())
         known = state.problem
         if known is None or type(known) is not type(error) or known.message != error.message:
             effects.append(Publish(PROBLEM, error))

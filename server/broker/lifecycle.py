@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.backoff import Backoff, equal_jitter, exponential_ms
 from pk.server.broker.controller_search import ControllerSearch
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
@@ -187,13 +188,14 @@ class BrokerLifecycleManager:
         self._wake.set()
 
     async def _run(self) -> None:
-        backoff_ms = _BACKOFF_MS[0]
+        backoff = Backoff(_BACKOFF_MS, equal_jitter(self._world.rng))
         refused_since_ms: int | None = None
         while True:
             self._wait_next = True
             try:
                 await self._register()
-                backoff_ms, refused_since_ms = _BACKOFF_MS[0], None
+                backoff.reset()
+                refused_since_ms = None
                 await self._beat()
             except (errors.DuplicateBroker, errors.MetadataBehind) as error:
                 # The controller still holds the session of this node's previous process, which ends
@@ -213,9 +215,7 @@ class BrokerLifecycleManager:
             finally:
                 self._registered.clear()
             if self._wait_next:
-                wait_ms = backoff_ms * self._world.rng.uniform(0.5, 1.0)
-                await self._world.clock.sleep_ms(wait_ms)
-                backoff_ms = min(2 * backoff_ms, _BACKOFF_MS[1])
+                await self._world.clock.sleep_ms(backoff.next_ms())
 
     def _say_lost(self, why: str) -> None:
         if not self._lost:
@@ -240,7 +240,7 @@ class BrokerLifecycleManager:
         session_ms = self._session_timeout_ms
         if self._search.alone:
             return session_ms
-        return min(session_ms // 4 << self._search.doublings, session_ms // 2)
+        return exponential_ms(session_ms // 4, session_ms // 2, 1 + self._search.doublings)
 
     async def _ask(
         self, request: Message, timeout_ms: int, *, registered: bool = False

@@ -33,6 +33,7 @@ import heapq
 from typing import Any, Protocol
 
 from pk import errors
+from pk.backoff import Backoff, equal_jitter
 from pk.log.plan import LogConfig
 from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.snapshot_loader import load_image
@@ -245,13 +246,12 @@ class MetadataPublisher:
 
     async def _next(self) -> _Changes:
         """The next fetch that the controller answers."""
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(self._core.world.rng))
         while True:
             try:
                 return await self._poll(POLL_WAIT_MS)
             except errors.RetriableError:
-                await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1.0))
-                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+                await self._core.clock.sleep_ms(backoff.next_ms())
 
     async def _poll(self, wait_ms: int) -> _Changes:
         """One fetch; returns what it changed (M1)."""

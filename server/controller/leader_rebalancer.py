@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pk.backoff import Backoff
 from pk.server.controller.elections import Cluster
 from pk.server.controller.leaders import MOVES_MAX
 from pk.server.controller.reports import Report, Reports
@@ -44,13 +45,14 @@ class LeaderRebalancer:
         self._moved_ms: dict[PartitionKey, int] = {}  #: the last move of each (H1)
         self._away: dict[PartitionKey, None] = {}  #: handed over, and not led by the first since
         self._due_ms: int | None = None  #: when to look again; None: nobody gives up
-        self._wait_ms = RETRY_MS
+        self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))  #: looks that found nothing
 
     def heard(self, before: Report | None, now: Report) -> bool:
         """A broker was heard.  True if what it says of its fitness is news."""
         changed = now.unfit != (() if before is None else before.unfit)
         if changed or (before is None and self._due_ms is not None):
-            self._due_ms, self._wait_ms = 0, RETRY_MS
+            self._due_ms = 0
+            self._vain.reset()
         return changed
 
     def wanted(self, image: MetadataImage, reports: Reports, now_ms: int) -> Wanted:
@@ -72,8 +74,10 @@ class LeaderRebalancer:
                 if count == MOVES_MAX:
                     self._due_ms = now_ms  # the others at the next tick
                     return found
-        self._wait_ms = RETRY_MS if found else min(2 * self._wait_ms, RETRY_MAX_MS)
-        self._due_ms = now_ms + self._wait_ms if givers else None
+        if found:
+            self._vain.reset()
+        wait_ms = RETRY_MS if found else int(self._vain.next_ms())
+        self._due_ms = now_ms + wait_ms if givers else None
         return found
 
     def handed_over(self, image: MetadataImage, keys: Iterable[PartitionKey], now_ms: int) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pk import errors, tracing
+from pk.backoff import Backoff, equal_jitter
 from pk.clock import SystemClock
 from pk.server.node.format import prepare
 from pk.server.node.metrics_endpoint import socket_names
@@ -52,11 +53,11 @@ class Child:
     """One role and its current process."""
 
     role: str
+    backoff: Backoff
     process: asyncio.subprocess.Process | None = None
     ready: dict[str, Any] | None = None  #: its ready line
     failure: errors.PkError | None = None  #: why its last process ended, if it said so
     deaths: int = 0
-    backoff_ms: int = BACKOFF_MS[0]
     told: signal.Signals | None = None  #: to end: also a process that is only being started
 
     @property
@@ -79,10 +80,10 @@ class Supervisor:
         self._log = log
         self._on_ready = on_ready
         self._clock = SystemClock()
-        self._rng = random.Random()
+        jitter = equal_jitter(random.Random())
         tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
         wanted = roles or (*config.roles, *tier)
-        self.children = {role: Child(role) for role in wanted}
+        self.children = {role: Child(role, Backoff(BACKOFF_MS, jitter)) for role in wanted}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._progress = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -200,9 +201,8 @@ class Supervisor:
             child.deaths += 1
             lived_ms = self._clock.monotonic_ms() - started_ms
             if lived_ms >= STABLE_MS:
-                child.backoff_ms = BACKOFF_MS[0]
-            wait_ms = child.backoff_ms * self._rng.uniform(0.5, 1.0)
-            child.backoff_ms = min(2 * child.backoff_ms, BACKOFF_MS[1])
+                child.backoff.reset()
+            wait_ms = child.backoff.next_ms()
             self._log.warning(
                 "child_died",
                 role=child.role,

@@ -18,6 +18,7 @@ import asyncio
 from typing import NamedTuple
 
 from pk import errors
+from pk.backoff import Backoff, equal_jitter
 from pk.server.replica.context import BrokerContext
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
@@ -90,12 +91,12 @@ class AlterPartitionManager:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        backoff_ms = AGAIN_MS[0]
+        backoff = Backoff(AGAIN_MS, equal_jitter(self._core.world.rng))
         try:
             while self._open():
                 try:
                     await self._ask()
-                    backoff_ms = AGAIN_MS[0]
+                    backoff.reset()
                     if not self._open():
                         return
                 except errors.PkError as failure:
@@ -103,8 +104,7 @@ class AlterPartitionManager:
                 except Exception as bug:
                     self._core.bug("changing in-sync sets", bug)
                 # The answer came: what is left waits for the metadata log.  It did not: ask again.
-                await self._core.clock.sleep_ms(backoff_ms * self._core.world.rng.uniform(0.5, 1))
-                backoff_ms = min(2 * backoff_ms, AGAIN_MS[1])
+                await self._core.clock.sleep_ms(backoff.next_ms())
         finally:
             self._task = None
 

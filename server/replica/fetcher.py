@@ -23,6 +23,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pk import errors, limits
+from pk.backoff import Backoff, equal_jitter
 from pk.log.storage import Buffer
 from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
@@ -57,7 +58,7 @@ class Replica:
         "partition",
         "placed",
         "position_id",
-        "refused",
+        "refusals",
         "unclean_epoch",
     )
 
@@ -71,7 +72,7 @@ class Replica:
         self.position_id = 0  #: of the newest position; what answers an older one is dropped (F1)
         self.placed = False  #: the position is on its way, and the log stands where it says
         self.log_start: Offset = 0  #: the leader's
-        self.refused = 0  #: times in a row
+        self.refusals = Backoff(AGAIN_MS)  #: in a row
         self.owed = 0  #: bytes that were handed to the log and are not stored yet (F4)
 
     @property
@@ -160,6 +161,7 @@ class ReplicaFetcher:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._run_task: asyncio.Task[None] | None = None
         self._stream: Stream | None = None
+        self._jitter = equal_jitter(core.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
         self._positions: deque[Replica] = deque()  #: to be set
         self._position_id = 0  #: of the newest
@@ -198,9 +200,7 @@ class ReplicaFetcher:
     def again(self, replica: Replica, wait_ms: int = 0) -> None:
         """Set the position anew after a while."""
         replica.placed = False
-        wait_ms = max(wait_ms, min(AGAIN_MS[0] << min(replica.refused, 10), AGAIN_MS[1]))
-        replica.refused += 1
-        self._spawn(self._later(replica, wait_ms))
+        self._spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
     def no_room(self, replica: Replica) -> None:
         """What was fetched could not be stored: the leader must not wait for this replica (L16)."""
@@ -208,8 +208,8 @@ class ReplicaFetcher:
         self._wake.set()
         self.again(replica, FULL_MS)
 
-    async def _later(self, replica: Replica, wait_ms: int) -> None:
-        await self.core.clock.sleep_ms(wait_ms * self.core.world.rng.uniform(0.5, 1.0))
+    async def _later(self, replica: Replica, wait_ms: float) -> None:
+        await self.core.clock.sleep_ms(self._jitter(wait_ms))
         self._place_soon(replica)
 
     def _place_soon(self, replica: Replica) -> None:
@@ -272,31 +272,29 @@ class ReplicaFetcher:
 
     async def _run(self) -> None:
         """Connections, one after another, as long as there is something to follow."""
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, self._jitter)
         while True:
             if self._replicas:
                 try:
                     await self._connection()
-                    backoff_ms = BACKOFF_MS[0]
+                    backoff.reset()
                 except (Disconnected, TimeoutError, errors.PkError) as cause:
                     self.core.metrics.fetch_breaks.inc()
                     if isinstance(cause, errors.PkError):
                         self.core.metrics.refused(cause)
                 except Exception as bug:
                     self.core.bug("fetching from a leader", bug)
-            if await self._pause(backoff_ms if self._replicas else None):
-                backoff_ms = BACKOFF_MS[0]
-            else:
-                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            if await self._pause(backoff.next_ms() if self._replicas else None):
+                backoff.reset()
 
-    async def _pause(self, wait_ms: int | None) -> bool:
+    async def _pause(self, wait_ms: float | None) -> bool:
         """Wait before the next connection; True if somebody gave a reason to try at once."""
         self._poked.clear()
         if wait_ms is None:
             await self._poked.wait()
             return True
         try:
-            async with asyncio.timeout(wait_ms * self.core.world.rng.uniform(0.5, 1.0) / 1000):
+            async with asyncio.timeout(wait_ms / 1000):
                 await self._poked.wait()
         except TimeoutError:
             return False
@@ -469,7 +467,7 @@ class ReplicaFetcher:
                 )
                 self.again(replica)
                 return False
-        replica.refused = 0
+        replica.refusals.reset()
         self.core.publisher.compared(replica.key)
         replica.owed += entry.payload_bytes
         partition.heard_watermark(entry.high_watermark)

@@ -24,6 +24,7 @@ import asyncio
 from functools import partial
 
 from pk import errors
+from pk.backoff import Backoff, equal_jitter
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
 from pk.server.tier.context import TierContext
@@ -125,7 +126,7 @@ class EpochFence:
 
     async def _claim(self, partition: Partition, state: PartitionState) -> None:
         core = self._core
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))
         while True:
             try:
                 await core.fetchers.stand_still(partition)
@@ -136,8 +137,7 @@ class EpochFence:
                 partition.problem = error
             except Exception as bug:
                 core.bug("claiming a table", bug)
-            await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
-            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            await core.clock.sleep_ms(backoff.next_ms())
         self._epochs.pop(partition.key, None)
         partition.problem = None
         now = core.publisher.image.partition(partition.key)
@@ -195,7 +195,7 @@ class EpochFence:
         as one that waits for its table, and is not moved.
         """
         core, key = self._core, partition.key
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))
         while True:
             now = core.publisher.image.partition(key)
             if now is None or not now.unclean or partition.leader_epoch != leader_epoch:
@@ -216,5 +216,4 @@ class EpochFence:
                 await core.lifecycle.call(request, ALTER_TIMEOUT_MS)
             except errors.PkError as error:
                 core.warn("recovered_not_told", partition=str(partition), error=error.message)
-            await core.clock.sleep_ms(backoff_ms * core.world.rng.uniform(0.5, 1.0))
-            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            await core.clock.sleep_ms(backoff.next_ms())

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pk
 from pk import errors, limits, tracing
+from pk.backoff import Backoff, equal_jitter
 from pk.tiering.damage import range_of
 from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
@@ -167,7 +168,7 @@ class TierNode:
 
     async def _probe(self) -> None:
         """Rule T14 (Y1): until the store passes, say why to everybody."""
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(self.world.rng))
         said_ms: int | None = None
         while True:
             try:
@@ -184,8 +185,7 @@ class TierNode:
                 said_ms = now_ms
                 self._log.error("store_probe_failed", message=self.problem.message)
             await self._tell_problem(self.problem)
-            await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
-            backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+            await self.world.clock.sleep_ms(backoff.next_ms())
 
     async def _tell_problem(self, problem: errors.PkError) -> None:
         request = wire.TierPartitionsRequest(session_id="", generation=0, max_wait_ms=0)
@@ -212,7 +212,7 @@ class TierNode:
     # -- the broker's partitions -------------------------------------------------------------------
 
     async def _poll(self) -> None:
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(self.world.rng))
         while True:
             session_id, generation = self._session
             request = wire.TierPartitionsRequest(
@@ -222,17 +222,16 @@ class TierNode:
                 frame = await self._broker.call(request, timeout_ms=POLL_WAIT_MS + CALL_TIMEOUT_MS)
             except errors.PkError:
                 self.worker.out_of_contact()
-                await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
-                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+                await self.world.clock.sleep_ms(backoff.next_ms())
                 continue
-            backoff_ms = BACKOFF_MS[0]
+            backoff.reset()
             reply = frame.head.tier_partitions_reply
             self._session = (reply.session_id, reply.generation)
             self.worker.partitions(reply)
 
     async def _report(self) -> None:
         """Send what the outbox gathered; a report that was lost is sent again unless superseded."""
-        backoff_ms = BACKOFF_MS[0]
+        backoff = Backoff(BACKOFF_MS, equal_jitter(self.world.rng))
         outbox = self.worker.outbox
         while True:
             await self._reports.wait()
@@ -247,13 +246,12 @@ class TierNode:
                     wire.TierProgressRequest(partitions=list(sent.values())),
                     timeout_ms=CALL_TIMEOUT_MS,
                 )
-                backoff_ms = BACKOFF_MS[0]
+                backoff.reset()
             except errors.PkError:
                 for key, progress in sent.items():
                     outbox.setdefault(key, progress)
                 self._reports.set()
-                await self.world.clock.sleep_ms(backoff_ms * self.world.rng.uniform(0.5, 1.0))
-                backoff_ms = min(2 * backoff_ms, BACKOFF_MS[1])
+                await self.world.clock.sleep_ms(backoff.next_ms())
 
     # -- requests ----------------------------------------------------------------------------------
 

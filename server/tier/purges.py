@@ -21,6 +21,7 @@ import asyncio
 from functools import partial
 
 from pk import errors
+from pk.backoff import Backoff
 from pk.server.tier.context import TierContext
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
@@ -60,6 +61,7 @@ class Purges:
     async def _purge(self, topic_id: TopicId, topic: str) -> None:
         core = self._core
         delay_ms = core.publisher.settings_of(topic)["file_delete_delay_ms"]
+        backoff = Backoff((max(BACKOFF_MS[0], 2 * delay_ms), BACKOFF_MS[1]))
         while True:
             await core.clock.sleep_ms(delay_ms)
             try:
@@ -70,7 +72,7 @@ class Purges:
                 return
             except errors.PkError as error:
                 core.warn("tier_not_purged", topic=topic, error=error.message)
-                delay_ms = max(BACKOFF_MS[0], min(2 * delay_ms, BACKOFF_MS[1]))
+                delay_ms = backoff.next_ms()
 
     async def _report(self, topic_id: TopicId) -> None:
         """D3; nothing to say once the mark has ended."""

@@ -46,7 +46,7 @@ def test_a_child_that_cannot_be_started_now_is_tried_again(
         )
         supervisor._served = True
         child = supervisor.children["broker"]
-        child.backoff_ms = 0
+        child.backoff.bounds_ms = (0, 0)
         tries: list[Any] = []
 
         async def start(*command: str, **_options: Any) -> Any:
