@@ -23,10 +23,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from SEED on")
     parser.add_argument("--trace", action="store_true", help="print every event of the run")
-    parser.add_argument("--unrest-ms", type=int, help="virtual time in which things go wrong")
+    parser.add_argument("--fault-ms", type=int, help="virtual time in which things go wrong")
     parser.add_argument("--acknowledged-min", type=int, help="go on until so many records are")
     given = parser.parse_args(arguments)
-    names = ("unrest_ms", "acknowledged_min")
+    names = ("fault_ms", "acknowledged_min")
     more = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     tail = "".join(f" --{name.replace('_', '-')} {value}" for name, value in more.items())
     logging.disable(logging.WARNING)  # what nodes and clients say is in the trace

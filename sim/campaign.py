@@ -29,15 +29,15 @@ from pk.sim.checkers import (
     check_table,
 )
 from pk.sim.cluster import SimCluster
+from pk.sim.damage_reports import watch_reports
 from pk.sim.faults import Faults
+from pk.sim.full_disk_check import FullDiskCheck
 from pk.sim.loop import Stuck
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.readers import SimConsumer, read_all, rows_of
-from pk.sim.room import RoomWatch
 from pk.sim.samples import Observer
-from pk.sim.told import watch_reports
 from pk.sim.workload import SimAdmin, SimProducer
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
@@ -45,7 +45,7 @@ from pk.types import PartitionKey, TopicPartition
 
 LOOK_EVERY = 20  #: ticks
 IMAGES_EVERY = 400
-HEALING_TICK_MS = 50
+LIVENESS_TICK_MS = 50
 EVENTS_MAX = 5_000_000
 #: Producers have so many times what is asked for by now: they need not hurry.
 AHEAD = 1.2
@@ -136,7 +136,7 @@ class Run:
             self.oracle,
         )
         watch_reports(self.cluster, self.observer, self.oracle)
-        self.room = RoomWatch(self.cluster, int(server.get("disk_reserve_bytes", 0)))
+        self.full_disks = FullDiskCheck(self.cluster, int(server.get("disk_reserve_bytes", 0)))
         self.producers: list[SimProducer] = []
         self.consumers: list[SimConsumer] = []
         self.checks: list[ReaderCheck] = []
@@ -265,7 +265,7 @@ class Run:
             **self.cluster.store.counts,
             **self.faults.met,
             **{f"chore {name}": count for name, count in chores.items()},
-            "eras": self.observer.promise.eras,
+            "eras": self.observer.losses.eras,
             "late frames": self.world.network.late_frames,
             "stalled frames": self.world.network.stalled_frames,
             "replicas made anew": self.cluster.events.get("replica_made_anew", 0),
@@ -276,9 +276,9 @@ class Run:
 
     def _whole(self) -> None:
         self.world.record(f"options {self.options}")
-        self.world.run(self._unrest(), EVENTS_MAX)
-        self.world.run(self._healing(), EVENTS_MAX)
-        self.world.run(self._judgement(), EVENTS_MAX)
+        self.world.run(self._fault_phase(), EVENTS_MAX)
+        self.world.run(self._liveness_phase(), EVENTS_MAX)
+        self.world.run(self._validation(), EVENTS_MAX)
         self._look()
         if self.world.loop.failures:
             raise Violation(f"unhandled: {self.world.loop.failures[0]}")
@@ -299,11 +299,11 @@ class Run:
         self._complain()
         if self._ticks % LOOK_EVERY == 0:
             self._look()
-            self.room.look(self.world.loop.now_us / 1000, self.faults.calm_since_ms)
+            self.full_disks.look(self.world.loop.now_us / 1000, self.faults.calm_since_ms)
         if self._ticks % IMAGES_EVERY == 0:
             self.observer.check_images()
 
-    async def _unrest(self) -> None:
+    async def _fault_phase(self) -> None:
         self.cluster.supervise()
         self._start_client()
         admin_world = self.world.world_of("admin")
@@ -319,8 +319,8 @@ class Run:
         chores = self.world.spawn("admin", self.admin.run())
         self.world.spawn("operator", self.operator.run())
         options = self.options
-        ticks, left_ms = 0, options.unrest_ms
-        while left_ms > 0 and ticks * options.tick_ms < 4 * options.unrest_ms:
+        ticks, left_ms = 0, options.fault_ms
+        while left_ms > 0 and ticks * options.tick_ms < 4 * options.fault_ms:
             await self._clock.sleep_ms(options.tick_ms)
             self.faults.tick()
             self._replace_producers()
@@ -342,7 +342,7 @@ class Run:
         """
         options, oracle = self.options, self.oracle
         least = options.acknowledged_min
-        share = elapsed_ms / options.unrest_ms
+        share = elapsed_ms / options.fault_ms
         oracle.ahead = bool(least) and oracle.acknowledgements > AHEAD * least * share
         enough = oracle.acknowledgements >= least
         self.faults.rarer = 1 if enough or share < LATE else RARER
@@ -354,10 +354,10 @@ class Run:
             if self._clock.monotonic_ms() >= deadline:
                 words = f"{what}: not within {self.options.heal_ms} ms: {why_not()}"
                 raise Violation(f"liveness: {words}")
-            await self._clock.sleep_ms(HEALING_TICK_MS)
+            await self._clock.sleep_ms(LIVENESS_TICK_MS)
             self._tick()
 
-    async def _healing(self) -> None:
+    async def _liveness_phase(self) -> None:
         for producer in self.producers:
             producer.stop()
         await self._until("outcomes", self._unsettled)
@@ -370,7 +370,7 @@ class Run:
 
     # -- validation --------------------------------------------------------------------------------
 
-    async def _judgement(self) -> None:
+    async def _validation(self) -> None:
         samples = self.observer.latest
         ends: dict[TopicPartition, int] = {}
         for topic in self.oracle.topics.values():
@@ -386,14 +386,14 @@ class Run:
         await self._until("reading all", lambda: "" if reading.done() else f"{last.rows} rows read")
         reading.result()
         for topic in self.oracle.topics.values():
-            self._judge(topic, last, ends)
+            self._validate(topic, last, ends)
 
     async def _read_all(
         self, reader: Any, last: ReaderCheck, ends: dict[TopicPartition, int]
     ) -> None:
         await read_all(reader, self.cluster.bootstrap, last, ends, self._log_start_of)
 
-    def _judge(self, topic: Topic, last: ReaderCheck, ends: dict[TopicPartition, int]) -> None:
+    def _validate(self, topic: Topic, last: ReaderCheck, ends: dict[TopicPartition, int]) -> None:
         logs: dict[int, list[Row]] = {}
         starts: dict[int, int] = {}
         self._look()
@@ -414,14 +414,14 @@ class Run:
             log = {row.offset: row for row in rows}
             for check in self.checks:
                 check.compare(topic, partition, log)
-            self._judge_table(topic, partition, log)
+            self._validate_table(topic, partition, log)
 
     def _start_of(
         self, topic: Topic, partition: int, now: dict[PartitionKey, PartitionSample]
     ) -> int:
         return now[PartitionKey(topic.topic_id, partition)].log_start
 
-    def _judge_table(self, topic: Topic, partition: int, log: dict[int, Row]) -> None:
+    def _validate_table(self, topic: Topic, partition: int, log: dict[int, Row]) -> None:
         snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
         if snapshot is None:
             return

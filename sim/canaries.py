@@ -70,7 +70,7 @@ class Canary:
     chores: tuple[str, ...] = ()
     nodes: tuple[NodePlan, ...] = ALONE
     copies: int = 1
-    unrest_ms: int = 4_000
+    fault_ms: int = 4_000
     fault_every_ms: tuple[int, int] = (100, 500)
     lag_ms: int = 1_000  #: replica_lag_time_max_ms
     session_ms: int = 1_500  #: broker_session_timeout_ms
@@ -85,7 +85,7 @@ class Canary:
             nodes=self.nodes,
             faults=self.faults,
             chores=self.chores,
-            unrest_ms=self.unrest_ms,
+            fault_ms=self.fault_ms,
             heal_ms=60_000,
             fault_every_ms=self.fault_every_ms,
             chore_every_ms=(50, 200),
@@ -340,19 +340,19 @@ CANARIES: dict[str, Canary] = {
     ),
     "lost data and stayed in the ISR": Canary(
         "L3", _put(PartitionChangeBuilder, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE,
-        ("power",), nodes=THREE, copies=3, unrest_ms=20_000, fault_every_ms=(1_000, 4_000),
+        ("power",), nodes=THREE, copies=3, fault_ms=20_000, fault_every_ms=(1_000, 4_000),
     ),
     # A batch waits for its follower behind a cut until its time is out, or its stream breaks; it is
     # sent again; the leader dies, and the follower, in sync all the while, leads without it.
     "a duplicate answered at once": Canary(
         "L4", _duplicate_answered_at_once(), "V6", SAFE, ("cut", "flaky_network", "kill_leader"),
-        nodes=THREE, copies=2, unrest_ms=8_000, lag_ms=60_000, session_ms=12_000,
+        nodes=THREE, copies=2, fault_ms=8_000, lag_ms=60_000, session_ms=12_000,
     ),
     # An administrator moves the lead while a batch is on its way to the next leader over a slow
     # link: who stops to follow stops to fetch.
     "success told when leadership is lost": Canary(
         "L5", _parked_replies_told_success(), "V6", SAFE, ("slow_network",),
-        ("reassign", "elect"), nodes=THREE, copies=2, unrest_ms=5_000, fault_every_ms=(200, 600),
+        ("reassign", "elect"), nodes=THREE, copies=2, fault_ms=5_000, fault_every_ms=(200, 600),
     ),
     "a duplicate that is not recognised": Canary(
         "L6", _any("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)),
@@ -360,31 +360,31 @@ CANARIES: dict[str, Canary] = {
     ),
     "who was silent once is heard of no more": Canary(
         "R7", _fenced_for_good(), "liveness", SAFE, ("pause",),
-        nodes=THREE, copies=3, unrest_ms=6_000, fault_every_ms=(200, 600),
+        nodes=THREE, copies=3, fault_ms=6_000, fault_every_ms=(200, 600),
     ),
     "HW moves below min ISR": Canary(
         "R1", _put(Leader, "in_sync_required", property(lambda _: 1)), "V13", SAFE, KILLS,
-        nodes=THREE, copies=3, unrest_ms=10_000,
+        nodes=THREE, copies=3, fault_ms=10_000,
     ),
     "a removal from the ISR counts before it is committed": Canary(
         "R2", _removal_counts_at_once(), "V13", {**HOT, "min_insync_replicas": "1"},
-        ("cut", "pause", "isolate"), nodes=THREE, copies=3, unrest_ms=20_000,
+        ("cut", "pause", "isolate"), nodes=THREE, copies=3, fault_ms=20_000,
     ),
     # One loses power and is forgotten (the ISR is large enough without it); the other commits
     # alone, loses power too and is the last-known: registered, not yet unfenced, when the first is
     # there and could be had at once.
     "elected without waiting for the last-known": Canary(
         "R3", _elected_without_waiting(), "V6 V12 V14", {**FLUSHED, "min_insync_replicas": "1"},
-        ("power",), nodes=THREE, copies=2, unrest_ms=6_000, fault_every_ms=(300, 1_500),
+        ("power",), nodes=THREE, copies=2, fault_ms=6_000, fault_every_ms=(300, 1_500),
     ),
     "cut below the committed high watermark": Canary(
         "R4", _cut_below_the_watermark(), LOSSES, SAFE, KILLS,
-        nodes=THREE, copies=3, unrest_ms=20_000,
+        nodes=THREE, copies=3, fault_ms=20_000,
     ),
     "a follower that begins at the leader's end": Canary(
         "R5", _follower_begins_at_the_end(), "V4 V5 V6 V12 V14",
         {**TIERED, "min_insync_replicas": "1"}, ("isolate", "kill_leader", "replace_disk"),
-        nodes=THREE, copies=2, unrest_ms=20_000, fault_every_ms=(500, 3_000),
+        nodes=THREE, copies=2, fault_ms=20_000, fault_every_ms=(500, 3_000),
     ),
     "acknowledged before the ISR has it": Canary(
         "R2", _acknowledged_before_the_isr_has_it(), "V13", SAFE, KILLS,
@@ -395,34 +395,34 @@ CANARIES: dict[str, Canary] = {
     ),
     "a full leader keeps leading": Canary(
         "L16", _full_leader_keeps_leading(), "V16", {**SAFE, "segment_bytes": "14336"},
-        ("leader_full",), nodes=THREE, copies=3, unrest_ms=60_000,
+        ("leader_full",), nodes=THREE, copies=3, fault_ms=60_000,
         fault_every_ms=(5_000, 15_000), reserve_bytes=16_000,
     ),
     "half is a majority": Canary(
         "Q1", _put(Quorum, "majority", property(lambda self: len(self.voters) // 2)), "V10",
-        HOT, ("split", "kill_controller"), nodes=(*THREE, NodePlan(4)), unrest_ms=20_000,
+        HOT, ("split", "kill_controller"), nodes=(*THREE, NodePlan(4)), fault_ms=20_000,
     ),
     "a vote that is not saved": Canary(
         "Q1", _vote_not_saved(), "V10", HOT, ("kill_controller", "split", "power"),
-        nodes=THREE, unrest_ms=20_000,
+        nodes=THREE, fault_ms=20_000,
     ),
     # The controllers come back after a power cut and have not fenced anybody yet; the first image
     # of a broker that comes back, too, says that it leads, as the process before it did.
     "a broker that leads in the name of its predecessor": Canary(
         "Q2", _put(MetadataPublisher, "registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
-        unrest_ms=4_000, fault_every_ms=(500, 2_500),
+        fault_ms=4_000, fault_every_ms=(500, 2_500),
     ),
     # A broker dies, its topic is deleted and made again before the broker is fenced, so that it is
     # a replica once more; it comes back and finds the directory of the earlier life.
     "a stray that is taken for the topic of its name": Canary(
         "Q2", _stray_taken_for_the_topic_of_its_name, "V6 V12", SAFE,
         ("cut", "isolate", "kill_broker", "kill_machine"), ("recreate",), nodes=THREE, copies=3,
-        unrest_ms=6_000, session_ms=4_000,
+        fault_ms=6_000, session_ms=4_000,
     ),
     "replies before the commit": Canary(
         "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
-        ("kill_controller", "kill_broker", "isolate"), nodes=THREE, unrest_ms=10_000,
+        ("kill_controller", "kill_broker", "isolate"), nodes=THREE, fault_ms=10_000,
     ),
     "a table that takes any range": Canary(
         "T3", tier_canaries.takes_any_range, "V4 V9 assertion", TIERED, ("late_commit",)
@@ -443,25 +443,25 @@ CANARIES: dict[str, Canary] = {
     "a page whose checksum is not verified": Canary(
         "T10", tier_canaries.pages_not_verified, "V5 V6 V7", TIERED,
         ("object_rot", "object_rot", "object_rot", "kill_client", "kill_tier"),
-        unrest_ms=10_000, fault_every_ms=(20, 60),
+        fault_ms=10_000, fault_every_ms=(20, 60),
     ),
     # A version that names one file less, or a later end of the table, is taken for true.
     "a Delta log whose checksums are not verified": Canary(
         "T2", tier_canaries.delta_log_not_verified, "V4 V5 V6 V9 assertion", TIERED,
         ("delta_rot", "delta_rot", "kill_client", "kill_tier"),
-        unrest_ms=10_000, fault_every_ms=(50, 200),
+        fault_ms=10_000, fault_every_ms=(50, 200),
     ),
     "missing rows that are not counted": Canary(
         "T17", tier_canaries.rows_not_counted, "V5", {**TIERED, **KEPT},
         ("delete_rows", "delete_rows", "kill_client", "kill_tier"),
-        unrest_ms=10_000, fault_every_ms=(50, 200),
+        fault_ms=10_000, fault_every_ms=(50, 200),
     ),
     # The follower is out of ISR while the leader's copy rots, and a reader begins anew.
     "a damaged range that is passed over in silence": Canary(
         "L9", log_canaries.damaged_range_not_told, "V5",
         {**HOT, "min_insync_replicas": "1", "unclean_leader_election_enable": "true"},
         ("rot", "rot", "rot", "kill_client", "kill_client", "cut", "isolate", "kill_machine"),
-        nodes=THREE, copies=2, unrest_ms=10_000, fault_every_ms=(50, 300), recent_bytes=0,
+        nodes=THREE, copies=2, fault_ms=10_000, fault_every_ms=(50, 300), recent_bytes=0,
     ),
     # A leader has what nobody else has; the next one misses it, the producer sends it again under
     # another epoch, and the former leader, in sync and never cut, is elected once more.
@@ -470,22 +470,22 @@ CANARIES: dict[str, Canary] = {
         {**HOT, "min_insync_replicas": "1"},
         ("disk_stall", "disk_stall", "stream_stall", "stream_stall", "pause"),
         ("elect", "reassign"),
-        nodes=THREE, copies=3, unrest_ms=20_000, recent_bytes=0,
+        nodes=THREE, copies=3, fault_ms=20_000, recent_bytes=0,
     ),
     "a clock that jumped makes producers unknown": Canary(
         "L10", clock_canaries.trusted_for_producers, "V5 V6 V7", HOT,
-        ("clock_jump", "break_streams", "late_frames"), unrest_ms=8_000, expiration_ms=120_000,
+        ("clock_jump", "break_streams", "late_frames"), fault_ms=8_000, expiration_ms=120_000,
     ),
     "retention believes the clock after a start": Canary(
         "L10", clock_canaries.believed_after_a_start, "V3 V5 V6",
         {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
-        ("wrong_start",), unrest_ms=8_000, fault_every_ms=(500, 2_000),
+        ("wrong_start",), fault_ms=8_000, fault_every_ms=(500, 2_000),
     ),
     # The names of dropped segments find no room; the next drop takes later ones.
     "a dropped segment that keeps its name": Canary(
         "L2", log_canaries.what_was_not_renamed_is_forgotten, "V5 liveness",
         {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
-        ("disk_short", "kill_broker"), unrest_ms=8_000,
+        ("disk_short", "kill_broker"), fault_ms=8_000,
     ),
     "a directory without identity is out of the way": Canary(
         "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
@@ -494,7 +494,7 @@ CANARIES: dict[str, Canary] = {
     # name it.
     "a missing log begun empty in the ISR": Canary(
         "L15", _put(Directory, "had", lambda *_: False), f"V2 V5 {LOSSES}", SAFE,
-        ("partition_lost", "kill_machine", "kill_leader"), nodes=THREE, copies=2, unrest_ms=20_000,
+        ("partition_lost", "kill_machine", "kill_leader"), nodes=THREE, copies=2, fault_ms=20_000,
     ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,

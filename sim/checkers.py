@@ -17,7 +17,7 @@ Checked
   V5  a reader sees offsets in order, without gaps above log_start, no record twice.  It is told
       of a lost range (rule L9) only where too few whole copies are left, of missing rows (rule T17)
       only where others deleted them, goes on behind it, and the last reader is told of none.
-      Processes report such damage only where it was done (told.py)
+      Processes report such damage only where it was done (damage_reports.py)
   V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
       unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7).
       Where an unclean election took the copy that was acknowledged, that of an earlier attempt may

@@ -16,8 +16,8 @@ from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import ROLES, resolve
 from pk.server.raft.messages import Voter
 from pk.server.raft.timing import Timing
+from pk.sim.machine import KillableStorage as KillableStorage
 from pk.sim.machine import Machine
-from pk.sim.machine import MortalStorage as MortalStorage
 from pk.sim.objects import SimObjects
 from pk.sim.options import BROKER, CONTROLLER, NodePlan, SimOptions
 from pk.sim.world import SimWorld

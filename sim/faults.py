@@ -17,14 +17,14 @@ from itertools import combinations
 
 from pk import errors
 from pk.sim.cluster import SimCluster
+from pk.sim.corruption import Corruption
 from pk.sim.disk import NO_ROOM
-from pk.sim.identities import LostIdentities
-from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
+from pk.sim.identity_faults import IdentityFaults
+from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, Machine
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
 from pk.sim.oracle import Oracle
-from pk.sim.rot import Rot
 from pk.sim.samples import Observer
 from pk.sim.table_faults import TableFaults
 from pk.sim.world import SimWorld
@@ -32,7 +32,7 @@ from pk.types import NONE
 from pk.wire import frames
 
 CLIENTS = ("client", "admin")
-#: Longer than any reply of the machine that lost power can be on its way (see promise.py).
+#: Longer than any reply of the machine that lost power can be on its way (see loss_model.py).
 POWER_OFF_MS = (400, 5_000)
 SLOW_DELAY_US = (1_000, 60_000)
 SLOW_BYTES_PER_MS = 200
@@ -87,8 +87,8 @@ class Faults:
         self.counts: dict[str, int] = {}
         self.met: dict[str, int] = {}  #: what came of faults that may strike or not
         self._operator = operator
-        self._rots = Rot(cluster, observer, operator, self._rng, self.met)
-        self._lost = LostIdentities(
+        self._rots = Corruption(cluster, observer, operator, self._rng, self.met)
+        self._lost = IdentityFaults(
             cluster, observer, self._rng, lambda: list(self._rots.copies()), self._meet
         )
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
@@ -144,7 +144,7 @@ class Faults:
     def _machine(self, role: str) -> Machine:
         return self._rng.choice(self._cluster.with_role(role))
 
-    def _storage(self) -> MortalStorage:
+    def _storage(self) -> KillableStorage:
         machine = self._rng.choice(self._cluster.machines)
         return machine.storages[self._rng.choice(sorted(machine.storages))]
 
@@ -577,7 +577,7 @@ class Faults:
             return
         self._world.record(f"rot of {path}")
         self._meet("rot of tier files")
-        self._observer.promise.rotted_file(path)
+        self._observer.losses.rotted_file(path)
         self._after((300, 5_000), lambda: store.restore(path))
 
     def _delta_rot(self) -> None:

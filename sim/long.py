@@ -42,7 +42,7 @@ from pk.sim.options import CHORES, FAULTS, drawn
 from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/results.jsonl"
-UNREST_MS = 120_000
+FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
 #: Processes are replaced after so many seeds each, all together: what Arrow keeps is given back.
@@ -223,7 +223,7 @@ def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
 # -- the campaign ----------------------------------------------------------------------------------
 
 
-class Standing:
+class CampaignProgress:
     """How far a campaign is.  `now_ms` is a wall clock."""
 
     def __init__(self, seeds: int, known: int, failed: int, now_ms: Callable[[], int]) -> None:
@@ -291,7 +291,7 @@ def replay(seed: int, given: dict[str, Any]) -> str:
 
 
 def run_all(
-    console: Console, standing: Standing, rows: Iterable[dict[str, Any] | None], out: Any
+    console: Console, standing: CampaignProgress, rows: Iterable[dict[str, Any] | None], out: Any
 ) -> Iterator[dict[str, Any]]:
     """Pass `rows` on as they come: written down, told of."""
     bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
@@ -316,7 +316,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1_000)
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--unrest-ms", type=int, default=UNREST_MS)
+    parser.add_argument("--fault-ms", type=int, default=FAULT_MS)
     parser.add_argument("--acknowledged-min", type=int, default=ACKNOWLEDGED_MIN)
     parser.add_argument("--results", type=Path, default=Path(RESULTS))
     return parser.parse_args(arguments)
@@ -325,7 +325,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int:
     asked = parsed(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    given = {"unrest_ms": asked.unrest_ms, "acknowledged_min": asked.acknowledged_min}
+    given = {"fault_ms": asked.fault_ms, "acknowledged_min": asked.acknowledged_min}
     home = Path(pk.__file__).parent
     key = {"tested": tested(home), **given}
     facts = {**key, "commit": commit(), "simulator": simulator(home)}
@@ -343,7 +343,7 @@ def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int
         if row["verdict"] != "ok":
             console.print(f"{row['verdict']}\n{replay(row['seed'], given)}")
     failures = sum(row["verdict"] != "ok" for row in rows.values())
-    standing = Standing(len(seeds), len(rows), failures, now_ms)
+    standing = CampaignProgress(len(seeds), len(rows), failures, now_ms)
     with asked.results.open("a") as out:
         ran = ({**facts, **row} if row else None for row in finished(asked.jobs, todo, given))
         for row in run_all(console, standing, ran, out):

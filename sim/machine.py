@@ -46,7 +46,7 @@ DISKS = {CONTROLLER: "meta", BROKER: "d1"}
 RESTART_MS = (20, 800)
 
 
-class MortalStorage(SimStorage):
+class KillableStorage(SimStorage):
     """A storage whose process dies in the operation that `crash_at` names."""
 
     def __init__(self, root: str, rng: random.Random) -> None:
@@ -63,7 +63,7 @@ class MortalStorage(SimStorage):
             raise
 
 
-class Surroundings(Protocol):
+class MachineEnvironment(Protocol):
     """The cluster as one of its machines sees it (cluster.py)."""
 
     @property
@@ -94,7 +94,7 @@ class Surroundings(Protocol):
 class NodeLog(tracing.Log):
     """A process's log, kept in the trace (K2)."""
 
-    def __init__(self, name: str, cluster: Surroundings) -> None:
+    def __init__(self, name: str, cluster: MachineEnvironment) -> None:
         super().__init__(name, lambda: 0)
         self._of = cluster
 
@@ -121,7 +121,7 @@ class Process:
 class Machine:
     """See the module."""
 
-    def __init__(self, cluster: Surroundings, plan: NodePlan) -> None:
+    def __init__(self, cluster: MachineEnvironment, plan: NodePlan) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self.plan = plan
@@ -134,7 +134,7 @@ class Machine:
             for role in (CONTROLLER, BROKER, TIER)
             if role in plan.roles
         }
-        self.storages: dict[str, MortalStorage] = {}
+        self.storages: dict[str, KillableStorage] = {}
         for role, disk in DISKS.items():
             if role in self.processes:
                 self._insert(disk, role)
@@ -149,7 +149,7 @@ class Machine:
         """An empty disk."""
         root = f"{self.name}.{disk}"
         number = f"/{self.disks_replaced}" if self.disks_replaced else ""
-        fresh = MortalStorage(root, self._world.random(f"disk/{root}{number}"))
+        fresh = KillableStorage(root, self._world.random(f"disk/{root}{number}"))
         fresh.on_death = lambda: self.kill(role, self._rng.uniform(*RESTART_MS))
         self.storages[disk] = fresh
 

@@ -54,7 +54,7 @@ class Link:
 
 
 class SimNetwork:
-    """All links, listeners and streams of one world; `door(node)` is a node's Network."""
+    """All links, listeners and streams of one world; `network_of(node)` is a node's Network."""
 
     def __init__(self, loop: SimLoop, rng: random.Random, record: Callable[[str], None]) -> None:
         self.loop = loop
@@ -77,9 +77,9 @@ class SimNetwork:
         self._next_stream = 1
         self._next_port = 40_001
 
-    def door(self, node: SimNode) -> _Door:
+    def network_of(self, node: SimNode) -> _NodeNetwork:
         """The network as `node` sees it."""
-        return _Door(self, node)
+        return _NodeNetwork(self, node)
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ def _ends_of(source: str, target: str) -> tuple[str, str]:
     return (source, target) if here == there else (here, there)
 
 
-class _Door:
+class _NodeNetwork:
     """`pk.world.Network` of one node."""
 
     def __init__(self, network: SimNetwork, node: SimNode) -> None:

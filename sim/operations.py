@@ -2,7 +2,7 @@
 
 A partition whose last known copies were hit, a rotten one among them, waits for somebody who says
 that the rest may be lost (rules R3, L9): an unclean election.  It is asked for where the promise
-(promise.py) allows it, and only while nobody of ISR or ELR can come back.
+(loss_model.py) allows it, and only while nobody of ISR or ELR can come back.
 
 Where every fault is over and a broker still does not trust its clock, which was set apart from the
 others' for good, it is told that it is right (rule L10).
@@ -26,9 +26,9 @@ from typing import Any
 from pk import errors
 from pk.server.broker.clock_trust import Doubt
 from pk.sim.cluster import BROKER_PORT, CONTROLLER_PORT
+from pk.sim.loss_model import PartitionFacts
 from pk.sim.machine import Machine
 from pk.sim.options import BROKER, CONTROLLER
-from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 from pk.sim.workload import ADMIN_TIMEOUT_MS, cluster_of
 from pk.types import NONE, NodeId, PartitionKey
@@ -109,7 +109,7 @@ class Operator:
                 continue
             partition = machine.broker.core.partitions.get(facts.key)
             damaged = partition is not None and bool(partition.log.damage)
-            rotten = self._observer.promise.is_rotten(facts.key, facts.leader)
+            rotten = self._observer.losses.is_rotten(facts.key, facts.leader)
             if damaged and rotten and facts.isr == (facts.leader,):
                 found.append(machine)
         return found[:1]
@@ -191,7 +191,7 @@ class Operator:
         return await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
 
     def _stranded(self) -> list[PartitionFacts]:
-        allowed = self._observer.promise.stranded
+        allowed = self._observer.losses.stranded
         if not allowed:
             return []
         facts = list(self._observer.facts())

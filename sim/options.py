@@ -160,7 +160,7 @@ class SimOptions:
     nodes: tuple[NodePlan, ...] = (NodePlan(1),)
     faults: tuple[str, ...] = FAULTS
     chores: tuple[str, ...] = CHORES
-    unrest_ms: int = 5_000
+    fault_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which everything must be well again
     acknowledged_min: int = 0  #: the fault phase goes on until so many records were acknowledged
     grain_us: int = 1  #: what comes due within it is ready at once

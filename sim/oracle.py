@@ -7,9 +7,9 @@ Words
   life     of a topic name: from its creation to its deletion; the next topic of that name is
            another life (rule L8)
   era      of a partition: ends when as many of its replicas are hit at once as may cost what was
-           acknowledged (promise.py), or when it elects a leader uncleanly by permission.  Replies
-           of the last era may be heard for a while after its end: what is acknowledged then may
-           belong to either
+           acknowledged (loss_model.py), or when it elects a leader uncleanly by permission.
+           Replies of the last era may be heard for a while after its end: what is acknowledged then
+           may belong to either
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Oracle:
 
     def may_be_lost(self, topic: str, partition: int) -> bool:
         """Whether a range may be told as lost (rule L9): a copy has rotted, and it may be the only
-        one that ISR and ELR know, because the promise permits that (promise.py).
+        one that ISR and ELR know, because the promise permits that (loss_model.py).
         """
         known = self.topics[topic]
         lives = [(life, partition) for life in (known.topic_id, *known.former)]

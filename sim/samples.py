@@ -28,10 +28,10 @@ from pk.server.replica.partition import Partition
 from pk.sim.checkers import Invariants, PartitionSample, require
 from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
+from pk.sim.loss_model import LossModel, PartitionFacts, Registration
 from pk.sim.machine import Machine
 from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.oracle import Oracle
-from pk.sim.promise import PartitionFacts, Promise, Registration
 from pk.types import NONE, NodeId, PartitionKey
 
 READ_BYTES = 1 << 22
@@ -48,7 +48,7 @@ class Observer:
         self._world = cluster.world
         self._oracle = oracle
         self._counts = counts
-        self.promise = Promise(oracle, cluster.options.topics)
+        self.losses = LossModel(oracle, cluster.options.topics)
         cluster.listeners["replica_made_anew"] = self._made_anew
         cluster.listeners["log_begun_anew"] = self._begun_anew
         cluster.listeners["partition_offline"] = self._offline
@@ -183,7 +183,7 @@ class Observer:
                 self._count("elections unclean")
                 facts = self._facts(key)
                 if facts is not None:
-                    self.promise.elected_uncleanly(facts, before.last_known, self._now_ms())
+                    self.losses.elected_uncleanly(facts, before.last_known, self._now_ms())
             elif before.leader == NONE and now.leader in before.elr:
                 self._count("elections from the ELR")
             else:
@@ -213,7 +213,7 @@ class Observer:
         """A machine is about to lose its power, or the disk of its broker."""
         if BROKER not in machine.processes:
             return
-        self.promise.hit(
+        self.losses.hit(
             machine.node_id,
             disk=disk,
             partitions=list(self.facts()),
@@ -233,7 +233,7 @@ class Observer:
 
     def _made_anew(self, machine: Machine, told: dict[str, object]) -> None:
         for key in self._called(str(told["partition"])):
-            self.promise.made_anew(key, machine.node_id)
+            self.losses.made_anew(key, machine.node_id)
             self.invariants.forget(machine.node_id, key)
 
     def _begun_anew(self, machine: Machine, told: dict[str, object]) -> None:
@@ -309,11 +309,11 @@ class Observer:
         if state is None or broker not in state.replicas:
             return  # deleted meanwhile
         self._ends[key, broker] = log.written_end
-        hit = self.promise.is_hit(key, broker)
+        hit = self.losses.is_hit(key, broker)
         isr_ends = tuple(
             (member, self._ends[key, member])
             for member in state.isr
-            if (key, member) in self._ends and not self.promise.is_hit(key, member)
+            if (key, member) in self._ends and not self.losses.is_hit(key, member)
         )
         leads = partition.leader is not None
         sample = ReplicaSample(
@@ -329,13 +329,13 @@ class Observer:
             local_log_start=log.local_log_start,
             log_end=log.written_end,
             in_sync=len(partition.leader.isr) if partition.leader is not None else 0,
-            required=self.promise.copies(partition.topic),
+            required=self.losses.copies(partition.topic),
             hit=hit,
             isr_ends=isr_ends,
         )
         at, end = self.replicas.check(sample)
         # what is damaged is not compared: it must not be served, and readers see what is
-        end = at if self.promise.is_rotten(key, broker) else min(end, log.written_end)
+        end = at if self.losses.is_rotten(key, broker) else min(end, log.written_end)
         while log.local_log_start <= at < end:
             found = log.read(at, bound=end, max_bytes=READ_BYTES)
             if not found.data:
@@ -375,7 +375,7 @@ class Observer:
             log_end=log.written_end,
             synced_end=log.synced_end,
             tiered=partition.tiered,
-            flushed=self.promise.flushed(partition.topic),
+            flushed=self.losses.flushed(partition.topic),
             ready=leader.ready,
             current=current,
             table_start=NONE if counters is None else counters.start,
@@ -396,10 +396,10 @@ class Observer:
             for broker, state in self.image.brokers.items()
         }
         changed, self._changed = self._changed, {}
-        for key in {**changed, **dict.fromkeys(self.promise.rotting)}:
+        for key in {**changed, **dict.fromkeys(self.losses.rotting)}:
             facts = self._facts(key)
             if facts is not None:
-                self.promise.seen(facts, brokers)
+                self.losses.seen(facts, brokers)
 
     def look_at_all(self) -> None:
         """Every replica of every serving broker."""

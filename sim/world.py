@@ -113,7 +113,7 @@ class SimWorld:
         ids = self.random(f"{name}/{node.incarnation}/ids")
         return World(
             clock=clock,
-            network=self.network.door(node),
+            network=self.network.network_of(node),
             rng=self.random(f"{name}/{node.incarnation}"),
             new_id=lambda: str(uuid.UUID(int=ids.getrandbits(128), version=4)),
         )

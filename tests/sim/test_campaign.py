@@ -1,7 +1,7 @@
 """Whole clusters from seeds: controllers, brokers, tiers and clients in virtual time.
 
-SEEDS runs of UNREST_MS each, spread over the machine's cores.  `PK_SIM_SEEDS=N` runs N seeds (from
-`PK_SIM_FIRST` on) instead; a failure names its seed, and `python -m pk.sim SEED --unrest-ms …`
+SEEDS runs of FAULT_MS each, spread over the machine's cores.  `PK_SIM_SEEDS=N` runs N seeds (from
+`PK_SIM_FIRST` on) instead; a failure names its seed, and `python -m pk.sim SEED --fault-ms …`
 replays it.  Campaigns of many more are `make sim-long`.
 """
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 FIRST = int(os.environ.get("PK_SIM_FIRST", "1"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("PK_SIM_SEEDS", "50")))
-UNREST_MS = 30_000
+FAULT_MS = 30_000
 SHORT_MS = 2_000
 
 
@@ -51,7 +51,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, 
         if isinstance(item, pytest.Function) and item.originalname == "test_every_promise_holds"
     ]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        given = {"unrest_ms": UNREST_MS}
+        given = {"fault_ms": FAULT_MS}
         yield {seed: pool.submit(run_seed, seed, given) for seed in chosen}
         pool.shutdown(cancel_futures=True)
 
@@ -59,8 +59,8 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_promise_holds(seed: int, runs: dict[int, Future[dict[str, Any]]]) -> None:
     row = runs[seed].result()
-    assert row["verdict"] == "ok", f"python -m pk.sim {seed} --unrest-ms {UNREST_MS}"
-    assert row["virtual_ms"] >= UNREST_MS
+    assert row["verdict"] == "ok", f"python -m pk.sim {seed} --fault-ms {FAULT_MS}"
+    assert row["virtual_ms"] >= FAULT_MS
     assert row["rows_read"], "a run that stores nothing shows nothing"
 
 
@@ -85,7 +85,7 @@ def test_a_reader_from_0_crosses_tier_and_hot_log_while_local_segments_go() -> N
 
 def test_power_losses_without_flush_cost_a_suffix_at_most() -> None:
     plans = (TopicPlan("soft", 1, QUICK), TopicPlan("hard", 1, {**QUICK, "flush_on_ack": "true"}))
-    options = SimOptions(topics=plans, faults=("power",), chores=(), unrest_ms=SHORT_MS)
+    options = SimOptions(topics=plans, faults=("power",), chores=(), fault_ms=SHORT_MS)
     report = held(Run(3, options).execute())
     assert report.faults["power"] >= 1
 
@@ -97,7 +97,7 @@ from pk.sim.campaign import Run
 from pk.sim.options import drawn
 from pk.sim.world import SimWorld
 seed = int(sys.argv[1])
-options = drawn(SimWorld(seed).random("options"), unrest_ms=1500)
+options = drawn(SimWorld(seed).random("options"), fault_ms=1500)
 print(Run(seed, options).execute().digest)
 """
 
@@ -119,14 +119,14 @@ def test_a_seed_is_one_history_in_every_process() -> None:
 
 def test_the_command_prints_the_seed_first_and_the_replay_line_last() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pk.sim", "4", "--unrest-ms", "500"],
+        [sys.executable, "-m", "pk.sim", "4", "--fault-ms", "500"],
         check=True,
         capture_output=True,
         text=True,
     )
     lines = done.stdout.splitlines()
     assert lines[0] == "SEED=4"
-    assert lines[-1] == "replay: python -m pk.sim 4 --unrest-ms 500"
+    assert lines[-1] == "replay: python -m pk.sim 4 --fault-ms 500"
 
 
 ALONE = """
@@ -134,7 +134,7 @@ import os, sys
 from pk.sim.__main__ import main
 from pyarrow import fs  # numpy and Arrow's allocator have threads of their own
 before = len(os.listdir("/proc/self/task"))
-assert main(["4", "--unrest-ms", "500"]) == 0
+assert main(["4", "--fault-ms", "500"]) == 0
 print(len(os.listdir("/proc/self/task")) - before)
 """
 

@@ -22,7 +22,7 @@ OPTIONS = SimOptions(
     nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
     faults=("empty_metadata", "empty_metadata", "kill_controller", "split"),
     chores=("configure", "grow"),
-    unrest_ms=12_000,
+    fault_ms=12_000,
     heal_ms=30_000,
     fault_every_ms=(200, 1_000),
     chore_every_ms=(50, 200),
@@ -60,8 +60,8 @@ def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk(
     """Rule L9: what was committed and is damaged here is neither replayed nor guessed."""
     more = {"metadata_log_max_record_bytes_between_snapshots": 3_000}
     faults = ("rot", "rot", "kill_controller", "power")
-    options = replace(OPTIONS, faults=faults, unrest_ms=10_000, server=more)
-    with patch("pk.sim.rot.KINDS", ("metadata",)):
+    options = replace(OPTIONS, faults=faults, fault_ms=10_000, server=more)
+    with patch("pk.sim.corruption.KINDS", ("metadata",)):
         report = Run(1, options).execute()
     assert not report.violation, report.line
     assert report.counts["rot of metadata"]
@@ -71,7 +71,7 @@ def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk(
 def test_an_active_controller_meets_damage_when_a_broker_starts_and_another_takes_over() -> None:
     """Rule L9: or every broker that starts would be handed the damage, for ever."""
     options = replace(OPTIONS, faults=("rot", "kill_broker", "kill_broker"), chores=())
-    with patch("pk.sim.rot.KINDS", ("metadata",)):
+    with patch("pk.sim.corruption.KINDS", ("metadata",)):
         report = Run(SEED, options).execute()
     assert not report.violation, report.line
     assert report.counts["metadata damage met"] == report.counts["controllers voting again"] >= 1

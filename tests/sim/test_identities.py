@@ -1,4 +1,5 @@
-"""Identities and directories of logs that go (sim/identities.py): rule L15 holds in a cluster."""
+"""Identities and directories of logs that go (sim/identity_faults.py): rule L15 holds in a
+cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ OPTIONS = SimOptions(
     nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
     faults=("identity_lost", "identity_rot", "partition_lost", "kill_leader"),
     chores=(),
-    unrest_ms=8_000,
+    fault_ms=8_000,
     heal_ms=60_000,
     fault_every_ms=(100, 500),
     pace_ms=(20, 200),

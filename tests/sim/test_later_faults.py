@@ -10,9 +10,9 @@ from pk import errors
 from pk.log.validate import Verdict
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.sim.campaign import Report, Run
+from pk.sim.loss_model import LossModel, PartitionFacts
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
-from pk.sim.promise import PartitionFacts, Promise
 from pk.types import PartitionKey
 
 pytestmark = [
@@ -41,14 +41,14 @@ def executed(
     *faults: str,
     chores: tuple[str, ...] = (),
     configs: dict[str, str] = CONFIGS,
-    unrest_ms: int = 8_000,
+    fault_ms: int = 8_000,
 ) -> Report:
     options = SimOptions(
         topics=(TopicPlan("t", 2, configs, 3),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3, 4)),
         faults=faults,
         chores=chores,
-        unrest_ms=unrest_ms,
+        fault_ms=fault_ms,
         heal_ms=60_000,
         fault_every_ms=(100, 800),
         chore_every_ms=(100, 400),
@@ -115,7 +115,7 @@ FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0, (1, 2, 3))
 def test_what_was_weakened_once_is_promised_no_more() -> None:
     plan = TopicPlan("t", 1, {"min_insync_replicas": "2", "flush_on_ack": "true"}, 3)
     oracle = Oracle([plan])
-    kept = Promise(oracle, [plan])
+    kept = LossModel(oracle, [plan])
     assert (kept.copies("t"), kept.flushed("t")) == (2, True)
     kept.hit(1, disk=False, partitions=[FACTS], registered=None, now_ms=0.0)
     assert not oracle.lossy
@@ -144,7 +144,7 @@ def test_copies_that_are_lost_when_fewer_are_asked_for_end_the_era() -> None:
     plan = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
     oracle = Oracle([plan])
     oracle.created("t", "id", 1)
-    kept = Promise(oracle, [plan])
+    kept = LossModel(oracle, [plan])
     kept.rotted(FACTS, 1, lambda: True, 0.0)
     assert kept.eras == 0
     oracle.weakening("t", 1)

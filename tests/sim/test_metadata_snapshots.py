@@ -22,7 +22,7 @@ from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import Voter, VoteRequest, VotersChange
 from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules
 from pk.server.raft.snapshot_id import file_name, id_of
-from pk.sim.cluster import MortalStorage
+from pk.sim.cluster import KillableStorage
 from pk.sim.disk import SimDisk
 from pk.sim.world import SimWorld
 from pk.types import NONE
@@ -45,7 +45,7 @@ class Node:
     name: str
     voter: Voter
     address: str
-    storage: MortalStorage
+    storage: KillableStorage
     log: RaftLog[MetadataRecord] | None = None
     fatal: list[BaseException] = field(default_factory=list)
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Cluster:
         self.pace_ms = (5.0, 60.0)
         self.nodes = []
         for n in range(1, size + 1):
-            storage = MortalStorage(f"c{n}", self.sim.random(f"disk{n}"))
+            storage = KillableStorage(f"c{n}", self.sim.random(f"disk{n}"))
             self.nodes.append(Node(f"c{n}", Voter(n, f"dir{n}"), f"c{n}:1", storage))
         self.voters = {node.voter: node.address for node in self.nodes[:voters]}
         self.committed: list[str] = []

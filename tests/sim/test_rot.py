@@ -1,4 +1,4 @@
-"""Bit rot in a whole cluster (sim/rot.py): rule L9 holds, and without it a run fails."""
+"""Bit rot in a whole cluster (sim/corruption.py): rule L9 holds, and without it a run fails."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from pk.log import batch as batches
 from pk.server.metadata.image import PartitionState, TopicState
 from pk.sim.campaign import Report, Run
+from pk.sim.loss_model import LossModel, PartitionFacts
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
-from pk.sim.promise import PartitionFacts, Promise
 from pk.types import NONE, NodeId, PartitionKey
 
 pytestmark = [
@@ -27,7 +27,7 @@ OPTIONS = SimOptions(
     nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
     faults=("rot", "rot", "rot", "kill_client"),
     chores=(),
-    unrest_ms=8_000,
+    fault_ms=8_000,
     heal_ms=15_000,
     fault_every_ms=(100, 500),
     pace_ms=(20, 200),
@@ -72,10 +72,10 @@ KEY = PartitionKey("id", 0)
 FACTS = PartitionFacts("t", KEY, (1, 2, 3), (1, 2, 3), 1, 0, (1, 2, 3))
 
 
-def promise(factor: int = 3, **configs: str) -> tuple[Promise, Oracle]:
+def promise(factor: int = 3, **configs: str) -> tuple[LossModel, Oracle]:
     plan = TopicPlan("t", 1, {"min_insync_replicas": "2", **configs}, factor)
     oracle = Oracle([plan])
-    return Promise(oracle, [plan]), oracle
+    return LossModel(oracle, [plan]), oracle
 
 
 def test_a_rotten_copy_is_a_lost_one_until_it_is_off_the_disk_and_in_sync_again() -> None:
@@ -161,7 +161,7 @@ def test_copies_without_power_are_stranded_when_fewer_are_asked_for() -> None:
 def test_an_operator_elects_where_nobody_in_isr_or_elr_may_come_back() -> None:
     run = Run(SEED, OPTIONS)
     run.observer.image.topics["id"] = topic = TopicState("t", "id")
-    run.observer.promise.stranded[KEY] = None
+    run.observer.losses.stranded[KEY] = None
 
     def stranded(leader: NodeId, isr: tuple[NodeId, ...], elr: tuple[NodeId, ...]) -> bool:
         topic.partitions[0] = PartitionState((1, 2), isr, leader, 1, 1, elr)

@@ -24,7 +24,7 @@ def executed(seed: int, *faults: str, every_ms: tuple[int, int]) -> Report:
         nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
         faults=faults,
         chores=("delete_records",),
-        unrest_ms=10_000,
+        fault_ms=10_000,
         heal_ms=60_000,
         fault_every_ms=every_ms,
         pace_ms=(20, 200),

@@ -16,9 +16,9 @@ from pk.sim.cluster_checkers import (
     ReplicaCheck,
     ReplicaSample,
 )
+from pk.sim.loss_model import LossModel, PartitionFacts, Registration
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle
-from pk.sim.promise import PartitionFacts, Promise, Registration
 from pk.types import PartitionKey
 
 KEY = PartitionKey("id", 0)
@@ -185,7 +185,7 @@ def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -
         check.check(replica(2, log_end=5, life=2))
 
 
-def strike(promise: Promise, broker: int, *, disk: bool = False) -> None:
+def strike(promise: LossModel, broker: int, *, disk: bool = False) -> None:
     promise.hit(
         broker,
         disk=disk,
@@ -197,7 +197,7 @@ def strike(promise: Promise, broker: int, *, disk: bool = False) -> None:
 
 def test_one_loss_at_a_time_is_promised_two_are_not() -> None:
     oracle = Oracle([TOPIC])
-    promise = Promise(oracle, [TOPIC])
+    promise = LossModel(oracle, [TOPIC])
     strike(promise, 1)
     assert oracle.era(*KEY) == 0
     promise.seen(FACTS, {1: Registration("old", ("d",))})
@@ -213,7 +213,7 @@ def test_one_loss_at_a_time_is_promised_two_are_not() -> None:
 
 
 def test_a_copy_whose_damage_was_dropped_may_still_be_made_anew() -> None:
-    promise = Promise(Oracle([TOPIC]), [TOPIC])
+    promise = LossModel(Oracle([TOPIC]), [TOPIC])
     there = [True]
     promise.rotted(FACTS, 1, lambda: there[0], 1_000)
     there[0] = False  # retention
@@ -229,7 +229,7 @@ def test_a_copy_whose_damage_was_dropped_may_still_be_made_anew() -> None:
 
 def test_with_flush_on_ack_only_lost_disks_count() -> None:
     oracle = Oracle([FLUSHED])
-    promise = Promise(oracle, [FLUSHED])
+    promise = LossModel(oracle, [FLUSHED])
     for broker in (1, 2, 3):
         strike(promise, broker)
     assert oracle.era(*KEY) == 0
@@ -241,10 +241,10 @@ def test_with_flush_on_ack_only_lost_disks_count() -> None:
 
 def test_an_unclean_election_ends_an_era_where_it_is_allowed() -> None:
     oracle = Oracle([TOPIC])
-    Promise(oracle, [TOPIC]).elected_uncleanly(FACTS, (), 0.0)
+    LossModel(oracle, [TOPIC]).elected_uncleanly(FACTS, (), 0.0)
     assert oracle.era(*KEY) == 0, "a recovery election loses nothing"
     configs = {**TOPIC.configs, "unclean_leader_election_enable": "true"}
-    Promise(oracle, [replace(TOPIC, configs=configs)]).elected_uncleanly(FACTS, (), 0.0)
+    LossModel(oracle, [replace(TOPIC, configs=configs)]).elected_uncleanly(FACTS, (), 0.0)
     assert oracle.era(*KEY) == 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pk.sim import long
-from pk.sim.long import MET, Standing, main, rare_collections, verdict
+from pk.sim.long import MET, CampaignProgress, main, rare_collections, verdict
 
 MINUTE_MS = 60_000
 
@@ -84,7 +84,7 @@ class Campaign:
             yield row(seed, "V6: lost" if seed in self.bad else "ok")
 
     def run(self, seeds: int) -> int:
-        arguments = ["--seeds", str(seeds), "--unrest-ms", "7", "--results", str(self.results)]
+        arguments = ["--seeds", str(seeds), "--fault-ms", "7", "--results", str(self.results)]
         return main(arguments, lambda: self.now_ms)
 
 
@@ -136,7 +136,7 @@ def test_a_seed_that_fails_says_at_once_how_it_is_replayed(
     assert campaign.run(2) == 1
     said = capsys.readouterr().out.splitlines()
     at = said.index("V6: lost")
-    assert said[at + 1] == "replay: python -m pk.sim 1 --unrest-ms 7 --acknowledged-min 2000"
+    assert said[at + 1] == "replay: python -m pk.sim 1 --fault-ms 7 --acknowledged-min 2000"
     assert said[at + 2].startswith("1 of 2 seeds, 1 failed"), "before the next seed"
     assert campaign.run(2) == 1
     assert said[at + 1] in capsys.readouterr().out, "a campaign that goes on has not forgotten it"
@@ -161,14 +161,14 @@ def test_rows_come_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long, "processes", processes)
     monkeypatch.setattr(long, "SEEDS_PER_PROCESS", 2)
     monkeypatch.setattr(long, "run_seed", lambda seed, given: (seed, given))
-    found = list(long.finished(2, range(9), {"unrest_ms": 7}))
-    assert sorted(found) == [(seed, {"unrest_ms": 7}) for seed in range(9)]
+    found = list(long.finished(2, range(9), {"fault_ms": 7}))
+    assert sorted(found) == [(seed, {"fault_ms": 7}) for seed in range(9)]
     assert len(pools) == 3, "no process runs more than its share"
 
 
 def test_the_end_is_where_the_seeds_that_ran_point_to() -> None:
     now_ms = 0
-    standing = Standing(seeds=10, known=4, failed=0, now_ms=lambda: now_ms)
+    standing = CampaignProgress(seeds=10, known=4, failed=0, now_ms=lambda: now_ms)
     assert standing.line == "4 of 10 seeds, 0 failed"
     now_ms = 30 * MINUTE_MS  # 2 seeds in half an hour: 4 more take an hour
     standing.add(row(5))

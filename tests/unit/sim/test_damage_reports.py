@@ -1,4 +1,5 @@
-"""Damage and losses that nothing in a run explains are violations (sim/told.py, sim/readers.py)."""
+"""Damage and losses that nothing in a run explains are violations (sim/damage_reports.py,
+sim/readers.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 from pk import errors
 from pk.sim.campaign import Run
 from pk.sim.checkers import ReaderCheck
+from pk.sim.loss_model import PartitionFacts
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
-from pk.sim.promise import PartitionFacts
 from pk.sim.readers import SimConsumer
 from pk.sim.workload import SimAdmin
 from pk.types import PartitionKey, TopicPartition
@@ -41,7 +42,7 @@ def lost(start: int, end: int, **details: str) -> errors.DataLoss:
 
 
 def rots(run: Run, broker: int) -> None:
-    run.observer.promise.rotted(FACTS, broker, lambda: True, 0.0)
+    run.observer.losses.rotted(FACTS, broker, lambda: True, 0.0)
 
 
 def test_a_lost_range_is_told_only_where_a_copy_rotted(run: Run, consumer: SimConsumer) -> None:

@@ -65,7 +65,7 @@ class _Hit:
     before: Registration | None  #: the one it had then
 
 
-class Promise:
+class LossModel:
     """See the module."""
 
     def __init__(self, oracle: Oracle, plans: Iterable[TopicPlan]) -> None:

@@ -2,8 +2,8 @@
 
 What may rot
   log         a batch of a segment.  It costs a copy, so it strikes only where the promise stands
-              without that copy, or permits the loss (promise.py); an only copy is left alone, for
-              what rots there is told and stays offline for ever
+              without that copy, or permits the loss (loss_model.py); an only copy is left alone,
+              for what rots there is told and stays offline for ever
   index       .index, .timeindex, .txnindex: made anew from the segment
   producers   a snapshot of producers, or the leader epochs: an older one and the segments do
   offsets     the checkpoints of recovery points and high watermarks: each has a safe default
@@ -30,10 +30,10 @@ from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX
 from pk.server.raft.recovery import LOG_DIR
 from pk.server.raft.snapshot_id import SUFFIX
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import DISKS, Machine, MortalStorage
+from pk.sim.loss_model import PartitionFacts
+from pk.sim.machine import DISKS, KillableStorage, Machine
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER
-from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 
 KINDS = ("log", "log", "log", "index", "producers", "offsets", "metadata")
@@ -45,7 +45,7 @@ UNCHECKED = (*range(8), *range(12, 16))
 _Copy = tuple[PartitionFacts, Machine, str]
 
 
-class Rot:
+class Corruption:
     """See the module.  `counts`: what rotted, by kind."""
 
     def __init__(
@@ -96,18 +96,18 @@ class Rot:
                     if raw and identity.decode(raw, path).key == facts.key:
                         yield facts, machine, path
 
-    def _flip(self, storage: MortalStorage, path: str, position: int) -> Callable[[], bool]:
+    def _flip(self, storage: KillableStorage, path: str, position: int) -> Callable[[], bool]:
         return storage.rot(path, position, self._rng.randrange(8))
 
     # -- what rots ---------------------------------------------------------------------------------
 
     def _log(self) -> Machine | None:
-        promise = self._observer.promise
+        losses = self._observer.losses
         found: list[tuple[_Copy, str]] = []
         for copy in self.copies():
             facts, machine, path = copy
             storage = machine.storages[DISKS[BROKER]]
-            if promise.may_rot(facts, machine.node_id):
+            if losses.may_rot(facts, machine.node_id):
                 names = [name for name in storage.names(path) if name.endswith(LOG)]
                 found += [(copy, f"{path}/{each}") for each in names]
         found = [each for each in found if self._batches(each)]
@@ -130,7 +130,7 @@ class Rot:
         still = self._flip(storage, path, position)
         there = partial(_on, machine, storage, still)
         now_ms = world.loop.now_us / 1000
-        self._observer.promise.rotted(facts, machine.node_id, there, now_ms)
+        self._observer.losses.rotted(facts, machine.node_id, there, now_ms)
 
     @staticmethod
     def _batches(chosen: tuple[_Copy, str]) -> list[tuple[int, int]]:
@@ -175,7 +175,7 @@ class Rot:
         names = (RECOVERY_POINTS, HIGH_WATERMARKS)
         return self._anywhere([(storage, name) for storage in storages for name in names])
 
-    def _anywhere(self, found: list[tuple[MortalStorage, str]]) -> bool:
+    def _anywhere(self, found: list[tuple[KillableStorage, str]]) -> bool:
         found = [each for each in found if each[0].peek(each[1])]
         if not found:
             return False
@@ -186,12 +186,12 @@ class Rot:
         return True
 
 
-def _on(machine: Machine, storage: MortalStorage, still: Callable[[], bool]) -> bool:
+def _on(machine: Machine, storage: KillableStorage, still: Callable[[], bool]) -> bool:
     """Whether the damage is on a disk that the machine has."""
     return machine.storages[DISKS[BROKER]] is storage and still()
 
 
-def _synced(storage: MortalStorage, path: str, end: int) -> list[tuple[int, int]]:
+def _synced(storage: KillableStorage, path: str, end: int) -> list[tuple[int, int]]:
     """Position and size of each batch below offset `end` of a segment that is SYNCED."""
     raw = storage.peek(path)[: storage.synced_bytes(path)]
     found = []

@@ -26,7 +26,7 @@ REST_MS = 62_000
 CLOCK_OFF_MS = 30_000
 
 
-class RoomWatch:
+class FullDiskCheck:
     """Looks now and then; `reserve`: disk_reserve_bytes of every broker."""
 
     def __init__(self, cluster: SimCluster, reserve: int) -> None:

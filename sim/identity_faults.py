@@ -3,8 +3,9 @@
 What may go
   identity file    partition.json is removed, or a bit of it flips: restored from the second copy
   second copy      a bit of it flips, while all first copies are whole: made again
-  log directory    the whole directory of a partition: it costs a copy, as rot does (rot.py), so it
-                   strikes only where the promise stands without that copy, or permits the loss
+  log directory    the whole directory of a partition: it costs a copy, as rot does (corruption.py),
+                   so it strikes only where the promise stands without that copy, or permits the
+                   loss
 
 One copy of an identity is always left: where both are gone an operator has to say whose log it is.
 """
@@ -19,16 +20,16 @@ from pk import errors
 from pk.log import checkpoints, identity
 from pk.log.identity import IDENTITIES, PARTITION_FILE, Identities
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import DISKS, RESTART_MS, Machine, MortalStorage
+from pk.sim.loss_model import PartitionFacts
+from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, Machine
 from pk.sim.options import BROKER, TIER
-from pk.sim.promise import PartitionFacts
 from pk.sim.samples import Observer
 from pk.types import PartitionKey
 
 _Copy = tuple[PartitionFacts, Machine, str]
 
 
-class LostIdentities:
+class IdentityFaults:
     """See the module.  `copies`: every replica on a disk, with its directory."""
 
     def __init__(
@@ -70,11 +71,11 @@ class LostIdentities:
 
     def lose_directory(self) -> None:
         """The directory of one replica is gone."""
-        promise = self._observer.promise
+        losses = self._observer.losses
         found = [
             each
             for each in self._copies()
-            if promise.may_rot(each[0], each[1].node_id) and self._known(each)
+            if losses.may_rot(each[0], each[1].node_id) and self._known(each)
         ]
         if not found:
             return
@@ -85,7 +86,7 @@ class LostIdentities:
         self._said(storage, path, "lost logs")
         there = partial(_missing, machine, storage, path, facts.key)
         now_ms = self._cluster.world.loop.now_us / 1000
-        promise.rotted(facts, machine.node_id, there, now_ms)
+        losses.rotted(facts, machine.node_id, there, now_ms)
 
     # -- how ---------------------------------------------------------------------------------------
 
@@ -94,12 +95,12 @@ class LostIdentities:
         for role in (BROKER, TIER):
             machine.kill(role, self._rng.uniform(*RESTART_MS))
 
-    def _flip(self, storage: MortalStorage, path: str) -> None:
+    def _flip(self, storage: KillableStorage, path: str) -> None:
         position = self._rng.randrange(len(storage.peek(path)))
         storage.rot(path, position, self._rng.randrange(8))
         self._said(storage, f"{path} at {position}", "rotten identities")
 
-    def _said(self, storage: MortalStorage, where: str, what: str) -> None:
+    def _said(self, storage: KillableStorage, where: str, what: str) -> None:
         self._count(what)
         self._cluster.world.record(f"{what}: {storage.root}/{where}")
 
@@ -109,7 +110,7 @@ class LostIdentities:
         known = second_of(machine.storages[DISKS[BROKER]]).get(path.rpartition("/")[2])
         return known is not None and known.identity.key == facts.key
 
-    def _all_whole(self, storage: MortalStorage) -> bool:
+    def _all_whole(self, storage: KillableStorage) -> bool:
         """No directory of the disk needs its second copy."""
         for name in storage.names("topics"):
             raw = storage.peek(f"topics/{name}/{PARTITION_FILE}")
@@ -120,7 +121,7 @@ class LostIdentities:
         return True
 
 
-def second_of(storage: MortalStorage) -> Identities:
+def second_of(storage: KillableStorage) -> Identities:
     """The second copies as they are on the disk; {} if they are damaged."""
     try:
         return identity.parse(checkpoints.decode(IDENTITIES, storage.peek(IDENTITIES)))
@@ -128,7 +129,7 @@ def second_of(storage: MortalStorage) -> Identities:
         return {}
 
 
-def _missing(machine: Machine, storage: MortalStorage, path: str, key: PartitionKey) -> bool:
+def _missing(machine: Machine, storage: KillableStorage, path: str, key: PartitionKey) -> bool:
     """The machine has that disk, and the log is not there."""
     if machine.storages[DISKS[BROKER]] is not storage:
         return False

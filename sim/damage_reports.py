@@ -25,7 +25,7 @@ def watch_reports(cluster: SimCluster, observer: Observer, oracle: Oracle) -> No
         name, _, number = str(told["partition"]).rpartition("-")
         topic = oracle.topics[name]
         keys = [PartitionKey(life, int(number)) for life in (topic.topic_id, *topic.former)]
-        if topic.going or any(observer.promise.was_rotten(key, machine.node_id) for key in keys):
+        if topic.going or any(observer.losses.was_rotten(key, machine.node_id) for key in keys):
             return
         problem = f"V5: {machine.name} reports a damaged range where nothing rotted: {told}"
         cluster.problems.append(problem)
