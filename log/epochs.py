@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import pairwise
 
 from pk.log import checkpoints
@@ -82,7 +83,12 @@ class LeaderEpochs:
         self._entries = (EpochStart(self._entries[at - 1].epoch, log_start), *self._entries[at:])
         return True
 
+    def replace(self, entries: Iterable[EpochStart]) -> None:
+        """Go on with `entries`: the log was opened again."""
+        self._entries = tuple(entries)
+
     def clear(self) -> None:
+        """Forget every epoch."""
         self._entries = ()
 
     def encode(self) -> bytes:

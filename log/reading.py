@@ -11,7 +11,6 @@ Rules
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,43 +18,31 @@ import numpy as np
 import numpy.typing as npt
 
 from pk import errors
+from pk.log import aborted, columns, damage
 from pk.log import batch as batches
-from pk.log import columns, damage
 from pk.log.batch import Header
 from pk.log.damage import Damage
 from pk.log.encoding import numbers
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import NO_TIMESTAMP, SparseIndex
-from pk.log.plan import LogConfig, Read, TimeOffset
+from pk.log.local_log import LocalLog, segment_at
+from pk.log.plan import Read, TimeOffset
 from pk.log.recovery import Stop
-from pk.log.segment import IndexCache, Segment, Walk, corrupt
-from pk.types import NONE, TopicPartition
+from pk.log.segment import SNAPSHOT, Segment, Walk, corrupt, file_name
+from pk.types import NONE, AbortedTransaction
 
 Numbers = npt.NDArray[Any]
 
 
-class Readable:
-    """What `PartitionLog` inherits; it owns the fields."""
+class LocalLogReader:
+    """Reads the stored part of one partition's log; see the module's docstring.
 
-    topic_partition: TopicPartition
-    config: LogConfig
-    epochs: LeaderEpochs
-    log_start: int
-    _segments: tuple[Segment, ...]  #: oldest first, replaced as a whole
-    _written_end: int
-    _cache: IndexCache
-    _retired: bool
+    epochs: the log's; their entries may be replaced at any time (log/epochs E2)
+    """
 
-    @property
-    def first_offset(self) -> int:
-        """Where the oldest segment begins: replicas copy from there, below log_start too (rule
-        R5)."""
-        return self._segments[0].base_offset
-
-    @property
-    def local_log_start(self) -> int:
-        """Below it, records are in the tier or nowhere."""
-        return max(self._segments[0].base_offset, self.log_start)
+    def __init__(self, local: LocalLog, epochs: LeaderEpochs) -> None:
+        self._local = local
+        self._epochs = epochs
 
     def read(
         self,
@@ -74,19 +61,23 @@ class Readable:
 
         Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
         L9), and `DataLoss` in a range that is known to be damaged."""
-        segments, end = self._segments, self._written_end
-        start = segments[0].base_offset if stored else self._first_of(segments)
+        segments, end = self._local.segments, self._local.written_end
+        start = (
+            segments[0].base_offset
+            if stored
+            else max(segments[0].base_offset, self._local.log_start)
+        )
         if not start <= offset <= end:
             raise errors.OffsetOutOfRange(
-                f"{self.topic_partition} holds [{start}, {end}) here, not offset {offset}",
+                f"{self._local.topic_partition} holds [{start}, {end}) here, not offset {offset}",
                 local_log_start=str(start),
-                log_start=str(self.log_start),
+                log_start=str(self._local.log_start),
                 log_end=str(end),
             )
         bound = min(bound, end)
         if offset >= bound:
             return Read(b"", offset, offset, NONE)
-        at = max(0, bisect_right(segments, offset, key=lambda s: s.base_offset) - 1)
+        at = max(0, segment_at(segments, offset))
         for segment in segments[at:]:
             if segment.base_offset >= bound:
                 break
@@ -96,7 +87,7 @@ class Readable:
             if piece is None:
                 continue  # nothing at or above `offset` is left in this segment
             begins = piece.base_offset if piece.data else piece.next_offset
-            if begins > offset and not self.config.compacted:
+            if begins > offset and not self._local.config.compacted:
                 raise errors.CorruptLog(  # a header's offset lies outside its checksum
                     f"{segment.path()}: offsets [{offset}, {begins}) are in no batch",
                     offset=str(offset),
@@ -107,7 +98,7 @@ class Readable:
                     segment.path(), piece.data, first_only=not verify, offset=piece.base_offset
                 )
                 self._check_epoch(segment, piece.data)
-            epoch = self.epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
+            epoch = self._epochs.epoch_of(piece.next_offset - 1) if piece.data else NONE
             return Read(piece.data, piece.next_offset, piece.base_offset, epoch)
         return Read(b"", bound, bound, NONE)
 
@@ -116,7 +107,7 @@ class Readable:
         if not data:
             return
         header = batches.read_header(data)
-        known = self.epochs.epoch_of(header.base_offset)
+        known = self._epochs.epoch_of(header.base_offset)
         if known not in (NONE, header.leader_epoch):
             raise errors.CorruptLog(
                 f"{segment.path()}: the batch at offset {header.base_offset} says leader epoch "
@@ -125,11 +116,8 @@ class Readable:
                 next_offset=str(header.next_offset),
             )
 
-    def _first_of(self, segments: tuple[Segment, ...]) -> int:
-        return max(segments[0].base_offset, self.log_start)
-
     def _index(self, segment: Segment) -> SparseIndex:
-        return self._cache.get(segment, self.config.index_interval_bytes)
+        return self._local.cache.get(segment, self._local.config.index_interval_bytes)
 
     @contextlib.contextmanager
     def _guarding(self, segment: Segment) -> Iterator[None]:
@@ -141,11 +129,13 @@ class Readable:
         except FileNotFoundError as cause:
             if segment.dropped:
                 raise errors.OffsetOutOfRange(
-                    f"{self.topic_partition}: segment {segment.base_offset} was dropped",
-                    log_start=str(self.log_start),
+                    f"{self._local.topic_partition}: segment {segment.base_offset} was dropped",
+                    log_start=str(self._local.log_start),
                 ) from cause
-            if self._retired:
-                gone = errors.NotLeaderOrFollower(f"{self.topic_partition} was closed or deleted")
+            if self._local.retired:
+                gone = errors.NotLeaderOrFollower(
+                    f"{self._local.topic_partition} was closed or deleted"
+                )
                 raise gone from cause
             raise errors.CorruptLog(
                 f"{segment.path()} is missing",
@@ -153,20 +143,49 @@ class Readable:
                 offset=str(segment.base_offset),
             ) from cause
 
+    def newest_append_ms(self) -> int | None:
+        """When the last batch was appended (LogAppendTime); None = its timestamp is the producer's,
+        it is a control batch, or the log is empty.  Reads the disk.
+        """
+        for segment in reversed(self._local.segments):
+            if segment.written.size:
+                raw = segment.read_at(segment.written.last_position, batches.HEADER_BYTES)
+                last = batches.read_header(raw)
+                return last.max_timestamp if last.log_append_time and not last.control else None
+        return None
+
+    def aborted_in(self, start: int, end: int) -> list[AbortedTransaction]:
+        """Aborted transactions with records in `[start, end)`, by marker offset."""
+        found: list[AbortedTransaction] = []
+        segments = self._local.segments
+        at = max(0, segment_at(segments, start))
+        for segment in segments[at:]:  # a marker may lie any way behind its records
+            if segment.aborted:
+                found += aborted.overlapping(segment.aborted, start, end)
+        return found
+
+    def snapshot_at(self, offset: int) -> bytes:
+        """The producer state a segment with this base began with; empty if it had none."""
+        local = self._local
+        try:
+            return local.storage.read_file(f"{local.path}/{file_name(offset, SNAPSHOT)}")
+        except FileNotFoundError:
+            return b""
+
     # -- damage --------------------------------------------------------------------------------
 
     @property
     def damage(self) -> list[Damage]:
         """The ranges that are known to be damaged, ascending."""
-        return [each for segment in self._segments for each in segment.damage]
+        return [each for segment in self._local.segments for each in segment.damage]
 
     def survey(self, offset: int) -> list[Damage]:
         """Look at every batch of the segment that holds `offset`; the damaged ranges that were not
         known.  From now on readers get `DataLoss` there, and everything else.  Takes as long as
         reading the segment; for the read lane.
         """
-        segments = self._segments
-        at = max(0, bisect_right(segments, offset, key=lambda s: s.base_offset) - 1)
+        segments = self._local.segments
+        at = max(0, segment_at(segments, offset))
         segment, extent = segments[at], segments[at].written
         try:
             found = damage.survey(
@@ -175,18 +194,18 @@ class Readable:
                 segment.base_offset,
                 end_offset=extent.next_offset,
                 index=self._index_if_whole(segment),
-                epoch_of=self.epochs.epoch_of,
-                dense=not self.config.compacted,
+                epoch_of=self._epochs.epoch_of,
+                dense=not self._local.config.compacted,
             )
         except FileNotFoundError:
-            if segment.dropped or self._retired:
+            if segment.dropped or self._local.retired:
                 return []
             gone = f"{segment.path()} is missing"
             found = [Damage(segment.base_offset, extent.next_offset, 0, extent.size, gone)]
         fresh = [each for each in found if each not in segment.damage]
         if fresh:
             segment.damage = tuple(found)
-            self._cache.forget(segment)
+            self._local.cache.forget(segment)
         return fresh
 
     def _index_if_whole(self, segment: Segment) -> SparseIndex | None:
@@ -200,7 +219,7 @@ class Readable:
         """The first offset in `[local_log_start, bound)` with a timestamp of at least
         `timestamp_ms`.
         """
-        segments, start = self._segments, max(self._segments[0].base_offset, self.log_start)
+        segments, start = self._local.segments, self._local.local_log_start
         for segment in segments:
             if segment.written.max_timestamp < timestamp_ms or segment.written.next_offset <= start:
                 continue
@@ -236,8 +255,8 @@ class Readable:
         """The first record with the largest timestamp in `[local_log_start, bound)` (KIP-734);
         `bound` is where a batch begins, or the end.
         """
-        segments = self._segments
-        start = self._first_of(segments)
+        segments = self._local.segments
+        start = max(segments[0].base_offset, self._local.log_start)
         top = NO_TIMESTAMP
         for segment in segments:
             extent = segment.written
@@ -278,13 +297,13 @@ class Readable:
         """Local bytes below each offset, at index granularity, from the first segment on; grows
         with the offset.
         """
-        segments = self._segments
+        segments = self._local.segments
         starts = [0]
         for segment in segments:
             starts.append(starts[-1] + segment.written.size)
         found = []
         for offset in offsets:
-            at = bisect_right(segments, offset, key=lambda s: s.base_offset) - 1
+            at = segment_at(segments, offset)
             if at < 0:
                 found.append(0)
             elif offset >= segments[at].written.next_offset:
@@ -298,10 +317,10 @@ class Readable:
         """At most `samples_max` pairs (offset, bytes of [start, offset)) at segment and index
         boundaries; the ends included.
         """
-        start = max(start, self.local_log_start)
-        end = max(start, min(end, self._written_end))
+        start = max(start, self._local.local_log_start)
+        end = max(start, min(end, self._local.written_end))
         inner = [np.empty(0, np.int64)]
-        for segment in self._segments:
+        for segment in self._local.segments:
             if segment.written.next_offset > start and segment.base_offset < end:
                 entries = np.array(self._index(segment).offsets, np.int64) + segment.base_offset
                 inner += [np.array([segment.base_offset]), entries]

@@ -1,7 +1,7 @@
 """The write side of a partition log: what runs on the directory's write lane.
 
-One thread, in order.  It sees plans and segments, never the loop's decisions; what it keeps for
-itself begins with `_lane_`.
+One thread performs everything here, in order.  The writer sees plans and the written state
+(`LocalLog`), never the loop's decisions; what it keeps between calls is its own.
 
 Rules
   W1  a plan is performed whole or its generation fails: no later plan of it touches the disk (rule
@@ -14,14 +14,16 @@ Rules
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pk import errors
 from pk.log import epochs as leader_epochs
 from pk.log import loading
+from pk.log.epochs import LeaderEpochs
+from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
 from pk.log.producers import Producers
-from pk.log.reading import Readable
 from pk.log.segment import (
     DELETED,
     SNAPSHOT,
@@ -34,56 +36,52 @@ from pk.log.segment import (
 from pk.log.storage import Storage
 from pk.types import NONE, Offset
 
+LaneJob = Callable[[], None]
 
-class Writable(Readable):
-    """What `PartitionLog` inherits for its lane; the loop owns the fields without `_lane_`."""
 
-    path: str
+class Decided(Protocol):
+    """What the lane asks of the loop's side of the log (`LogAppender`)."""
+
     producers: Producers
-    _storage: Storage
-    #: How far the log is SYNCED by what the lane did, and by what the loop was told of: each is set
-    #: by one thread (but for cuts, when the other does nothing), so that neither unsays the other.
-    _synced_lane: int
-    _synced_loop: int
-    _tail: Segment
-    _repair: bool
-    _closed: bool
-    _retired: bool
 
-    def _init_lane(self, loaded: loading.Loaded) -> None:
-        self._cuts = 0  #: how often the log was cut back: what was read before is void
-        #: it was being cut or begun anew, and that failed: only another opening knows what is there
+    def idle(self) -> bool: ...
+    def repair_op(self) -> RepairOp | None: ...
+    def repaired(self) -> None: ...
+    def restart(self, producers: Producers, tail: Segment) -> None: ...
+
+
+class LocalLogWriter:
+    """Changes the files of one partition's log; see the module's docstring.
+
+    loaded: what opening found.  `local` has its segments, `epochs` its epochs.
+    """
+
+    def __init__(
+        self, local: LocalLog, epochs: LeaderEpochs, decided: Decided, loaded: loading.Loaded
+    ) -> None:
+        self._local = local
+        self._storage = local.storage
+        self._path = local.path
+        self._epochs = epochs
+        self._decided = decided
+        #: The log was being cut or begun again, and that failed: it must be re-opened.
         self.torn = False
         self._blank = loaded.blank
         self._sealed = (0, 0)  #: what `flush_sealed` reached, and the cuts made before it began
-        self._lane_failed = NONE  #: plans up to this generation fail (W1)
-        self._lane_error: Exception | None = None
-        self._lane_end = loaded.segments[-1].written.next_offset
-        self._lane_unsynced = [segment for segment in loaded.segments if not segment.synced]
-        self._lane_dir_changed = loaded.created
-        self._lane_pending_delete: list[Segment] = []  #: dropped, oldest first, and not yet renamed
+        self._failed = NONE  #: plans up to this generation fail (W1)
+        self._error: Exception | None = None
+        self._end: Offset = local.written_end
+        self._unsynced = [segment for segment in loaded.segments if not segment.synced]
+        self._dir_changed = loaded.created
+        self._pending_delete: list[Segment] = []  #: dropped, oldest first, and not yet renamed
         #: another replica's snapshot may lie above the end (log/loading O8)
-        self._lane_foreign = False
-
-    @property
-    def synced_end(self) -> int:
-        return max(self._synced_lane, self._synced_loop)
-
-    @property
-    def cuts(self) -> int:
-        """Another number once the log was cut or begun anew: what was planned before is void."""
-        return self._cuts
+        self._foreign = False
 
     @property
     def blank(self) -> bool:
-        """It is empty, and knows nothing of who wrote below (log/loading O2)."""
-        return (
-            self._blank and self._segments[-1].decided.next_offset == self._segments[0].base_offset
-        )
-
-    def _idle(self) -> bool:
-        """Nothing is decided that is not written."""
-        raise NotImplementedError
+        """The log is empty, and the producers below its start are unknown (log/loading O2)."""
+        segments = self._local.segments
+        return self._blank and segments[-1].decided.next_offset == segments[0].base_offset
 
     def perform(self, plan: WritePlan) -> None:
         """Do the plan's file operations.  Raises what the storage raises; then every plan of its
@@ -92,14 +90,14 @@ class Writable(Readable):
         On a full disk the batches before a roll that failed lie whole in their segment until the
         next plan cuts them off: should the process die now, they are stored.  The error says so.
         """
-        if plan.generation <= self._lane_failed:
-            assert self._lane_error is not None
-            raise self._lane_error
+        if plan.generation <= self._failed:
+            assert self._error is not None
+            raise self._error
         appended = False
         try:
-            if self._lane_foreign:  # what it was kept for failed: the log goes on as it was
-                loading.remove_snapshots(self._storage, self.path, self._lane_end)
-                self._lane_foreign = False
+            if self._foreign:  # what it was kept for failed: the log goes on as it was
+                loading.remove_snapshots(self._storage, self._path, self._end)
+                self._foreign = False
             for op in plan.ops:
                 if isinstance(op, AppendOp):
                     file = op.segment.open_for_append()
@@ -110,36 +108,36 @@ class Writable(Readable):
                 elif isinstance(op, RollOp):
                     self._perform_roll(op)
                 elif isinstance(op, EpochOp):
-                    self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.content)
+                    self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", op.content)
                 else:
                     self._perform_repair(op)
-            self._lane_end = plan.end
+            self._end = plan.end
             if plan.sync:
                 self._sync()
         except Exception as error:
             if appended and isinstance(error, errors.StorageFull):
                 error = errors.StorageFull(error.message, **error.details, appended="true")
-            self._lane_failed = plan.generation
-            self._lane_error = error
+            self._failed = plan.generation
+            self._error = error
             raise error
 
     def _touched(self, segment: Segment) -> None:
         segment.synced = False
-        if not self._lane_unsynced or self._lane_unsynced[-1] is not segment:
-            self._lane_unsynced.append(segment)
+        if not self._unsynced or self._unsynced[-1] is not segment:
+            self._unsynced.append(segment)
 
     def _perform_roll(self, op: RollOp) -> None:
         old, new = op.old, op.new
         old.write_indexes(old.decided)  # first: who finds the snapshot does not read what is below
         write_file(
-            self._storage, f"{self.path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
+            self._storage, f"{self._path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
         )
         new.create()
         file, old.file = old.file, None
         if file is not None:
             file.close()
         self._touched(new)
-        self._lane_dir_changed = True
+        self._dir_changed = True
 
     def _perform_repair(self, op: RepairOp) -> None:
         """Newest first, so that dying in between leaves no hole (rule L2).  An epoch that was
@@ -148,12 +146,12 @@ class Writable(Readable):
         base = op.segment.base_offset
         later = [
             b
-            for name in self._storage.list(self.path)
+            for name in self._storage.list(self._path)
             if (b := base_offset_of(name)) is not None and b > base
         ]
         for other in reversed(later):
-            loading.remove_segment(self._storage, self.path, other)
-        loading.remove_snapshots(self._storage, self.path, op.segment.written.next_offset)
+            loading.remove_segment(self._storage, self._path, other)
+        loading.remove_snapshots(self._storage, self._path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
             for suffix in loading.DERIVED[:3]:  # a roll that failed may have written them
@@ -161,35 +159,37 @@ class Writable(Readable):
             self._begin_cut()
             file.truncate(op.size)
             file.sync()
-            self._storage.remove(f"{self.path}/{loading.CUTTING}")
-        self._lane_unsynced = [s for s in self._lane_unsynced if s.base_offset <= base]
+            self._storage.remove(f"{self._path}/{loading.CUTTING}")
+        self._unsynced = [s for s in self._unsynced if s.base_offset <= base]
         self._touched(op.segment)
-        self._lane_dir_changed = True
-        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", op.epochs)
+        self._dir_changed = True
+        self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", op.epochs)
 
     def _begin_cut(self) -> None:
         """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on
         (log/loading O9)."""
-        self._storage.open(f"{self.path}/{loading.CUTTING}", create=True).close()
+        self._storage.open(f"{self._path}/{loading.CUTTING}", create=True).close()
 
     def _sync(self) -> int:
         """SYNCED: everything performed so far, oldest first (rule L1)."""
         self._finish_drops()
-        end = self._lane_end
-        for segment in self._lane_unsynced:
+        end = self._end
+        for segment in self._unsynced:
             if not segment.dropped:
                 _sync_segment(self._storage, segment)
-        if self._lane_dir_changed:
-            self._storage.sync_dir(self.path)
-            self._lane_dir_changed = False
-        self._lane_unsynced = []
+        if self._dir_changed:
+            self._storage.sync_dir(self._path)
+            self._dir_changed = False
+        self._unsynced = []
         return end
 
     def flush(self) -> int:
         """SYNCED: everything performed so far; returns (and sets) synced_end."""
         end = self._sync()
-        self._synced_lane = max(self._synced_lane, min(end, self._written_end))
-        return self.synced_end
+        self._local.synced_by_lane = max(
+            self._local.synced_by_lane, min(end, self._local.written_end)
+        )
+        return self._local.synced_end
 
     def checkpoint(self) -> int:
         """Write the active segment's indexes, so that the next opening walks less; returns the
@@ -199,31 +199,31 @@ class Writable(Readable):
         """
         self._finish_drops()
         cuts, sealed_end = self._sealed
-        if self._cuts == cuts:  # else what was flushed may be gone
-            self._synced_lane = max(self._synced_lane, sealed_end)
-        active = self._segments[-1]
+        if self._local.cuts == cuts:  # else what was flushed may be gone
+            self._local.synced_by_lane = max(self._local.synced_by_lane, sealed_end)
+        active = self._local.segments[-1]
         if active.file is not None:
             active.write_indexes(active.written)
-        return self.synced_end
+        return self._local.synced_end
 
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
         meanwhile; the manager lowers the recovery point first."""
-        assert self._idle(), "truncation waits for the writes before it"
+        assert self._decided.idle(), "truncation waits for the writes before it"
         self._mend()
-        if offset >= self._written_end:
+        if offset >= self._local.written_end:
             return
-        self._cuts += 1
-        if offset < self._segments[0].base_offset:
+        self._local.cuts += 1
+        if offset < self._local.segments[0].base_offset:
             # What is below the local log may be in the tier.
-            self.reset_to(offset, log_start=min(self.log_start, offset))
+            self.reset_to(offset, log_start=min(self._local.log_start, offset))
             return
-        at = bisect_right(self._segments, offset, key=lambda s: s.base_offset) - 1
-        if at and offset == self._segments[at].base_offset:
+        at = segment_at(self._local.segments, offset)
+        if at and offset == self._local.segments[at].base_offset:
             at -= 1  # but the first stays: only its snapshot knows the producers from before it
-        kept, active = self._segments[: at + 1], self._segments[at]
+        kept, active = self._local.segments[: at + 1], self._local.segments[at]
         self.torn = True
-        for segment in reversed(self._segments[at + 1 :]):
+        for segment in reversed(self._local.segments[at + 1 :]):
             self._discard(segment)
         for suffix in loading.DERIVED[:3]:
             self._storage.remove(active.path(suffix))
@@ -248,47 +248,47 @@ class Writable(Readable):
         A log that reaches `offset` never ends below it on the way, nor ends there without the
         producers: it may be in the ISR, and lead after a crash.
         """
-        assert self._idle(), "a reset waits for the writes before it"
+        assert self._decided.idle(), "a reset waits for the writes before it"
         self._mend()
-        self._cuts += 1
-        if self._segments[0].base_offset <= offset <= self._written_end:
+        self._local.cuts += 1
+        if self._local.segments[0].base_offset <= offset <= self._local.written_end:
             self.truncate_to(offset)
         if snapshot:
             self.keep_snapshot(offset, snapshot)
-        segments = self._segments[::-1]
-        if self._written_end == offset:
-            segments = tuple(each for each in self._segments if each.base_offset < offset)
-            if len(segments) == len(self._segments):
-                Segment(self._storage, self.path, offset).create()
+        segments = self._local.segments[::-1]
+        if self._local.written_end == offset:
+            segments = tuple(each for each in self._local.segments if each.base_offset < offset)
+            if len(segments) == len(self._local.segments):
+                Segment(self._storage, self._path, offset).create()
         self.torn = True
-        self.log_start = offset if log_start is None else log_start  # half-way, too
+        self._local.log_start = offset if log_start is None else log_start  # half-way, too
         for segment in segments:
             self._discard(segment)
-        for at in loading.snapshots(self._storage, self.path):
+        for at in loading.snapshots(self._storage, self._path):
             if at != offset or not snapshot:
-                self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
-        self.epochs.clear()
+                self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
+        self._epochs.clear()
         self._reload([], offset)
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
         """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
-        self._lane_foreign = True
-        self._storage.replace_file(f"{self.path}/{file_name(offset, SNAPSHOT)}", snapshot)
+        self._foreign = True
+        self._storage.replace_file(f"{self._path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
     def _rename_pending_delete(self) -> list[Segment]:
         """SYNCED: dropped segments have another name, the oldest first; what a full disk kept of
         them goes before any later one, else it would leave a hole (W2).
         """
         renamed: list[Segment] = []
-        while self._lane_pending_delete:
-            segment = self._lane_pending_delete[0]
+        while self._pending_delete:
+            segment = self._pending_delete[0]
             with contextlib.suppress(FileNotFoundError):  # what came behind its renaming failed
                 self._storage.rename(segment.path(), segment.path() + DELETED)
             for suffix in loading.DERIVED:
                 self._storage.remove(segment.path(suffix))
-            renamed.append(self._lane_pending_delete.pop(0))
+            renamed.append(self._pending_delete.pop(0))
         if renamed:
-            self._storage.sync_dir(self.path)
+            self._storage.sync_dir(self._path)
         return renamed
 
     def _finish_drops(self) -> None:
@@ -303,28 +303,18 @@ class Writable(Readable):
         L2).
         """
         self._finish_drops()
-        if self._repair:
-            self._perform_repair(self._repair_op())
-            self._repair = False
-
-    def _repair_op(self) -> RepairOp:
-        tail = self._segments[-1]
-        return RepairOp(tail, tail.written.size, self.epochs.encode())
-
-    def snapshot_at(self, offset: int) -> bytes:
-        """The producer state a segment with this base began with; empty if it had none."""
-        try:
-            return self._storage.read_file(f"{self.path}/{file_name(offset, SNAPSHOT)}")
-        except FileNotFoundError:
-            return b""
+        repair = self._decided.repair_op()
+        if repair is not None:
+            self._perform_repair(repair)
+            self._decided.repaired()
 
     def _discard(self, segment: Segment) -> None:
         segment.dropped = True
-        self._cache.forget(segment)
+        self._local.cache.forget(segment)
         file, segment.file = segment.file, None
         if file is not None:
             file.close()
-        loading.remove_segment(self._storage, self.path, segment.base_offset)
+        loading.remove_segment(self._storage, self._path, segment.base_offset)
 
     def _reload(self, kept: list[Segment], offset: int) -> None:
         """After files were cut: read the state back from them, as opening does.  What is kept is
@@ -335,93 +325,111 @@ class Writable(Readable):
             file, segment.file = segment.file, None
             if file is not None:
                 file.close()
-        self.epochs.truncate_end(offset)
-        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
+        self._epochs.truncate_end(offset)
+        self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", self._epochs.encode())
         loaded = loading.load(
             self._storage,
-            self.path,
-            self.config,
+            self._path,
+            self._local.config,
             clean=True,
             same_boot=True,
             recovery_point=0,
             log_start=0 if kept else offset,
-            now_ms=self.producers.newest_ms,  # who is read back has not been silent since 1970
+            # A producer that is read back was heard when the newest was, not in 1970.
+            now_ms=self._decided.producers.newest_ms,
         )
         # log/loading O4: below `offset`, too
-        self.epochs.truncate_end(loaded.segments[-1].written.next_offset)
+        self._epochs.truncate_end(loaded.segments[-1].written.next_offset)
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:
         """A log that was left half-way (`torn`) is opened as a start of the process would."""
-        for segment in self._segments:
-            self._cache.forget(segment)
+        for segment in self._local.segments:
+            self._local.cache.forget(segment)
             file, segment.file = segment.file, None
             if file is not None:
                 file.close()
         loaded = loading.load(
             self._storage,
-            self.path,
-            self.config,
+            self._path,
+            self._local.config,
             clean=False,
             same_boot=True,
             recovery_point=recovery_point,
-            log_start=self.log_start,
-            now_ms=self.producers.newest_ms,
+            log_start=self._local.log_start,
+            now_ms=self._decided.producers.newest_ms,
         )
-        self.epochs = loaded.epochs
+        self._epochs.replace(loaded.epochs.entries)
         self._go_on_with(loaded)
 
     def _go_on_with(self, loaded: loading.Loaded) -> None:
         """The log is what was found in its files, all of it SYNCED."""
-        self.producers = loaded.producers
+        self._decided.restart(loaded.producers, loaded.segments[-1])
         self._blank = loaded.blank
-        self._segments = tuple(loaded.segments)
-        self._cuts += 1  # again: who looked at the segments since it began saw the old ones
-        self._tail = loaded.segments[-1]
-        self._written_end = self._lane_end = self._tail.written.next_offset
-        self._lane_unsynced = list(loaded.segments)
-        self._lane_dir_changed = True
-        self._lane_foreign = False
-        self._synced_loop, self._synced_lane = 0, self._sync()
-        self.log_start = min(self.log_start, self._written_end)
+        # Counts a second cut: a reader that began after the first one saw the old segments.
+        self._local.replace_segments(loaded.segments)
+        self._end = self._local.written_end
+        self._unsynced = list(loaded.segments)
+        self._dir_changed = True
+        self._foreign = False
+        self._local.synced_by_loop, self._local.synced_by_lane = 0, self._sync()
+        self._local.log_start = min(self._local.log_start, self._local.written_end)
         self.torn = False
+
+    def drop_jobs(self, gone: Sequence[Segment]) -> tuple[LaneJob, LaneJob]:
+        """Two jobs for the lane that delete dropped segments: rename their files to `.deleted`, and
+        remove what was renamed.  The second runs when no reader can have the files open.
+        """
+        renamed: list[Segment] = []
+
+        def rename() -> None:
+            """SYNCED: recovery points go past these segments, which must not come back then."""
+            self._unsynced = [s for s in self._unsynced if s not in gone]
+            self._pending_delete += gone
+            renamed.extend(self._rename_pending_delete())
+
+        def remove() -> None:
+            for segment in renamed:
+                self._storage.remove(segment.path() + DELETED)
+
+        return rename, remove
 
     def close(self, clean: bool = True) -> None:
         """`clean`: flush, indexes, producer snapshot, all SYNCED; then the next opening trusts
         everything.
         """
-        if self._closed:
+        if self._local.closed:
             return
-        self._closed = True
+        self._local.closed = True
         try:
             if clean:
                 self._close_clean()
         finally:
-            for segment in self._segments:
+            for segment in self._local.segments:
                 file, segment.file = segment.file, None
                 if file is not None:
                     file.close()
 
     def _close_clean(self) -> None:
-        active, end = self._segments[-1], self._written_end
+        active, end = self._local.segments[-1], self._local.written_end
         if self._storage.failed is not None:
             raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
         if self.torn:
-            raise errors.StorageFailed(f"{self.path} was left half-way")
-        assert self._idle(), "close waits for the writes before it"
+            raise errors.StorageFailed(f"{self._path} was left half-way")
+        assert self._decided.idle(), "close waits for the writes before it"
         self._mend()
-        self._lane_end = end
+        self._end = end
         active.open_for_append()
         active.write_indexes(active.written)
-        bases = [segment.base_offset for segment in self._segments]
-        for at in loading.snapshots(self._storage, self.path):
+        bases = [segment.base_offset for segment in self._local.segments]
+        for at in loading.snapshots(self._storage, self._path):
             if at not in bases and at != end:
-                self._storage.remove(f"{self.path}/{file_name(at, SNAPSHOT)}")
+                self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
         if not self.blank:  # a snapshot says that it is known who wrote below
-            state = self.producers.snapshot(end)
-            write_file(self._storage, f"{self.path}/{file_name(end, SNAPSHOT)}", state)
-        self._storage.replace_file(f"{self.path}/{leader_epochs.FILE}", self.epochs.encode())
-        self._synced_loop, self._synced_lane = 0, self._sync()
+            state = self._decided.producers.snapshot(end)
+            write_file(self._storage, f"{self._path}/{file_name(end, SNAPSHOT)}", state)
+        self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", self._epochs.encode())
+        self._local.synced_by_loop, self._local.synced_by_lane = 0, self._sync()
 
     def flush_sealed(self) -> None:
         """fdatasync the sealed segments not yet synced, beside running writes; the next
@@ -429,18 +437,21 @@ class Writable(Readable):
 
         Only one at a time.  The directory is synced too: a sealed segment's name is part of what
         must last."""
-        cuts, segments = self._cuts, self._segments  # in this order: a cut may come in between
+        cuts, segments = (
+            self._local.cuts,
+            self._local.segments,
+        )  # in this order: a cut may come in between
         todo = [segment for segment in segments[:-1] if not segment.synced and not segment.dropped]
         for segment in todo:
             try:
                 _sync_segment(self._storage, segment)
             except FileNotFoundError:
                 continue  # dropped meanwhile
-        if todo or self._lane_dir_changed:
+        if todo or self._dir_changed:
             try:
-                self._storage.sync_dir(self.path)
+                self._storage.sync_dir(self._path)
             except FileNotFoundError:
-                if not self._retired:
+                if not self._local.retired:
                     raise
                 return  # the whole partition was renamed, to be deleted
         self._sealed = cuts, segments[-1].base_offset

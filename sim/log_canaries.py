@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from pk.client.fetcher import Fetcher
 from pk.log import loading
-from pk.log.writing import Writable
+from pk.log.writing import LocalLogWriter
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
@@ -18,15 +18,15 @@ def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
     Salvage (log/loading O10) would: log_start is durable before segments go, so that the hole of a
     topic without a tier lies below every reader.
     """
-    rename = Writable._rename_pending_delete
+    rename = LocalLogWriter._rename_pending_delete
 
-    def forgetful(self: Writable) -> Any:
+    def forgetful(self: LocalLogWriter) -> Any:
         try:
             return rename(self)
         finally:
-            self._lane_pending_delete.clear()
+            self._pending_delete.clear()
 
-    stack.enter_context(patch.object(Writable, "_rename_pending_delete", forgetful))
+    stack.enter_context(patch.object(LocalLogWriter, "_rename_pending_delete", forgetful))
     stack.enter_context(patch.object(loading, "salvage_map", lambda *_, **_more: {}))
 
 

@@ -279,25 +279,25 @@ class Observer:
                     or last[0] is not leader
                     or last[1] is not partition.replica
                     or last[2] != known
-                    or last[3] != log._written_end
+                    or last[3] != log.written_end
                     or last[4] != log.log_start
-                    or last[5] is not log._segments
+                    or last[5] is not log._local.segments
                 ):
                     self._count_cuts(last, log)
                     seen[key] = (
                         leader,
                         partition.replica,
                         known,
-                        log._written_end,
+                        log.written_end,
                         log.log_start,
-                        log._segments,
+                        log._local.segments,
                     )
                     self._look(machine.node_id, life, partition)
 
         sim_node.after = after
 
     def _count_cuts(self, last: _Signature | None, log: PartitionLog) -> None:
-        if last is not None and log._written_end < last[3]:
+        if last is not None and log.written_end < last[3]:
             self._count("truncations")
         if last is not None and log.local_log_start > last[3]:
             self._count("START_AT")

@@ -66,7 +66,7 @@ class Life:
             [self.append, self.cut, self.shorten, self.log.roll], [12, 2, 1, 1]
         )
         act()
-        if not self.log._idle():  # a roll waits for the next append
+        if not self.log.idle():  # a roll waits for the next append
             self.append()
 
     def check(self) -> None:

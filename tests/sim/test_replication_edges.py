@@ -98,13 +98,14 @@ def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
     perform = log.perform
 
     def full(plan: Any) -> None:
-        log._lane_failed, log._lane_error = plan.generation, errors.StorageFull("full")
+        writer = log._writer
+        writer._failed, writer._error = plan.generation, errors.StorageFull("full")
         perform(plan)
 
     for _ in range(3):
         log.perform = full
-        generation = log._generation
-        kit.until(lambda: log._generation > generation)  # noqa: B023
+        generation = log._appender.generation
+        kit.until(lambda: log._appender.generation > generation)  # noqa: B023
         log.perform = perform
         ledger.more(50)
     ledger.stop()
@@ -561,10 +562,10 @@ def test_an_epoch_that_rotted_fences_nobody(make: Any, which: int) -> None:
     ledger.more(200)
     ledger.stop()
     log = kit.replica(state.leader, "t").log
-    (segment,) = log._segments
-    raw = log._storage.read_file(segment.path())
+    (segment,) = log._local.segments
+    raw = log._local.storage.read_file(segment.path())
     later = [at for at, each in batches.iter_headers(raw) if each.base_offset > end]
-    file = log._storage.open(segment.path(), write=True)
+    file = log._local.storage.open(segment.path(), write=True)
     file.write_at(later[which] + 12, (900).to_bytes(4, "little"))
     file.close()
     kit.boot(n)

@@ -247,20 +247,22 @@ def test_a_new_log_is_what_opening_it_would_find() -> None:
         opened = PartitionLog.open(
             house.storages[0], made.path, made.topic_partition, "tid", CONFIG, clean=True, now_ms=5
         )
-        names = [
-            name
-            for name in (*vars(made), "log_end", "segments")
-            if name not in ("_cache", "_storage")
-        ]
-        for name in set(names) - {"_segments", "_tail", "_lane_unsynced", "epochs", "producers"}:
-            assert getattr(made, name) == getattr(opened, name), name
-        for mine, theirs in zip(made._segments, opened._segments, strict=True):
+        assert (made.log_end, made.segments) == (opened.log_end, opened.segments)
+        parts = "_local", "_appender", "_writer", "_reader"
+        elsewhere = {"storage", "_storage", "cache", "_decided", *parts}  # two logs have two
+        compared_below = {"segments", "tail", "_unsynced", "epochs", "_epochs", "producers"}
+        for part in ("", *parts):
+            mine, theirs = (vars(getattr(log, part) if part else log) for log in (made, opened))
+            assert mine.keys() == theirs.keys()
+            for name in mine.keys() - elsewhere - compared_below:
+                assert mine[name] == theirs[name], (part, name)
+        for new, old in zip(made._local.segments, opened._local.segments, strict=True):
             for slot in ("base_offset", "decided", "written", "synced", "dropped", "aborted"):
-                assert getattr(mine, slot) == getattr(theirs, slot), slot
-            assert mine.index is not None
-            assert theirs.index is not None
-            assert mine.file is not None
-        assert [each.base_offset for each in made._lane_unsynced] == [0]
+                assert getattr(new, slot) == getattr(old, slot), slot
+            assert new.index is not None
+            assert old.index is not None
+            assert new.file is not None
+        assert [each.base_offset for each in made._writer._unsynced] == [0]
         assert (made.epochs.entries, len(made.producers)) == (opened.epochs.entries, 0)
 
     run(main)

@@ -76,7 +76,7 @@ def test_who_loads_an_index_beside_another_counts_it_once(monkeypatch: pytest.Mo
     """Else the cache believes itself full for ever, and keeps one index."""
     bench = Bench(index_interval_bytes=1, segment_bytes=500)
     bench.fill(12)
-    first, second, third = bench.log._segments[:3]
+    first, second, third = bench.log._local.segments[:3]
     indexes = [each.load_index()[0] for each in (first, second, third)]
     cache = IndexCache(sum(each.nbytes() for each in indexes))
     load = Segment.load_index

@@ -85,7 +85,7 @@ def test_what_the_loop_says_is_synced_is_not_unsaid_by_the_lane(
             self._told()
             return int(self) > other
 
-    monkeypatch.setattr(b.log, "_sync", lambda: Reached(1))
+    monkeypatch.setattr(b.log._writer, "_sync", lambda: Reached(1))
     b.log.flush()
     assert next(others, None) is None
     assert b.log.synced_end == 2
@@ -140,7 +140,7 @@ def test_reset_starts_elsewhere(bench: Make) -> None:
 def test_dropped_segments_serve_whoever_is_at_them(bench: Make) -> None:
     b = bench(segment_bytes=400, retention_bytes=0)
     b.fill(10)
-    old = b.log._segments[0]
+    old = b.log._local.segments[0]
     plan = b.log.retention_plan(NOW)
     assert plan.drop == (0, 2, 4, 6)
     rename, remove = b.log.drop_segments(plan)

@@ -197,7 +197,7 @@ def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
     """Rule L1: the synced end covers them, and with it the next recovery point."""
     bench = Bench()
     bench.fill(30)
-    sealed = [segment.path() for segment in bench.log._segments[:-1]]
+    sealed = [segment.path() for segment in bench.log._local.segments[:-1]]
     assert len(sealed) > 1
     assert bench.log.synced_end == 0
     bench.log.truncate_to(28)

@@ -75,7 +75,7 @@ def test_a_position_is_that_of_a_replica_that_stands_still(
     (found,) = core.positions(asked(key, PartitionKey("gone", 0)))
     assert (found.topic_id, found.last_epoch, found.log_end) == (topic_id, 0, end)
     partition: Partition = core.partitions[key]
-    monkeypatch.setattr(partition.log, "_written_end", end - 1)
+    monkeypatch.setattr(partition.log._local, "written_end", end - 1)
     assert core.positions(asked(key)) == [], "a write is under way"
     monkeypatch.undo()
     partition.problem = errors.TierUnavailable("waits for its table")

@@ -169,7 +169,7 @@ def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
         covered(partition, 5)
         rig.tier.times = deposed
         await visit(scheduler, partition)
-        assert log._idle(), "a segment was begun"
+        assert log.idle(), "a segment was begun"
         assert log.log_start == 0
 
     rig.run(story)

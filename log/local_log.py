@@ -1,0 +1,106 @@
+"""The stored part of one partition's log: its segments, and how far they are written and SYNCED.
+
+The loop, the write lane and the readers share one `LocalLog`.  Each field has one writer at a time:
+
+    config, retired         loop
+    segments, written_end   loop: a plan was completed, or segments are dropped
+                            write lane: the log is cut or re-opened; nothing is decided meanwhile
+    log_start               loop; write lane, as above
+    synced_by_loop          loop; write lane, as above
+    synced_by_lane          write lane
+    cuts, closed            write lane
+
+Invariants
+  M1  `segments` is one immutable tuple, oldest first, never empty.  It is replaced as a whole, so
+      that a reader that took it once sees no change (log/reading A1).
+  M2  what is written never exceeds what is decided (log/appending).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from pk.log.plan import LogConfig
+from pk.log.segment import IndexCache, Segment
+from pk.log.storage import Storage
+from pk.types import Offset, TopicPartition
+
+
+def segment_at(segments: Sequence[Segment], offset: Offset) -> int:
+    """The position of the last segment that begins at or below `offset`; -1 = all begin above."""
+    return bisect_right(segments, offset, key=lambda segment: segment.base_offset) - 1
+
+
+class LocalLog:
+    """See the module's docstring.
+
+    path: the partition's directory, relative to the storage's root
+    segments: at least one, oldest first; the last is the active one
+    synced_end: everything below this offset is SYNCED
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        topic_partition: TopicPartition,
+        config: LogConfig,
+        segments: Iterable[Segment],
+        *,
+        log_start: Offset,
+        synced_end: Offset,
+        cache: IndexCache,
+    ) -> None:
+        self.storage = storage
+        self.path = path
+        self.topic_partition = topic_partition
+        self.config = config
+        self.cache = cache
+        self.segments: tuple[Segment, ...] = tuple(segments)
+        self.written_end: Offset = self.segments[-1].written.next_offset
+        self.log_start = log_start
+        #: How far the log is SYNCED by what the lane did, and by what the loop was told of.  Each
+        #: thread sets its own, so that neither takes back what the other has reached.
+        self.synced_by_lane: Offset = synced_end
+        self.synced_by_loop: Offset = 0
+        self.cuts = 0  #: how often the log was cut back: what was read before is void
+        self.retired = False  #: the partition is being closed or deleted
+        self.closed = False
+
+    @property
+    def first_offset(self) -> Offset:
+        """Where the oldest segment begins.  Replicas copy from there, below log_start, too (rule
+        R5)."""
+        return self.segments[0].base_offset
+
+    @property
+    def local_log_start(self) -> Offset:
+        """The first offset that can be read here.  Records below it are in the tier, or deleted."""
+        return max(self.segments[0].base_offset, self.log_start)
+
+    @property
+    def synced_end(self) -> Offset:
+        """Everything below it is SYNCED."""
+        return max(self.synced_by_lane, self.synced_by_loop)
+
+    def begin_segments(self, fresh: Sequence[Segment]) -> None:
+        """Add the segments that completed plans rolled to; the last becomes the active one."""
+        sealed = self.segments[-1], *fresh[:-1]
+        self.segments = (*self.segments, *fresh)
+        for segment in sealed:
+            segment.index = None  # its index is on disk
+
+    def drop_oldest(self, gone: Sequence[Segment]) -> None:
+        """Hide the oldest segments from readers.  Their files are still there."""
+        assert list(gone) == list(self.segments[: len(gone)]), "segments go from the oldest on"
+        self.segments = self.segments[len(gone) :]
+        for segment in gone:
+            segment.dropped = True
+            self.cache.forget(segment)
+
+    def replace_segments(self, segments: Iterable[Segment]) -> None:
+        """Go on with what was found in the files after a cut or another opening."""
+        self.segments = tuple(segments)
+        self.cuts += 1
+        self.written_end = self.segments[-1].written.next_offset
