@@ -23,9 +23,7 @@ class Partition:
         "waiting",
     )  # fmt: skip
 
-    def __init__(
-        self, topic: str, key: PartitionKey, batch_size: int, backoff: Backoff
-    ) -> None:
+    def __init__(self, topic: str, key: PartitionKey, batch_size: int, backoff: Backoff) -> None:
         self.topic = topic
         self.key = key
         self.batch_size = batch_size

@@ -322,9 +322,7 @@ def _examine(
     return action is Action.CUT
 
 
-def _torn(
-    opening: Opening, segment: Segment, walk: Walk, size: int, later: list[Offset]
-) -> bool:
+def _torn(opening: Opening, segment: Segment, walk: Walk, size: int, later: list[Offset]) -> bool:
     """Whether what is left where the walk stopped is the beginning of the log's last batch."""
     if any(_has_data(opening, base) for base in later):
         return False

@@ -463,7 +463,7 @@ def _bytes_of(node: _Inode | _Dir) -> int:
 
 
 class SimDisk:
-    """Lanes in the loop: `write` in order, everything after a drawn delay of virtual time."""
+    """Executors in the loop: `write` in order, everything after a drawn delay of virtual time."""
 
     def __init__(
         self,

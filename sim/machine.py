@@ -36,7 +36,7 @@ from pk.sim.loop import SimNode
 from pk.sim.objects import SimObjects
 from pk.sim.options import BROKER, CONTROLLER, TIER, NodePlan, SimOptions
 from pk.sim.world import SimClock, SimWorld
-from pk.tiering.worker import Lanes
+from pk.tiering.worker import Executors
 from pk.world import World
 
 T = TypeVar("T")
@@ -229,7 +229,7 @@ class Machine:
         assert node is not None
         drawn = self._world.random(f"{process.name}/{node.incarnation}/lanes")
 
-        async def lane(work: Callable[[], T]) -> T:
+        async def execute(work: Callable[[], T]) -> T:
             stall = self.storages[DISKS[BROKER]].stall  # of the broker's disk, which it reads
             before, after = (0.0, 0.0) if stall is None else stall("read")
             await world.clock.sleep_ms(drawn.uniform(0.1, 3.0) + before)
@@ -243,7 +243,7 @@ class Machine:
             cluster.store,
             cluster.store,
             self._view,
-            Lanes(lane, lane),
+            Executors(execute, execute),
             self.run,
             broker_address=str(self.run.server["listen"]),
             log=NodeLog(process.name, cluster),

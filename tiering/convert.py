@@ -10,7 +10,7 @@ Invariants
       markers nor aborted.
   F2  memory is bounded by one decoded batch, two row groups and the output: batches are decoded as
       soon as they fill a row group (log/runs.py), rows leave as soon as a row group is full.  The
-      output's memory is used again (sink.py).
+      output's memory is used again (buffer.py).
   F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
@@ -36,7 +36,7 @@ from pk.log.runs import Member
 from pk.tiering import rowhash
 from pk.tiering.footers import UnreadableFile, footer_crc
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
-from pk.tiering.sink import Sink, SinkFull
+from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import NONE, AbortedTransaction, Offset
 
 ROWS_PER_GROUP = 16_384
@@ -197,15 +197,16 @@ def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
 
 
 class FileBuilder:
-    """Batches or rows in, one Parquet file out, in the memory of `sink` (F2).
+    """Batches or rows in, one Parquet file out, in the memory of `buffer` (F2).
 
-    Raises `SinkFull` where that memory is too small: build the file once more in a larger one.
+    Raises `OutputBufferFull` where that memory is too small: build the file once more in a larger
+    one.
     """
 
-    def __init__(self, level: int = ZSTD_LEVEL, sink: Sink | None = None) -> None:
+    def __init__(self, level: int = ZSTD_LEVEL, buffer: OutputBuffer | None = None) -> None:
         self._level = level
-        self._sink = sink or Sink()
-        self._sink.clear()
+        self._buffer = buffer or OutputBuffer()
+        self._buffer.clear()
         self._writer: pq.ParquetWriter | None = None
         self._run: list[Member] = []  #: batches to be decoded together, all of `_shape`
         self._shape: int | None = None
@@ -225,7 +226,7 @@ class FileBuilder:
     @property
     def size(self) -> int:
         """Bytes of the file so far, the last row groups not counted."""
-        return self._sink.size
+        return self._buffer.size
 
     def add_batch(
         self,
@@ -302,10 +303,10 @@ class FileBuilder:
         try:
             if self._writer is None:
                 options = _writer_options(pieces[0], self._level)
-                self._writer = pq.ParquetWriter(self._sink.stream(), FILE_SCHEMA, **options)
+                self._writer = pq.ParquetWriter(self._buffer.stream(), FILE_SCHEMA, **options)
             self._writer.write_table(group, row_group_size=group.num_rows)
         except OSError as cause:  # all that a stream into memory can say
-            raise SinkFull from cause
+            raise OutputBufferFull from cause
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def _note(self, rows: pa.RecordBatch) -> None:
@@ -324,7 +325,7 @@ class FileBuilder:
         self._null_values += rows.column("value").null_count
 
     def finish(self) -> BuiltFile | None:
-        """The file, valid until the sink is used again; None if no row came."""
+        """The file, valid until the buffer is used again; None if no row came."""
         self._decode()
         if self._waiting:
             self._flush()
@@ -334,8 +335,8 @@ class FileBuilder:
         try:
             self._writer.close()
         except OSError as cause:
-            raise SinkFull from cause
-        data = self._sink.data()
+            raise OutputBufferFull from cause
+        data = self._buffer.data()
         return BuiltFile(
             data=data,
             rows=self._rows,

@@ -32,8 +32,8 @@ from pk.backoff import Backoff
 from pk.effects import Effect, Send, SetTimer
 from pk.tiering.damage import DamagedFile, holds_the_same
 from pk.tiering.data_files import OFFSET_MAX, DataFile
+from pk.tiering.divergence import divergence_error, has_diverged
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
-from pk.tiering.parting import parted, passed_by
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
@@ -256,7 +256,7 @@ class Copier:
         self._confirming: Confirm | None = None
         self._confirm_not_before_ms = 0
         self._owner_problem: errors.PkError | None = None
-        self._parted: errors.TierTableChanged | None = None  #: K7
+        self._diverged: errors.TierTableChanged | None = None  #: K7
         self._told: tuple[object, ...] | None = None
 
     @property
@@ -269,7 +269,7 @@ class Copier:
     @property
     def status(self) -> errors.PkError | None:
         """What keeps this partition from being tiered."""
-        return self._owner_problem or self._parted or self.problem
+        return self._owner_problem or self._diverged or self.problem
 
     def step(self, event: CopierEvent, now_ms: int) -> Sequence[Effect]:
         """The only mutator."""
@@ -438,8 +438,8 @@ class Copier:
     def _go_on(self, now_ms: int, effects: list[Effect]) -> None:
         due: list[int] = []
         view, table = self.view, self.table
-        self._parted = self._parting(view, table)
-        in_trouble = isinstance(self._owner_problem or self._parted, errors.OperatorError)  # K6
+        self._diverged = self._divergence(view, table)
+        in_trouble = isinstance(self._owner_problem or self._diverged, errors.OperatorError)  # K6
         if view is not None and table is not None and view.ready and not in_trouble:  # K2
             if view.settings.enabled and table.end >= view.log_start:  # T1, after T9
                 due += self._mend(view, table, now_ms, effects)
@@ -449,16 +449,16 @@ class Copier:
         self._tell(effects)
         effects.append(SetTimer(self.partition, min(due) if due else None))
 
-    def _parting(
+    def _divergence(
         self, view: View | None, table: TableSeen | None
     ) -> errors.TierTableChanged | None:
         if view is None or table is None or table.end <= max(table.start, view.log_start):
             return None  # nothing of it is left (T9)
         if table.epoch > view.leader_epoch:
             return None  # another leader's, who is newer: nobody takes this one's word
-        if not passed_by(table.end, table.epoch, view.log_end, view.epochs):
+        if not has_diverged(table.end, table.epoch, view.log_end, view.epochs):
             return None
-        return parted(self.partition, table.end, table.epoch, view.log_end)
+        return divergence_error(self.partition, table.end, table.epoch, view.log_end)
 
     def _copy(self, view: View, now_ms: int, effects: list[Effect]) -> list[int]:
         """Start an upload if one is due; else when to look again."""
@@ -573,7 +573,7 @@ class Copier:
             return
         status = self.status
         text = (type(status), status.message) if status is not None else None
-        if self._parted is not None:
+        if self._diverged is not None:
             table = None  # K7
         droppable_end = NONE if table is None else self.droppable_end
         facts = (table.start, table.end, table.bytes) if table is not None else None

@@ -21,7 +21,7 @@ from pk import errors
 from pk.tiering import layout, log_check
 from pk.tiering.data_files import OFFSET_MAX, DataFile, NewFile
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
-from pk.tiering.store_words import in_words
+from pk.tiering.store_errors import error_text
 from pk.tiering.table import CommitConflict, TableProtocol
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -185,7 +185,7 @@ def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
     """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
     if isinstance(cause, errors.PkError):
         return cause
-    text, low = in_words(str(cause)), str(cause).lower()
+    text, low = error_text(str(cause)), str(cause).lower()
     if any(word in low for word in _DENIED):
         return errors.StoreRefused(f"{uri}: {doing}: {text}", uri=uri)
     if "nosuchbucket" in low:

@@ -22,7 +22,7 @@ from pk.clock import Clock
 from pk.tiering.damage import DamagedFile, DamagedFiles, damaged
 from pk.tiering.data_files import DataFile
 from pk.tiering.objects import ObjectStore
-from pk.tiering.reader import Place, TierReader
+from pk.tiering.reader import TablePartition, TierReader
 from pk.tiering.table import Table
 from pk.types import Offset
 
@@ -49,7 +49,7 @@ class FileWatch:
         store: ObjectStore,
         reader: TierReader,
         clock: Clock,
-        place: Callable[..., Awaitable[Place]],
+        place: Callable[..., Awaitable[TablePartition]],
         tell: Callable[[Any, int], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
@@ -80,7 +80,7 @@ class FileWatch:
         """Rule T6: files covering `[start, end)` that do not answer a HEAD, of the newest version
         before one is called lost, or are known as damaged (A1)."""
         for fresh in (False, True):
-            place: Place = await self._place(topic, partition, end, fresh=fresh)
+            place: TablePartition = await self._place(topic, partition, end, fresh=fresh)
             files = place.snapshot.covering(partition, start, end)
             whole = await asyncio.gather(*(self._is_whole(topic, file) for file in files))
             lost = [file for file, there in zip(files, whole, strict=True) if not there]
@@ -115,7 +115,7 @@ class FileWatch:
 
     async def _look_at(self, topic: Watched, file: DataFile) -> None:
         try:
-            place: Place = await self._place(topic, file.partition)
+            place: TablePartition = await self._place(topic, file.partition)
             if file.path in place.snapshot.files:
                 await self._reader.verify(place, file)
             topic.damaged.whole(file)

@@ -29,9 +29,9 @@ from pk import errors
 from pk.backoff import Backoff
 from pk.clock import Clock
 from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
-from pk.tiering.sink import BLOCK_BYTES
+from pk.tiering.output_buffer import BLOCK_BYTES
+from pk.tiering.store_errors import error_text
 from pk.tiering.store_settings import StoreSettings, check_url
-from pk.tiering.store_words import in_words
 
 T = TypeVar("T")
 
@@ -88,11 +88,11 @@ class _Calls:
                 if isinstance(cause, OSError) and cause.errno in _REFUSED:
                     raise self._refused(doing, cause) from cause
                 last = cause
-        why = in_words(_text(last))
+        why = error_text(_text(last))
         raise errors.TierUnavailable(f"{self.url}: {doing}: {why}", url=self.url) from last
 
     def _refused(self, doing: str, cause: BaseException) -> errors.StoreRefused:
-        return errors.StoreRefused(f"{self.url}: {doing}: {in_words(_text(cause))}", url=self.url)
+        return errors.StoreRefused(f"{self.url}: {doing}: {error_text(_text(cause))}", url=self.url)
 
     def _upload_deadline_ms(self, size: int) -> int:
         """A large upload may take longer: at least 1 MiB/s is asked for."""

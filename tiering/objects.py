@@ -21,7 +21,7 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 
-class Lane(Protocol):
+class Executor(Protocol):
     """Where work that would block the loop runs: a few threads, or in place in the simulator."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...

@@ -38,7 +38,7 @@ from pk.tiering.damage import damaged
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer, Group, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
-from pk.tiering.objects import Lane, ObjectStore
+from pk.tiering.objects import Executor, ObjectStore
 from pk.tiering.table import Snapshot
 from pk.types import NONE, Epoch, Offset
 
@@ -58,7 +58,7 @@ def never() -> bool:
     return False
 
 
-class Fetched(NamedTuple):
+class FetchedBatches(NamedTuple):
     """Batches of `[offset, next_offset)`."""
 
     next_offset: Offset
@@ -80,7 +80,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class TablePartition:
     """A partition in a table: where its files are, and what the table says now."""
 
     home: str  #: directory of the table in the store
@@ -88,7 +88,7 @@ class Place:
     snapshot: Snapshot
 
 
-class _Spot(NamedTuple):
+class _RowGroup(NamedTuple):
     """One row group of one file."""
 
     file: DataFile
@@ -133,7 +133,7 @@ class _Cache:
 class TierReader:
     """Cold reads of every topic of this node."""
 
-    def __init__(self, store: ObjectStore, compute: Lane, cache_bytes: int) -> None:
+    def __init__(self, store: ObjectStore, compute: Executor, cache_bytes: int) -> None:
         self._store = store
         self._compute = compute
         self._footers = _Cache(FOOTERS_BYTES_MAX)
@@ -155,12 +155,12 @@ class TierReader:
 
     async def fetch(
         self,
-        place: Place,
+        place: TablePartition,
         offset: Offset,
         end: Offset,
         max_bytes: int,
         late: Callable[[], bool] = never,
-    ) -> Fetched:
+    ) -> FetchedBatches:
         """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one; once
         it is `late` (H7), what was found so far.
 
@@ -196,11 +196,13 @@ class TierReader:
             if piece.full or size >= max_bytes or late():
                 break
         self._look_ahead(place, offset, at, limit)
-        return Fetched(at, batches)
+        return FetchedBatches(at, batches)
 
-    async def _window(self, place: Place, at: Offset, limit: Offset, max_bytes: int) -> _Piece:
+    async def _window(
+        self, place: TablePartition, at: Offset, limit: Offset, max_bytes: int
+    ) -> _Piece:
         """Batches of `[at, next)`: as far as one row group and `max_bytes` reach."""
-        spots = await self._spots(place, at, limit)
+        spots = await self._row_groups(place, at, limit)
         if not spots:
             return _Piece(limit, [], full=True)  # nothing above: the gap reaches to the limit
         window_end = min(spots[0].group.max_offset + 1, limit)
@@ -210,11 +212,13 @@ class TierReader:
             rows, window_end = await self._merge(place, spots, at, window_end, max_bytes)
         return await self._compute(functools.partial(_encoded, rows, at, window_end, max_bytes))
 
-    async def _spots(self, place: Place, at: Offset, limit: Offset) -> list[_Spot]:
+    async def _row_groups(
+        self, place: TablePartition, at: Offset, limit: Offset
+    ) -> list[_RowGroup]:
         """The row group that holds the first row at or above `at`, and all that overlap its
         range."""
         files = place.snapshot.covering(place.partition, at, limit)
-        found: list[_Spot] = []
+        found: list[_RowGroup] = []
         window_end = limit
         for file in files:
             if found and file.min_offset >= window_end:
@@ -222,7 +226,7 @@ class TierReader:
             footer = await self._footer(place, file)
             for group in footer.groups:
                 if group.max_offset >= at and group.min_offset < limit and group.rows:
-                    found.append(_Spot(file, footer, group))
+                    found.append(_RowGroup(file, footer, group))
             if found:
                 found.sort(key=lambda spot: (spot.group.min_offset, spot.group.max_offset))
                 window_end = min(found[0].group.max_offset + 1, limit)
@@ -230,8 +234,8 @@ class TierReader:
 
     async def _merge(
         self,
-        place: Place,
-        spots: Sequence[_Spot],
+        place: TablePartition,
+        spots: Sequence[_RowGroup],
         at: Offset,
         window_end: Offset,
         max_bytes: int,
@@ -260,7 +264,7 @@ class TierReader:
 
     # -- what is in memory -------------------------------------------------------------------------
 
-    async def _footer(self, place: Place, file: DataFile) -> Footer:
+    async def _footer(self, place: TablePartition, file: DataFile) -> Footer:
         key = (place.home, file.path)
         cached: Footer | None = self._footers.get(key)
         if cached is None:
@@ -268,7 +272,7 @@ class TierReader:
             cached = await self._once(("footer", key), work)
         return cached
 
-    async def _load_footer(self, place: Place, file: DataFile, key: Any) -> Footer:
+    async def _load_footer(self, place: TablePartition, file: DataFile, key: Any) -> Footer:
         size = min(file.size, footers.TAIL_BYTES)
         tail = await self._get(place, file, file.size - size, size)
         try:
@@ -281,7 +285,7 @@ class TierReader:
         self._footers.put(key, footer, footer.size)
         return footer
 
-    async def _group(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+    async def _group(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
         key = (place.home, spot.file.path, spot.group.number)
         cached = self._rows.get(key)
         if cached is not None:
@@ -289,7 +293,7 @@ class TierReader:
             return cached
         return await self._once(("rows", key), lambda: self._load_group(place, spot, key))
 
-    async def _load_group(self, place: Place, spot: _Spot, key: Any) -> pa.RecordBatch:
+    async def _load_group(self, place: TablePartition, spot: _RowGroup, key: Any) -> pa.RecordBatch:
         group = spot.group
         self.misses += 1
         data = await self._get(place, spot.file, group.start, group.size)
@@ -299,7 +303,7 @@ class TierReader:
         self._rows.put(key, rows, rows.nbytes)
         return rows
 
-    async def _times(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+    async def _times(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
         """When each row of a row group was; from its rows if they are at hand, else not kept: the
         next question is about another row group."""
         key = (place.home, spot.file.path, spot.group.number)
@@ -309,7 +313,7 @@ class TierReader:
             return cached
         return await self._once(("times", key), lambda: self._load_times(place, spot))
 
-    async def _load_times(self, place: Place, spot: _Spot) -> pa.RecordBatch:
+    async def _load_times(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
         group = spot.group
         self.misses += 1
         parts = [await self._get(place, spot.file, *part) for part in group.times]
@@ -318,28 +322,28 @@ class TierReader:
         )
 
     async def _decoded(
-        self, place: Place, spot: _Spot, work: Callable[[], pa.RecordBatch]
+        self, place: TablePartition, spot: _RowGroup, work: Callable[[], pa.RecordBatch]
     ) -> pa.RecordBatch:
         try:
             return await self._compute(work)
         except UnreadableFile as cause:
             raise self._damaged(place, spot.file, str(cause)) from cause
 
-    async def _get(self, place: Place, file: DataFile, start: int, size: int) -> bytes:
+    async def _get(self, place: TablePartition, file: DataFile, start: int, size: int) -> bytes:
         try:
             return await self._store.get_range(f"{place.home}/{file.path}", start, size)
         except FileNotFoundError:
             raise self._damaged(place, file, "it is not in the store") from None
 
-    def _damaged(self, place: Place, file: DataFile, why: str) -> errors.DamagedTierFile:
+    def _damaged(self, place: TablePartition, file: DataFile, why: str) -> errors.DamagedTierFile:
         return damaged(f"{self._store.url}/{place.home}", file, place.partition, why)
 
-    async def verify(self, place: Place, file: DataFile) -> None:
+    async def verify(self, place: TablePartition, file: DataFile) -> None:
         """Read all of a file, past the cache.  Raises `DamagedTierFile`, `TierUnavailable`."""
         key = (place.home, file.path)
         footer = await self._load_footer(place, file, key)
         for group in footer.groups:
-            await self._load_group(place, _Spot(file, footer, group), (*key, group.number))
+            await self._load_group(place, _RowGroup(file, footer, group), (*key, group.number))
 
     async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
         """H5: whoever comes second waits for the first; a reader that goes away stops nobody."""
@@ -355,7 +359,7 @@ class TierReader:
         if not task.cancelled():
             task.exception()  # retrieved: every waiter may be gone
 
-    def _look_ahead(self, place: Place, offset: Offset, at: Offset, limit: Offset) -> None:
+    def _look_ahead(self, place: TablePartition, offset: Offset, at: Offset, limit: Offset) -> None:
         """A reader that came from just below is given the next row group before it asks."""
         before = (place.home, place.partition, offset)
         sequential = before in self._positions
@@ -368,14 +372,14 @@ class TierReader:
             self._ahead[task] = None
             task.add_done_callback(lambda done: self._ahead.pop(done, None))
 
-    async def _prefetch(self, place: Place, at: Offset, limit: Offset) -> None:
+    async def _prefetch(self, place: TablePartition, at: Offset, limit: Offset) -> None:
         try:
-            for spot in (await self._spots(place, at, limit))[:1]:
+            for spot in (await self._row_groups(place, at, limit))[:1]:
                 key = (place.home, spot.file.path, spot.group.number)
                 if key not in self._rows:
                     await self._group(place, spot)
                 elif spot.group.max_offset + 1 < limit:  # it has this one: the one after
-                    following = await self._spots(place, spot.group.max_offset + 1, limit)
+                    following = await self._row_groups(place, spot.group.max_offset + 1, limit)
                     for later in following[:1]:
                         await self._group(place, later)
         except errors.PkError:
@@ -391,7 +395,7 @@ class TierReader:
     # -- by time -----------------------------------------------------------------------------------
 
     async def offset_for_time(
-        self, place: Place, timestamp_ms: int, from_offset: Offset
+        self, place: TablePartition, timestamp_ms: int, from_offset: Offset
     ) -> TimeFound | None:
         """The smallest offset at or above `from_offset` with a timestamp of at least `timestamp_ms`
         (T11)."""
@@ -408,7 +412,7 @@ class TierReader:
                     continue
                 if best is not None and group.min_offset > best.offset:
                     continue
-                rows = await self._times(place, _Spot(file, footer, group))
+                rows = await self._times(place, _RowGroup(file, footer, group))
                 best = _earlier(best, _first_at(rows, timestamp_ms, from_offset))
         return best
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from pk import errors
 from pk.tiering.accounting import Suspect, suspects
 from pk.tiering.copier import Upload, Uploaded
-from pk.tiering.reader import Place
+from pk.tiering.reader import TablePartition
 from pk.tiering.table import Snapshot
 from pk.types import Offset
 from pk.wire import pk_pb2 as wire
@@ -36,7 +36,7 @@ async def carry_out(
     host: Host,
     told: wire.TierPartition,
     accepting: bool,
-    place: Callable[[], Awaitable[Place]],
+    place: Callable[[], Awaitable[TablePartition]],
     copy: Callable[[Upload], Awaitable[Uploaded]],
 ) -> wire.TierRowsReply:
     """One command for one partition; `place` reads the table afresh."""

@@ -35,7 +35,7 @@ HEAP_KEPT_BYTES = 64 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
-def settle() -> None:
+def configure() -> None:
     """Z1, Z2.  What the user's environment says of deltalake stands."""
     os.environ.setdefault("TOKIO_WORKER_THREADS", str(DELTA_THREADS))
     os.environ.setdefault("_RJEM_MALLOC_CONF", DELTA_MALLOC)

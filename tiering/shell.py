@@ -13,7 +13,7 @@ from pk.log.storage import Storage
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.store_settings import StoreSettings
-from pk.tiering.worker import Lanes
+from pk.tiering.worker import Executors
 
 UPLOAD_THREADS = 2
 
@@ -32,7 +32,7 @@ class RealTier:
         self._uploads = ThreadPoolExecutor(UPLOAD_THREADS, "pk-upload")
         self._whole = RealStorage("/")
         loop = asyncio.get_running_loop()
-        self.lanes = Lanes(
+        self.executors = Executors(
             read=lambda work: loop.run_in_executor(self._reads, work),
             upload=lambda work: loop.run_in_executor(self._uploads, work),
         )

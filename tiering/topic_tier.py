@@ -29,11 +29,11 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Led:
+class LedPartition:
     """A partition this node copies."""
 
     copier: Copier
-    told: wire.TierPartition
+    description: wire.TierPartition
 
 
 @dataclass(slots=True)
@@ -45,6 +45,6 @@ class TopicTier:
     home: str
     table: Table
     owner: Owner
-    led: dict[int, Led] = field(default_factory=dict)
+    led: dict[int, LedPartition] = field(default_factory=dict)
     damaged: DamagedFiles = field(default_factory=DamagedFiles)
     missing: dict[int, RowsMissing] = field(default_factory=dict)  #: of the partitions led here

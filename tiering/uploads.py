@@ -23,7 +23,7 @@ from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
 from pk.log.storage import Storage
 from pk.tiering import convert, layout
 from pk.tiering.convert import BuiltFile
-from pk.tiering.sink import Sink, SinkFull
+from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import NONE, AbortedTransaction, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
@@ -34,7 +34,7 @@ GROWN_TIMES = 2
 
 
 @dataclass(slots=True, frozen=True)
-class Source:
+class LocalLog:
     """Where a partition's live segments are."""
 
     storage: Storage
@@ -68,30 +68,30 @@ class Copied:
 
 
 def copy(
-    source: Source,
+    source: LocalLog,
     start: Offset,
     limit: Offset,
     max_bytes: int,
     aborted: Sequence[AbortedTransaction],
-    sink: Sink | None = None,
+    buffer: OutputBuffer | None = None,
 ) -> Copied:
-    """Whole batches from `start` on, until about `max_bytes` of log or `limit`, built in `sink`.
+    """Whole batches from `start` on, until about `max_bytes` of log or `limit`, built in `buffer`.
 
     A file that comes out far larger than its log, where batches were compressed and rows are not,
     ends early.  Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or
     `InvalidRecord` (rule L9).
     """
-    sink = sink or Sink()
+    buffer = buffer or OutputBuffer()
     while True:
-        builder = convert.FileBuilder(sink=sink)
+        builder = convert.FileBuilder(buffer=buffer)
         try:
             return _copy(source, start, limit, max_bytes, aborted, builder)
-        except SinkFull:
-            sink.grow()
+        except OutputBufferFull:
+            buffer.grow()
 
 
 def _copy(
-    source: Source,
+    source: LocalLog,
     start: Offset,
     limit: Offset,
     max_bytes: int,
@@ -169,7 +169,7 @@ def _corrupt(
     )
 
 
-def measure(source: Source, start: Offset, limit: Offset, log_end: Offset) -> int:
+def measure(source: LocalLog, start: Offset, limit: Offset, log_end: Offset) -> int:
     """About how many log bytes lie in `[start, limit)`: each segment's share by its offsets."""
     bases = _bases(source)
     if not bases:
@@ -190,7 +190,7 @@ def measure(source: Source, start: Offset, limit: Offset, log_end: Offset) -> in
     return total
 
 
-def aborted_from(source: Source, start: Offset) -> list[AbortedTransaction]:
+def aborted_from(source: LocalLog, start: Offset) -> list[AbortedTransaction]:
     """Aborted transactions of sealed segments from `start` on: a repair goes back below
     `tiered_end`."""
     found: list[AbortedTransaction] = []
@@ -203,6 +203,6 @@ def aborted_from(source: Source, start: Offset) -> list[AbortedTransaction]:
     return found
 
 
-def _bases(source: Source) -> list[Offset]:
+def _bases(source: LocalLog) -> list[Offset]:
     names = source.storage.list(source.path)
     return [base for name in names if (base := base_offset_of(name, LOG)) is not None]

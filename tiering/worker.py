@@ -6,8 +6,8 @@ in a task of its own whose result comes back as the machine's next event.
 
 Invariants
   E1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
-  E2  uploads and cold reads run in lanes of their own (tiering/objects O1); UPLOADS_MAX uploads at
-      once.
+  E2  uploads and cold reads run in executors of their own (tiering/objects O1); UPLOADS_MAX uploads
+      at once.
   E3  a failure of the store reaches the machines as an event, never an exception past this file:
       the tier of other topics goes on, and so does the broker.
   E4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
@@ -30,14 +30,14 @@ from pk.tiering import owner as owning
 from pk.tiering.copier import Copier
 from pk.tiering.data_files import DataFile
 from pk.tiering.file_watch import FileWatch
-from pk.tiering.objects import Lane, ObjectStore
+from pk.tiering.objects import Executor, ObjectStore
+from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings
+from pk.tiering.partition_views import local_log_of, log_start_of, view_of
 from pk.tiering.plan import LogStart
-from pk.tiering.reader import Fetched, Place, TierReader, TimeFound, never
-from pk.tiering.sink import Sink
+from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
 from pk.tiering.table import Commit, Snapshot, TableFactory
-from pk.tiering.told import log_start_of, source_of, view_of
-from pk.tiering.topic_tier import Counts, Led, TopicTier
+from pk.tiering.topic_tier import Counts, LedPartition, TopicTier
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -53,11 +53,11 @@ StorageViews = Callable[[str], tuple[Storage, str]]
 
 
 @dataclass(slots=True, frozen=True)
-class Lanes:
+class Executors:
     """Where blocking work runs: cold reads and uploads never share (E2)."""
 
-    read: Lane
-    upload: Lane
+    read: Executor
+    upload: Executor
 
 
 class TierWorker:
@@ -69,7 +69,7 @@ class TierWorker:
         store: ObjectStore,
         tables: TableFactory,
         views: StorageViews,
-        lanes: Lanes,
+        executors: Executors,
         *,
         cold_cache_bytes: int,
         owner_settings: OwnerSettings,
@@ -83,9 +83,9 @@ class TierWorker:
         self.topics: dict[str, TopicTier] = {}
         self.outbox: dict[PartitionKey, wire.TierProgress] = {}
         self.counts = Counts()
-        self.reader = TierReader(store, lanes.read, cold_cache_bytes)
+        self.reader = TierReader(store, executors.read, cold_cache_bytes)
         self._views = views
-        self._lanes = lanes
+        self._executors = executors
         self._owner_settings = owner_settings
         self._on_report = on_report
         self._on_bug = on_bug
@@ -94,7 +94,7 @@ class TierWorker:
             store, self.reader, world.clock, self._place, self._tell_damage, self._spawn
         )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
-        self._sinks: list[Sink] = []  #: idle ones, at most UPLOADS_MAX
+        self._buffers: list[OutputBuffer] = []  #: idle ones, at most UPLOADS_MAX
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
@@ -137,10 +137,10 @@ class TierWorker:
         for told in partitions:
             led = topic.led.get(told.partition)
             if led is None:
-                led = Led(Copier(topic.topic, topic.topic_id, told.partition), told)
+                led = LedPartition(Copier(topic.topic, topic.topic_id, told.partition), told)
                 topic.led[told.partition] = led
                 self._show_table(topic, led)
-            led.told, view = told, view_of(told, self._owner_settings.retry_backoff_ms)
+            led.description, view = told, view_of(told, self._owner_settings.retry_backoff_ms)
             starts[told.partition] = log_start_of(told)
             if session_lost:
                 self._step_copier(topic, led, copying.SessionLost())
@@ -208,7 +208,7 @@ class TierWorker:
 
     async def _place(
         self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
-    ) -> Place:
+    ) -> TablePartition:
         """The newest version known, if it reaches `upto`, or the newest there is; raises why it
         cannot be read (T8).  What a node knows of a table it does not write to may be old.  A store
         that refuses writes may be read.
@@ -230,7 +230,7 @@ class TierWorker:
             raise errors.UnknownTierRange(
                 f"{topic.table.uri}: partition {partition} ends at {end}, not at {upto}"
             )
-        return Place(topic.home, partition, snapshot)
+        return TablePartition(topic.home, partition, snapshot)
 
     async def fetch(
         self,
@@ -241,11 +241,11 @@ class TierWorker:
         end: Offset,
         max_bytes: int,
         late: Callable[[], bool] = never,
-    ) -> Fetched:
+    ) -> FetchedBatches:
         """A cold read; once it is `late` it answers with what there is."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, offset + 1)
-        fetched: Fetched = await self._read(
+        fetched: FetchedBatches = await self._read(
             topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late)
         )
         self.counts.cold_fetches += 1
@@ -270,7 +270,10 @@ class TierWorker:
         return found
 
     async def _read(
-        self, topic: TopicTier, place: Place, read: Callable[[Place], Awaitable[Any]]
+        self,
+        topic: TopicTier,
+        place: TablePartition,
+        read: Callable[[TablePartition], Awaitable[Any]],
     ) -> Any:
         """A damaged file means: plan once more on the newest version, which may name another."""
         try:
@@ -315,8 +318,8 @@ class TierWorker:
         if led is None:
             raise errors.NotLeaderOrFollower(f"{request.topic}-{request.partition}: not led here")
         told, place = (
-            led.told,
-            functools.partial(self._place, topic, led.told.partition, fresh=True),
+            led.description,
+            functools.partial(self._place, topic, led.description.partition, fresh=True),
         )
 
         async def copy(asked: copying.Upload) -> copying.Uploaded:
@@ -348,7 +351,7 @@ class TierWorker:
             return  # purged or forgotten: its table must not come back
         self._perform_owner(topic, topic.owner.step(event, self._now_ms()))
 
-    def _step_copier(self, topic: TopicTier, led: Led, event: copying.CopierEvent) -> None:
+    def _step_copier(self, topic: TopicTier, led: LedPartition, event: copying.CopierEvent) -> None:
         if self._closed or topic.led.get(led.copier.partition) is not led:
             return  # the partition is led elsewhere by now
         self._perform_copier(topic, led, led.copier.step(event, self._now_ms()))
@@ -382,7 +385,7 @@ class TierWorker:
             topic.missing = now
             self._on_rows_missing(topic)
 
-    def _show_table(self, topic: TopicTier, led: Led) -> None:
+    def _show_table(self, topic: TopicTier, led: LedPartition) -> None:
         partition = led.copier.partition
         snapshot = topic.owner.snapshot
         if topic.owner.problem is not None:
@@ -399,7 +402,9 @@ class TierWorker:
         )
         self._step_copier(topic, led, seen)
 
-    def _perform_copier(self, topic: TopicTier, led: Led, effects: Sequence[Effect]) -> None:
+    def _perform_copier(
+        self, topic: TopicTier, led: LedPartition, effects: Sequence[Effect]
+    ) -> None:
         for effect in effects:
             match effect:
                 case Send(peer=copying.STORE, message=copying.Upload() as upload):
@@ -457,7 +462,9 @@ class TierWorker:
             event = owning.Failed(errors.TierUnavailable(f"{topic.table.uri}: {bug!r}"))
         self._step_owner(topic, event)
 
-    async def _guarded(self, topic: TopicTier, led: Led, asked: Any, work: Awaitable[Any]) -> None:
+    async def _guarded(
+        self, topic: TopicTier, led: LedPartition, asked: Any, work: Awaitable[Any]
+    ) -> None:
         """Run `work` to the event it returns; any failure is an event too (E3)."""
         event: copying.CopierEvent
         try:
@@ -469,23 +476,25 @@ class TierWorker:
             event = copying.OperationFailed(asked, errors.InternalError(repr(bug)))
         self._step_copier(topic, led, event)
 
-    def _source(self, told: wire.TierPartition) -> uploads.Source:
-        return source_of(told, *self._views(told.path))
+    def _local_log(self, told: wire.TierPartition) -> uploads.LocalLog:
+        return local_log_of(told, *self._views(told.path))
 
-    async def _measure(self, topic: TopicTier, led: Led, asked: copying.Measure) -> None:
+    async def _measure(self, topic: TopicTier, led: LedPartition, asked: copying.Measure) -> None:
         async def work() -> copying.Measured:
-            told = led.told
-            size = await self._lanes.upload(
-                lambda: uploads.measure(self._source(told), asked.start, asked.limit, told.log_end)
+            told = led.description
+            size = await self._executors.upload(
+                lambda: uploads.measure(
+                    self._local_log(told), asked.start, asked.limit, told.log_end
+                )
             )
             return copying.Measured(asked, size)
 
         await self._guarded(topic, led, asked, work())
 
-    async def _upload(self, topic: TopicTier, led: Led, asked: copying.Upload) -> None:
+    async def _upload(self, topic: TopicTier, led: LedPartition, asked: copying.Upload) -> None:
         async def work() -> copying.Uploaded:
             async with self._uploading:
-                return await self._copy(topic, led.told, asked)
+                return await self._copy(topic, led.description, asked)
 
         await self._guarded(topic, led, asked, work())
 
@@ -497,20 +506,20 @@ class TierWorker:
         again: bool = False,
     ) -> copying.Uploaded:
         again = again or asked.replaces is not None
-        source = self._source(told)
+        source = self._local_log(told)
         aborted = [
             AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
             for each in told.aborted
         ]
-        sink = self._sinks.pop() if self._sinks else Sink()
+        buffer = self._buffers.pop() if self._buffers else OutputBuffer()
 
         def make() -> uploads.Copied:
             if again:
                 aborted.extend(uploads.aborted_from(source, asked.start))
-            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted, sink)
+            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted, buffer)
 
         try:
-            copied = await self._lanes.upload(make)
+            copied = await self._executors.upload(make)
             add = None
             if copied.file is not None:
                 attempt, now_ms = self.world.new_id(), self.world.clock.wall_ms()
@@ -523,9 +532,9 @@ class TierWorker:
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise
-        sink.rest()
-        # not after a failure: a write under way may still read it (tiering/sink B1)
-        self._sinks.append(sink)
+        buffer.rest()
+        # not after a failure: a write under way may still read it (tiering/output_buffer B1)
+        self._buffers.append(buffer)
         return copying.Uploaded(asked, copied.end, copied.epoch, add)
 
     def _count_upload(self, copied: uploads.Copied, *, repaired: bool) -> None:
@@ -535,14 +544,16 @@ class TierWorker:
         self.counts.uploaded_bytes += len(copied.file.data)
         self.counts.repaired_files += repaired
 
-    async def _hand_over(self, topic: TopicTier, led: Led, asked: copying.HandOver) -> None:
+    async def _hand_over(
+        self, topic: TopicTier, led: LedPartition, asked: copying.HandOver
+    ) -> None:
         async def work() -> copying.HandedOver:
             await self.commit_to_table(asked.request)
             return copying.HandedOver(asked)
 
         await self._guarded(topic, led, asked, work())
 
-    async def _confirm(self, topic: TopicTier, led: Led, asked: copying.Confirm) -> None:
+    async def _confirm(self, topic: TopicTier, led: LedPartition, asked: copying.Confirm) -> None:
         async def work() -> copying.Confirmed:
             partition = led.copier.partition
             missing = await self._watch.missing(topic, partition, asked.start, asked.end)

@@ -32,7 +32,7 @@ from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
 from pk.tiering.table import TableFactory
 from pk.tiering.topic_tier import TopicTier
-from pk.tiering.worker import Lanes, StorageViews, TierWorker
+from pk.tiering.worker import Executors, StorageViews, TierWorker
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -64,7 +64,7 @@ class TierNode:
         store: ObjectStore,
         tables: TableFactory,
         views: StorageViews,
-        lanes: Lanes,
+        executors: Executors,
         run: RunConfig,
         *,
         broker_address: str | Callable[[], str],
@@ -86,7 +86,7 @@ class TierNode:
             store,
             tables,
             views,
-            lanes,
+            executors,
             cold_cache_bytes=int(run.server["cold_cache_bytes"]),
             owner_settings=owner_settings(run.server),
             on_report=self._reports.set,
@@ -424,7 +424,8 @@ def _fill(reply: wire.DescribeTierReply, topic: TopicTier) -> None:
         state = partition_state(snapshot, partition)
         led = topic.led.get(partition)
         if led is not None:
-            state.lag = max(0, led.told.last_stable_offset - max(state.end, led.told.log_start))
+            log = led.description
+            state.lag = max(0, log.last_stable_offset - max(state.end, log.log_start))
         reply.partitions.append(state)
     for partition, missing in sorted(topic.missing.items()):
         told = reply.rows_missing.add(partition=partition, rows=missing.rows)
@@ -449,7 +450,7 @@ def main(run: RunConfig) -> int:
     from pk.server.node.run_config import process_main
     from pk.tiering import resources
 
-    resources.settle()
+    resources.configure()
     return process_main("tier", run, _serve_process)
 
 
@@ -465,7 +466,7 @@ async def _serve_process(process: Process) -> None:
         real.store,
         real.tables,
         real.view,
-        real.lanes,
+        real.executors,
         run,
         # read anew: a broker that was given port 0 is known only after its start
         broker_address=lambda: RunConfig.load(run.run_dir).broker_address,

@@ -16,7 +16,7 @@ from pk.server.tier.client import TierClient
 from pk.server.tier.node import TierNode
 from pk.tiering.objects import MemoryStore
 from pk.tiering.table import MemoryTables, moved
-from pk.tiering.worker import Lanes
+from pk.tiering.worker import Executors
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 from tests.sim.replication_kit import Kit, Ledger
@@ -47,7 +47,7 @@ class Tiers:
             kit.sim.start(f"t{n}", lambda world, n=n: self._main(world, n))
 
     async def _main(self, world: World, n: int) -> None:
-        async def lane(work: Callable[[], Any]) -> Any:
+        async def execute(work: Callable[[], Any]) -> Any:
             return work()
 
         kit = self.kit
@@ -56,7 +56,7 @@ class Tiers:
             self.store,
             self.tables,
             lambda path: (kit.storages[n], path.partition("/")[2]),
-            Lanes(lane, lane),
+            Executors(execute, execute),
             self.met(n),
             broker_address=f"b{n}:{kit.port}",
         )

@@ -36,7 +36,7 @@ from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.tiering.objects import MemoryStore
 from pk.tiering.table import MemoryTables
-from pk.tiering.worker import Lanes
+from pk.tiering.worker import Executors
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -404,7 +404,7 @@ class Cluster:
     def start_tier(self) -> None:
         """The tier process: the store and the tables outlive it, like a real store."""
 
-        async def lane(work: Callable[[], Any]) -> Any:
+        async def execute(work: Callable[[], Any]) -> Any:
             return work()
 
         async def main(world: World) -> None:
@@ -413,7 +413,7 @@ class Cluster:
                 self.store,
                 self.tables,
                 lambda path: (self.storages["d1"], path.partition("/")[2]),
-                Lanes(lane, lane),
+                Executors(execute, execute),
                 self.run,
                 broker_address=LISTEN,
             )

@@ -17,7 +17,7 @@ from pk.log import columns
 from pk.tiering import convert, rowhash
 from pk.tiering.footers import UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
-from pk.tiering.sink import Sink, SinkFull
+from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import AbortedTransaction
 
 MAX = 1 << 26
@@ -185,18 +185,18 @@ def test_many_small_batches_make_one_row_group() -> None:
 
 
 def test_a_sink_takes_one_file_after_another() -> None:
-    """A smaller file after a larger one holds nothing of it; both are what a fresh sink gets."""
+    """A smaller file after a larger one holds nothing of it; both are what a fresh buffer gets."""
     value = np.random.default_rng(1).bytes(1 << 20)
     buffers = [
         [encode([(1, b"k", value, [])] * 5, 0)],
         [plain(10, 0)],
         [encode([(1, None, value[::-1], [])] * 7, 100)],
     ]
-    used = Sink()
+    used = OutputBuffer()
     for each in buffers:
         files = []
-        for sink in (used, Sink()):
-            builder = convert.FileBuilder(sink=sink)
+        for buffer in (used, OutputBuffer()):
+            builder = convert.FileBuilder(buffer=buffer)
             for batch in map(memoryview, each):
                 header = log_batch.read_header(batch)
                 builder.add_batch(header, batch, 0, 2**62, (), MAX)
@@ -209,22 +209,22 @@ def test_a_sink_takes_one_file_after_another() -> None:
 def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
     value = np.random.default_rng(1).bytes(1 << 20)
     batch = memoryview(encode([(1, None, value, [])] * 3, 0))
-    sink = Sink(2 << 20)
+    buffer = OutputBuffer(2 << 20)
 
     def built() -> convert.BuiltFile | None:
-        builder = convert.FileBuilder(sink=sink)
+        builder = convert.FileBuilder(buffer=buffer)
         builder.add_batch(log_batch.read_header(batch), batch, 0, 2**62, (), MAX)
         return builder.finish()
 
-    with pytest.raises(SinkFull):
+    with pytest.raises(OutputBufferFull):
         built()
-    sink.grow()
+    buffer.grow()
     file = built()
     assert file is not None
     assert pq.read_table(pa.BufferReader(file.data)).num_rows == 3
     del file
-    sink.rest()
-    assert sink._memory is None  # an unusually large file does not keep its memory,
+    buffer.rest()
+    assert buffer._memory is None  # an unusually large file does not keep its memory,
     assert built() is not None  # but the next one need not be built twice
 
 

@@ -18,7 +18,7 @@ from pk.tiering import convert, footers, layout
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import FILE_SCHEMA, DataName, PartitionCounters
 from pk.tiering.objects import MemoryStore
-from pk.tiering.reader import Place, TierReader
+from pk.tiering.reader import TablePartition, TierReader
 from pk.tiering.table import Snapshot
 
 HOME = "t/id"
@@ -83,7 +83,9 @@ class Tier:
     def fetch(self, start: int, end: int, max_bytes: int = 10**6) -> tuple[int, list[Any]]:
         """Where the read ended, and the rows it gave."""
         files = {file.path: file for file in self.files}
-        place = Place(HOME, 0, Snapshot(1, "id", files, {0: PartitionCounters(end=self.end)}))
+        place = TablePartition(
+            HOME, 0, Snapshot(1, "id", files, {0: PartitionCounters(end=self.end)})
+        )
         reader = TierReader(self.store, self._here, 0)  # type: ignore[arg-type]
 
         async def read() -> tuple[int, list[Any]]:

@@ -16,7 +16,7 @@ from pk import errors, settings
 from pk.clock import SystemClock
 from pk.tiering import fsspec_store
 from pk.tiering.fsspec_store import DIRECT_BYTES_MIN, DirectoryStore
-from pk.tiering.sink import BLOCK_BYTES, Sink
+from pk.tiering.output_buffer import BLOCK_BYTES, OutputBuffer
 from pk.tiering.store_settings import StoreSettings
 
 
@@ -25,10 +25,10 @@ def store_in(folder: Path) -> DirectoryStore:
     return DirectoryStore(StoreSettings.of(given), SystemClock())
 
 
-def filled(size: int) -> Sink:
-    sink = Sink()
-    sink.write(np.random.default_rng(size).bytes(size))
-    return sink
+def filled(size: int) -> OutputBuffer:
+    buffer = OutputBuffer()
+    buffer.write(np.random.default_rng(size).bytes(size))
+    return buffer
 
 
 def put(store: DirectoryStore, path: str, data: Any) -> None:

@@ -18,7 +18,7 @@ from pk.log import columns
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import FILE_SCHEMA, PartitionCounters
 from pk.tiering.objects import MemoryStore
-from pk.tiering.reader import Place, TierReader
+from pk.tiering.reader import TablePartition, TierReader
 from pk.tiering.table import Snapshot
 
 HOME = "t/id"
@@ -61,7 +61,7 @@ class Tier:
                 path, 0, min(offsets), max(offsets), min(offsets), max(offsets), len(offsets), size
             )
         snapshot = Snapshot(1, "id", files, {0: PartitionCounters(end=end)})
-        self.place = Place(HOME, 0, snapshot)
+        self.place = TablePartition(HOME, 0, snapshot)
 
         async def here(work: Callable[[], Any]) -> Any:
             return work()

@@ -12,7 +12,7 @@ import pk.server.tier.node
 assert "deltalake" not in sys.modules, "its allocator has read its settings already"
 from pk.tiering import resources
 os.environ["TOKIO_WORKER_THREADS"] = "7"
-resources.settle()
+resources.configure()
 import pyarrow
 assert pyarrow.cpu_count() == resources.ARROW_THREADS
 assert os.environ["_RJEM_MALLOC_CONF"] == resources.DELTA_MALLOC

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pk.tiering.parting import passed_by
+from pk.tiering.divergence import has_diverged
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from pk.tiering.parting import passed_by
 def test_a_log_that_lacks_the_tables_last_record(
     log_end: int, epochs: list[tuple[int, int]], passed: bool
 ) -> None:
-    assert passed_by(10, 3, log_end, epochs) is passed
+    assert has_diverged(10, 3, log_end, epochs) is passed

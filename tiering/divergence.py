@@ -14,7 +14,7 @@ from pk import errors
 from pk.types import NONE, Epoch, Offset
 
 
-def passed_by(
+def has_diverged(
     table_end: Offset,
     table_epoch: Epoch,
     log_end: Offset,
@@ -34,7 +34,7 @@ def passed_by(
     return known not in (NONE, table_epoch)
 
 
-def parted(
+def divergence_error(
     partition: int, table_end: Offset, table_epoch: Epoch, log_end: Offset
 ) -> errors.TierTableChanged:
     """What is said of such a table, and what helps."""

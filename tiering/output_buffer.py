@@ -2,15 +2,15 @@
 
 A tier file is about 64 MiB. Memory of that size, asked for and given back per file, is cleared by
 the kernel every time: under load that was a fifth of the copier's CPU time, and what the allocator
-kept of it made the process grow. So a few sinks live as long as their process.
+kept of it made the process grow. So a few output buffers live as long as their process.
 
 Arrow writes into it directly.  A writer in Python behind a buffer of Arrow's, which can grow, cost
-every byte a second copy and the interpreter's lock; a sink has a size instead, and whoever finds it
-too small (`SinkFull`) makes it larger and writes the file again.  Only what was written once takes
-memory.
+every byte a second copy and the interpreter's lock; a buffer has a size instead, and whoever finds
+it too small (`OutputBufferFull`) makes it larger and writes the file again.  Only what was written
+once takes memory.
 
 Invariants
-  B1  `data` is valid until `clear`; whoever still reads it then must not give the sink back.
+  B1  `data` is valid until `clear`; whoever still reads it then must not give the buffer back.
   B2  memory begins at a block's boundary: a store may write it past the page cache.
   B3  memory is what the largest file so far took, unless that was an unusual one (USUAL_BYTES).
 """
@@ -38,11 +38,11 @@ def _blocks(size: int) -> npt.NDArray[np.uint8]:
     return raw[skipped : skipped + size]
 
 
-class SinkFull(Exception):
-    """The file is larger than the sink."""
+class OutputBufferFull(Exception):
+    """The file is larger than the buffer."""
 
 
-class Sink:
+class OutputBuffer:
     """Memory for one file at a time."""
 
     def __init__(self, capacity: int = USUAL_BYTES) -> None:
@@ -87,9 +87,9 @@ class Sink:
         return self._memory.data[: self.size].toreadonly()
 
     def write(self, data: Buffer) -> int:
-        """Append; raises `SinkFull`."""
+        """Append; raises `OutputBufferFull`."""
         stream = self._stream or self.stream()
         try:
             return int(stream.write(data))
         except OSError as cause:
-            raise SinkFull from cause
+            raise OutputBufferFull from cause

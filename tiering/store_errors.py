@@ -55,7 +55,7 @@ _ENTITY = re.compile(r"&(#x?[0-9A-Fa-f]+|[a-z]+);")
 _REQUEST = re.compile(r"\s*Error performing [A-Z]+ \S+ in \S+?(, after [^-]*)? -\s*")
 
 
-def in_words(text: str) -> str:
+def error_text(text: str) -> str:
     """The sentence for a store's error, without a full stop."""
     low = text.lower()
     for signs, meaning in _MEANINGS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pk.tiering.store_words import WORDS_MAX, in_words
+from pk.tiering.store_errors import WORDS_MAX, error_text
 
 XML = (
     '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>{}</Message>'
@@ -36,7 +36,7 @@ RUST = (
     ],
 )
 def test_each_cause_has_its_sentence(text: str, words: str) -> None:
-    said = in_words(text)
+    said = error_text(text)
     assert words in said
     assert len(said) <= WORDS_MAX + 2
     assert not set("<>\x1b\n") & set(said)
@@ -45,6 +45,6 @@ def test_each_cause_has_its_sentence(text: str, words: str) -> None:
 
 
 def test_a_long_text_is_cut_between_words() -> None:
-    said = in_words("word " * 1_000)
+    said = error_text("word " * 1_000)
     assert said.endswith("word …")
     assert len(said) <= WORDS_MAX + 2

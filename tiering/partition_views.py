@@ -1,0 +1,59 @@
+"""What a broker tells of a partition it leads, as the copier and the owner take it.  Pure."""
+
+from __future__ import annotations
+
+from pk.log.encoding import DECODED_BYTES_MAX
+from pk.log.storage import Storage
+from pk.tiering.copier import CopySettings, View
+from pk.tiering.plan import LogStart
+from pk.tiering.uploads import LocalLog
+from pk.types import NONE, Epoch, Offset
+from pk.wire import pk_pb2 as wire
+
+
+def _epochs(description: wire.TierPartition) -> tuple[tuple[Epoch, Offset], ...]:
+    """Of the leader's log: each epoch and its first offset."""
+    return tuple((each.epoch, each.start_offset) for each in description.epochs)
+
+
+def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
+    """For the copier."""
+    configs = description.configs
+    return View(
+        leader_epoch=description.leader_epoch,
+        ready=description.ready,
+        log_start=description.log_start,
+        local_log_start=description.local_log_start,
+        last_stable_offset=description.last_stable_offset,
+        log_end=description.log_end,
+        epochs=_epochs(description),
+        settings=CopySettings(
+            max_lag_ms=int(configs["tier_max_lag_ms"]),
+            file_bytes=int(configs["tier_file_bytes"]),
+            drop_delay_ms=int(configs["local_drop_delay_ms"]),
+            retry_backoff_ms=retry_backoff_ms,
+        ),
+    )
+
+
+def local_log_of(description: wire.TierPartition, storage: Storage, path: str) -> LocalLog:
+    """For an upload.  L13: what is stored was within the topic's bound when it came, whatever that
+    is now.
+    """
+    dense = "compact" not in description.configs["cleanup_policy"]
+    return LocalLog(storage, path, DECODED_BYTES_MAX, dense, _epochs(description))
+
+
+def log_start_of(description: wire.TierPartition) -> LogStart:
+    """For the owner; its epoch is NONE if the leader's cache does not reach down to it (T9)."""
+    found = NONE
+    for each in description.epochs:
+        if each.start_offset < min(description.log_start, description.known_log_start):
+            found = each.epoch
+    return LogStart(
+        description.log_start,
+        found,
+        description.tiered_end,
+        description.leader_epoch,
+        description.known_log_start,
+    )
