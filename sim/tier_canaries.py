@@ -85,5 +85,5 @@ def delta_log_not_verified(stack: ExitStack) -> None:
 
 def rows_not_counted(stack: ExitStack) -> None:
     """numRecords of the files are not compared with the counters."""
-    all_there = Account(missing=0, below=0, spare=0)
+    all_there = Account(missing=0, first=0, below=0, spare=0)
     stack.enter_context(patch("pk.tiering.accounting.account", lambda *_: all_there))

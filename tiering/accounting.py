@@ -16,6 +16,7 @@ Invariants
   N4  rows below `:start` that share a file with later ones may come and go: another engine may
       erase them, and restore a version that has them
   N3  a version with a file whose rows nothing tells is not judged
+  N5  from `:start` to `first` whole files hold every offset, so that nothing is missing there
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple, Protocol
 from pk import errors
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import PartitionCounters, parse_data_path
-from pk.types import Offset
+from pk.types import NONE, Offset
 
 
 class Snapshot(Protocol):
@@ -49,6 +50,7 @@ class RowsMissing(NamedTuple):
     """What a partition of a version lacks."""
 
     rows: int
+    first: Offset  #: no missing row lies below this: retention stops here (N5)
     below: Offset  #: every missing row lies below this (N2)
     ranges: tuple[tuple[Offset, Offset], ...]  #: `[start, end)` that no file holds
 
@@ -57,6 +59,7 @@ class Account(NamedTuple):
     """A partition's live files against its counters; `missing` below 0 = rows too many."""
 
     missing: int
+    first: Offset
     below: Offset
     spare: int  #: rows that may stand below `:start`, in files that straddle it
 
@@ -82,7 +85,8 @@ def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account |
         return None
     missing = counters.rows - counters.removed - sum(file.rows for file in live)
     spare = sum(min(file.rows, max(0, counters.start - held_by(file)[0])) for file in live)
-    return Account(missing, _whole_from(live, counters.end), spare)
+    first, below = _whole_upto(live, counters.start), _whole_from(live, counters.end)
+    return Account(missing, first, below, spare)
 
 
 def _unknown(file: DataFile) -> bool:
@@ -104,6 +108,16 @@ def is_whole(file: DataFile) -> bool:
     return file.rows == file.max_offset - file.min_offset + 1
 
 
+def _whole_upto(live: Sequence[DataFile], start: Offset) -> Offset:
+    """Where the whole files that follow one another from `start` on end."""
+    at = start
+    for low, high in sorted(held_by(file) for file in live if is_whole(file)):
+        if low > at:
+            break
+        at = max(at, high)
+    return at
+
+
 def _whole_from(live: Sequence[DataFile], end: Offset) -> Offset:
     at = end
     for file in sorted(live, key=held_by, reverse=True):
@@ -120,7 +134,14 @@ def rows_missing(snapshot: Snapshot, partition: int) -> RowsMissing | None:
     found = account(snapshot.files_of(partition), counters)
     if found is None or found.missing <= 0 or found.below <= counters.start:
         return None
-    return RowsMissing(found.missing, found.below, tuple(_gaps(snapshot, partition)))
+    gaps = tuple(_gaps(snapshot, partition))
+    return RowsMissing(found.missing, found.first, found.below, gaps)
+
+
+def first_missing(snapshot: Snapshot, partition: int) -> Offset:
+    """The offset from which rows of the partition may be missing; NONE = no row is missing."""
+    found = snapshot.rows_missing(partition)
+    return NONE if found is None else found.first
 
 
 def missing_of(snapshot: Snapshot, partitions: Iterable[int]) -> dict[int, RowsMissing]:

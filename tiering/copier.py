@@ -45,10 +45,8 @@ BROKER = "broker"
 #: Uploaded files that may wait for their commit.
 AHEAD_MAX = 4
 BACKOFF_MAX_MS = 30_000
-#: A range with a missing file is looked at again no sooner than this.
-CONFIRM_RETRY_MS = 5_000
-#: A range that could not be measured is measured again no sooner than this.
-MEASURE_RETRY_MS = 5_000
+#: A range with a missing file, or that could not be measured, is looked at again no sooner.
+CONFIRM_RETRY_MS = MEASURE_RETRY_MS = 5_000
 #: How finely the age of stable data is remembered, as a share of tier_max_lag_ms.
 MARKS = 8
 #: Committed ranges that wait for their delay; more are merged (the later time counts).
@@ -82,8 +80,7 @@ class View:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Upload:
-    """Copy `[start, ≤ limit)` into one new file of about `max_bytes`; a repair takes exactly
-    `limit`."""
+    """Copy `[start, ≤ limit)` into a new file of about `max_bytes`; a repair copies all of it."""
 
     start: Offset
     limit: Offset
@@ -132,6 +129,7 @@ class TableSeen:
     bytes: int
     version: int
     epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
+    missing_from: Offset = NONE  #: rows may be missing from here on (T17); NONE = none is missing
 
 
 @dataclass(slots=True)
@@ -576,7 +574,7 @@ class Copier:
         if self._diverged is not None:
             table = None  # K7
         droppable_end = NONE if table is None else self.droppable_end
-        facts = (table.start, table.end, table.bytes) if table is not None else None
+        facts = table and (table.start, table.end, table.bytes, table.missing_from)
         # A leader that is not ready refuses a table that ends above its old watermark: once more.
         news = (view.leader_epoch, view.ready, facts, droppable_end, text)
         if news == self._told or (table is None and status is None):
@@ -592,6 +590,8 @@ class Copier:
         if table is not None:
             progress.start, progress.tiered_end = table.start, table.end
             progress.tier_bytes, progress.version = table.bytes, table.version
+            if table.missing_from != NONE:
+                progress.missing_from = table.missing_from
         if status is not None:
             progress.problem.code = status.code if status.code >= 0 else errors.TierUnavailable.code
             progress.problem.message = status.message

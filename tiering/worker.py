@@ -260,14 +260,19 @@ class TierWorker:
         timestamp_ms: int,
         from_offset: Offset,
         end: Offset = 0,
-    ) -> TimeFound | None:
-        """Rule T11; None only if the table reaches `end`, where the local log begins."""
+    ) -> tuple[TimeFound | None, Offset]:
+        """The first offset for a time (T11), None only if the table reaches `end`; and the first
+        offset that may be missing in the version that was read (T17).
+        """
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, end)
-        found: TimeFound | None = await self._read(
-            topic, place, lambda each: self.reader.offset_for_time(each, timestamp_ms, from_offset)
-        )
-        return found
+
+        async def look_up(each: TablePartition) -> tuple[TimeFound | None, Offset]:
+            found = await self.reader.offset_for_time(each, timestamp_ms, from_offset)
+            return found, accounting.first_missing(each.snapshot, partition)
+
+        answer: tuple[TimeFound | None, Offset] = await self._read(topic, place, look_up)
+        return answer
 
     async def _read(
         self,
@@ -399,6 +404,7 @@ class TierWorker:
             snapshot.bytes_of(partition),
             snapshot.version,
             counters.epoch,
+            accounting.first_missing(snapshot, partition),
         )
         self._step_copier(topic, led, seen)
 

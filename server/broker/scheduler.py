@@ -9,7 +9,7 @@ job of a kind at a time for each directory; what comes due meanwhile waits for t
 Retention of a partition, in this order (rules T6, T9, L10)
   1. what may go: segments older or larger than the topic allows; for a tiered topic also the
      offsets that only the tier holds, because `retention_ms` and `retention_bytes` count tier and
-     local log together
+     local log together; not past rows that another engine took from the table (T17)
   2. local segments of a tiered topic go only below `droppable_end`, after a HEAD of every file that
      covers them
   3. log_start moves first and is SYNCED; then segments are renamed, and removed after
@@ -321,7 +321,9 @@ class BrokerScheduler:
     async def _expire_in_tier(self, partition: Partition) -> None:
         """Topic retention over tier and local log together:
 
-        log_start moves, the owner removes the rows (T9).
+        log_start moves, the owner removes the rows (T9).  It stops at the first row that is missing
+        from the table (T17): nothing tells how old the missing rows are, and a reader that asks for
+        them gets DataLoss.
         """
         log, tier, wanted = partition.log, partition.tier, partition.settings
         leader = partition.leader
@@ -332,14 +334,18 @@ class BrokerScheduler:
         ):
             return
         target: Offset = log.log_start
+        missing_from = [NONE]
         local = log.local_log_start  # up to where the tier is asked
         now_ms = self._core.clocks.trusted_ms()
         if wanted["retention_ms"] >= 0 and now_ms is not None:
             cutoff = now_ms - wanted["retention_ms"]
             found = await self._core.tier.offset_for_time(partition, cutoff)
             target = local if found.offset == NONE else min(found.offset, local)
+            missing_from.append(found.missing_from if found.HasField("missing_from") else NONE)
         if wanted["retention_bytes"] >= 0:
             target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
+        missing_from.append(tier.missing_from)
+        target = min([target, *(each for each in missing_from if each != NONE)])
         if target > log.log_start and partition.leader is leader and self._may_expire(partition):
             await self._core.manager.move_log_starts({partition.key: target})
             partition.bounds_moved(urgent=True)

@@ -30,6 +30,7 @@ class TierState:
     tiered_end: Offset = NONE  #: NONE = the tier has not reported yet, or the topic is not tiered
     droppable_end: Offset = NONE  #: committed, delayed and every file HEADed (rule T6)
     tier_bytes: int = 0
+    missing_from: Offset = NONE  #: rows may be missing from here on (rule T17); NONE = none is
     leader_epoch: Epoch = NONE
     version: int = NONE
     uri: str = ""
@@ -72,6 +73,7 @@ class TierState:
             self.droppable_end, min(progress.droppable_end, self.tiered_end)
         )  # Y2
         self.tier_bytes = progress.tier_bytes
+        self.missing_from = progress.missing_from if progress.HasField("missing_from") else NONE
         self.version = progress.version
         self.uri = progress.uri or self.uri
         return (self.tiered_end, self.droppable_end) != before

@@ -30,6 +30,7 @@ from pk.tiering.damage import range_of
 from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
+from pk.tiering.reader import TimeFound
 from pk.tiering.table import TableFactory
 from pk.tiering.topic_tier import TopicTier
 from pk.tiering.worker import Executors, StorageViews, TierWorker
@@ -317,7 +318,7 @@ class TierNode:
         self, request: wire.TierOffsetForTimeRequest, _: frames.Frame
     ) -> Any:
         async with self._fetches:
-            found = await self.worker.offset_for_time(
+            found, missing_from = await self.worker.offset_for_time(
                 request.topic_id,
                 request.topic,
                 request.partition,
@@ -325,11 +326,13 @@ class TierNode:
                 request.from_offset,
                 request.end_offset,
             )
-        if found is None:
-            return wire.TierOffsetForTimeReply(offset=NONE, timestamp_ms=NONE, leader_epoch=NONE)
-        return wire.TierOffsetForTimeReply(
+        found = found or TimeFound(NONE, NONE, NONE)
+        reply = wire.TierOffsetForTimeReply(
             offset=found.offset, timestamp_ms=found.timestamp_ms, leader_epoch=found.leader_epoch
         )
+        if missing_from != NONE:
+            reply.missing_from = missing_from
+        return reply
 
     async def _claim(self, request: wire.TierClaimRequest) -> Any:
         return await self.worker.claim(

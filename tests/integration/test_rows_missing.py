@@ -221,3 +221,34 @@ def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, Ad
     it.produce(10)
     assert it.tier("ok").partitions[0].end == 610
     assert it.read(610) == (list(range(100, 610)), [])
+
+
+@pytest.mark.parametrize("wanted", [{"retention_ms": 1}, {"retention_bytes": 1}])
+def test_retention_stops_at_missing_rows_until_they_are_settled(
+    server: tuple[EmbeddedServer, AdminClient], wanted: dict[str, int]
+) -> None:
+    """Nothing tells how old the missing rows were: a reader that asks for them gets DataLoss."""
+    (setting,) = wanted
+    it = Cold(*server, setting.replace("_", "-"), kept_ms=0)
+    files = it.table().get_add_actions(flatten=True)
+    start, end = next(
+        (low, high + 1)
+        for low, high in zip(
+            files.column("min.offset").to_pylist(), files.column("max.offset").to_pylist(),
+            strict=True,
+        )
+        if low <= 150 <= high
+    )  # fmt: skip
+    it.table().delete(f'"offset" >= {start} AND "offset" < {end}')
+    (missing,) = it.tier("rows_missing").rows_missing
+    assert missing.ranges == ((start, end),)
+    it.admin.alter_configs(it.name, wanted)
+    it.until(lambda: it.state().log_start > 0)
+    block_s(1)  # ten more visits
+    assert it.state().log_start <= start
+    offsets, losses = it.read(600)
+    assert losses == [(start, end)]
+    assert offsets[-1] == 599
+    it.admin.accept_tier(it.name)
+    it.until(lambda: it.state().log_start >= end)
+    it.tier("ok")

@@ -16,6 +16,7 @@ from pk import errors
 from pk.tiering import owner as owning
 from pk.tiering import rowhash
 from pk.tiering.convert import canonical
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 
 pytestmark = pytest.mark.integration
@@ -332,7 +333,7 @@ def test_outside_optimize_and_scattered_rows_are_read_right(run: Run) -> None:
         found = await it.read_all(0, log.end, 40_000)
         assert found[: len(before)] == before
         assert found == log.rows
-        time = await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, 1_700_000_000_000 + 1_234, 0)
+        time, _ = await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, 1_700_000_000_000 + 1_234, 0)
         assert time is not None
         assert time.offset == 1_234
 
@@ -353,10 +354,10 @@ def test_offsets_for_times(run: Run) -> None:
             (base + 10, 2_500, 2_500),
             (base + 2_999, 0, 2_999),
         ):
-            found = await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, stamp, start)
+            found, _ = await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, stamp, start)
             assert found is not None
             assert (found.offset, found.leader_epoch) == (wanted, 0)
-        assert await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, base + 3_000, 0) is None
+        assert await it.worker.offset_for_time(TOPIC_ID, TOPIC, 0, base + 3_000, 0) == (None, NONE)
 
     run(test)
 

@@ -4070,6 +4070,7 @@ class TierProgress(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     URI_FIELD_NUMBER: _builtins.int
+    MISSING_FROM_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     leader_epoch: _builtins.int
@@ -4079,6 +4080,7 @@ class TierProgress(_message.Message):
     tier_bytes: _builtins.int
     version: _builtins.int
     uri: _builtins.str
+    missing_from: _builtins.int
     @_builtins.property
     def problem(self) -> Global___Error: ...
     def __init__(
@@ -4094,12 +4096,15 @@ class TierProgress(_message.Message):
         problem: Global___Error | None = ...,
         version: _builtins.int = ...,
         uri: _builtins.str = ...,
+        missing_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from", "missing_from", b"missing_from", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["droppable_end", b"droppable_end", "leader_epoch", b"leader_epoch", "partition", b"partition", "problem", b"problem", "start", b"start", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic_id", b"topic_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from", "droppable_end", b"droppable_end", "leader_epoch", b"leader_epoch", "missing_from", b"missing_from", "partition", b"partition", "problem", b"problem", "start", b"start", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic_id", b"topic_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__missing_from: _TypeAlias = _typing.Literal["missing_from"]  # noqa: Y015
+    _WhichOneofArgType__missing_from: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__missing_from) -> _WhichOneofReturnType__missing_from | None: ...
 
 Global___TierProgress: _TypeAlias = TierProgress  # noqa: Y015
 
@@ -4234,21 +4239,26 @@ class TierOffsetForTimeReply(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    MISSING_FROM_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     timestamp_ms: _builtins.int
     leader_epoch: _builtins.int
+    missing_from: _builtins.int
     def __init__(
         self,
         *,
         offset: _builtins.int = ...,
         timestamp_ms: _builtins.int = ...,
         leader_epoch: _builtins.int = ...,
+        missing_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from", "missing_from", b"missing_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "offset", b"offset", "timestamp_ms", b"timestamp_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from", "leader_epoch", b"leader_epoch", "missing_from", b"missing_from", "offset", b"offset", "timestamp_ms", b"timestamp_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__missing_from: _TypeAlias = _typing.Literal["missing_from"]  # noqa: Y015
+    _WhichOneofArgType__missing_from: _TypeAlias = _typing.Literal["_missing_from", b"_missing_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__missing_from) -> _WhichOneofReturnType__missing_from | None: ...
 
 Global___TierOffsetForTimeReply: _TypeAlias = TierOffsetForTimeReply  # noqa: Y015
 

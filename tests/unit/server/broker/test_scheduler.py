@@ -10,6 +10,7 @@ import pytest
 from pk import errors
 from pk.server.broker.scheduler import GAUGES_MS, TICK_MS, BrokerScheduler
 from pk.sim.disk import SimDisk, SimStorage
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
@@ -189,6 +190,43 @@ def test_retention_bytes_counts_what_both_hold_once(
         await visit(scheduler, partition)
         kept = (partition.log.written_end - partition.log.log_start) * 12_000
         assert 36_000 <= kept <= 48_000
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told_by"),
+    [
+        ({"retention_ms": HOUR}, "report"),
+        ({"retention_ms": HOUR}, "answer"),
+        ({"retention_ms": -1, "retention_bytes": 12_000}, "report"),
+    ],
+)
+def test_retention_stops_at_rows_missing_from_the_table(
+    rig: Any, kit: Any, scheduler: BrokerScheduler, wanted: dict[str, int], told_by: str
+) -> None:
+    """Rule T17: a DELETE of another engine took offset 1.  A look-up by time passes over it, and
+    the table's size says nothing of it.  The log starts there until the rows are settled."""
+    partition = small(rig, tiered=True, local_retention_bytes=12_000, **wanted)
+    answer = wire.TierOffsetForTimeReply(offset=3)
+    rig.tier.times = lambda timestamp_ms: answer
+
+    async def story() -> None:
+        await segments(rig, kit, 5)
+        covered(partition, 4)
+        await visit(scheduler, partition)
+        assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
+        if told_by == "report":
+            partition.tier.missing_from = 1
+        else:
+            answer.missing_from = 1
+        for _ in range(3):
+            await visit(scheduler, partition)
+        assert partition.log.log_start == 1
+        partition.tier.missing_from = NONE
+        answer.ClearField("missing_from")
+        await visit(scheduler, partition)
+        assert partition.log.log_start >= 3
 
     rig.run(story)
 
