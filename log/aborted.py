@@ -30,7 +30,7 @@ class AbortedEntry(NamedTuple):
     last_stable_offset: int
 
 
-class Damaged(ValueError):
+class CorruptTransactionIndex(ValueError):
     """The file is torn: rebuild it from the control batches."""
 
 
@@ -43,16 +43,18 @@ def encode(entries: Iterable[AbortedEntry]) -> bytes:
 
 
 def decode(raw: bytes) -> list[AbortedEntry]:
-    """Raises `Damaged`."""
+    """Raises `CorruptTransactionIndex`."""
     if len(raw) < _HEAD.size:
-        raise Damaged(f"{len(raw)} bytes are no aborted index")
+        raise CorruptTransactionIndex(f"{len(raw)} bytes are no aborted index")
     *fields, crc = _HEAD.unpack_from(raw)
     magic, version, _, count = fields
     body = raw[_HEAD.size :]
     if magic != MAGIC or version != VERSION or len(body) != count * _ENTRY.size:
-        raise Damaged(f"begins with {magic!r} {version}, {count} entries in {len(body)} bytes")
+        raise CorruptTransactionIndex(
+            f"begins with {magic!r} {version}, {count} entries in {len(body)} bytes"
+        )
     if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
-        raise Damaged("the checksum does not match")
+        raise CorruptTransactionIndex("the checksum does not match")
     return [AbortedEntry._make(fields) for fields in _ENTRY.iter_unpack(body)]
 
 

@@ -14,7 +14,7 @@ from crc32c import crc32c
 VERSION = 0
 
 
-class Damaged(ValueError):
+class CorruptCheckpoint(ValueError):
     """The file is not what it should be; its content can be rebuilt."""
 
 
@@ -24,11 +24,11 @@ def encode(title: str, lines: Iterable[str]) -> bytes:
 
 
 def decode(title: str, raw: bytes) -> list[str]:
-    """The lines.  Raises `Damaged`."""
+    """The lines.  Raises `CorruptCheckpoint`."""
     body, found, tail = raw.rpartition(b"crc32c ")
     if not found or tail != f"{crc32c(body):08x}\n".encode():
-        raise Damaged(f"{title}: the checksum does not match")
+        raise CorruptCheckpoint(f"{title}: the checksum does not match")
     head, *lines = body.decode().splitlines()
     if head != f"pk {title} {VERSION}":
-        raise Damaged(f"{title}: begins with {head!r}")
+        raise CorruptCheckpoint(f"{title}: begins with {head!r}")
     return lines

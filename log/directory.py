@@ -256,7 +256,7 @@ def read_format(storage: Storage) -> Format | None:
             sealed.field(found, "directory_id", str),
             layout,
         )
-    except sealed.Damaged as damage:
+    except sealed.CorruptFile as damage:
         raise errors.CorruptLog(
             f"{storage.root}/{FORMAT_FILE} is damaged: {damage}. {_RESTORE}", directory=storage.root
         ) from damage

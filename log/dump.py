@@ -15,7 +15,7 @@ from pk.log import aborted, checkpoints, columns, epochs, identity, index
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.directory import HIGH_WATERMARKS, LOG_STARTS, RECOVERY_POINTS
-from pk.log.producers import Damaged, Producers
+from pk.log.producers import CorruptSnapshot, Producers
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX, ReadAt
 
 Object = dict[str, Any]
@@ -64,7 +64,13 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
                 yield {"topic_id": topic_id, "partition": int(partition), "offset": int(offset)}
     except errors.LogUnidentified as cause:
         yield {"corrupt": cause.message, "position": 0}
-    except (index.Damaged, aborted.Damaged, Damaged, checkpoints.Damaged, ValueError) as cause:
+    except (
+        index.CorruptIndex,
+        aborted.CorruptTransactionIndex,
+        CorruptSnapshot,
+        checkpoints.CorruptCheckpoint,
+        ValueError,
+    ) as cause:
         yield {"corrupt": str(cause), "position": 0}
 
 

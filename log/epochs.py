@@ -96,16 +96,16 @@ class LeaderEpochs:
 
     @classmethod
     def decode(cls, raw: bytes) -> LeaderEpochs:
-        """Raises `checkpoints.Damaged`."""
+        """Raises `checkpoints.CorruptCheckpoint`."""
         entries: list[EpochStart] = []
         try:
             for line in checkpoints.decode(FILE, raw):
                 epoch, start = line.split()
                 entries.append(EpochStart(int(epoch), int(start)))
         except ValueError as cause:
-            raise checkpoints.Damaged(str(cause)) from cause
+            raise checkpoints.CorruptCheckpoint(str(cause)) from cause
         if any(
             a.epoch >= b.epoch or a.start_offset >= b.start_offset for a, b in pairwise(entries)
         ):
-            raise checkpoints.Damaged(f"{FILE}: epochs do not grow")
+            raise checkpoints.CorruptCheckpoint(f"{FILE}: epochs do not grow")
         return cls(entries)

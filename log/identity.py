@@ -9,7 +9,7 @@ many partitions that are created together cost one write of it (log/creation.py)
 
 A partition directory with segments is never discarded because its identity is missing, damaged or
 unknown (rule L15).  The identity is restored from the second copy, or the partition is offline
-until an operator adopts or discards the directory (`pk log adopt | discard`, log/by_hand.py).
+until an operator adopts or discards the directory (`pk log adopt | discard`, log/adoption.py).
 
 Invariants
   I1  the second copy names a log from the moment its directory is SYNCED and before its first
@@ -71,7 +71,7 @@ def decode(raw: bytes, where: str) -> Identity:
     """Raises `LogUnidentified` for damage."""
     try:
         found = sealed.decode(raw)
-    except sealed.Damaged as damage:
+    except sealed.CorruptFile as damage:
         raise errors.LogUnidentified(f"{where} is damaged: {damage}") from damage
     tp = TopicPartition(found.pop("topic"), found.pop("partition"))
     return Identity(topic_partition=tp, **found)

@@ -133,7 +133,7 @@ class SparseIndex:
         return 16 * len(self.offsets)
 
 
-class Damaged(ValueError):
+class CorruptIndex(ValueError):
     """An index file is torn, of another segment, or does not fit its log: rebuild it."""
 
 
@@ -175,27 +175,27 @@ def _sealed(magic: bytes, base_offset: int, extent: Extent, count: int, entries:
 def decode_entries(
     raw: bytes, magic: bytes
 ) -> tuple[int, Extent, np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
-    """`(base offset, extent, entries n × 2)` of one file.  Raises `Damaged`."""
+    """`(base offset, extent, entries n × 2)` of one file.  Raises `CorruptIndex`."""
     if len(raw) < HEAD_BYTES:
-        raise Damaged(f"{len(raw)} bytes are no index")
+        raise CorruptIndex(f"{len(raw)} bytes are no index")
     found, version, _, base_offset, *fields, count = _HEAD.unpack_from(raw)
     (crc,) = _CRC.unpack_from(raw, _HEAD.size)
     entries = raw[HEAD_BYTES:]
     if found != magic or version != VERSION:
-        raise Damaged(f"begins with {found!r} {version}")
+        raise CorruptIndex(f"begins with {found!r} {version}")
     if crc != crc32c(entries, crc32c(raw[: _HEAD.size])):
-        raise Damaged("the checksum does not match")
+        raise CorruptIndex("the checksum does not match")
     kind = "<u4" if magic == OFFSETS else "<i8"
     width = 8 if magic == OFFSETS else 16
     if len(entries) != count * width:
-        raise Damaged(f"{count} entries in {len(entries)} bytes")
+        raise CorruptIndex(f"{count} entries in {len(entries)} bytes")
     rows = np.frombuffer(entries, kind).reshape(count, 2).astype(np.int64)
     return base_offset, Extent(*fields), rows
 
 
 def decode(base_offset: int, index_raw: bytes, times_raw: bytes) -> tuple[SparseIndex, Extent]:
-    """Both files of the segment `base_offset`.  Raises `Damaged` also where they contradict each
-    other.
+    """Both files of the segment `base_offset`.  Raises `CorruptIndex` also where they contradict
+    each other.
     """
     base, extent, pairs = decode_entries(index_raw, OFFSETS)
     other_base, other_extent, stamps = decode_entries(times_raw, TIMES)
@@ -205,7 +205,7 @@ def decode(base_offset: int, index_raw: bytes, times_raw: bytes) -> tuple[Sparse
         or extent != other_extent
         or len(pairs) != len(stamps)
     ):
-        raise Damaged("the files are of another segment or of different times")
+        raise CorruptIndex("the files are of another segment or of different times")
     if len(pairs) and (
         np.any(np.diff(pairs[:, 0]) <= 0)
         or np.any(np.diff(pairs[:, 1]) <= 0)
@@ -213,7 +213,7 @@ def decode(base_offset: int, index_raw: bytes, times_raw: bytes) -> tuple[Sparse
         or np.any(stamps[:, 1] - base_offset != pairs[:, 0])
         or pairs[-1, 1] >= extent.size
     ):
-        raise Damaged("entries do not grow")
+        raise CorruptIndex("entries do not grow")
     index = SparseIndex(base_offset)
     index.offsets = array("I", pairs[:, 0].astype(np.uint32).tobytes())
     index.positions = array("I", pairs[:, 1].astype(np.uint32).tobytes())

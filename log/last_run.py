@@ -43,5 +43,5 @@ def decode(raw: bytes) -> LastRun | None:
         (line,) = checkpoints.decode(FILE, raw)
         wall, boottime, keep, boot_id = line.split(" ", 3)
         return LastRun(int(wall), int(boottime), "" if boot_id == _NO_BOOT else boot_id, int(keep))
-    except (checkpoints.Damaged, ValueError):
+    except (checkpoints.CorruptCheckpoint, ValueError):
         return None

@@ -20,7 +20,7 @@ Rules
   O8  a producer snapshot above the end, or an aborted index that goes beyond it, goes for good
       before anything is appended: it knows what was lost, or refused, and other records come to
       stand there.
-  O10 what salvage steps over is told: each damaged range is a note, and `Segment.damage` makes
+  O10 a damaged range that is skipped is a note, and `Segment.damage` makes
       every reader of it a `DataLoss`.  Above the recovery point a power loss may have torn a log:
       what does not match there is cut (recovery.py: G), never called damage.
   O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later
@@ -38,13 +38,13 @@ from pk.log import aborted, checkpoints, columns, index, producers, recovery
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
 from pk.log.damage import Damage, is_torn
+from pk.log.damaged_ranges import FAR, bases_of, damaged_ranges
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
 from pk.log.reading import verify_batches
 from pk.log.recovery import Action, IndexState, Stop
-from pk.log.salvage import FAR, bases_of, salvage_map
 from pk.log.segment import (
     DELETED,
     INDEX,
@@ -113,21 +113,21 @@ def load(
     recovery_point: int,
     log_start: int,
     now_ms: int,
-    salvage: bool = False,
+    skip_damaged: bool = False,
 ) -> Loaded:
     """Open or create the log in `path`.  Raises `CorruptLog`, `StorageFailed`, `StorageFull`.
 
-    `salvage`: a log with damaged ranges is opened, too, if it is known where each ends (O10).
+    `skip_damaged`: a log with damaged ranges is opened, too, if it is known where each ends (O10).
     """
     opening = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
     try:
         return _load(opening, log_start)
     except errors.CorruptLog:
-        if not salvage:
+        if not skip_damaged:
             raise
         again = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
         trusted_to = FAR if clean or same_boot else recovery_point
-        again.damage = salvage_map(
+        again.damage = damaged_ranges(
             storage, path, trusted=clean, trusted_to=trusted_to, dense=not config.compacted
         )
         if not again.damage:
@@ -340,7 +340,7 @@ def _look(segment: Segment, size: int) -> tuple[SparseIndex, Extent, IndexState]
     nothing = SparseIndex(segment.base_offset), Extent(0, segment.base_offset)
     try:
         sparse, extent = segment.load_index()
-    except (index.Damaged, FileNotFoundError):
+    except (index.CorruptIndex, FileNotFoundError):
         return *nothing, IndexState.COMPLETE if size == 0 else IndexState.UNUSABLE
     if extent.size == size:
         return sparse, extent, IndexState.COMPLETE
@@ -406,7 +406,7 @@ def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
         return known
     except FileNotFoundError:
         pass
-    except checkpoints.Damaged as cause:
+    except checkpoints.CorruptCheckpoint as cause:
         opening.note("epochs", str(cause))
     rebuilt = LeaderEpochs()
     for segment in segments:
@@ -463,7 +463,7 @@ def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
             found, state = Producers.from_snapshot(
                 opening.storage.read_file(opening.name(at, SNAPSHOT))
             )
-        except producers.Damaged as cause:
+        except producers.CorruptSnapshot as cause:
             opening.note("snapshot", f"{at}: {cause}")
             continue
         if found == at:
@@ -479,7 +479,7 @@ def _load_aborted(opening: Opening, segment: Segment) -> bool:
     path = segment.path(TXNINDEX)
     try:
         entries = aborted.decode(opening.storage.read_file(path))
-    except (aborted.Damaged, FileNotFoundError):
+    except (aborted.CorruptTransactionIndex, FileNotFoundError):
         return False
     if entries and entries[-1].last_offset >= segment.written.next_offset:  # O8
         opening.storage.remove(path)

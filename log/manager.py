@@ -85,7 +85,7 @@ class LogManager(Checkpointed):
         self.gone: Callable[[Identity], bool] = lambda found: False
         self.restored: dict[str, str] = {}  #: directories whose identity was restored, and why
         #: Replicas whose directory an operator adopted or discarded: the cluster does not know yet.
-        self.by_hand: dict[PartitionKey, None] = {}
+        self.operator_marked: dict[PartitionKey, None] = {}
         self._broker_epoch = NONE
         self._loaded = False
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -248,7 +248,7 @@ class LogManager(Checkpointed):
                 each.forget(found.topic_id, tp)
         directory.register(found)
         if directory.identities[str(tp)].state == ADOPTED:
-            self.by_hand[found.key] = None
+            self.operator_marked[found.key] = None
 
     def is_stray(self, key: PartitionKey) -> bool:
         """It was not known when it was looked at, and nothing was said of it since (M3)."""
@@ -289,7 +289,7 @@ class LogManager(Checkpointed):
             log_start=directory.log_starts.get(key),
             now_ms=files.heard_at(self.directories, self._world.clock.wall_ms()),
             cache=self._cache,
-            salvage=True,
+            skip_damaged=True,
         )
 
     # -- partitions --------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class LogManager(Checkpointed):
             lost[new.key] = identity.missing(home.disk.storage, new.tp, new.topic_id)
             known = home.identities.get(str(new.tp))
             if known is not None and known.state == DISCARDED:
-                self.by_hand[new.key] = None
+                self.operator_marked[new.key] = None
         if len(lost) < len(absent):
             await directory.write_checkpoints()
         return lost
@@ -426,7 +426,7 @@ class LogManager(Checkpointed):
                 await directory.disk.write(write)
                 directory.identities[str(new.tp)] = Known(mine)
             await directory.write_checkpoints()
-        self.by_hand.pop(new.key, None)
+        self.operator_marked.pop(new.key, None)
 
     async def delete(self, key: PartitionKey) -> None:
         """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses
@@ -435,7 +435,7 @@ class LogManager(Checkpointed):
         log, directory = self._logs.pop(key)
         log.retire()
         directory.forget(key.topic_id, log.topic_partition)
-        self.by_hand.pop(key, None)
+        self.operator_marked.pop(key, None)
         await directory.disk.write(partial(log.close, False))
         delay_ms = log.config.file_delete_delay_ms
         await self._discard(directory, log.path, key, delay_ms, open_here=True)

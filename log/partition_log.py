@@ -40,6 +40,7 @@ from pk import errors
 from pk.log import loading, retention
 from pk.log.appending import LogAppender
 from pk.log.batch import Header
+from pk.log.batch_cache import BatchCache
 from pk.log.damage import Damage
 from pk.log.epochs import LeaderEpochs
 from pk.log.local_log import LocalLog
@@ -55,7 +56,6 @@ from pk.log.plan import (
 )
 from pk.log.producers import Producers
 from pk.log.reading import LocalLogReader
-from pk.log.recent import Recent
 from pk.log.retention import SegmentFacts
 from pk.log.segment import IndexCache
 from pk.log.storage import Buffer, Storage
@@ -92,7 +92,7 @@ class PartitionLog:
         #: the broker.
         self.droppable_end = 0
         self.retention_hold: int | None = None  #: retention does not move log_start past it
-        self.recent: Recent | None = None  #: where the end of the log is kept in memory
+        self.recent: BatchCache | None = None  #: where the end of the log is kept in memory
         self._local = LocalLog(
             storage,
             path,
@@ -122,7 +122,7 @@ class PartitionLog:
         now_ms: int,
         same_boot: bool = False,
         cache: IndexCache | None = None,
-        salvage: bool = False,
+        skip_damaged: bool = False,
     ) -> PartitionLog:
         """Open or create the log in the directory `path`.
 
@@ -130,7 +130,7 @@ class PartitionLog:
         recovery_point: everything below it was SYNCED
         log_start: as checkpointed; None = no checkpoint has it
         same_boot: the page cache outlived the process, so that only the last batch may be torn
-        salvage: see `loading.load`
+        skip_damaged: see `loading.load`
 
         Raises `CorruptLog` (rule L9), `StorageFailed`, `StorageFull`.
         """
@@ -143,7 +143,7 @@ class PartitionLog:
             recovery_point=recovery_point,
             log_start=log_start or 0,
             now_ms=now_ms,
-            salvage=salvage,
+            skip_damaged=skip_damaged,
         )
         first, end = loaded.segments[0].base_offset, loaded.segments[-1].written.next_offset
         start = min(first if log_start is None else log_start, end)

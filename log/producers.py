@@ -91,7 +91,7 @@ class Undo(NamedTuple):
     aborted: tuple[AbortedEntry, ...] = ()  #: new aborted transactions, for the index
 
 
-class Damaged(ValueError):
+class CorruptSnapshot(ValueError):
     """A snapshot is torn: replay from an older one."""
 
 
@@ -233,16 +233,16 @@ class Producers:
 
     @classmethod
     def from_snapshot(cls, raw: bytes) -> tuple[int, Producers]:
-        """`(next offset, state)`.  Raises `Damaged`."""
+        """`(next offset, state)`.  Raises `CorruptSnapshot`."""
         if len(raw) < _HEAD.size:
-            raise Damaged(f"{len(raw)} bytes are no snapshot")
+            raise CorruptSnapshot(f"{len(raw)} bytes are no snapshot")
         *fields, crc = _HEAD.unpack_from(raw)
         magic, version, _, next_offset, count, ended = fields
         body = raw[_HEAD.size :]
         if magic != MAGIC or version != VERSION:
-            raise Damaged(f"begins with {magic!r} {version}")
+            raise CorruptSnapshot(f"begins with {magic!r} {version}")
         if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
-            raise Damaged("the checksum does not match")
+            raise CorruptSnapshot("the checksum does not match")
         found = cls()
         at = 0
         try:
@@ -263,5 +263,5 @@ class Producers:
                 Ended._make(_ENDED.unpack_from(body, at + i * _ENDED.size)) for i in range(ended)
             ]
         except struct.error as cause:
-            raise Damaged(str(cause)) from cause
+            raise CorruptSnapshot(str(cause)) from cause
         return next_offset, found

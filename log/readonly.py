@@ -143,7 +143,7 @@ class SegmentReader:
             return
         try:
             found, extent = segment.load_index()
-        except (index.Damaged, FileNotFoundError):
+        except (index.CorruptIndex, FileNotFoundError):
             return
         if extent.size <= size:
             self._index = found

@@ -26,8 +26,8 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import CHUNK_BYTES, UNKNOWN, Damage, span
+from pk.log.damaged_ranges import epochs_of, survey_log
 from pk.log.epochs import LeaderEpochs
-from pk.log.salvage import epochs_of, survey_log
 from pk.log.segment import INDEX, TIMEINDEX, TXNINDEX, Segment
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset

@@ -18,7 +18,7 @@ _TAIL = b', "crc32c": "%08x"}'
 _TAIL_BYTES = len(_TAIL % 0)
 
 
-class Damaged(ValueError):
+class CorruptFile(ValueError):
     """The bytes are not those that were written; the text says what is wrong with them."""
 
 
@@ -29,7 +29,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(raw: bytes) -> dict[str, Any]:
-    """The fields, without the checksum.  Raises `Damaged`."""
+    """The fields, without the checksum.  Raises `CorruptFile`."""
     body, tail = raw[:-_TAIL_BYTES], raw[-_TAIL_BYTES:]
     if tail == _TAIL % crc32c(body):
         found: dict[str, Any] = json.loads(body + b"}")
@@ -37,17 +37,17 @@ def decode(raw: bytes) -> dict[str, Any]:
     start, size = _TAIL.index(b"%"), len(b"%08x" % 0)
     noted = tail[start : start + size]
     if tail[:start] + tail[start + size :] != _TAIL.replace(b"%08x", b""):
-        raise Damaged(f"it does not end with its checksum, the field {FIELD!r}")
-    raise Damaged(
+        raise CorruptFile(f"it does not end with its checksum, the field {FIELD!r}")
+    raise CorruptFile(
         f"its checksum does not match: {FIELD} is {noted.decode(errors='backslashreplace')}, the "
         f"content has {crc32c(body):08x}"
     )
 
 
 def field(found: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field of that type.  Raises `Damaged` with its name."""
+    """A field of that type.  Raises `CorruptFile` with its name."""
     if name not in found:
-        raise Damaged(f"the field {name!r} is missing")
+        raise CorruptFile(f"the field {name!r} is missing")
     if type(found[name]) is not kind:
-        raise Damaged(f"the field {name!r} is {found[name]!r}, no {kind.__name__}")
+        raise CorruptFile(f"the field {name!r} is {found[name]!r}, no {kind.__name__}")
     return found[name]

@@ -258,7 +258,7 @@ class Segment:
             write_file(self._storage, self.path(suffix), raw)
 
     def load_index(self) -> tuple[SparseIndex, Extent]:
-        """Raises `index.Damaged`, also if it does not belong to what the log holds, and
+        """Raises `index.CorruptIndex`, also if it does not belong to what the log holds, and
         `FileNotFoundError`.
         """
         raw = self._storage.read_file(self.path(INDEX))
@@ -272,7 +272,7 @@ class Segment:
                 extent.last_crc,
                 extent.next_offset,
             ):
-                raise index.Damaged("the log does not hold the batch the index ends with")
+                raise index.CorruptIndex("the log does not hold the batch the index ends with")
         return sparse, extent
 
     # -- read lane ---------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class IndexCache:
             found, extent = segment.load_index()
             if extent.size != segment.written.size:
                 found = segment.reindexed(interval)
-        except (index.Damaged, FileNotFoundError):
+        except (index.CorruptIndex, FileNotFoundError):
             found = segment.reindexed(interval)
         self._entries[segment] = found
         self._trim()

@@ -27,7 +27,7 @@ def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
             self._pending_delete.clear()
 
     stack.enter_context(patch.object(LocalLogWriter, "_rename_pending_delete", forgetful))
-    stack.enter_context(patch.object(loading, "salvage_map", lambda *_, **_more: {}))
+    stack.enter_context(patch.object(loading, "damaged_ranges", lambda *_, **_more: {}))
 
 
 def damaged_range_not_told(stack: ExitStack) -> None:

@@ -92,7 +92,8 @@ EXPIRATION_MS = (86_400_000, 120_000)
 RETENTION_MS = "7200000"
 #: The same for ever.
 KEPT = {"retention_ms": "-1"}
-#: What is kept of the ends of logs in memory (log/recent.py); none = every reader needs the disk.
+#: What is kept of the ends of logs in memory (log/batch_cache.py); none = every reader needs the
+#: disk.
 RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes: full disks of the simulator have up to 30 kB left; 0 = they fill up entirely.
 RESERVE_BYTES = (0, 4_000, 16_000)

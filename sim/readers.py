@@ -38,7 +38,7 @@ _EXPLAINED = (
 _ANOTHER_WILL_LEAD = (errors.RetriableError, *DAMAGE)
 
 
-class Damaged(NamedTuple):
+class DamagedRange(NamedTuple):
     """A batch that a reader refused, or a range that it was told is lost."""
 
     place: TopicPartition
@@ -58,14 +58,14 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
 
 def taken(
     engine: FetchEngine, *, insist: bool = False
-) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[Damaged]]:
+) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[DamagedRange]]:
     """What is ready, decoded, and where that was refused.  `insist`: nothing is passed over.
 
     Like the consumer of `pk.client`: a batch that cannot be read is never skipped, the reader goes
     back to it and asks again; what it is told is lost it goes on behind (rule L9).
     """
     found: list[tuple[TopicPartition, pa.RecordBatch]] = []
-    refused: list[Damaged] = []
+    refused: list[DamagedRange] = []
     while engine.ready:
         fetched = engine.ready.popleft()
         if engine.fetcher.position_id(fetched.place) == fetched.position_id:
@@ -76,10 +76,10 @@ def taken(
                     if rows is not None:
                         found.append((fetched.place, rows))
             except (errors.CorruptBatch, errors.InvalidRecord) as damage:
-                refused.append(Damaged(fetched.place, damage, position))
+                refused.append(DamagedRange(fetched.place, damage, position))
                 engine.step(Seek(fetched.place, position))
             except errors.DataLoss as loss:
-                refused.append(Damaged(fetched.place, loss, position))
+                refused.append(DamagedRange(fetched.place, loss, position))
                 behind = position if insist else int(loss.details["next_offset"])
                 engine.step(Seek(fetched.place, behind))
         engine.step(Consumed(fetched.node, len(fetched.payload)))

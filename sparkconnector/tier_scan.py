@@ -68,7 +68,7 @@ class ColdRange:
     files: tuple[TierFile, ...] = field(default=())
 
 
-class _Damaged(Exception):
+class _DamagedFile(Exception):
     """A file of the plan is gone, or its bytes are not those that were written."""
 
     def __init__(self, file: TierFile, why: str) -> None:
@@ -251,7 +251,7 @@ def scan(
                 yield rows.from_tier(found, shape)
                 position, replans = done, 0
             return
-        except _Damaged as cause:
+        except _DamagedFile as cause:
             replans += 1
             now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
             files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
@@ -331,17 +331,17 @@ def _open(source: Any, root: str, file: TierFile) -> _Open:
         if size < needed <= found:
             tail = handle.read_at(needed, found - needed)
     except FileNotFoundError:
-        raise _Damaged(file, "it is not in the store") from None
+        raise _DamagedFile(file, "it is not in the store") from None
     except footers.UnreadableFile as cause:
-        raise _Damaged(file, str(cause)) from cause
+        raise _DamagedFile(file, str(cause)) from cause
     except (OSError, pa.ArrowException) as cause:
         if "does not exist" in str(cause) or "NoSuchKey" in str(cause):
-            raise _Damaged(file, "it is not in the store") from cause
+            raise _DamagedFile(file, "it is not in the store") from cause
         raise errors.TierUnavailable(f"{path}: {cause}") from cause
     try:
         footer = footers.open_footer(file, tail)
     except footers.UnreadableFile as cause:
-        raise _Damaged(file, str(cause)) from cause
+        raise _DamagedFile(file, str(cause)) from cause
     opened = parquet.ParquetFile(
         handle, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True
     )
@@ -454,7 +454,7 @@ def _read_again(opened: _Open, groups: Sequence[Group], wanted: pa.Schema) -> pa
         try:
             pieces.append(read_group(opened.footer, group, data, opened.file.size, wanted))
         except UnreadableFile as cause:
-            raise _Damaged(opened.file, str(cause)) from cause
+            raise _DamagedFile(opened.file, str(cause)) from cause
     return pa.Table.from_batches(pieces, wanted)
 
 

@@ -9,8 +9,8 @@ Invariants
   F1  rows stand in offset order; a file holds exactly the rows of its range that are neither
       markers nor aborted.
   F2  memory is bounded by one decoded batch, two row groups and the output: batches are decoded as
-      soon as they fill a row group (log/runs.py), rows leave as soon as a row group is full.  The
-      output's memory is used again (buffer.py).
+      soon as they fill a row group (log/batch_decoder.py), rows leave as soon as a row group is
+      full.  The output's memory is used again (output_buffer.py).
   F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
@@ -30,9 +30,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pk.log import batch as log_batch
-from pk.log import columns, runs
+from pk.log import batch_decoder, columns
 from pk.log.batch import Header
-from pk.log.runs import Member
+from pk.log.batch_decoder import PlainBatch
 from pk.tiering import rowhash
 from pk.tiering.footers import UnreadableFile, footer_crc
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
@@ -105,9 +105,9 @@ def rows_of(
     return _between(_file_rows(decoded, headers, [header]), start, limit)
 
 
-def rows_of_run(run: Sequence[Member], start: Offset, limit: Offset) -> pa.RecordBatch:
+def rows_of_run(run: Sequence[PlainBatch], start: Offset, limit: Offset) -> pa.RecordBatch:
     """The same of a run of batches."""
-    decoded = runs.decode_run(run, "us")
+    decoded = batch_decoder.decode_batches(run, "us")
     headers = pa.nulls(decoded.num_rows, FILE_SCHEMA.field("headers").type)
     return _between(_file_rows(decoded, headers, [member.header for member in run]), start, limit)
 
@@ -208,7 +208,7 @@ class FileBuilder:
         self._buffer = buffer or OutputBuffer()
         self._buffer.clear()
         self._writer: pq.ParquetWriter | None = None
-        self._run: list[Member] = []  #: batches to be decoded together, all of `_shape`
+        self._run: list[PlainBatch] = []  #: batches to be decoded together, all of `_shape`
         self._shape: int | None = None
         self._run_rows = 0
         self._run_bytes = 0
@@ -247,7 +247,7 @@ class FileBuilder:
             return
         if header.control or not header.record_count or is_aborted(header, aborted):
             return
-        shape = runs.shape_of(header)
+        shape = batch_decoder.shape_of(header)
         if self._run and (shape != self._shape or self._bounds != (start, limit)):
             self._decode()
         if shape is None:
@@ -256,8 +256,9 @@ class FileBuilder:
         body = columns.body_of(batch, header, decoded_bytes_max)
         size = len(body.key_data) + len(body.value_data)
         if self._run_bytes + size > GROUP_BYTES:
-            self._decode()  # a batch larger than a group stays alone: F2, and `decode_run`'s bound
-        self._run.append(Member(header, body))
+            # a batch larger than a group stays alone: F2, and `decode_batches`'s bound
+            self._decode()
+        self._run.append(PlainBatch(header, body))
         self._shape, self._bounds = shape, (start, limit)
         self._run_rows += header.record_count
         self._run_bytes += size

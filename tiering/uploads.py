@@ -198,7 +198,7 @@ def aborted_from(source: LocalLog, start: Offset) -> list[AbortedTransaction]:
         try:
             raw = source.storage.read_file(f"{source.path}/{file_name(base, TXNINDEX)}")
             found += aborted_log.overlapping(aborted_log.decode(raw), start, 2**63 - 1)
-        except (FileNotFoundError, aborted_log.Damaged):
+        except (FileNotFoundError, aborted_log.CorruptTransactionIndex):
             continue  # the active segment: its aborts come with the leader's view
     return found
 

@@ -364,7 +364,11 @@ class BrokerCore:
         lost = errors.StorageFailed | errors.CorruptLog
         broken = {k: None for k, p in self.partitions.items() if isinstance(p.problem, lost)}
         image, anew = self.publisher.image, self.publisher.anew
-        closed = {**broken, **dict.fromkeys(self.publisher.unopened), **self.manager.by_hand}
+        closed = {
+            **broken,
+            **dict.fromkeys(self.publisher.unopened),
+            **self.manager.operator_marked,
+        }
         found = []
         for key in {**anew, **closed}:
             state = image.partition(key)

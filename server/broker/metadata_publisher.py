@@ -377,8 +377,8 @@ class MetadataPublisher:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
             self.unopened.pop(key, None)
             return
-        by_hand = key in core.manager.by_hand and self.registered()
-        if by_hand and may_take_part(state, core.node_id, has_log=partition is not None):
+        marked = key in core.manager.operator_marked and self.registered()
+        if marked and may_take_part(state, core.node_id, has_log=partition is not None):
             await self._creator.told(key)
         if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)

@@ -7,7 +7,7 @@ moved (rule P6).
 
 A byte is copied twice in this process, both times by the kernel: page cache into the read, the
 read into the socket.  Who waits at the end of a log for small appends is answered from memory, on
-the loop (log/recent.py): a trip to the read lane and back would cost more than the answer.
+the loop (log/batch_cache.py): a trip to the read lane and back would cost more than the answer.
 
 The log's checksums are the readers' to verify: bytes go out as they lie on the disk.  One batch is
 looked at here, the first that is read after a position was set: a reader that tripped over damage

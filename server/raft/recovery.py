@@ -27,10 +27,10 @@ from typing import Any
 
 from pk import errors, limits, settings
 from pk.log import sealed
+from pk.log.damaged_ranges import bases_of
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.recovery import Stop
-from pk.log.salvage import bases_of
 from pk.log.segment import Segment, Walk, corrupt
 from pk.log.storage import Storage
 from pk.server.raft.messages import Vote
@@ -109,7 +109,7 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
         epoch, voted_for = (sealed.field(known, name, int) for name in ("epoch", "voted_for"))
         vote = Vote(epoch, voted_for, sealed.field(known, "voted_directory_id", str))
         return vote, sealed.field(known, "synced_end", int)
-    except sealed.Damaged as damage:
+    except sealed.CorruptFile as damage:
         raise errors.CorruptLog(
             f"{storage.root}/{QUORUM_STATE} is damaged: {damage}. Nothing here was changed; remove "
             f"nothing. {WITHOUT_VOTE}"

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pk import limits
-from pk.log.recent import Recent
+from pk.log.batch_cache import BatchCache
 from pk.log.storage import Disk
 from pk.server.replica.space import DirectorySpace
 
@@ -56,7 +56,7 @@ class LogDirWriter:
     ) -> None:
         self.disk = disk
         self.space = DirectorySpace(disk.storage.root, reserve_bytes, lambda: on_space(self))
-        self.recent = Recent()  #: what it wrote last, for readers that wait for it
+        self.recent = BatchCache()  #: what it wrote last, for readers that wait for it
         self.queued_bytes = 0
         self.rounds = 0
         self._bytes_max = bytes_max

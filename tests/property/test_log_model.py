@@ -20,11 +20,11 @@ from pk import errors, settings
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import Header
+from pk.log.batch_cache import BatchCache
 from pk.log.columns import Marker
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Duplicate, LogConfig, WritePlan
 from pk.log.producers import Producers
-from pk.log.recent import Recent
 from pk.sim.disk import Crashed, SimStorage
 from pk.types import TopicPartition
 
@@ -121,7 +121,7 @@ class Life:
             same_boot=same_boot, recovery_point=self.point, log_start=self.start,
             now_ms=self.clock,
         )  # fmt: skip
-        log.recent = Recent(4_000)
+        log.recent = BatchCache(4_000)
         return log
 
     @property

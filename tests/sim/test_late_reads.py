@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def append(kit: Kit, n: NodeId, topic: str, content: bytes) -> None:
-    """One batch of one record, too large to be kept in memory (log/recent.py)."""
+    """One batch of one record, too large to be kept in memory (log/batch_cache.py)."""
     partition = kit.replica(n, topic)
     rows = pa.RecordBatch.from_pydict({"value": pa.array([content * 40_000], pa.binary())})
     raw = b"".join(columns.encode(rows, default_timestamp=1_735_689_600_000))

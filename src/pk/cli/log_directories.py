@@ -12,7 +12,7 @@ import typer
 
 from pk.cli.common import AsJson, quiet_end, say, size_text, table
 from pk.cli.log_ranges import findings
-from pk.log import by_hand
+from pk.log import adoption
 from pk.log.files import RealStorage
 from pk.log.identity import ADOPTED
 from pk.server.node.format import new_id
@@ -43,7 +43,7 @@ def add_to(app: typer.Typer) -> None:
 def locked(home: Path) -> Iterator[RealStorage]:
     """Nobody else changes it meanwhile.  Raises `DirectoryLocked` while a broker has it."""
     storage = RealStorage(str(home.absolute()))
-    by_hand.opened(storage)
+    adoption.opened(storage)
     storage.lock()
     try:
         yield storage
@@ -58,7 +58,7 @@ def show(home: Home, as_json: AsJson = False) -> None:
     """
     with quiet_end():
         storage = RealStorage(str(home.absolute()))
-        rows = [_with_ranges(storage, each) for each in by_hand.survey(storage)]
+        rows = [_with_ranges(storage, each) for each in adoption.survey(storage)]
         if as_json:
             say(rows)
             return
@@ -69,18 +69,18 @@ def show(home: Home, as_json: AsJson = False) -> None:
         table(heads, [[row[name] for name in columns] for row in cells])
 
 
-def _with_ranges(storage: RealStorage, found: by_hand.Found) -> dict[str, Any]:
+def _with_ranges(storage: RealStorage, found: adoption.LogDirectory) -> dict[str, Any]:
     """`found` with the number of its damaged ranges; 0 where the identity is not intact, for the
     checkpoints that say where a log ended name it by its identity.
     """
     row = {**found._asdict(), "damaged_ranges": 0}
-    if found.status in (by_hand.OK, ADOPTED):
+    if found.status in (adoption.OK, ADOPTED):
         ranges = findings(storage, found.name)
         row["damaged_ranges"] = len(ranges)
         if ranges:
             first = ranges[0].damage
             row["problem"] = f"offsets {first} are damaged: {first.problem}"
-            if found.status == by_hand.OK:
+            if found.status == adoption.OK:
                 row["status"] = DAMAGED
     return row
 
@@ -98,11 +98,11 @@ def adopt(
     again: its log may be an older one than the cluster counts on.
     """
     with quiet_end(), locked(home) as storage:
-        wanted = by_hand.to_adopt(storage, name, topic_id)
-        found = by_hand.of_name(storage, name, "")
+        wanted = adoption.to_adopt(storage, name, topic_id)
+        found = adoption.of_name(storage, name, "")
         plan = {"action": "adopt", **_plan(storage, found), "topic_id": wanted.topic_id}
         if _confirmed(plan, yes, as_json):
-            by_hand.adopt(storage, name, wanted)
+            adoption.adopt(storage, name, wanted)
             plan["done"] = True
         _told(plan, as_json)
 
@@ -117,21 +117,21 @@ def discard(
     are given again.
     """
     with quiet_end(), locked(home) as storage:
-        found = by_hand.of_name(storage, name, topic_id)
+        found = adoption.of_name(storage, name, topic_id)
         plan = {"action": "discard", **_plan(storage, found)}
         if _confirmed(plan, yes, as_json):
-            plan["removed_at_next_start"] = by_hand.discard(storage, found, new_id())
+            plan["removed_at_next_start"] = adoption.discard(storage, found, new_id())
             plan["done"] = True
         _told(plan, as_json)
 
 
-def _plan(storage: RealStorage, found: by_hand.Found) -> dict[str, Any]:
+def _plan(storage: RealStorage, found: adoption.LogDirectory) -> dict[str, Any]:
     return {
         "directory": storage.root,
         "name": found.name,
         "status": found.status,
         "topic_id": found.topic_id,
-        **by_hand.extent(storage, found.name)._asdict(),
+        **adoption.extent(storage, found.name)._asdict(),
         "done": False,
     }
 

@@ -15,7 +15,7 @@ from pk import errors
 from pk.cli.common import AsJson, quiet_end, say, table
 from pk.cli.log_directories import Home, locked
 from pk.cli.log_ranges import findings
-from pk.log import by_hand, identity
+from pk.log import adoption, identity
 from pk.log import repair as repairing
 from pk.log.files import RealStorage
 from pk.log.repair import Finding
@@ -45,7 +45,7 @@ def repair(
                 rows = _all(storage, names, execute=True)
         else:
             storage = RealStorage(str(home.absolute()))
-            by_hand.opened(storage)
+            adoption.opened(storage)
             rows = _all(storage, names, execute=False)
         _show(storage, rows, executed=yes, as_json=as_json)
 

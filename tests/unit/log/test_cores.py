@@ -75,14 +75,14 @@ def test_damaged_index_files_are_noticed() -> None:
     for at in range(len(offsets)):
         broken = bytearray(offsets)
         broken[at] ^= 4
-        with pytest.raises(index.Damaged):
+        with pytest.raises(index.CorruptIndex):
             index.decode(1000, bytes(broken), times)
     for bad in (b"", offsets[:-1], offsets[:30], times):
-        with pytest.raises(index.Damaged):
+        with pytest.raises(index.CorruptIndex):
             index.decode(1000, bad, times)
-    with pytest.raises(index.Damaged):
+    with pytest.raises(index.CorruptIndex):
         index.decode(2000, offsets, times)
-    with pytest.raises(index.Damaged):
+    with pytest.raises(index.CorruptIndex):
         index.decode(1000, offsets, index.encode(sparse(), EXTENT._replace(size=1700))[1])
 
 
@@ -141,10 +141,10 @@ def test_epoch_file() -> None:
     raw = epochs().encode()
     assert LeaderEpochs.decode(raw).entries == epochs().entries
     for bad in (b"", raw[:-1], raw.replace(b"3 10", b"3 11"), raw.replace(b"epoch", b"epocH")):
-        with pytest.raises(checkpoints.Damaged):
+        with pytest.raises(checkpoints.CorruptCheckpoint):
             LeaderEpochs.decode(bad)
     for lines in (["1 0", "1 5"], ["2 0", "1 5"], ["1 5", "2 5"], ["x"], ["1"]):
-        with pytest.raises(checkpoints.Damaged):
+        with pytest.raises(checkpoints.CorruptCheckpoint):
             LeaderEpochs.decode(checkpoints.encode("leader-epoch-checkpoint", lines))
 
 
@@ -159,10 +159,10 @@ def test_aborted_index() -> None:
     for at in range(len(raw)):
         broken = bytearray(raw)
         broken[at] ^= 1
-        with pytest.raises(aborted.Damaged):
+        with pytest.raises(aborted.CorruptTransactionIndex):
             aborted.decode(bytes(broken))
     for bad in (b"", raw[:-1], raw + b"x"):
-        with pytest.raises(aborted.Damaged):
+        with pytest.raises(aborted.CorruptTransactionIndex):
             aborted.decode(bad)
 
 

@@ -11,8 +11,8 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import columns, damage, repair
 from pk.log.batch import HEADER_BYTES
+from pk.log.damaged_ranges import survey_log
 from pk.log.partition_log import PartitionLog
-from pk.log.salvage import survey_log
 from pk.log.segment import Segment
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import NOW, Bench, make_batch
@@ -106,7 +106,7 @@ def test_any_bit_of_several_batches_costs_those_alone(seed: int) -> None:
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("field", ["body", "length", "magic"])
 def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
-    """Without salvage it is offline; with it nothing but the range is."""
+    """Without `skip_damaged` it is offline; with it nothing but the range is."""
     bench = filled()
     if clean:
         bench.log.close()
@@ -115,13 +115,13 @@ def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
     if not clean:
         with pytest.raises(errors.CorruptLog):
             bench.open()
-    log = bench.open(clean=clean, salvage=True)
+    log = bench.open(clean=clean, skip_damaged=True)
     assert served(log) == (all_but(log.written_end, range_of(header)), [range_of(header)])
     if not clean:
         assert any(note.startswith("O10") for note in log.notes)
     bench.append(make_batch(1, 100))
     log.close()
-    again = bench.open(clean=True, salvage=True)
+    again = bench.open(clean=True, skip_damaged=True)
     assert served(again)[0] == all_but(again.written_end, range_of(header))
 
 
@@ -135,7 +135,7 @@ def test_a_flipped_length_is_no_torn_tail(where: int, bit: int) -> None:
     base, at, header = places(bench)[where]
     end = bench.log.written_end
     flip(bench, base, at + 8 + bit // 8, bit % 8)
-    log = bench.open(salvage=True)
+    log = bench.open(skip_damaged=True)
     assert log.written_end == end
     assert served(log) == (all_but(end, range_of(header)), [range_of(header)])
     bench.append(make_batch(1, 100))
@@ -153,7 +153,7 @@ def test_a_torn_tail_is_cut_whatever_its_records_look_like(left: int) -> None:
     file = bench.storage.open(f"{PATH}/{base:020}.log")
     file.append([b"".join(torn)[: left if left < 100 else len(raw) - left]])
     file.close()
-    log = bench.open(salvage=True)
+    log = bench.open(skip_damaged=True)
     assert (log.written_end, log.damage) == (end, [])
     assert served(log) == (list(range(end)), [])
 
@@ -165,7 +165,7 @@ def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
     early = places(bench)[2]
     flip(bench, base, at + 80)
     flip(bench, early[0], early[1] + 9)
-    log = bench.open(same_boot=False, recovery_point=early[2].next_offset + 6, salvage=True)
+    log = bench.open(same_boot=False, recovery_point=early[2].next_offset + 6, skip_damaged=True)
     assert log.written_end == header.base_offset
     assert served(log)[1] == [range_of(early[2])]
 
@@ -176,7 +176,7 @@ def test_a_damaged_tail_whose_end_is_not_known_stays_offline_until_it_is_repaire
     base, at, header = places(bench)[-1]
     flip(bench, base, at + 16)
     with pytest.raises(errors.CorruptLog):
-        bench.open(salvage=True)
+        bench.open(skip_damaged=True)
     (finding,) = repair.look(bench.storage, PATH, trusted=False, floor=0)
     assert finding.damage.start == header.base_offset
     assert finding.damage.end >= header.next_offset + 1_000_000 - 3
@@ -263,7 +263,7 @@ def test_a_missing_segment_is_a_range() -> None:
         bench.storage.remove(f"{PATH}/{gone:020}.{suffix}")
     with pytest.raises(errors.CorruptLog):
         bench.open()
-    log = bench.open(salvage=True)
+    log = bench.open(skip_damaged=True)
     assert served(log) == (all_but(log.written_end, (gone, following)), [(gone, following)])
     repaired(bench)
     assert served(bench.open()) == (all_but(log.written_end, (gone, following)), [])
@@ -294,7 +294,7 @@ def test_a_repair_that_dies_on_the_way_leaves_the_old_or_the_new() -> None:
         storage.power_loss()
         twin = Bench.__new__(Bench)
         twin.storage, twin.config = storage, bench.config
-        log = twin.open(salvage=True)
+        log = twin.open(skip_damaged=True)
         offsets, lost = served(log)
         assert offsets == all_but(end, range_of(header))
         outcomes.add(bool(lost))

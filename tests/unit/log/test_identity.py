@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from pk import errors
-from pk.log import by_hand, identity
+from pk.log import adoption, identity
 from pk.log.creation import NewPartition
 from pk.log.identity import ADOPTED, DISCARDED, IDENTITIES, PARTITION_FILE, Identity, Known
 from pk.log.manager import LogManager
@@ -182,11 +182,11 @@ def test_what_an_operator_adopts_or_discards_is_told_to_the_cluster_first() -> N
         storage.remove(IDENTITIES)
         storage.remove(FILE)
         with pytest.raises(errors.InvalidOption, match="--topic-id"):
-            by_hand.to_adopt(storage, "t-0", "")
-        by_hand.adopt(storage, "t-0", by_hand.to_adopt(storage, "t-0", "tid"))
+            adoption.to_adopt(storage, "t-0", "")
+        adoption.adopt(storage, "t-0", adoption.to_adopt(storage, "t-0", "tid"))
         for _ in range(2):  # as long as the cluster was not told
             manager, problems = await begun(house)
-            assert (problems, list(manager.by_hand)) == ([], [KEY])
+            assert (problems, list(manager.operator_marked)) == ([], [KEY])
             assert manager.logs()[KEY].log_end == 20
             await manager.close()
         manager, _ = await begun(house)
@@ -194,23 +194,23 @@ def test_what_an_operator_adopts_or_discards_is_told_to_the_cluster_first() -> N
         await manager.close()
         assert identity.read(storage, "topics/t-0") == ONE
         manager, _ = await begun(house)
-        assert not manager.by_hand
+        assert not manager.operator_marked
         await manager.close()
         # And now it is given up.
-        by_hand.discard(storage, by_hand.of_name(storage, "t-0", ""), "id")
+        adoption.discard(storage, adoption.of_name(storage, "t-0", ""), "id")
         assert storage.list("topics") == ["t-0.id-delete"]
         for _ in range(2):
             manager, problems = await begun(house)
             (outcome,) = await manager.create_all([NEW])
             assert isinstance(outcome, errors.LogMissing)
-            assert (problems, list(manager.by_hand)) == ([], [KEY])
+            assert (problems, list(manager.operator_marked)) == ([], [KEY])
             await manager.close()
         manager, _ = await begun(house)
         await manager.create_all([NEW])
         await manager.told(NEW)
         (outcome,) = await manager.create_all([NEW])
         assert isinstance(outcome, PartitionLog)
-        assert (outcome.log_end, list(manager.by_hand)) == (0, [])
+        assert (outcome.log_end, list(manager.operator_marked)) == (0, [])
         await manager.close()
 
     run(main)

@@ -172,8 +172,8 @@ def test_damaged_snapshots_are_noticed() -> None:
     for at in range(len(raw)):
         broken = bytearray(raw)
         broken[at] ^= 1
-        with pytest.raises(producers.Damaged):
+        with pytest.raises(producers.CorruptSnapshot):
             Producers.from_snapshot(bytes(broken))
     for bad in (b"", raw[:-1], raw[:20]):
-        with pytest.raises(producers.Damaged):
+        with pytest.raises(producers.CorruptSnapshot):
             Producers.from_snapshot(bad)

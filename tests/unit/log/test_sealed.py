@@ -24,27 +24,29 @@ def test_every_flipped_bit_is_noticed() -> None:
         for bit in range(8):
             raw = bytearray(whole)
             raw[at] ^= 1 << bit
-            with pytest.raises(sealed.Damaged):
+            with pytest.raises(sealed.CorruptFile):
                 sealed.decode(bytes(raw))
 
 
 def test_so_is_every_cut() -> None:
     whole = sealed.encode(FIELDS)
     for size in range(len(whole)):
-        with pytest.raises(sealed.Damaged):
+        with pytest.raises(sealed.CorruptFile):
             sealed.decode(whole[:size])
-    with pytest.raises(sealed.Damaged):
+    with pytest.raises(sealed.CorruptFile):
         sealed.decode(whole + b"\n")
 
 
 def test_the_error_names_what_is_wrong() -> None:
     whole = sealed.encode(FIELDS)
     noted = json.loads(whole)[sealed.FIELD]
-    with pytest.raises(sealed.Damaged, match=f"crc32c is {noted}, the content has [0-9a-f]{{8}}"):
+    with pytest.raises(
+        sealed.CorruptFile, match=f"crc32c is {noted}, the content has [0-9a-f]{{8}}"
+    ):
         sealed.decode(whole.replace(b"12", b"13", 1))
-    with pytest.raises(sealed.Damaged, match="does not end with its checksum"):
+    with pytest.raises(sealed.CorruptFile, match="does not end with its checksum"):
         sealed.decode(json.dumps(FIELDS).encode())
-    with pytest.raises(sealed.Damaged, match="the field 'term' is missing"):
+    with pytest.raises(sealed.CorruptFile, match="the field 'term' is missing"):
         sealed.field(FIELDS, "term", int)
-    with pytest.raises(sealed.Damaged, match="the field 'name' is 'a', no int"):
+    with pytest.raises(sealed.CorruptFile, match="the field 'name' is 'a', no int"):
         sealed.field(FIELDS, "name", int)

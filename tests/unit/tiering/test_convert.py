@@ -229,8 +229,8 @@ def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
 
 
 def test_runs_of_batches_are_what_the_batches_are() -> None:
-    """log/runs D1, with gaps, both widths of timestamps, batches with and without keys, and odd
-    ones."""
+    """log/batch_decoder D1, with gaps, both widths of timestamps, batches with and without keys,
+    and odd ones."""
     wide = [(2**41 * (i % 2), b"k%d" % i, b"w%d" % i, []) for i in range(5)]
     sparse = convert.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
     batches = [

@@ -10,7 +10,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log.recent import APPEND_BYTES_MAX
+from pk.log.batch_cache import APPEND_BYTES_MAX
 from pk.world import Stream, StreamKind
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ without headers, nulls or a delete horizon, and all with keys or all without, th
 Everything else is decoded batch by batch (`columns.decode`).
 
 Invariants
-  D1  decode_run(run) == the concatenation of `decode` of each of its batches.
+  D1  decode_batches(run) == the concatenation of `decode` of each of its batches.
   D2  a run's rows take one copy, whatever its batches were compressed with.
 """
 
@@ -30,7 +30,7 @@ _SHAPE = batches.KEY | batches.VALUE
 _ODD = batches.KEY_NULLS | batches.VALUE_NULLS | batches.HEADERS | batches.DELETE_HORIZON
 
 
-class Member(NamedTuple):
+class PlainBatch(NamedTuple):
     """One batch of a run."""
 
     header: Header
@@ -44,7 +44,7 @@ def shape_of(header: Header) -> int | None:
     return header.attributes & _SHAPE
 
 
-def decode_run(run: Sequence[Member], timestamp_unit: str = "ms") -> pa.RecordBatch:
+def decode_batches(run: Sequence[PlainBatch], timestamp_unit: str = "ms") -> pa.RecordBatch:
     """The rows of the run in the columns of `columns.schema(timestamp_unit)`.
 
     All batches have one `shape_of`, not None; bodies come from `columns.parse`, so nothing here can
@@ -68,7 +68,7 @@ def _fixed(numbers: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)], 0)
 
 
-def _offsets(run: Sequence[Member], rows: int) -> npt.NDArray[np.int64]:
+def _offsets(run: Sequence[PlainBatch], rows: int) -> npt.NDArray[np.int64]:
     first = run[0].header.base_offset
     if run[-1].header.next_offset - first == rows:
         return np.arange(first, first + rows, dtype=np.int64)  # no gap, between batches or inside
@@ -82,7 +82,7 @@ def _offsets(run: Sequence[Member], rows: int) -> npt.NDArray[np.int64]:
     return found
 
 
-def _timestamps(run: Sequence[Member], rows: int, unit: str) -> npt.NDArray[np.int64]:
+def _timestamps(run: Sequence[PlainBatch], rows: int, unit: str) -> npt.NDArray[np.int64]:
     found = np.empty(rows, np.int64)
     at = 0
     for header, body in run:

@@ -26,7 +26,7 @@ ROOT = "topics"
 DELETING = "-delete"
 
 
-class Found(NamedTuple):
+class LogDirectory(NamedTuple):
     """A directory of a log, or a log that has none."""
 
     name: str
@@ -47,7 +47,7 @@ OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
 OTHER, MISSING = "other", "missing"
 
 
-class Extent(NamedTuple):
+class Contents(NamedTuple):
     """What a directory holds."""
 
     segments: int
@@ -73,18 +73,18 @@ def opened(storage: Storage) -> Format:
     return found
 
 
-def survey(storage: Storage) -> Iterator[Found]:
+def survey(storage: Storage) -> Iterator[LogDirectory]:
     """Every directory of a log, then every log that is missing."""
     cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
     there = [name for name in storage.list(ROOT) if not name.endswith(DELETING)]
     for name in there:
         status, topic_id, problem = _status(storage, name, cluster_id, second)
         sizes = [size for _, size in _segments(storage, name)]
-        yield Found(name, status, topic_id, problem, len(sizes), sum(sizes))
+        yield LogDirectory(name, status, topic_id, problem, len(sizes), sum(sizes))
     for name, known in sorted(second.items()):
         if name not in there:
             status = DISCARDED if known.state == DISCARDED else MISSING
-            yield Found(name, status, known.identity.topic_id, "no such directory", 0, 0)
+            yield LogDirectory(name, status, known.identity.topic_id, "no such directory", 0, 0)
 
 
 def _status(
@@ -108,7 +108,7 @@ def _status(
     return OK, found.topic_id, ""
 
 
-def extent(storage: Storage, name: str) -> Extent:
+def extent(storage: Storage, name: str) -> Contents:
     """Reads every batch."""
     segments = _segments(storage, name)
     first = segments[0][0] if segments else 0
@@ -122,7 +122,7 @@ def extent(storage: Storage, name: str) -> Extent:
                 end = max(end, base, end if last is None else int(last) + 1)
         finally:
             file.close()
-    return Extent(len(segments), sum(size for _, size in segments), first, end, damaged)
+    return Contents(len(segments), sum(size for _, size in segments), first, end, damaged)
 
 
 def _segments(storage: Storage, name: str) -> list[tuple[Offset, int]]:
@@ -166,7 +166,7 @@ def adopt(storage: Storage, name: str, wanted: Identity) -> None:
     storage.replace_file(where, identity.encode(wanted))
 
 
-def of_name(storage: Storage, name: str, topic_id: str) -> Found:
+def of_name(storage: Storage, name: str, topic_id: str) -> LogDirectory:
     """The log of that name.  `topic_id`: of a log that only checkpoints of offsets name.
 
     Raises `InvalidRequest` if there is neither such a directory nor a checkpoint that names it.
@@ -178,12 +178,12 @@ def of_name(storage: Storage, name: str, topic_id: str) -> Found:
     if topic_id:
         key = PartitionKey(topic_id, _partition_of(name).partition)
         if any(key in files.read_offsets(storage, each) for each in files.OFFSETS):
-            return Found(name, MISSING, topic_id, "no such directory", 0, 0)
+            return LogDirectory(name, MISSING, topic_id, "no such directory", 0, 0)
     told = ", ".join(each.name for each in found) or "none"
     raise errors.InvalidRequest(f"{storage.root} has no log {name!r}; known are: {told}")
 
 
-def discard(storage: Storage, found: Found, new_id: str) -> str:
+def discard(storage: Storage, found: LogDirectory, new_id: str) -> str:
     """Give up what `found` holds, or held.  SYNCED.  Returns its new name: the next start removes
     that; '' if nothing was there.
     """

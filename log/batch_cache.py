@@ -55,7 +55,7 @@ class _Run:
         self.size = 0
 
 
-class Recent:
+class BatchCache:
     """The ends of the logs of one directory.  A log is named by itself, or any key that lasts."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pk import errors, settings
 from pk.log import batch as batches
-from pk.log import columns, recent
+from pk.log import batch_cache, columns
+from pk.log.batch_cache import BatchCache
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
-from pk.log.recent import Recent
 from pk.sim.disk import SimStorage
 from pk.types import TopicPartition
 
@@ -35,7 +35,7 @@ class Life:
             clean=True,
             now_ms=1,
         )
-        self.log.recent = Recent(recent_bytes)
+        self.log.recent = BatchCache(recent_bytes)
         self.hits = 0
 
     def append(self) -> None:
@@ -100,8 +100,8 @@ class Life:
 @given(seed=st.integers(0, 2**32 - 1), recent_bytes=st.sampled_from([3_000, 10**6]))
 def test_memory_gives_what_the_log_gives_or_nothing(seed: int, recent_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recent, "APPEND_BYTES_MAX", 1_800)
-        patch.setattr(recent, "LOG_BYTES_MAX", 4_000)
+        patch.setattr(batch_cache, "APPEND_BYTES_MAX", 1_800)
+        patch.setattr(batch_cache, "LOG_BYTES_MAX", 4_000)
         life = Life(seed, recent_bytes)
         for _ in range(40):
             life.step()

@@ -1,4 +1,5 @@
-"""The ends of logs in memory (log/recent.py): the bytes of the disk, or none; within bounds."""
+"""The ends of logs in memory (log/batch_cache.py): the bytes of the disk, or none; within
+bounds."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns, recent
+from pk.log import batch_cache, columns
+from pk.log.batch_cache import APPEND_BYTES_MAX, BATCH_OVERHEAD_BYTES, LOG_BYTES_MAX, BatchCache
 from pk.log.plan import Appended, AppendOp, WritePlan
-from pk.log.recent import APPEND_BYTES_MAX, BATCH_OVERHEAD_BYTES, LOG_BYTES_MAX, Recent
 
 NOW = 1_700_000_000_000
 Make = Callable[..., Any]  #: conftest.Bench
@@ -25,7 +26,7 @@ def raw_batch(count: int = 1, size: int = 100, **options: Any) -> bytes:
 @pytest.fixture
 def kept(bench: Make) -> Any:
     b = bench()
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     return b
 
 
@@ -142,9 +143,9 @@ def test_a_retired_log_is_forgotten(kept: Any) -> None:
 
 
 def test_a_large_append_ends_the_run(bench: Make) -> None:
-    """log/recent K2: what follows is not what was behind; nothing is given across the hole."""
+    """log/batch_cache K2: what follows is not what was behind; nothing is given across the hole."""
     b = bench(segment_bytes=10**6)
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     b.append(raw_batch(1))
     b.append(raw_batch(1, APPEND_BYTES_MAX))
     assert (read(b, 0), read(b, 1), b.log.recent.bytes) == (None, None, 0)
@@ -155,7 +156,7 @@ def test_a_large_append_ends_the_run(bench: Make) -> None:
 
 def test_many_small_batches_at_once_are_a_large_append(bench: Make) -> None:
     b = bench(segment_bytes=10**6)
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     size = len(raw_batch(1, 1)) + BATCH_OVERHEAD_BYTES
     b.append(*[raw_batch(1, 1)] * (APPEND_BYTES_MAX // size))
     assert read(b, 0) is not None
@@ -164,9 +165,9 @@ def test_many_small_batches_at_once_are_a_large_append(bench: Make) -> None:
 
 
 def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
-    """log/recent K1"""
+    """log/batch_cache K1"""
     b = bench(segment_bytes=10**6)
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     cost = len(raw_batch(1, 10_000)) + BATCH_OVERHEAD_BYTES
     fits = LOG_BYTES_MAX // cost
     for _ in range(fits + 2):
@@ -178,9 +179,9 @@ def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
 
 
 def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
-    """log/recent K1"""
+    """log/batch_cache K1"""
     cost = len(raw_batch(1)) + BATCH_OVERHEAD_BYTES
-    shared = Recent(bytes_max=3 * cost)
+    shared = BatchCache(bytes_max=3 * cost)
     logs = [bench() for _ in range(3)]
     for b in logs:
         b.log.recent = shared
@@ -191,9 +192,10 @@ def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
 
 
 def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
-    """log/recent K3: a batch is a view into a frame of megabytes; the frame must be free to go."""
+    """log/batch_cache K3: a batch is a view into a frame of megabytes; the frame must be free to
+    go."""
     b = bench()
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     raw = raw_batch(1)
     frame = bytearray(raw)
     b.log.decide(batches.check(frame), memoryview(frame), leader_epoch=0, now_ms=NOW)
@@ -204,9 +206,9 @@ def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
 
 
 def test_a_followers_batch_is_copied_too(bench: Make) -> None:
-    """log/recent K3: it is written as it came, in one part."""
+    """log/batch_cache K3: it is written as it came, in one part."""
     b = bench()
-    b.log.recent = Recent()
+    b.log.recent = BatchCache()
     frame = bytearray(raw_batch(1))
     b.log.append_as_follower(batches.check(frame), memoryview(frame), now_ms=NOW)
     b.write()
@@ -215,7 +217,7 @@ def test_a_followers_batch_is_copied_too(bench: Make) -> None:
 
 
 def test_a_run_has_no_holes() -> None:
-    """log/recent K2: an append that passed by ends the run."""
+    """log/batch_cache K2: an append that passed by ends the run."""
 
     def plan(base: int) -> WritePlan:
         raw = raw_batch(1)
@@ -223,7 +225,7 @@ def test_a_run_has_no_holes() -> None:
         ops = [AppendOp(None, 0, [raw])]
         return WritePlan(0, base, base + 1, size=len(raw), ops=[*ops], appended=[done])
 
-    found = Recent()
+    found = BatchCache()
     for base in (0, 1, 3):
         found.keep("log", 0, plan(base))
     assert found.read("log", 0, 1, 9, 10**6, True) is None
@@ -233,4 +235,4 @@ def test_a_run_has_no_holes() -> None:
 
 
 def test_the_bounds_add_up() -> None:
-    assert recent.APPEND_BYTES_MAX <= recent.LOG_BYTES_MAX <= recent.BYTES_MAX
+    assert batch_cache.APPEND_BYTES_MAX <= batch_cache.LOG_BYTES_MAX <= batch_cache.BYTES_MAX

@@ -19,7 +19,7 @@ from pk.types import Offset
 FAR = 2**63 - 1
 
 
-def salvage_map(
+def damaged_ranges(
     storage: Storage, path: str, *, trusted: bool, trusted_to: Offset, dense: bool
 ) -> dict[Offset, tuple[Damage, ...]]:
     """Every damaged range whose end is known, by the base offset of its segment.
@@ -68,14 +68,14 @@ def epochs_of(storage: Storage, path: str) -> LeaderEpochs | None:
     """What the file says; None if it is damaged or missing."""
     try:
         return LeaderEpochs.decode(storage.read_file(f"{path}/{leader_epochs.FILE}"))
-    except (FileNotFoundError, checkpoints.Damaged):
+    except (FileNotFoundError, checkpoints.CorruptCheckpoint):
         return None
 
 
 def _index(segment: Segment) -> tuple[SparseIndex, Offset] | None:
     """The index's entries and where it ends.  It is not compared with the segment's last batch:
     that one may be the damaged one."""
-    with contextlib.suppress(index.Damaged, FileNotFoundError):
+    with contextlib.suppress(index.CorruptIndex, FileNotFoundError):
         raw = segment.read_file(INDEX), segment.read_file(TIMEINDEX)
         sparse, extent = index.decode(segment.base_offset, *raw)
         return sparse, extent.next_offset
