@@ -516,7 +516,7 @@ def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_other(
         if len(tried) > 3:
             await cut(self, key, offset)
             return
-        self._logs[key][0].torn = torn
+        self._logs[key][0]._writer.torn = torn
         raise errors.StorageFull("full")
 
     monkeypatch.setattr(LogManager, "cut", full)
