@@ -22,6 +22,7 @@ from unittest.mock import patch
 from pk import errors
 from pk.log import creation, identity, writing
 from pk.log.directory import Directory
+from pk.log.divergence import StartAt
 from pk.log.manager import LogManager
 from pk.log.validate import Verdict
 from pk.server.broker.metadata_publisher import MetadataPublisher
@@ -31,7 +32,6 @@ from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
 from pk.server.raft.recovery import QUORUM_STATE, first_state
 from pk.server.replica import follower
-from pk.server.replica.divergence import StartAt
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.server.runtime.replayed_host import ReplayedHost

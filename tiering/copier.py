@@ -32,7 +32,7 @@ from pk.backoff import Backoff
 from pk.effects import Effect, Send, SetTimer
 from pk.tiering.damage import DamagedFile, holds_the_same
 from pk.tiering.data_files import OFFSET_MAX, DataFile
-from pk.tiering.divergence import divergence_error, has_diverged
+from pk.tiering.divergence import find_divergence
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
@@ -454,9 +454,7 @@ class Copier:
             return None  # nothing of it is left (T9)
         if table.epoch > view.leader_epoch:
             return None  # another leader's, who is newer: nobody takes this one's word
-        if not has_diverged(table.end, table.epoch, view.log_end, view.epochs):
-            return None
-        return divergence_error(self.partition, table.end, table.epoch, view.log_end)
+        return find_divergence(self.partition, table.end, table.epoch, view.log_end, view.epochs)
 
     def _copy(self, view: View, now_ms: int, effects: list[Effect]) -> list[int]:
         """Start an upload if one is due; else when to look again."""

@@ -1,9 +1,8 @@
-"""Where a partition's log and its table are no longer the same line of records.  Pure.
+"""Whether a partition's log and its table have diverged (rule T15).  Pure.
 
-Two logs that have a record of the same leader epoch at the same offset have the same records below
-it (KIP-101), and so have a log and a table.  So one look at the table's last offset is enough, and
-it needs no file: the table keeps that record's epoch among its counters (rule T2), the log its
-epochs.
+A log and a table that have the same last record agree on every record below it, as two logs do
+(log/divergence).  One look at the table's last offset is enough, and it reads no file: the table
+keeps the epoch of its last record among its counters (rule T2).
 """
 
 from __future__ import annotations
@@ -11,33 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pk import errors
-from pk.types import NONE, Epoch, Offset
+from pk.log.divergence import lacks_last_record
+from pk.log.epochs import LeaderEpochs
+from pk.types import Epoch, EpochStart, Offset
 
 
-def has_diverged(
+def find_divergence(
+    partition: int,
     table_end: Offset,
     table_epoch: Epoch,
     log_end: Offset,
     epochs: Sequence[tuple[Epoch, Offset]],
-) -> bool:
-    """Whether a leader's log lacks the record the table ends with (rule T15).
+) -> errors.TierTableChanged | None:
+    """The error that stops copying if a leader's log lacks the table's last record; None = the log
+    has it, or begins above it.
 
-    `epochs` are the log's, each with its first offset.  Where they do not reach down to the table's
-    end there is nothing to compare: the log begins there on the table's word.
+    epochs: those of the log, each with its first offset
     """
-    if log_end < table_end:
-        return True
-    known = NONE
-    for epoch, start in epochs:
-        if start < table_end:
-            known = epoch
-    return known not in (NONE, table_epoch)
-
-
-def divergence_error(
-    partition: int, table_end: Offset, table_epoch: Epoch, log_end: Offset
-) -> errors.TierTableChanged:
-    """What is said of such a table, and what helps."""
+    known = LeaderEpochs([EpochStart(*each) for each in epochs])
+    if not lacks_last_record(known, log_end, table_end, table_epoch):
+        return None
     return errors.TierTableChanged(
         f"partition {partition} of the table ends at {table_end} with a record of leader epoch "
         f"{table_epoch} that the log, which ends at {log_end}, does not have: the log went on "

@@ -23,15 +23,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pk import errors
+from pk.log.divergence import StartAt
 from pk.server.handlers.fetch_session import Position
-from pk.server.replica.divergence import StartAt
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
+    from pk.log.divergence import StartAt
+from pk.server.broker.core import BrokerCore
 
 #: A watermark that moves alone waits so long for data to travel with.
 TELL_MS = 20

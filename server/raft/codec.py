@@ -11,10 +11,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.log.divergence import EpochEnd
 from pk.server.raft.messages import (
     BeginQuorumEpoch,
     EndQuorumEpoch,
-    EpochEnd,
     Fetch,
     FetchReply,
     FetchStatus,

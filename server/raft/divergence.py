@@ -1,34 +1,34 @@
-"""Where two metadata logs part: up to a shared (epoch, offset) they are the same (KIP-595)."""
+"""Where two metadata logs diverge (KIP-595): log/divergence, above a snapshot."""
 
 from __future__ import annotations
 
+from pk.log.divergence import EpochEnd, diverging_end, truncation_offset
 from pk.log.epochs import LeaderEpochs
-from pk.server.raft.messages import EpochEnd, Fetch, LogState
+from pk.server.raft.messages import Fetch, LogState
 from pk.server.raft.snapshot_id import SnapshotId
-from pk.types import NONE
+from pk.types import NONE, Offset
 
 
 def find_divergence(
     log: LogState, epochs: LeaderEpochs, fetch: Fetch
 ) -> SnapshotId | EpochEnd | None:
-    """What a leader with `log` tells a fetcher: None = yours is a prefix of mine.
+    """What a leader with `log` answers a fetch; None = the fetcher's log is a prefix of `log`.
 
-    A snapshot is what to begin with again; an `EpochEnd` says how far both may still be the same.
+    A `SnapshotId` is the snapshot that the fetcher must load.  An `EpochEnd` says up to where both
+    logs may still agree.
     """
     base = log.base
     if fetch.offset < base.end:
         return log.snapshot or base
     if fetch.offset == base.end:
         return None if fetch.last_epoch == base.epoch else log.snapshot or base
-    epoch, end = epochs.end_offset_for(fetch.last_epoch, log.end)
-    if epoch == NONE:  # an epoch of which no record came to this leader
+    found = diverging_end(epochs, log.end, fetch.last_epoch, fetch.offset)
+    if found is not None and found.epoch == NONE:  # the leader has no record of that epoch
         return EpochEnd(log.last_epoch, log.end)
-    if epoch == fetch.last_epoch and end >= fetch.offset:
-        return None
-    return EpochEnd(epoch, end)
+    return found
 
 
-def common_end(log: LogState, epochs: LeaderEpochs, told: EpochEnd) -> int:
-    """Where the fetcher's `log` has to end before it fetches on."""
-    epoch, end = epochs.end_offset_for(told.epoch, log.end)
-    return max(log.base.end, told.end if epoch == NONE else min(told.end, end))
+def common_end(log: LogState, epochs: LeaderEpochs, theirs: EpochEnd) -> Offset:
+    """Where the fetcher truncates its `log` to before it fetches again."""
+    own = truncation_offset(epochs, log.end, theirs)
+    return max(log.base.end, min(theirs.end_offset, own))

@@ -174,7 +174,7 @@ class LogWriter(Generic[R]):
         """Cut the log at `end`; says what was cut."""
         log = self.log
         async with self.lock:
-            what = f"offsets [{end}, {log.log_end}): the leader's log parts from this one there"
+            what = f"offsets [{end}, {log.log_end}): the leader's log diverges from this one there"
             await self._disk.write(partial(self._cut, end))
         return what
 

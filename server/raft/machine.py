@@ -36,6 +36,7 @@ from typing import Any
 
 from pk import errors
 from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
+from pk.log.divergence import EpochEnd
 from pk.log.epochs import LeaderEpochs
 from pk.server.raft.divergence import common_end, find_divergence
 from pk.server.raft.leader_state import LeaderState, Waiting
@@ -48,7 +49,6 @@ from pk.server.raft.messages import (
     BeginEpoch,
     BeginQuorumEpoch,
     EndQuorumEpoch,
-    EpochEnd,
     Event,
     Fetch,
     FetchReply,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from pk.log.divergence import EpochEnd
 from pk.server.raft.snapshot_id import NOTHING, SnapshotId
 from pk.types import NONE, EpochStart, NodeId
 
@@ -37,13 +38,6 @@ class Vote:
         if self.voted_for == NONE:
             return None
         return Voter(self.voted_for, self.voted_directory_id)
-
-
-class EpochEnd(NamedTuple):
-    """The largest epoch the leader knows that is not above the fetcher's, and where it ended."""
-
-    epoch: int
-    end: int
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -119,7 +113,7 @@ class QuorumEpochReply:
 
 class FetchStatus(enum.Enum):
     DATA = "data"  #: the batches in [offset, end), perhaps none
-    DIVERGING = "diverging"  #: the fetcher's log parts from the leader's at or before `diverging`
+    DIVERGING = "diverging"  #: the two logs diverge at or before `diverging`
     SNAPSHOT = "snapshot"  #: what was asked for is only in a snapshot any more
     NOT_LEADER = "not leader"  #: see `leader`
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from pk import errors, limits
 from pk.backoff import Backoff, equal_jitter
+from pk.log.divergence import EpochEnd
 from pk.log.storage import Buffer
 from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
@@ -446,7 +447,8 @@ class ReplicaFetcher:
             return False
         if entry.HasField("diverging"):
             divergence = entry.diverging
-            self._change(replica, self._cut(replica, (divergence.epoch, divergence.end_offset)))
+            theirs = EpochEnd(divergence.epoch, divergence.end_offset)
+            self._change(replica, self._cut(replica, theirs))
             return False
         if entry.HasField("start_at"):
             self._change(replica, self._start_anew(replica, entry.start_at, entry.log_start))
@@ -506,8 +508,8 @@ class ReplicaFetcher:
             self.core.storage_failed(replica.partition, error)
         return True
 
-    async def _cut(self, replica: Replica, theirs: tuple[Epoch, Offset]) -> None:
-        """F3: the logs part."""
+    async def _cut(self, replica: Replica, theirs: EpochEnd) -> None:
+        """Cut the log at the end of the epoch that both may have (F3)."""
         partition, log, core = replica.partition, replica.partition.log, self.core
         await partition.writer.settled(partition)
         if not replica.current:

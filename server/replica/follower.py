@@ -1,17 +1,15 @@
-"""The follower's decisions: where to fetch from, where two logs part, how far it may cut its own.
+"""What a follower may do with its log when the leader answers that the two logs diverge.
 
 Sans-IO.  Read first: docs/PROTOCOL.md L2, R4, R5; KIP-101, KIP-279, KIP-595 (truncation on fetch).
 
 A follower sets one position at the leader: its log end and the epoch of its last record.  The
-leader answers with records, with where the logs part, or with where to start anew.  Cutting may
-take several rounds, each to an older epoch; every round ends at an offset that both logs reached in
-the same epoch, or lower.
+leader answers with records, with the end of an epoch, or with the offset to start at
+(log/divergence).  Truncation may take several rounds, each to an older epoch.
 
 Invariants
   F1  nothing below the committed high watermark is cut, except to follow a leader epoch that the
       metadata marks unclean (rule R4)
-  F2  each answer of the kind "the logs part" lowers the log's end, or its last epoch: the rounds
-      end
+  F2  each answer with the end of an epoch lowers the log's end, or its last epoch: the rounds end
   F3  nor is a log begun anew below it: who leads cleanly has everything committed from where its
       segments begin, so one that says otherwise has lost records (rules R4, R5)
 """
@@ -21,8 +19,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pk import errors
+from pk.log.divergence import EpochEnd, truncation_offset
 from pk.log.epochs import LeaderEpochs
-from pk.types import NONE, Epoch, Offset
+from pk.types import Offset
 
 
 class Cut(NamedTuple):
@@ -33,32 +32,23 @@ class Cut(NamedTuple):
 
 
 def cut_at(
-    theirs: tuple[Epoch, Offset],
+    theirs: EpochEnd,
     epochs: LeaderEpochs,
     *,
     log_end: Offset,
     high_watermark: Offset,
     unclean: bool,
 ) -> Cut:
-    """Where to cut when the leader says that its epoch `theirs[0]` ended at `theirs[1]`.
+    """Where to cut the log that ends at `log_end` when the leader answers `theirs`.
 
     Raises `LogTruncated` if that would cut committed records under a clean leader (F1).
     """
-    their_epoch, their_end = theirs
-    if their_epoch == NONE:  # nothing in common, as far as the leader's epochs reach
-        target = min(their_end, log_end)
-    else:
-        own = epochs.end_offset_for(their_epoch, log_end)
-        # `own.epoch` is the largest of ours that is not newer; an older one than theirs means that
-        # ours ended before theirs began: what we have beyond is of epochs the leader has not.
-        target = log_end if own.epoch == NONE else min(own.start_offset, log_end)
-        if own.epoch in (NONE, their_epoch):
-            target = min(target, their_end)
+    target = truncation_offset(epochs, log_end, theirs)
     committed = target < high_watermark
     if committed and not unclean:
         raise errors.LogTruncated(
-            f"the leader parts from this log at {target}, below the committed high watermark "
-            f"{high_watermark}, and no unclean election explains that",
+            f"the leader's log diverges from this one at {target}, below the committed high "
+            f"watermark {high_watermark}, and no unclean election explains that",
             offset=str(target),
             high_watermark=str(high_watermark),
         )

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import Header
+from pk.log.divergence import Divergence, find_divergence, reader_divergence
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
@@ -33,7 +34,6 @@ from pk.server.metadata.image import PartitionState
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
-from pk.server.replica.divergence import Divergence, find_divergence
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.purgatory import ProducePurgatory
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
@@ -506,23 +506,14 @@ class Partition:
         return leader
 
     def diverging(self, last_fetched_epoch: Epoch, offset: Offset) -> wire.EpochEnd | None:
-        """Where the reader's log and this one part (KIP-320, rule R4); None = they agree."""
-        if last_fetched_epoch == NONE or offset == 0:
-            return None
-        epochs, log_end = self.log.epochs, self.log.written_end
-        epoch, end = epochs.end_offset_for(last_fetched_epoch, log_end)
-        if epoch == NONE and offset > log_end:
-            # It was committed when it was read: it was lost, the epoch it was read in included.
-            return wire.EpochEnd(epoch=last_fetched_epoch, end_offset=log_end)
-        if epoch == NONE:  # nothing of it is here; in a log that knows no epoch it may be
-            epoch, end = epochs.latest, log_end
-        if epoch in (NONE, last_fetched_epoch) and end >= offset:
-            return None
-        return wire.EpochEnd(epoch=epoch, end_offset=min(end, offset))
+        """Where this log diverges from what the reader has read (KIP-320); None = they agree."""
+        log = self.log
+        found = reader_divergence(log.epochs, log.written_end, last_fetched_epoch, offset)
+        return None if found is None else wire.EpochEnd(**found._asdict())
 
     def find_divergence(self, last_epoch: Epoch, offset: Offset) -> Divergence | None:
-        """Where a follower whose log ends at `offset`, with `last_epoch` before it, parts from this
-        log.
+        """Where this log diverges from that of a follower which ends at `offset`, with `last_epoch`
+        before it; None = they agree.
         """
         log = self.log
         return find_divergence(log.epochs, log.first_offset, log.written_end, last_epoch, offset)

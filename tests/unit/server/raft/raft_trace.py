@@ -315,7 +315,7 @@ def _said(message: Any) -> str:
     if message.status is say.FetchStatus.DATA:
         return f"{base} [{message.offset}, {message.end}) hw={message.high_watermark}"
     if message.diverging is not None:
-        return f"{base} epoch {message.diverging.epoch} ended at {message.diverging.end}"
+        return f"{base} epoch {message.diverging.epoch} ended at {message.diverging.end_offset}"
     if message.snapshot is not None:
         return f"{base} end={message.snapshot.end} epoch={message.snapshot.epoch}"
     return f"{base} leader={message.leader.node_id if message.leader else '-'}"

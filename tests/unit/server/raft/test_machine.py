@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.effects import Effect, Level, Publish, Respond, Send, SetTimer, Write
+from pk.log.divergence import EpochEnd
 from pk.server.raft import messages as say
 from pk.server.raft.machine import ELECTION, FETCH, TICK, Quorum, Role
 from pk.server.raft.messages import (
     BeginEpoch,
-    EpochEnd,
     Fetch,
     FetchReply,
     FetchStatus,
@@ -303,7 +303,7 @@ def test_the_high_watermark_is_what_a_majority_holds(steps: list[tuple[int, int]
         (12, 3, EpochEnd(1, 10)),
     ],
 )
-def test_a_fetch_learns_where_the_logs_part(
+def test_a_fetch_learns_where_the_logs_diverge(
     offset: int, last_epoch: int, expected: EpochEnd | None
 ) -> None:
     quorum = leading(log_of(20, (1, 0), (4, 10)))

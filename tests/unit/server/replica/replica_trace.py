@@ -27,9 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pk.errors import PkError
+from pk.log.divergence import StartAt, find_divergence
 from pk.log.epochs import LeaderEpochs
 from pk.server.replica import follower
-from pk.server.replica.divergence import StartAt, find_divergence
 from pk.server.replica.leader import Leader
 from pk.types import NONE
 

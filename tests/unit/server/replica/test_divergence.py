@@ -1,4 +1,4 @@
-"""Where two logs part: rules R4 and R5 against logs whose common prefix is known."""
+"""Where two logs diverge: rules R4 and R5 against logs whose common prefix is known."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.log.divergence import Divergence, EpochEnd, StartAt, find_divergence
 from pk.log.epochs import LeaderEpochs
-from pk.server.replica.divergence import Divergence, EpochEnd, StartAt, find_divergence
 from pk.server.replica.follower import check_start, cut_at
 from pk.types import NONE, EpochStart
 
@@ -78,8 +78,7 @@ def test_the_follower_keeps_exactly_what_both_have(logs: tuple[Log, Log, int]) -
             break
         assert isinstance(told, EpochEnd)
         cut = cut_at(
-            (told.epoch, told.end_offset), epochs_of(mine), log_end=len(mine),
-            high_watermark=0, unclean=False,
+            told, epochs_of(mine), log_end=len(mine), high_watermark=0, unclean=False,
         )  # fmt: skip
         assert cut.offset < len(mine), "F2"
         mine = mine[: cut.offset]
@@ -111,8 +110,7 @@ def test_what_cannot_be_compared_is_fetched_anew(
         if len(mine) == start and start:
             own = LeaderEpochs()
         cut = cut_at(
-            (told.epoch, told.end_offset), own, log_end=len(mine), high_watermark=0,
-            unclean=False,
+            told, own, log_end=len(mine), high_watermark=0, unclean=False,
         )  # fmt: skip
         mine = mine[: cut.offset]
     else:
@@ -140,9 +138,8 @@ def test_a_clean_leader_is_never_refused(logs: tuple[Log, Log, int], data: st.Da
             return
         if told is None:
             return
-        theirs = (told.epoch, told.end_offset)
         known = {"log_end": len(mine), "high_watermark": committed}
-        mine = mine[: cut_at(theirs, epochs_of(mine), unclean=False, **known).offset]
+        mine = mine[: cut_at(told, epochs_of(mine), unclean=False, **known).offset]
     raise AssertionError("they never agree")
 
 
@@ -158,10 +155,10 @@ def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
     """Rule R4."""
     own = epochs_of([1, 1, 1, 2])
     known: dict[str, Any] = {"log_end": 4, "high_watermark": 3}
-    assert cut_at((1, 3), own, unclean=False, **known) == (3, False)
+    assert cut_at(EpochEnd(1, 3), own, unclean=False, **known) == (3, False)
     with pytest.raises(errors.LogTruncated):
-        cut_at((1, 2), own, unclean=False, **known)
-    assert cut_at((1, 2), own, unclean=True, **known) == (2, True)
+        cut_at(EpochEnd(1, 2), own, unclean=False, **known)
+    assert cut_at(EpochEnd(1, 2), own, unclean=True, **known) == (2, True)
 
 
 def test_epochs_grow() -> None:
