@@ -6,7 +6,7 @@ from pk.log.encoding import DECODED_BYTES_MAX
 from pk.log.storage import Storage
 from pk.tiering.copier import CopySettings, View
 from pk.tiering.plan import LogStart
-from pk.tiering.uploads import LocalLog
+from pk.tiering.uploads import PartitionDirectory
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
@@ -36,12 +36,14 @@ def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
     )
 
 
-def local_log_of(description: wire.TierPartition, storage: Storage, path: str) -> LocalLog:
+def partition_directory_of(
+    description: wire.TierPartition, storage: Storage, path: str
+) -> PartitionDirectory:
     """For an upload.  L13: what is stored was within the topic's bound when it came, whatever that
     is now.
     """
     dense = "compact" not in description.configs["cleanup_policy"]
-    return LocalLog(storage, path, DECODED_BYTES_MAX, dense, _epochs(description))
+    return PartitionDirectory(storage, path, DECODED_BYTES_MAX, dense, _epochs(description))
 
 
 def log_start_of(description: wire.TierPartition) -> LogStart:

@@ -34,7 +34,7 @@ GROWN_TIMES = 2
 
 
 @dataclass(slots=True, frozen=True)
-class LocalLog:
+class PartitionDirectory:
     """Where a partition's live segments are."""
 
     storage: Storage
@@ -68,7 +68,7 @@ class Copied:
 
 
 def copy(
-    source: LocalLog,
+    source: PartitionDirectory,
     start: Offset,
     limit: Offset,
     max_bytes: int,
@@ -91,7 +91,7 @@ def copy(
 
 
 def _copy(
-    source: LocalLog,
+    source: PartitionDirectory,
     start: Offset,
     limit: Offset,
     max_bytes: int,
@@ -169,7 +169,7 @@ def _corrupt(
     )
 
 
-def measure(source: LocalLog, start: Offset, limit: Offset, log_end: Offset) -> int:
+def measure(source: PartitionDirectory, start: Offset, limit: Offset, log_end: Offset) -> int:
     """About how many log bytes lie in `[start, limit)`: each segment's share by its offsets."""
     bases = _bases(source)
     if not bases:
@@ -190,7 +190,7 @@ def measure(source: LocalLog, start: Offset, limit: Offset, log_end: Offset) -> 
     return total
 
 
-def aborted_from(source: LocalLog, start: Offset) -> list[AbortedTransaction]:
+def aborted_from(source: PartitionDirectory, start: Offset) -> list[AbortedTransaction]:
     """Aborted transactions of sealed segments from `start` on: a repair goes back below
     `tiered_end`."""
     found: list[AbortedTransaction] = []
@@ -203,6 +203,6 @@ def aborted_from(source: LocalLog, start: Offset) -> list[AbortedTransaction]:
     return found
 
 
-def _bases(source: LocalLog) -> list[Offset]:
+def _bases(source: PartitionDirectory) -> list[Offset]:
     names = source.storage.list(source.path)
     return [base for name in names if (base := base_offset_of(name, LOG)) is not None]

@@ -33,7 +33,7 @@ from pk.tiering.file_watch import FileWatch
 from pk.tiering.objects import Executor, ObjectStore
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings
-from pk.tiering.partition_views import local_log_of, log_start_of, view_of
+from pk.tiering.partition_views import log_start_of, partition_directory_of, view_of
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
 from pk.tiering.table import Commit, Snapshot, TableFactory
@@ -482,15 +482,15 @@ class TierWorker:
             event = copying.OperationFailed(asked, errors.InternalError(repr(bug)))
         self._step_copier(topic, led, event)
 
-    def _local_log(self, told: wire.TierPartition) -> uploads.LocalLog:
-        return local_log_of(told, *self._views(told.path))
+    def _partition_directory(self, told: wire.TierPartition) -> uploads.PartitionDirectory:
+        return partition_directory_of(told, *self._views(told.path))
 
     async def _measure(self, topic: TopicTier, led: LedPartition, asked: copying.Measure) -> None:
         async def work() -> copying.Measured:
             told = led.description
             size = await self._executors.upload(
                 lambda: uploads.measure(
-                    self._local_log(told), asked.start, asked.limit, told.log_end
+                    self._partition_directory(told), asked.start, asked.limit, told.log_end
                 )
             )
             return copying.Measured(asked, size)
@@ -512,7 +512,7 @@ class TierWorker:
         again: bool = False,
     ) -> copying.Uploaded:
         again = again or asked.replaces is not None
-        source = self._local_log(told)
+        source = self._partition_directory(told)
         aborted = [
             AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
             for each in told.aborted

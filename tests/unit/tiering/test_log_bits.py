@@ -18,7 +18,7 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.log.files import RealStorage
 from pk.tiering import uploads
-from pk.tiering.uploads import LocalLog
+from pk.tiering.uploads import PartitionDirectory
 
 COLUMNS = ["offset", "timestamp", "key", "value", "leader_epoch"]
 
@@ -48,7 +48,7 @@ def test_no_bit_of_a_batch_reaches_the_table_as_another_record(tmp_path: Path, c
     good = written(codec)
     (tmp_path / "t-0").mkdir()
     path = tmp_path / "t-0" / f"{0:020d}.log"
-    log = LocalLog(RealStorage(str(tmp_path)), "t-0", 1 << 20, epochs=((1, 0),))
+    log = PartitionDirectory(RealStorage(str(tmp_path)), "t-0", 1 << 20, epochs=((1, 0),))
 
     def copied() -> list[Any]:
         file = uploads.copy(log, 0, 6, 1 << 20, ()).file

@@ -17,17 +17,17 @@ from pk.log.index import Extent
 from pk.log.segment import Segment, Walk
 from pk.tiering import uploads
 from pk.tiering.output_buffer import OutputBuffer
-from pk.tiering.uploads import LocalLog
+from pk.tiering.uploads import PartitionDirectory
 
 
-def source(directory: Path, values: list[bytes], codec: str) -> LocalLog:
+def source(directory: Path, values: list[bytes], codec: str) -> PartitionDirectory:
     """A live log of one-record batches."""
     (directory / "t-0").mkdir()
     with open(directory / "t-0" / f"{0:020d}.log", "wb") as out:
         for offset, value in enumerate(values):
             rows = pa.record_batch({"value": pa.array([value], pa.binary())})
             out.writelines(columns.encode(rows, base_offset=offset, codec=codec))
-    return LocalLog(RealStorage(str(directory)), "t-0", 1 << 26)
+    return PartitionDirectory(RealStorage(str(directory)), "t-0", 1 << 26)
 
 
 def test_a_file_that_does_not_fit_is_built_in_more_memory(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_file_far_larger_than_its_log_ends_early(tmp_path: Path) -> None:
     assert (second.end, len(second.file.data) < 1 << 20) == (31, True)
 
 
-def index(log: LocalLog) -> None:
+def index(log: PartitionDirectory) -> None:
     """The files beside a sealed segment: who has them need not walk its headers."""
     segment = Segment(log.storage, log.path, 0)
     size = len(log.storage.read_file(segment.path()))
@@ -106,7 +106,7 @@ def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, in
     assert caught.value.details["offset"] == "1"
 
 
-def rotted(directory: Path, batch: int, at: int, bit: int) -> LocalLog:
+def rotted(directory: Path, batch: int, at: int, bit: int) -> PartitionDirectory:
     """A sealed log of six batches of one record, with one bit changed in the header of one."""
     log = source(directory, [bytes([n]) * 200 for n in range(6)], "none")
     index(log)
