@@ -1,21 +1,24 @@
 """One term of the active controller: from the first committed record of its epoch until another
-node leads.
+node leads the metadata log.
 
-World-generic.  Over the metadata log stands the controller machine; brokers register, beat and ask
-on control streams.  The stream a broker registered on is its liveness stream (rule R7).  Whatever
-a term knows besides the log (sessions, waits, what brokers report of their replicas) is made anew
-by the next one, and every command carries what it needs of it.
+World-generic.  The term runs the controller machine over the metadata log.  Brokers register, send
+heartbeats and ask on control streams.  The stream on which a broker registered is its liveness
+stream (rule R7).  A term also has soft state: sessions, waits, and the reports of brokers about
+their replicas.  The next term builds this state again, and each command carries the part of it that
+the decision needs.
 
 Invariants
-  A1  a term serves only after everything in the log it began with is committed and applied
-  A2  a term that ends refuses what waits; what it had appended is the log's to keep or undo
-  A3  what a former term left undone (elections, decisions in steps) is taken up: its cause is still
-      there, and elections are tried for every leaderless partition when a term begins, and the end
-      of every reassignment
-  A4  every reply waits for the commit of what it saw (rule Q3) but one: a heartbeat that changes
-      nothing is answered at once.  It says nothing that is not committed: that a registration
-      stands and is not fenced.  That no other controller can have fenced it is not the commit's to
-      show but the lease's (`in_touch`), asked in the same turn
+  A1  A term serves only after every record that was in the log at its start is committed and
+      applied.
+  A2  A term that ends refuses the requests that wait.  The log keeps or cuts the records that the
+      term had appended.
+  A3  A term takes up the unfinished work of the term before: when it begins it tries an election
+      for each leaderless partition, and tries to complete each reassignment.
+  A4  Every reply waits until the records that the decision saw are committed (rule Q3), with one
+      exception.  A heartbeat that changes nothing is answered at once.  That reply states only
+      committed facts: the registration exists and is not fenced.  The lease (`in_touch`), which is
+      checked in the same turn of the loop, shows that no other controller can have fenced the
+      broker.
 """
 
 from __future__ import annotations
@@ -52,23 +55,23 @@ from pk.world import Disconnected, StreamKind, World
 if TYPE_CHECKING:
     from pk.server.node.run_config import RunConfig
 
-#: R7: how long a broker whose stream was reset may take to accept a connection.
+#: Time a broker has to accept a connection after its stream was reset (rule R7).
 PROBE_MS = 250
-#: How long brokers may take to find a new active controller before it looks for them.
+#: Time brokers have to find a new active controller before the controller probes them.
 EXPECT_MS = 300
 TICK_MS = 100
-#: A turn of the event loop that is busy; a wait that took longer says that the process stood still.
+#: Longest turn of a busy event loop.  A longer wait means that the process was stopped.
 LATE_MS = 20
-#: Elections that failed for want of disk space, say, are tried again after this.
+#: Wait before an election is tried again that failed, for example because the disk was full.
 RETRY_MS = 1_000
-#: Names in one line of the log.
+#: Most names that one log line lists.
 NAMED_MAX = 20
 
 Say = Callable[..., None]
 
 
 class ActiveController:
-    """See the module."""
+    """The active controller of one term: sessions, decisions and replies.  See the module."""
 
     def __init__(
         self,
@@ -97,15 +100,16 @@ class ActiveController:
         self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
         self._running_since = RunningSince(world.clock) if running_since is None else running_since
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._elections_due_ms: int | None = 0  #: when to try them next (A3); None: nothing is new
-        #: (offset, time): the image had come to `offset` by then; what has waited since is over.
+        self._elections_due_ms: int | None = 0  #: next attempt (A3); None: none is due
+        #: (offset, time): the image had reached `offset` at that time.  From these entries the
+        #: controller computes which partitions have waited long enough.
         self._marks: deque[tuple[int, int]] = deque()
-        self._over = NONE  #: partitions leaderless since this offset or before have waited
-        self._moves_may_end = True  #: reassignments: fewer in sync may be enough now (A3)
+        self._over = NONE  #: partitions leaderless since this offset or earlier waited enough
+        self._moves_may_end = True  #: a reassignment may be complete now (A3)
         self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (A4)
-        self._losing: frozenset[PartitionKey] = frozenset()  #: may be elected uncleanly
+        self._losing: frozenset[PartitionKey] = frozenset()  #: an unclean election is allowed
         self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
-        self._moves: deque[PartitionKey] = deque()  #: to their preferred leaders
+        self._moves: deque[PartitionKey] = deque()  #: leaderships to move to the preferred leader
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
 
@@ -120,14 +124,17 @@ class ActiveController:
         return self.machine.image
 
     async def _ask(self, command: Command) -> Any:
-        """The reply to `command`, in as many steps as it takes."""
+        """Return the reply to `command`; a large decision takes several steps (`More`)."""
         while True:
             reply = await self.host.ask(command)
             if not isinstance(reply, More):
                 return reply
 
     async def _ask_to_end(self, who: NodeId, command: Command) -> Any:
-        """The same; `command` ends the registration of `who`, so its heartbeats wait behind it."""
+        """Like `_ask`, for a command that ends the registration of broker `who`.
+
+        Heartbeats of this broker are decided behind the command (A4).
+        """
         self._ends[who] = self._ends.get(who, 0) + 1
         try:
             return await self._ask(command)
@@ -146,7 +153,7 @@ class ActiveController:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Replay the log and serve (A1).  Raises `DirectoryOfAnotherCluster`."""
+        """Replay the log, then serve (A1).  Raises `DirectoryOfAnotherCluster`."""
         await self.host.start()
         genesis = "" if self.machine.image.cluster_id else self._world.new_id()
         cluster_id = await self.host.ask(commands.Bootstrap(self._run.cluster_id, genesis))
@@ -169,7 +176,10 @@ class ActiveController:
         self._spawn(self._watch())
 
     def _compare_min_isr(self) -> None:
-        """The file's min_insync_replicas counts once; say so where it differs (rule R1)."""
+        """Log a line if min_insync_replicas of the file differs from the cluster's (rule R1).
+
+        The cluster takes the value of a file once, when its metadata are created.
+        """
         given = self._run.topic_defaults.get(MIN_ISR)
         stored = self._image.configs.get((BROKER_RESOURCE, ""), {}).get(MIN_ISR)
         if given is not None and stored is not None and int(given) != int(stored):
@@ -177,7 +187,7 @@ class ActiveController:
             self._say("setting_ignored", setting=MIN_ISR, file=given, cluster=stored, why=why)
 
     async def close(self) -> None:
-        """A2."""
+        """End the term: refuse the requests that wait, and stop the tasks (A2)."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -197,12 +207,12 @@ class ActiveController:
     # -- streams -----------------------------------------------------------------------------------
 
     def lost(self, stream: int) -> None:
-        """The control stream of this number broke."""
+        """The control stream with this number broke."""
         for session in self.sessions.lose(stream):
             self._spawn(self._probe(session))
 
     def handlers(self, stream: int) -> Mapping[str, Handler]:
-        """What may be asked on the control stream of this number."""
+        """The requests that the control stream with this number accepts, and their handlers."""
 
         def asks(make: Callable[[Any], Command]) -> Handler:
             async def handle(request: Any, _frame: frames.Frame) -> Any:
@@ -219,8 +229,8 @@ class ActiveController:
         async def alter_configs(request: Any, _frame: frames.Frame) -> Any:
             try:
                 return await self._ask(commands.AlterConfigs(request))
-            finally:  # who asked may be gone by now, and what was decided stands
-                self._moves_may_end = True  # fewer in-sync replicas are enough, perhaps
+            finally:  # also if the stream that asked has closed: the decision counts
+                self._moves_may_end = True  # a smaller min_insync_replicas may now be enough
                 self._try_elections()
 
         async def list_brokers(request: Any, _frame: frames.Frame) -> Any:
@@ -268,8 +278,10 @@ class ActiveController:
         return reply
 
     def _resume(self, stream: int, request: wire.RegisterBrokerRequest) -> None:
-        """The process that has the session asks for it on another stream.  That it lives is known
-        now, however long the log takes: a slow disk here is no silence there (R7).
+        """Renew the session of a broker process that registers again on another stream.
+
+        The request itself shows that the process is alive.  A slow disk of the controller must not
+        count as silence of the broker (rule R7).
         """
         broker = self._image.brokers.get(request.broker_id)
         if broker is not None and broker.incarnation_id == request.incarnation_id:
@@ -283,7 +295,7 @@ class ActiveController:
         now_ms, came_ms = clock.monotonic_ms(), clock.wall_ms()
         broker = self._image.brokers.get(who)
         known = broker is not None and broker.broker_epoch == request.broker_epoch
-        if known:  # any other is no sign of life
+        if known:  # a heartbeat of another registration shows nothing
             self.sessions.beat(who, request.broker_epoch, stream, now_ms)
             self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
         retry = self._hear(request) if known else ()
@@ -293,13 +305,13 @@ class ActiveController:
             return self._with_clocks(settled, came_ms)
         try:
             return self._with_clocks(await self._ask(beat), came_ms)
-        finally:  # the stream may be gone by now, and what was decided stands
+        finally:  # also if the stream has closed: the decision counts
             now = self._image.brokers.get(who)
             if broker is not None and broker.fenced and now is not None and not now.fenced:
-                self._try_elections()  # those that found no room in the decision
+                self._try_elections()  # the elections that this decision had no room for
 
     def heard_voter(self, request: wire.QuorumFetchRequest) -> None:
-        """L10: another controller told its clock."""
+        """Note the clock that another controller sent with its fetch (rule L10)."""
         clock = self._world.clock
         now = clock.wall_ms(), clock.monotonic_ms()
         self.clocks.heard(request.sender.node_id, request.clock, *now, broker=False)
@@ -307,39 +319,39 @@ class ActiveController:
     def _with_clocks(
         self, reply: wire.BrokerHeartbeatReply, came_ms: int
     ) -> wire.BrokerHeartbeatReply:
-        """L10: the reply to a request that came at `came_ms`, with the clocks of all nodes."""
+        """Add all nodes' clocks to the reply of a request received at `came_ms` (rule L10)."""
         clock = self._world.clock
         reply.clocks.extend(self.clocks.samples(clock.monotonic_ms(), self._running_since()))
         reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
         return reply
 
     def _settled(self, beat: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:
-        """A4: the reply to a heartbeat that changes nothing; None: it has to wait its turn.
+        """Return the reply to a heartbeat that changes nothing, or None if it must be queued (A4).
 
-        A metadata disk that stands still stops no broker from serving (R6).
+        Thereby brokers keep contact (rule R6) while the metadata disk of the controller hangs.
         """
         request, image, committed = beat.request, self._image, self._metadata.committed
         broker = image.brokers[request.broker_id]
         if image.offset + 1 < committed or broker.changed_offset >= committed or broker.fenced:
-            return None  # replayed again, or not committed yet
+            return None  # the machine replays, or the last change is not committed
         if self._ends.get(broker.broker_id) or request.offline_replicas:
-            return None  # what comes of it must be committed before it is told
+            return None  # the reply must wait for the commit of the change
         decision = self.machine.decide(beat, self._world.clock.wall_ms())
         reply: wire.BrokerHeartbeatReply = decision.reply
         return None if decision.records else reply
 
     def _known(self) -> Reports:
-        """What brokers have said, as it is now (controller/reports H3)."""
+        """A copy of the brokers' reports, which a command may keep."""
         return dict(self.reports)
 
     def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:
-        """Keep what the heartbeat says of replicas; returns the partitions it has news of."""
+        """Store the report in the heartbeat; return the partitions about which it is new."""
         before = self.reports.get(request.broker_id)
         report = reported(before, request, self.machine.leaderless)
         self.reports[request.broker_id] = report
         self._hear_fitness(request.broker_id, before, report)
         if before is None or before.broker_epoch != report.broker_epoch:
-            self._try_elections()  # whatever waited for a word of this broker
+            self._try_elections()  # elections that waited for a report of this broker
             return ()
         retry = [PartitionKey(each.topic_id, each.partition) for each in request.positions]
         retry += [key for key in before.offline if key not in report.offline]
@@ -348,22 +360,24 @@ class ActiveController:
         return tuple(retry)
 
     def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
-        """L16: leaders may have to go, or may come back."""
+        """Note which replicas are unfit to lead, and move leaderships soon (rule L16)."""
         if self._rebalancer.heard(before, now):
             self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
             why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
             self._say("broker_fitness", broker=who, unfit=why)
 
     async def _expect(self, session: Session) -> None:
-        """A broker that lives comes by itself; one that died with the last active controller has no
-        stream here whose loss would tell, so it is asked once (R7).
+        """Probe a broker that has not registered with this new active controller (rule R7).
+
+        A living broker registers by itself.  A broker that died together with the former active
+        controller has no stream to this one, so no broken stream would show its death.
         """
         await self._world.clock.sleep_ms(EXPECT_MS)
         if self.sessions.is_lost(session):
             await self._probe(session)
 
     async def _probe(self, session: Session) -> None:
-        """R7: a stream was lost; if the broker's address refuses a connection, it is gone."""
+        """Fence the broker of a lost stream if its address refuses a connection (rule R7)."""
         broker = self.machine.image.brokers.get(session.broker_id)
         if broker is None or broker.broker_epoch != session.broker_epoch:
             return
@@ -372,7 +386,7 @@ class ActiveController:
                 address = self._run.peer_addresses.get(session.broker_id, broker.address)
                 stream = await self._world.network.connect(address, StreamKind.CONTROL)
         except TimeoutError:
-            return  # neither there nor gone: the session timeout decides
+            return  # no answer either way: the session timeout decides
         except Disconnected:
             if self.sessions.is_lost(session):
                 await self._fence(session, "its stream was lost and its address refuses")
@@ -389,14 +403,14 @@ class ActiveController:
         try:
             if await self._ask_to_end(session.broker_id, fence):
                 self._say(event, broker=session.broker_id, why=why)
-        except errors.RetriableError as failure:  # the disk is full, say: the next tick tries again
+        except errors.RetriableError as failure:  # a full disk, say: try again
             self.sessions.retry(session)
             self._say("fence_failed", broker=session.broker_id, why=failure.message)
 
     # -- time --------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Sessions that expired, elections worth a try, leaders to move back."""
+        """At each tick: fence expired sessions, try elections, move leaderships back."""
         clock = self._world.clock
         while True:
             due_ms = clock.monotonic_ms() + TICK_MS
@@ -407,7 +421,10 @@ class ActiveController:
             await self._balance(clock.monotonic_ms())
 
     async def _fence_silent(self, late_ms: int) -> None:
-        """R7.  Was it this process that stood still, then what came meanwhile is heard first."""
+        """Fence the brokers whose session has expired (rule R7).
+
+        If this process itself was stopped, it first handles the heartbeats that arrived meanwhile.
+        """
         clock = self._world.clock
         silent = self.sessions.expired(clock.monotonic_ms())
         if silent and late_ms > LATE_MS:
@@ -420,8 +437,9 @@ class ActiveController:
         self._elections_due_ms = 0
 
     async def _recover(self, now_ms: int) -> None:
-        """R3: elections of leaderless partitions, when something is new or a wait is over; and
-        reassignments that may end.
+        """Try elections of leaderless partitions (rule R3), and complete reassignments.
+
+        It runs when a report is new, or when a partition has waited `unclean_recovery_wait_ms`.
         """
         if self._wait_over(now_ms):
             self._try_elections()
@@ -451,10 +469,10 @@ class ActiveController:
             self._say("recovery_failed", why=failure.message)
 
     def _wait_over(self, now_ms: int) -> bool:
-        """Whether partitions have newly waited unclean_recovery_wait_ms; says for whom."""
+        """Whether more partitions have waited `unclean_recovery_wait_ms`; logs missing brokers."""
         image = self._image
         if self._marks and image.offset < self._marks[-1][0]:
-            self._marks.clear()  # the log's end was undone: what is counted begins again
+            self._marks.clear()  # the end of the log was cut: count again
             self._over = NONE
         if not self._marks or self._marks[-1][0] != image.offset:
             self._marks.append((image.offset, now_ms))
@@ -492,7 +510,7 @@ class ActiveController:
         return 1_000 * int(self._run.server["leader_imbalance_check_interval_seconds"])
 
     async def _balance(self, now_ms: int) -> None:
-        """Preferred leaders, some at a tick: nobody waits for them."""
+        """Move a bounded number of leaderships to their preferred leader at each tick."""
         if now_ms >= self._balance_ms and not self._moves:
             self._balance_ms = now_ms + self._balance_interval_ms
             if self._run.server["auto_leader_rebalance_enable"]:
@@ -517,7 +535,7 @@ class ActiveController:
             self._say("preferred_leaders", moved=moved, left=len(self._moves))
 
     async def _hand_over(self, now_ms: int) -> None:
-        """L16: leaders that give up, where another replica may lead."""
+        """Move leaderships away from replicas that give up the lead (rule L16)."""
         for (who, reason), keys in self._rebalancer.wanted(
             self._image, self.reports, now_ms
         ).items():
@@ -533,7 +551,10 @@ class ActiveController:
     # -- elections asked for (KIP-460) ------------------------------------------------------------
 
     async def _elect_leaders(self, request: wire.ElectLeadersRequest) -> wire.ElectLeadersReply:
-        """In bounded decisions; an unclean one waits for the replicas' positions."""
+        """Elect leaders as an operator asks (KIP-460), in decisions of bounded size.
+
+        An unclean election waits until the replicas have reported their log ends.
+        """
         keys = [PartitionKey(each.topic_id, each.partition) for each in request.partitions]
         if not request.partitions:
             found = self.machine.leaderless if request.unclean else leaders.imbalanced(self._image)

@@ -1,17 +1,17 @@
-"""Many partitions in one decision, and decisions too large for one batch of the metadata log.
+"""Decisions that change many partitions, in steps that each fit one batch of the metadata log.
 
-A decision about a broker touches every partition it has: a hundred thousand changes would be one
-batch that keeps the controller, the quorum and every broker from anything else meanwhile.  So a
-decision writes at most `CHANGES_MAX` changes.  If there are more to make it
-answers `More` and is asked again; only the step that finds nothing left over adds the record that
-the decision is about (the broker is fenced, registered anew, in shutdown).
+A decision about a broker changes every partition of that broker.  A hundred thousand changes in one
+batch would block the controller, the quorum and every broker.  So a decision writes at most
+`CHANGES_MAX` changes.  If more changes are due, the decision answers `More` and the controller asks
+again.  Only the last step adds the record that the decision is about: the broker is fenced,
+registered again, or in controlled shutdown.
 
-Why that is safe at any point, a failover of the controller included: each step is whole by
-itself (one batch, controller/machine M2) and leaves every partition in a state that the same event
-could have left it in alone: one broker fewer in its ISR.  Until the last step the broker is what it
-was before, so whoever takes over sees the same cause (the session that ends, the broker that asks
-to register or to stop) and goes on where the other ended.  A registration that lost data is not
-written before the last partition was told (rule L3), so its broker can lead none of them.
+A failover of the controller between two steps is safe.  Each step is one batch (controller/machine
+M2).  It leaves every partition in a state that the event could have produced alone: one broker
+fewer in the ISR.  Until the last step the state of the broker is unchanged.  So the next active
+controller sees the same cause (the session that ends, or the request of the broker) and continues.
+The registration of a broker that lost data is written after the last of its partitions was changed
+(rule L3), so this broker can lead none of them.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pk.server.metadata.image import MetadataImage, PartitionState, TopicState
 from pk.types import NONE, NodeId, PartitionKey
 
 Step = Callable[[PartitionChangeBuilder], Any]
-#: What happens to one partition; None: nothing.
+#: A change of one partition; None: this partition stays as it is.
 StepOf = Callable[[PartitionKey, PartitionState], Step | None]
 
-#: Partition changes of one step: some 50 ms of the controller's time (bench/controller_scale.py).
+#: Most partition changes of one step: about 50 ms of controller time (bench/controller_scale.py).
 CHANGES_MAX = 2_000
 assert CHANGES_MAX < limits.METADATA_RECORDS_PER_APPEND_MAX
-#: Published for the log of the process: an election that may have cost records (rule R3).
+#: Name of the published event of an unclean election, which may have lost records (rule R3).
 UNCLEAN_ELECTION = "unclean_election"
 
 
 @dataclass(slots=True, frozen=True)
 class More:
-    """A step was made; the same command, asked again, makes the next one."""
+    """Reply of a step that is not the last.  The same command makes the next step."""
 
 
 class BatchedDecision:
-    """The partition changes of one decision: visit each partition once."""
+    """Collects the partition changes of one decision.  Visit each partition once."""
 
     def __init__(
         self,
@@ -84,8 +84,10 @@ class BatchedDecision:
         *,
         may_lose: bool = False,
     ) -> PartitionChangeBuilder:
-        """Take `step`, elect if nobody leads, end a reassignment that has all it waits for, keep
-        the change.
+        """Apply `step` to a partition and keep the change.
+
+        The visit also elects a leader if the partition has none, and completes a reassignment whose
+        new replicas are all in sync.
         """
         builder = self.builder(topic, number, state)
         if step is not None:
@@ -99,7 +101,7 @@ class BatchedDecision:
     def visit_key(
         self, key: PartitionKey, step: Step | None = None, *, may_lose: bool = False
     ) -> PartitionChangeBuilder | None:
-        """The same by key; None if there is no such partition any more."""
+        """Like `visit`, for the partition with this key.  None if the partition does not exist."""
         topic, state = self._image.topics.get(key.topic_id), self._image.partition(key)
         if topic is None or state is None:
             return None
@@ -122,7 +124,9 @@ class BatchedDecision:
             self.effects.append(Publish(UNCLEAN_ELECTION, facts))
 
     def all_of(self, who: NodeId, step_of: StepOf) -> bool:
-        """Visit the partitions of `who` that `step_of` gives a step; whether that was all."""
+        """Visit the partitions of broker `who` for which `step_of` returns a step.
+
+        Returns whether all of them were visited."""
         for topic, number, state in self._image.partitions_of(who):
             step = step_of(PartitionKey(topic.topic_id, number), state)
             if step is None:

@@ -4,10 +4,10 @@ Rules: L3 (what survived a restart), Q2 (unfenced only when its image holds its 
 (who may join an ISR), R3 (recovery elections), R7 (a lost session fences).  Each function reads
 the image and returns a `Decision`; the elections are in `elections.py`.
 
-A replica that its broker reports as offline (rules L2, L9, L15) is treated like one that may have
-lost its data: it leaves ISR and ELR by a record, before its broker is unfenced.  That it is offline
-is soft (`reports.py`): it is not elected while it is said to be, and comes back through an election
-or the ISR when it no longer is.
+A replica that its broker reports as offline (rules L2, L9, L15) is treated like a replica that may
+have lost its data: a record removes it from ISR and ELR before its broker is unfenced.  The offline
+mark itself is soft state (`reports.py`).  An offline replica is not elected.  Once the broker no
+longer reports it, it returns by an election or by joining the ISR.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from pk.wire import pk_pb2 as wire
 
 
 def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
-    """L3: what this start of the broker may be trusted to hold.
+    """Register a broker, and decide whether its replicas still hold their data (rule L3).
 
-    The same incarnation that lost its stream resumes its registration: its process never ended.
-    Whoever was registered by a later controller than this one knows of more than it (Q2).
+    An incarnation that only lost its stream resumes its registration: its process never ended.
+    Refuses a broker whose metadata are newer than this controller's (rule Q2).
     """
     request = command.request
     if image.cluster_id and request.cluster_id and request.cluster_id != image.cluster_id:
@@ -99,12 +99,12 @@ def _same(old: BrokerState, request: wire.RegisterBrokerRequest) -> bool:
 def _survived(old: BrokerState | None, request: wire.RegisterBrokerRequest) -> bool:
     """Whether everything the broker had WRITTEN is still there (rule L3).
 
-    Yes: the same process, the same boot (the page cache outlived the process), or a clean-shutdown
-    file of exactly the registration the controller knows.  No, whatever it says: a directory is
-    missing.
+    It is if the process is the same, if the boot is the same (the page cache outlived the process),
+    or if the clean-shutdown file names exactly the registration that the controller knows.  It is
+    not if a directory is missing.
     """
     if old is None:
-        return True  # nothing can have been lost: no partition names it
+        return True  # no partition names this broker, so it cannot have lost data
     if not set(old.directory_ids) <= set(request.directory_ids):
         return False
     if old.incarnation_id == request.incarnation_id or old.boot_id == request.boot_id:
@@ -113,7 +113,9 @@ def _survived(old: BrokerState | None, request: wire.RegisterBrokerRequest) -> b
 
 
 def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
-    """A heartbeat: unfence, fence or drain as asked (rule Q2); news of its replicas."""
+    """Decide a heartbeat: unfence, fence or drain the broker as asked (rule Q2).
+
+    Reports about its replicas may lead to elections."""
     request = command.request
     broker = registered(image, request.broker_id, request.broker_epoch)
     who = broker.broker_id
@@ -131,13 +133,13 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
     report = cluster.report(who)
     offline = {} if report is None else report.offline
     batch = BatchedDecision(image, rules, cluster)
-    if drains or fences:  # the change comes last: who has seen it has seen every resignation
+    if drains or fences:  # last: the change of the broker follows those of its partitions
         if not batch.all_of(who, _fences(who, offline)):
             return decision(More(), batch.bodies, batch.effects)
         reply.fenced = fences
         batch.bodies.append(_change(broker, fenced=fences, in_controlled_shutdown=drains))
-    elif unfences:  # elections that find no room now are tried again by `Recover`
-        if not batch.all_of(who, _lost_ones(who, offline)):  # L15: they leave before it may lead
+    elif unfences:  # `Recover` tries the elections for which this decision has no room
+        if not batch.all_of(who, _lost_ones(who, offline)):  # L15: offline replicas go first
             return decision(More(), batch.bodies, batch.effects)
         reply.fenced = False
         batch.bodies.append(_change(broker, fenced=False, in_controlled_shutdown=False))
@@ -158,9 +160,9 @@ def _news(
     offline: Mapping[PartitionKey, None],
     retry: Iterable[PartitionKey],
 ) -> None:
-    """Replicas that went offline, and elections worth another try.
+    """Remove replicas that went offline, and try the elections that new reports allow.
 
-    What finds no room is said again by the next heartbeat, or tried by `Recover`.
+    If the decision has no room for a change, the next heartbeat or `Recover` makes it.
     """
     lost = _loses(who)
     for key in offline:
@@ -175,7 +177,7 @@ def _news(
 
 
 def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
-    """R7: the session of this registration is over.  A later registration is not touched."""
+    """Fence a broker whose session ended (rule R7).  A later registration is not affected."""
     broker = image.brokers.get(command.broker_id)
     if broker is None or broker.broker_epoch != command.broker_epoch or broker.fenced:
         return decision(False)
@@ -191,7 +193,7 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
 
 
 def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
-    """R3: leaderless partitions for which something may have changed; reassignments, too."""
+    """Try to elect leaders of leaderless partitions (rule R3), and to complete reassignments."""
     batch = BatchedDecision(image, rules, Cluster(image, command.reports))
     for key in command.partitions:
         topic, state = image.topics.get(key.topic_id), image.partition(key)
@@ -205,11 +207,11 @@ def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
 
 
 def unregister(image: MetadataImage, _rules: Rules, command: UnregisterBroker) -> Out:
-    """Forget a broker that is gone for good (KIP-500).
+    """Remove the registration of a broker that will not return (KIP-500).
 
-    Stricter than Kafka's: no partition may name it any more.  A broker that registers under an
-    unknown id is taken to have lost nothing (L3), which is true only while nothing is assigned
-    to it; and what only it holds is given up by a reassignment, in the open.
+    Unlike Kafka, this is refused while any partition names the broker.  A broker that registers
+    under an unknown id is assumed to have lost nothing (rule L3), which holds only while no
+    partition is assigned to it.  Replicas leave a broker by a reassignment.
     """
     who = command.request.broker_id
     broker = image.brokers.get(who)
@@ -226,7 +228,7 @@ def unregister(image: MetadataImage, _rules: Rules, command: UnregisterBroker) -
 
 
 def list_brokers(image: MetadataImage, _rules: Rules, _command: ListBrokers) -> Out:
-    """Every registered broker, as the records have it."""
+    """Return every registered broker, as the metadata image has it."""
     reply = wire.ListBrokersReply(metadata_offset=NONE)
     for who, broker in sorted(image.brokers.items()):
         state = "fenced" if broker.fenced else "active"
@@ -244,7 +246,7 @@ def list_brokers(image: MetadataImage, _rules: Rules, _command: ListBrokers) -> 
 
 
 def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition) -> Out:
-    """A leader changes its ISR, or says that it has recovered from an unclean election (R2, T4)."""
+    """Change an ISR as its leader asks, or end its recovery from an unclean election (R2, T4)."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
     batch = BatchedDecision(image, rules, Cluster(image, command.reports))
@@ -292,7 +294,7 @@ def _isr_change(
     def change(builder: PartitionChangeBuilder) -> None:
         builder.alter_isr(isr)
         if distinct == set(state.isr) and not item.isr_broker_epochs:
-            # nobody is to join: the leader withdraws what it asked for before
+            # no replica joins: the leader withdraws its earlier request
             builder.restate_isr()
         if item.recovered:
             builder.recovered()
@@ -303,8 +305,11 @@ def _isr_change(
 def _check_eligible(
     cluster: Cluster, key: PartitionKey, state: PartitionState, item: wire.AlterPartitionItem
 ) -> None:
-    """R2: fenced, draining or re-registered brokers never join (KIP-903), nor offline replicas, nor
-    who was not heard in this term: which of its replicas are offline is not known yet.
+    """Raise if a broker may not join an ISR (rule R2, KIP-903).
+
+    Refused are brokers that are fenced, draining or registered again, and offline replicas.  A
+    broker that has sent no heartbeat in this term is refused too: the controller does not know yet
+    which of its replicas are offline.
     """
     epochs = list(item.isr_broker_epochs)
     for index, member in enumerate(item.new_isr):
@@ -322,7 +327,7 @@ def _check_eligible(
 
 
 def _fences(who: NodeId, offline: Container[PartitionKey] = ()) -> StepOf:
-    """`who` leaves every ISR; where its replica is offline, the ELR too."""
+    """The step that removes `who` from an ISR, and from the ELR if its replica is offline."""
     lost, fenced = _loses(who), _fence(who)
 
     def step_of(key: PartitionKey, state: PartitionState) -> Step | None:
@@ -341,13 +346,13 @@ def _loses(who: NodeId) -> StepOf:
 
 
 def _lost_ones(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
-    """What `who` reports as offline it loses."""
+    """The step that treats a replica reported as offline like one that lost its data."""
     lost = _loses(who)
     return lambda key, state: lost(key, state) if key in offline else None
 
 
 def _arrives(who: NodeId, offline: Container[PartitionKey]) -> StepOf:
-    """`who` is back: what nobody leads may be led again, but for what it reports as offline."""
+    """The step that lets the replicas of a returning broker be elected, except offline ones."""
     return lambda key, state: _nothing if state.leader == NONE and key not in offline else None
 
 
@@ -356,7 +361,7 @@ def _fence(who: NodeId) -> Step:
 
 
 def _nothing(_builder: PartitionChangeBuilder) -> None:
-    """Only the election is wanted."""
+    """A step without a change: the visit only tries an election."""
 
 
 def _change(
