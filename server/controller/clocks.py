@@ -1,11 +1,12 @@
-"""The wall clocks of all nodes as the active controller heard them: soft state of one term (L10).
+"""The wall clocks of all nodes, as the active controller measures them (rule L10).
 
-Brokers tell theirs in heartbeats, the other controllers in fetches of the metadata log.  What is
-kept is how far a clock is ahead of this controller's.  A request that was late makes a clock look
-behind, never ahead: of the last SAMPLES_MAX readings of a node the one furthest ahead counts.
+This is soft state of one term.  Brokers send their clock in heartbeats, the other controllers in
+fetches of the metadata log.  The module keeps how far each clock is ahead of this controller's.  A
+delayed request makes a clock look behind, never ahead.  So the reading that is furthest ahead among
+the last SAMPLES_MAX readings of a node counts.
 
-A node is one machine: where a broker and a controller share a node id, what the broker says of its
-clock counts.  The controller of this node reads its own.
+A node is one machine.  If a broker and a controller share a node id, the clock that the broker sent
+counts.  The controller of this node reads its own clock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class _Heard:
 
 
 class Clocks:
-    """See the module.  Every time is given; `fresh_ms`: a clock heard longer ago is not counted."""
+    """The measured clocks of all nodes.  See the module.
+
+    fresh_ms: a reading that is older than this, in ms, does not count.
+    """
 
     def __init__(self, node_id: NodeId, fresh_ms: int) -> None:
         self._node_id = node_id
@@ -40,7 +44,7 @@ class Clocks:
     def heard(
         self, node: NodeId, reading: wire.ClockReading, wall_ms: int, now_ms: int, *, broker: bool
     ) -> None:
-        """The reading of a node came at `wall_ms`; `now_ms` is monotonic."""
+        """Note a reading of a node, received at `wall_ms`; `now_ms` is the monotonic clock."""
         if not reading.wall_ms:
             return
         known = self._heard.get(node)
@@ -54,11 +58,11 @@ class Clocks:
         known.heard_ms, known.as_broker = now_ms, broker
 
     def forget(self, node: NodeId) -> None:
-        """Its process ended."""
+        """Drop the readings of a node whose process ended."""
         self._heard.pop(node, None)
 
     def samples(self, now_ms: int, running_since_ms: int) -> list[wire.ClockSample]:
-        """Every clock that was heard lately, and this controller's own."""
+        """Return every fresh reading, and this controller's own clock."""
         found = [wire.ClockSample(node_id=self._node_id, running_since_ms=running_since_ms)]
         for node, each in sorted(self._heard.items()):
             if now_ms - each.heard_ms > self._fresh_ms:
@@ -77,7 +81,7 @@ class Clocks:
         return found
 
     def describe(self, brokers: list[wire.BrokerDescription], now_ms: int) -> None:
-        """Fill in what is known of the clocks of `brokers`; the skew is of the median."""
+        """Fill in the clock fields of `brokers`; the skew is relative to the median."""
         samples = {each.node_id: each.ahead_ms for each in self.samples(now_ms, 0)}
         lines = sorted(samples.values())
         middle = len(lines) // 2

@@ -1,7 +1,8 @@
-"""What the controller is asked to decide, and what its decisions share.
+"""The commands of the controller machine, and helpers that its decisions share.
 
-A command is a request as it came from the wire plus what a pure core cannot make itself: fresh
-ids, whether a session is live, whose waits are over, what brokers reported (`reports`).
+A command is a request from the wire together with inputs that a pure core cannot produce: fresh
+ids, whether a session is live, which partitions have waited long enough, and the brokers' reports
+(`reports`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True, frozen=True)
 class Bootstrap:
-    """A term begins: say which cluster this is, if the log does not.
+    """A term begins: record the cluster id if the log has none.
 
-    `genesis`: a fresh id; it tells this metadata log from another one of the same cluster id.
+    `genesis`: a fresh id that distinguishes this metadata log from another log of the same cluster
+    id.
     """
 
     cluster_id: str
@@ -34,7 +36,10 @@ class Bootstrap:
 
 @dataclass(slots=True, frozen=True)
 class Register:
-    """`live`: the broker's previous registration still has its stream."""
+    """A broker registers.
+
+    `live`: whether the previous registration of the broker still has its stream.
+    """
 
     request: wire.RegisterBrokerRequest
     live: bool
@@ -43,9 +48,10 @@ class Register:
 
 @dataclass(slots=True, frozen=True)
 class Heartbeat:
-    """`reports` counts this heartbeat in; `retry`: partitions it may have news of.
+    """A broker's heartbeat.
 
-    `unclean`: those whose replicas are all asked for their positions.
+    `reports`: the reports of all brokers, this heartbeat included.  `retry`: partitions about which
+    this heartbeat is new.  `unclean`: partitions of which every replica reports its position.
     """
 
     request: wire.BrokerHeartbeatRequest
@@ -65,9 +71,9 @@ class Fence:
 
 @dataclass(slots=True, frozen=True)
 class Recover:
-    """Try elections for these leaderless partitions, and to end these reassignments.
+    """Try elections for these leaderless partitions, and try to complete these reassignments.
 
-    `waited`: those that have waited unclean_recovery_wait_ms for missing members.
+    `waited`: partitions that have waited `unclean_recovery_wait_ms` for missing members.
     """
 
     partitions: tuple[PartitionKey, ...]
@@ -85,7 +91,7 @@ class Prefer:
 
 @dataclass(slots=True, frozen=True)
 class HandOver:
-    """Leaders of these partitions that give up the lead hand it over (rule L16)."""
+    """Move the leadership of these partitions away from leaders that give it up (rule L16)."""
 
     partitions: tuple[PartitionKey, ...]
     reports: Reports = field(default_factory=dict)
@@ -93,7 +99,7 @@ class HandOver:
 
 @dataclass(slots=True, frozen=True)
 class ElectLeaders:
-    """KIP-460."""
+    """Elect preferred or unclean leaders on request (KIP-460)."""
 
     request: wire.ElectLeadersRequest
     reports: Reports = field(default_factory=dict)
@@ -101,7 +107,7 @@ class ElectLeaders:
 
 @dataclass(slots=True, frozen=True)
 class AlterReassignments:
-    """KIP-455."""
+    """Begin, change or cancel reassignments (KIP-455)."""
 
     request: wire.AlterReassignmentsRequest
     reports: Reports = field(default_factory=dict)
@@ -124,7 +130,7 @@ class UnregisterBroker:
 
 @dataclass(slots=True, frozen=True)
 class CreateTopics:
-    """`topic_ids`: a fresh one per topic of the request."""
+    """Create topics.  `topic_ids`: one fresh topic id per topic of the request."""
 
     request: wire.CreateTopicsRequest
     topic_ids: tuple[TopicId, ...]
@@ -168,14 +174,14 @@ class AlterPartition:
 
 @dataclass(slots=True, frozen=True)
 class Rules:
-    """The settings decisions depend on."""
+    """The settings that decisions depend on."""
 
     node_id: NodeId
     server: Mapping[str, Any]  #: resolved `settings.SERVER`
     topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: from the configuration file
 
     def of_topic(self, image: MetadataImage, name: str, option: str) -> Any:
-        """One raw setting of a topic without resolving all of them."""
+        """Return one raw setting of a topic without resolving all settings."""
         for resource in ((TOPIC_RESOURCE, name), (BROKER_RESOURCE, "")):
             value = image.configs.get(resource, {}).get(option)
             if value is not None:
@@ -183,7 +189,7 @@ class Rules:
         return self.topic_defaults.get(option)
 
     def min_isr(self, image: MetadataImage, name: str) -> int:
-        """As the records say: never a file's (config_changes.py)."""
+        """Return min_insync_replicas from the records; files do not count (config_changes.py)."""
         for resource in ((TOPIC_RESOURCE, name), (BROKER_RESOURCE, "")):
             value = image.configs.get(resource, {}).get("min_insync_replicas")
             if value is not None:
@@ -199,12 +205,12 @@ Out = Decision[MetadataRecord]
 
 
 def decision(reply: Any, bodies: Sequence[Message] = (), effects: Sequence[Effect] = ()) -> Out:
-    """`reply`, justified by records with these bodies."""
+    """Return a `Decision` that writes records with these bodies and answers `reply`."""
     return Decision([record_of(body) for body in bodies], reply, effects)
 
 
 def registered(image: MetadataImage, broker_id: NodeId, broker_epoch: int) -> BrokerState:
-    """The current registration of the broker that asks.  Raises `StaleBrokerEpoch`."""
+    """Return the current registration of the broker that asks.  Raises `StaleBrokerEpoch`."""
     broker = image.brokers.get(broker_id)
     if broker is None or broker.broker_epoch != broker_epoch:
         current = "not registered" if broker is None else f"registered with {broker.broker_epoch}"

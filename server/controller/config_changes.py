@@ -1,9 +1,9 @@
 """Decisions about settings: alter and describe, for topics and for the cluster (broker "").
 
-Precedence, strongest first: the topic's own, the cluster's (resource broker with an empty name),
-the configuration file's, the default.  A broker's own settings come from its file and flags and
-are read-only.  min_insync_replicas is never taken from a file: the first controller with one makes
-it the cluster's (`record_min_isr`).
+Precedence, strongest first: the setting of the topic, the setting of the cluster (resource broker
+with an empty name), the configuration file, the default.  The settings of one broker come from its
+file and flags and are read-only.  min_insync_replicas is not read from files while the cluster
+runs: the first active controller records the value of its file as the cluster's (`record_min_isr`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: Settings that are shown as HIDDEN.
+#: Settings whose values `describe` shows as HIDDEN.
 _SECRET = ("tier_access_key_id", "tier_secret_access_key")
 HIDDEN = "[hidden]"
 MIN_ISR = "min_insync_replicas"
 
 
 def alter_configs(image: MetadataImage, rules: Rules, command: AlterConfigs) -> Out:
-    """Each resource changes whole or not at all; its result carries the error."""
+    """Alter settings.  Each resource changes completely or not at all; its result has the error."""
     bodies: list[Message] = []
     reply = wire.AlterConfigsReply()
     seen: dict[tuple[str, str], None] = {}
@@ -93,7 +93,7 @@ def _check_resource(image: MetadataImage, kind: str, name: str) -> None:
 
 
 def _check_topics_under(image: MetadataImage, rules: Rules, cluster: Mapping[str, str]) -> None:
-    """A new cluster default must not contradict what a topic has set itself."""
+    """Refuse a cluster default that contradicts a setting of some topic."""
     base = {**rules.topic_defaults, **settings.TOPIC.parse(cluster)}
     for name in image.topic_ids:
         own = image.configs.get((TOPIC_RESOURCE, name))
@@ -105,7 +105,7 @@ def _check_topics_under(image: MetadataImage, rules: Rules, cluster: Mapping[str
 
 
 def _forget_eligible(image: MetadataImage, rules: Rules, kind: str, name: str) -> list[Message]:
-    """R1: a change of min_insync_replicas clears the ELR."""
+    """Clear the ELR of the partitions whose min_insync_replicas changes (rule R1)."""
     bodies: list[Message] = []
     one = image.topic(name) if kind == TOPIC_RESOURCE else None
     for topic in image.topics.values() if one is None else (one,):
@@ -122,7 +122,7 @@ def _forget_eligible(image: MetadataImage, rules: Rules, kind: str, name: str) -
 
 
 def record_min_isr(image: MetadataImage, rules: Rules) -> list[Message]:
-    """The file's min_insync_replicas as the cluster's default, if the cluster has none yet."""
+    """Record min_insync_replicas of the file as the cluster's, if the cluster has none yet."""
     value = rules.topic_defaults.get(MIN_ISR)
     if value is None or MIN_ISR in image.configs.get((BROKER_RESOURCE, ""), {}):
         return []
@@ -136,7 +136,7 @@ def record_min_isr(image: MetadataImage, rules: Rules) -> list[Message]:
 
 
 def describe_configs(image: MetadataImage, rules: Rules, command: DescribeConfigs) -> Out:
-    """Every setting of each resource with its value and where that comes from."""
+    """Return every setting of each resource with its value and the source of the value."""
     reply = wire.DescribeConfigsReply()
     for resource in command.request.resources:
         result = reply.results.add(resource=resource)

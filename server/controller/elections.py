@@ -1,44 +1,44 @@
-"""Who leads a partition, and what ISR, ELR and last-known become when brokers come and go
-(KIP-966).
+"""Elections of partition leaders, and the changes of ISR, ELR and last-known members (KIP-966).
 
-A partition's state moves through `PartitionChangeBuilder`, a scratch copy on which the controller
-applies one or more of the steps below; `PartitionChangeBuilder.record` is the change, or None.
-Elections are tried in this order:
+The controller changes a partition through `PartitionChangeBuilder`, a scratch copy to which it
+applies one or more of the steps below.  `PartitionChangeBuilder.record` returns the change, or
+None. An election uses the first row that applies:
 
-  | who is there                                   | elected                      | unclean |
+  | available                                      | elected                      | unclean |
   |------------------------------------------------|------------------------------|---------|
   | an eligible member of the ISR                  | the first in replica order,  | no      |
-  |                                                | those fit to lead before all |         |
+  |                                                | a fit one if there is one    |         |
   | an eligible member of the ELR                  | the same; it joins the ISR   | no      |
   | ISR and ELR empty, every last-known reported   | the greatest                 | yes     |
   | some missing, waited for, and loss is allowed  | greatest among those present | yes     |
-  | otherwise                                      | nobody: leader NONE          | –       |
+  | otherwise                                      | none: leader NONE            | –       |
 
-*Eligible* = available, and its broker does not report the replica as offline.  *Fit* = nothing
-says that it should not lead (rule L16); who is unfit leads if nobody else can.  The third row is
-the recovery election of rule R3: it needs no permission, for nothing acknowledged can be
-anywhere else.  With one last-known member its log is the greatest without being asked.  In the
-fourth row those present are last-known members, or any replica if none of them is there.
+*Eligible*: the broker is available and does not report the replica as offline.  *Fit*: no broker
+reports a reason against this leader (rule L16).  An unfit replica leads only if no fit one can.
+The third row is the recovery election of rule R3.  It needs no permission, because no other replica
+can have acknowledged records.  If there is one last-known member, its log is the greatest, and the
+controller does not ask for its position.  In the fourth row "those present" are last-known members,
+or any replica if no last-known member is present.
 
-*Greatest* is by (last epoch, log end).  But a log that retention emptied, or that was begun anew
-where its leader's segments do (rule R5), holds no record and so names no epoch; what it lacks was
-deleted, or is in the tier.  If the end of a last-known member's such log is above that of the
-greatest, it is elected: the offsets in between were given, and must not be given again.  A replica
-that is not among the last known may have been begun anew in a history that was given up since:
-there the epochs alone decide.
+*Greatest* compares (last epoch, log end).  One kind of log has no last epoch: a log without
+records, because retention emptied it or because START_AT began it where its leader's segments begin
+(rule R5).  The records that it lacks were deleted or are in the tier.  If such a log belongs to a
+last-known member and ends above the greatest, it is elected: the offsets in between were given to
+records and must not be given again.  For other replicas the epochs alone decide, since their log
+may have been begun in a history that an unclean election gave up later.
 
-What becomes of a member that leaves the ISR depends on *required* = min(min_insync_replicas,
-replicas); while a reassignment runs, replicas are the old and the new ones together (as in
-Kafka), here and in the leader's high watermark alike:
+A member that leaves the ISR is treated by *required* = min(min_insync_replicas, replicas).  While a
+reassignment runs, `replicas` counts the old and the new replicas together, as in Kafka, both here
+and for the leader's high watermark.
 
   | the ISR is then  | it left with its data | it may have lost data | ELR and last-known          |
   |------------------|-----------------------|-----------------------|-----------------------------|
   | required or more | forgotten             | forgotten             | both empty                  |
   | smaller          | to the ELR            | to last-known         | kept until it has grown     |
 
-The high watermark stands still while the ISR is smaller (rule R1), so members of the ELR hold
-everything below it; the moment the ISR is large enough it moves without them, so they are
-forgotten in the same record.
+The high watermark does not move while the ISR is smaller (rule R1), so every member of the ELR
+holds all records below it.  Once the ISR is large enough, the high watermark moves without these
+members. So the record that enlarges the ISR also empties the ELR.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _MEMBERS = ("isr", "elr", "last_known", "replicas", "adding", "removing")
 
 @dataclass(slots=True)
 class Cluster:
-    """What an election may know of the brokers.
+    """The state of the brokers that an election uses.
 
-    `arriving` counts as available already, `leaving` no more.
+    `arriving` counts as available already, `leaving` no longer.
     """
 
     image: MetadataImage
@@ -72,19 +72,20 @@ class Cluster:
         return member == self.arriving or self.image.available(member)
 
     def eligible(self, member: NodeId, key: PartitionKey) -> bool:
-        """May lead `key`."""
+        """Whether this replica of `key` may be elected."""
         report = self.report(member)
         return self.available(member) and (report is None or key not in report.offline)
 
     def fit(self, member: NodeId, key: PartitionKey) -> bool:
-        """Nothing is known that says it should not lead `key` (rule L16)."""
+        """Whether no broker reported a reason against this replica as leader (rule L16)."""
         report = self.report(member)
         return report is None or not any(each.covers(key) for each in report.unfit)
 
     def taker(self, state: PartitionState, key: PartitionKey) -> NodeId:
-        """Who may take the lead from a leader that gives it up (rule L16); NONE = nobody.
+        """The replica that takes over from a leader that gives up the lead (rule L16); or NONE.
 
-        Its broker was heard in this term: of another one nobody knows whether it has room.
+        Only a broker that sent a heartbeat in this term counts.  For others the controller does not
+        know whether their disk has room.
         """
         if state.unclean:
             return NONE  # the leader recovers first (T4)
@@ -109,10 +110,10 @@ class Cluster:
 
 
 def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
-    """The brokers whose return, with their data, would give a leaderless partition its leader.
+    """The brokers whose return with their data would let a leaderless partition elect a leader.
 
-    Of ISR and ELR any one is enough; of the last known all must come.  `there`: who has come; a
-    broker whose replica is offline has not, as far as the asker knows.
+    Any one member of ISR or ELR is enough; of the last-known members all must return.  `there`:
+    the brokers that have returned.  A broker whose replica is offline does not count as returned.
     """
     if state.leader != NONE:
         return ()
@@ -121,7 +122,7 @@ def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[N
 
 
 class PartitionChangeBuilder:
-    """One partition while the controller decides about it."""
+    """A scratch copy of one partition, changed by steps; `record` is the outcome."""
 
     def __init__(self, key: PartitionKey, before: PartitionState, min_insync_replicas: int) -> None:
         self.key = key
@@ -137,12 +138,12 @@ class PartitionChangeBuilder:
     # -- members come and leave -----------------------------------------------------------------
 
     def fence(self, broker_id: NodeId) -> None:
-        """`broker_id` is gone but has its data: below min ISR it stays eligible (ELR)."""
+        """Remove a broker that keeps its data; below min ISR it joins the ELR."""
         if broker_id in self.now.isr:
             self._leave(broker_id, lost=())
 
     def lose(self, broker_id: NodeId) -> None:
-        """`broker_id` may have lost data (rule L3), or cannot serve it (rules L2, L9)."""
+        """Remove a broker that may have lost data (rule L3) or cannot serve it (L2, L9)."""
         if broker_id in self.now.isr or broker_id in self.now.elr:
             self._leave(broker_id, lost=(broker_id,))
 
@@ -152,20 +153,22 @@ class PartitionChangeBuilder:
             self._lead(NONE)
 
     def alter_isr(self, isr: Collection[NodeId]) -> None:
-        """The leader's word (rule R2)."""
+        """Set the ISR as the leader asks (rule R2)."""
         if set(isr) != set(self.now.isr):
             self._set_isr(isr, lost=())
 
     def restate_isr(self) -> None:
-        """A new partition epoch for the same ISR: what was asked for under this one is over."""
+        """Begin a new partition epoch with the same ISR, so that requests under the old one
+        fail.
+        """
         self.restated = True
 
     def recovered(self) -> None:
-        """The leader has made good what an unclean election cost (rule T4)."""
+        """Note that the leader has recovered from an unclean election (rule T4)."""
         self.now = replace(self.now, unclean=False)
 
     def _set_isr(self, isr: Collection[NodeId], lost: Collection[NodeId]) -> None:
-        """The second table of the module."""
+        """Set the ISR, and ELR and last-known members by the second table of the module."""
         now = self.now
         elr: tuple[NodeId, ...] = ()
         last_known: tuple[NodeId, ...] = ()
@@ -181,9 +184,10 @@ class PartitionChangeBuilder:
         self.now = now.led(now.leader, tuple(isr), elr, last_known)
 
     def forget_eligible(self) -> None:
-        """min_insync_replicas changed: what made the ELR safe no longer holds (rule R1).
+        """Empty the ELR because min_insync_replicas changed (rule R1).
 
-        While the ISR is empty nobody moves the high watermark, so the ELR stays true and stays.
+        While the ISR is empty the high watermark cannot move.  The ELR is still correct then, and
+        stays.
         """
         if self.now.isr and (self.now.elr or self.now.last_known):
             self.now = replace(self.now, elr=(), last_known=())
@@ -191,9 +195,10 @@ class PartitionChangeBuilder:
     # -- somebody leads -------------------------------------------------------------------------
 
     def elect(self, cluster: Cluster, *, may_lose: bool = False) -> bool:
-        """Give a leaderless partition a leader if the table above has one.
+        """Elect a leader for a leaderless partition by the first table of the module.
 
-        `may_lose`: missing members were waited for, and unclean elections are allowed or asked for.
+        `may_lose`: the wait for missing members is over, and an unclean election is allowed by the
+        topic or asked for by an operator.
         """
         now = self.now
         if now.leader != NONE:
@@ -233,7 +238,7 @@ class PartitionChangeBuilder:
         return self._greatest(present or self._present(now.replicas, cluster), cluster)
 
     def _present(self, members: Collection[NodeId], cluster: Cluster) -> list[NodeId]:
-        """Those that may be elected and were heard in this term."""
+        """The eligible replicas whose brokers sent a heartbeat in this term."""
         return [
             member
             for member in members
@@ -241,8 +246,9 @@ class PartitionChangeBuilder:
         ]
 
     def _greatest(self, members: list[NodeId], cluster: Cluster) -> NodeId | None:
-        """As in the module, of equals the first in replica order; None until all have said how
-        far they are.
+        """The greatest log as the module defines it, the first in replica order among equals.
+
+        None until every candidate has reported its position.
         """
         if len(members) == 1:
             return members[0]
@@ -267,7 +273,7 @@ class PartitionChangeBuilder:
         self.now = now.led(leader, now.isr, now.elr, now.last_known)
 
     def prefer(self, cluster: Cluster) -> bool:
-        """Give the lead to the first replica if it is in sync; an unclean leader recovers first."""
+        """Move the lead to the first replica if it is in sync, unless the leader recovers (T4)."""
         now = self.now
         first = now.replicas[0]
         if now.leader in (NONE, first) or now.unclean or first not in now.isr:
@@ -278,7 +284,7 @@ class PartitionChangeBuilder:
         return True
 
     def hand_over(self, cluster: Cluster) -> bool:
-        """Another replica leads if the leader gives the lead up and one may take it (rule L16)."""
+        """Move the lead from a leader that gives it up to a replica that may take it (rule L16)."""
         report = cluster.report(self.now.leader)
         if report is None or not report.gives_up(self.key):
             return False
@@ -291,10 +297,11 @@ class PartitionChangeBuilder:
     # -- reassignment (KIP-455) -----------------------------------------------------------------
 
     def can_assign(self, replicas: Collection[NodeId], cluster: Cluster) -> bool:
-        """Whether `replicas` alone could go on: one of them leads, or may.
+        """Whether `replicas` alone can go on: one of them leads or may be elected.
 
-        Who leaves must not be the last to have what was acknowledged: a member of ISR or ELR, if
-        there are any, else each of the last known, which an election would compare (rule R3).
+        A replica that leaves must not be the last holder of acknowledged records.  Holders are the
+        members of ISR and ELR; if there are none, every last-known member, because a recovery
+        election compares them all (rule R3).
         """
         now = self.now
         if now.leader in replicas:
@@ -315,10 +322,11 @@ class PartitionChangeBuilder:
         removing: tuple[NodeId, ...],
         cluster: Cluster,
     ) -> None:
-        """The replicas are these from now on; elect if the leader was not among them.
+        """Set the replicas; elect a leader if the present one is not among them.
 
-        Who goes deletes its log, and may be added again: what it said of that log, and is still on
-        its way, must not count then.  So its leader begins a new epoch (rule R2).
+        A removed replica deletes its log and may be added again later.  Messages about the deleted
+        log that are still in flight must not count then.  So the leader begins a new epoch (rule
+        R2).
         """
         gone = any(member not in replicas for member in self.now.replicas)
         now = replace(self.now, replicas=replicas, adding=adding, removing=removing)
@@ -330,10 +338,10 @@ class PartitionChangeBuilder:
         self.elect(cluster)
 
     def complete(self, cluster: Cluster) -> bool:
-        """End a reassignment whose new replicas are all in sync.
+        """Complete a reassignment whose new replicas are all in sync.
 
-        Stricter than Kafka's in one point: the ISR within the target must be as large as
-        min_insync_replicas asks, so that the end of a reassignment never stops acks=all.
+        Unlike Kafka, the ISR within the target must reach min_insync_replicas, so that completion
+        never stops acks=all.
         """
         now = self.now
         if not now.adding and not now.removing:
@@ -352,7 +360,7 @@ class PartitionChangeBuilder:
     # -- the outcome ----------------------------------------------------------------------------
 
     def record(self) -> wire.PartitionChangeRecord | None:
-        """The change from `before` to `now`, or None if there is none."""
+        """The record that changes `before` to `now`, or None if they are equal."""
         before, now = self.before, self.now
         if now == before and not self.led_anew and not self.restated:
             return None
