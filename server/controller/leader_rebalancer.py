@@ -1,19 +1,20 @@
-"""When leaders that give up the lead hand it over, and when it comes back (rule L16).
+"""When the lead moves away from leaders that give it up, and when it moves back (rule L16).
 
-Sans-IO, soft state of one term.  A broker says in heartbeats why its replicas should not lead
-(`reports.Unfit`): its disk is full, say.  The reasons are no part of this module: a further one
-needs another `Unfit` in the report of a broker, whoever puts it there.  The decision itself stands
-in `PartitionChangeBuilder.hand_over`; here is which partitions are worth one.
+Sans-IO; soft state of one term.  A broker reports in heartbeats why its replicas should not lead
+(`reports.Unfit`), for example because its disk is full.  This module does not know the reasons: a
+new reason only needs another `Unfit` in the report.  `PartitionChangeBuilder.hand_over` takes the
+decision for one partition.  This module chooses the partitions to decide about.
 
 A leader that gives up keeps the lead while no other replica may take it (`Cluster.taker`).  The
-preferred leader comes back by `Prefer`, which asks whether it is fit.
+command `Prefer` moves the lead back once the preferred leader is fit.
 
 Invariants
-  H1  this module moves a partition at most once in DWELL_MS, the way back included: two brokers
-      that fill up in turn do not pass the lead back and forth
-  H2  partitions are looked at when there is news of a broker, and while some broker gives up, after
-      waits of RETRY_MS to RETRY_MAX_MS: nothing is O(partitions) at every tick (rule P6)
-  H3  what is remembered is bounded by the partitions there are
+  H1  This module moves a partition at most once in DWELL_MS, moves back included.  So two brokers
+      whose disks fill up in turn do not pass the lead back and forth.
+  H2  Partitions are examined when a broker reports something new.  While some broker gives up, they
+      are examined again after waits of RETRY_MS to RETRY_MAX_MS.  No tick costs O(partitions)
+      (rule P6).
+  H3  The memory is bounded by the number of partitions.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from pk.server.controller.reports import Report, Reports
 from pk.server.metadata.image import MetadataImage
 from pk.types import NONE, NodeId, PartitionKey
 
-#: Between two moves of one partition.
+#: Least time between two moves of one partition.
 DWELL_MS = 60_000
-#: A leader that gives up, and whose lead nobody could take, is looked at again after this.
+#: Wait before a leader that gives up is examined again, if no replica could take the lead.
 RETRY_MS = 1_000
 RETRY_MAX_MS = 5_000
 assert RETRY_MAX_MS < DWELL_MS
 
-#: Broker and reason → partitions that it gives up and that another replica may lead.
+#: (broker, reason) → partitions that the broker gives up and that another replica may lead.
 Wanted = dict[tuple[NodeId, str], list[PartitionKey]]
 
 
 class LeaderRebalancer:
-    """See the module.  Times are the controller's monotonic clock."""
+    """Chooses the leaderships to move.  Times are of the controller's monotonic clock."""
 
     def __init__(self) -> None:
         self._moved_ms: dict[PartitionKey, int] = {}  #: the last move of each (H1)
@@ -48,7 +49,7 @@ class LeaderRebalancer:
         self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))  #: looks that found nothing
 
     def heard(self, before: Report | None, now: Report) -> bool:
-        """A broker was heard.  True if what it says of its fitness is news."""
+        """Note the report of a broker.  Returns whether its fitness changed."""
         changed = now.unfit != (() if before is None else before.unfit)
         if changed or (before is None and self._due_ms is not None):
             self._due_ms = 0
@@ -56,7 +57,7 @@ class LeaderRebalancer:
         return changed
 
     def wanted(self, image: MetadataImage, reports: Reports, now_ms: int) -> Wanted:
-        """What to hand over now, at most MOVES_MAX partitions."""
+        """Return the leaderships to move now, at most MOVES_MAX."""
         if self._due_ms is None or now_ms < self._due_ms:
             return {}
         cluster, found, count = Cluster(image, reports), Wanted(), 0
@@ -81,7 +82,7 @@ class LeaderRebalancer:
         return found
 
     def handed_over(self, image: MetadataImage, keys: Iterable[PartitionKey], now_ms: int) -> None:
-        """Other replicas lead these from now on."""
+        """Note the partitions that another replica leads now."""
         self._forget(now_ms)
         self._away = {key: None for key in self._away if image.partition(key) is not None}  # H3
         for key in keys:
@@ -93,17 +94,17 @@ class LeaderRebalancer:
         self._moved_ms[key] = now_ms  # behind all others: in order of time
 
     def rests(self, key: PartitionKey, now_ms: int) -> bool:
-        """H1: it was moved just now."""
+        """Whether the last move of this partition is less than DWELL_MS ago (H1)."""
         at_ms = self._moved_ms.get(key)
         return at_ms is not None and now_ms - at_ms < DWELL_MS
 
     def rest_ends_ms(self, now_ms: int) -> int | None:
-        """When the first of those that rest may move again; None = none does."""
+        """When the first resting partition may move again; None if none rests."""
         self._forget(now_ms)
         return None if not self._moved_ms else next(iter(self._moved_ms.values())) + DWELL_MS
 
     def came_back(self, image: MetadataImage, keys: Iterable[PartitionKey], now_ms: int) -> None:
-        """Preferred leaders were elected for `keys`, where they could be: those rest again."""
+        """Note that preferred leaders were elected for `keys`; the moved partitions rest again."""
         self._forget(now_ms)
         for key in keys:
             state = image.partition(key)
@@ -112,7 +113,7 @@ class LeaderRebalancer:
                 self._moved(key, now_ms)
 
     def _forget(self, now_ms: int) -> None:
-        """H3."""
+        """Forget moves that are at least DWELL_MS old (H3)."""
         while self._moved_ms:
             key = next(iter(self._moved_ms))
             if self.rests(key, now_ms):

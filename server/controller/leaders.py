@@ -1,10 +1,9 @@
-"""Decisions about who leads while all is well, when a leader gives up the lead (rule L16), or when
-an operator says so (KIP-460).
+"""Decisions that move leadership: preferred leaders, leaders that give up (L16), KIP-460 requests.
 
-The preferred leader of a partition is its first replica: placement spread those evenly, so a
-cluster whose partitions are led by them is balanced.  Leadership goes back only to a replica that
-is in sync and fit to lead, and whose broker is neither fenced nor shutting down; nothing is lost
-by it.
+The preferred leader of a partition is its first replica.  Placement spreads first replicas evenly,
+so a cluster that is led by preferred leaders is balanced.  Leadership moves back only to a replica
+that is in sync and fit to lead, and whose broker is neither fenced nor shutting down.  So the move
+loses no record.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: Leaders moved by one decision: clients of so many partitions look for them at once.
+#: Most leaders that one decision moves; the clients of all of them refresh their metadata at once.
 MOVES_MAX = 500
 
 
 def imbalanced(image: MetadataImage) -> Iterator[PartitionKey]:
-    """Partitions led by another replica than their first, which could lead."""
+    """Return the partitions whose first replica does not lead, although it could."""
     for topic, number, state in image.partitions():
         first = state.replicas[0]
         if state.leader not in (NONE, first) and first in state.isr and image.available(first):
@@ -33,7 +32,7 @@ def imbalanced(image: MetadataImage) -> Iterator[PartitionKey]:
 
 
 def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
-    """Preferred leaders for these partitions, where they may lead; the reply counts the moves."""
+    """Elect the preferred leaders of these partitions where allowed; the reply counts the moves."""
     batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
     for key in command.partitions:
         if not batch.full:
@@ -42,7 +41,7 @@ def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
 
 
 def hand_over(image: MetadataImage, rules: Rules, command: HandOver) -> Out:
-    """L16: the reply names the partitions that another replica leads from now on."""
+    """Move the lead of these partitions (rule L16); the reply names those that were moved."""
     batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
     moved: list[PartitionKey] = []
     for key in command.partitions:
@@ -55,10 +54,10 @@ def hand_over(image: MetadataImage, rules: Rules, command: HandOver) -> Out:
 
 
 def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> Out:
-    """Elect preferred leaders, or unclean ones where nobody leads; a result per partition.
+    """Elect preferred leaders, or unclean leaders of leaderless partitions; a result for each.
 
-    An unclean election compares what replicas report; until they have, it is refused with
-    `EligibleLeadersNotAvailable`, which may be tried again.
+    An unclean election compares the positions that replicas report.  Until all have reported, it is
+    refused with `EligibleLeadersNotAvailable`, which is retriable.
     """
     request = command.request
     batch = BatchedDecision(image, rules, Cluster(image, command.reports))

@@ -1,16 +1,16 @@
-"""The controller: the cluster's durable truth, a Replayed machine over `__cluster_metadata-0`.
+"""The controller: a Replayed machine over `__cluster_metadata-0` with the cluster's durable state.
 
-`decide` reads the image and answers a command with records and the reply they justify; `apply`
-gives a record to the image.  It knows no clock but `now_ms`, no stream, no file; who is alive
-comes in as commands (`sessions.py`), fresh ids come with them.  The decisions stand in
-`brokers`, `leaders`, `reassignments`, `topics` and `config_changes`.
+`decide` reads the image and answers a command with records and a reply.  `apply` applies a record
+to the image.  The machine uses no clock but `now_ms`, no stream and no file.  Liveness of brokers
+arrives as commands (`sessions.py`), and commands carry fresh ids.  The decisions are in `brokers`,
+`leaders`, `reassignments`, `topics` and `config_changes`.
 
 Invariants
-  M1  decide never mutates; equal logs give equal machines (replay == image)
-  M2  a decision's records are one batch: all of them or none; what is too large for one is decided
-      in steps, each whole by itself (`batched_decision.py`)
-  M3  a broker's epoch is the offset of its registration record, so the machine must have applied
-      every record below the one it decides next
+  M1  `decide` never mutates.  Equal logs give equal machines (replay == image).
+  M2  The records of a decision are one batch, which is atomic.  A decision that is too large for
+      one batch is made in steps that each are complete (`batched_decision.py`).
+  M3  A broker epoch is the offset of the registration record.  So the machine must have applied
+      every record below the record that it decides next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pk.server.metadata.records import MetadataRecord
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: The feature whose level says which records and formats this cluster may use.
+#: The feature whose level determines the records and formats that this cluster may use.
 FORMAT_FEATURE = "pk.format"
 
 Command = (
@@ -64,10 +64,10 @@ Command = (
 
 
 def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -> Out:
-    """What must be on record before a term serves; none of it if it is.
+    """Write the records that must exist before a term serves, as far as they are missing.
 
-    The first records of a cluster; and min_insync_replicas as this node's file has it, unless the
-    cluster has a default of its own: were it left in files, two nodes could differ about it, and a
+    These are the first records of a cluster, and min_insync_replicas of this node's file unless the
+    cluster has a default.  If the setting stayed in files, two nodes could disagree about it, and a
     change would not clear the ELR (rule R1, KIP-966).
     """
     bodies: list[Message] = []
@@ -79,7 +79,7 @@ def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -
 
 
 class Controller:
-    """See the module."""
+    """The replayed state of the controller and its decisions.  See the module."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -87,11 +87,13 @@ class Controller:
 
     @property
     def leaderless(self) -> Mapping[PartitionKey, int]:
-        """The partitions without a leader, oldest loss first, with the offset that left them so."""
+        """Leaderless partitions, oldest first, each with the offset since which it has no
+        leader.
+        """
         return self.image.leaderless
 
     def decide(self, command: Command, now_ms: int) -> Out:
-        """The records and the reply that `command` deserves.  Raises typed errors for refusals."""
+        """Return the records and the reply for `command`.  Raises typed errors for refusals."""
         decided = _DECISIONS[type(command)](self.image, self.rules, command)
         said = [Publish(EVENT, event) for event in events_of(self.image, decided.records)]
         if said:
@@ -99,7 +101,7 @@ class Controller:
         return decided
 
     def apply(self, offset: int, record: MetadataRecord) -> None:
-        """Account for one record of the log."""
+        """Apply one record of the log to the image."""
         self.image.apply(offset, record)
 
 

@@ -1,17 +1,17 @@
 """The controller process: a voter of the metadata quorum, and the active controller while it leads.
 
-`ControllerNode` is world-generic; `main` gives it the real disk and network.  The other voters keep
-control streams to it for the quorum's own messages; brokers keep one for everything else
-(active.py), and fetch the committed metadata log on it by long poll.  A controller that
-does not lead refuses brokers and says who does.
+`ControllerNode` is world-generic; `main` gives it the real disk and network.  The other voters have
+control streams to it for quorum messages.  Each broker has a control stream for its requests
+(active.py), on which it also fetches the committed metadata log by long poll.  A controller that
+does not lead refuses the requests of brokers and names the leader.
 
-Order of a start: lock the directory, recover the log, listen, join the quorum; a quorum of one has
-elected itself and serves before `start` returns.
+Order of a start: lock the directory, recover the log, listen, join the quorum.  A quorum of one
+elects itself and serves before `start` returns.
 
 Invariants
-  N1  what ails this node is its own affair: whoever asks is told to ask another controller, never
-      handed its failure, which would be taken for an answer.  A damaged log, or a disk that cannot
-      be read, ends the node that meets it (rule L9), so that another leads
+  N1  A client never receives a failure of this node as an answer.  It receives an error that sends
+      it to another controller.  A damaged log, or a disk that cannot be read, stops this node
+      (rule L9), so that another node leads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 GRACE_MS = 500
 FETCH_BYTES_MAX = 4 * limits.MIB
 FETCH_WAIT_MS_MAX = 30_000
-#: What brokers and tools ask; only the active controller answers.
+#: Requests of brokers and tools; only the active controller answers them.
 _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
@@ -64,7 +64,9 @@ FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
 
 
 def first_voters(run: RunConfig) -> dict[Voter, str] | None:
-    """The voters that the settings name, as `pk server format --initial-controllers` made them."""
+    """Return the voters of the settings, as `pk server format --initial-controllers` writes
+    them.
+    """
     return {
         Voter(node_id, voter_directory_id(run.cluster_id, node_id)): address
         for node_id, address in run.voters.items()
@@ -74,8 +76,8 @@ def first_voters(run: RunConfig) -> dict[Voter, str] | None:
 class ControllerNode:
     """One controller over a World and the disk of `DIR/metadata`.
 
-    `voters`: the first voters of a new quorum, with their addresses; those of the settings by
-    default, and this node alone if they name none.
+    `voters`: the first voters of a new quorum, with their addresses.  Default: the voters of the
+    settings, or this node alone if the settings name none.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class ControllerNode:
 
     @property
     def machine(self) -> Controller:
-        """The machine of the term.  Raises `ControllerUnavailable` without one."""
+        """The machine of the present term.  Raises `ControllerUnavailable` if there is none."""
         return self._active().machine
 
     @property
@@ -137,7 +139,7 @@ class ControllerNode:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when the node listens, and serves if it is the only voter.
+        """Start the node.  Returns when it listens, and also serves if it is the only voter.
 
         Raises typed errors that say who must act.
         """
@@ -156,7 +158,9 @@ class ControllerNode:
         self._terms = asyncio.get_running_loop().create_task(self._serve_terms())
 
     async def _begin_term(self) -> None:
-        """Serve once this node leads.  Raises `ControllerUnavailable` if it is deposed first."""
+        """Begin a term of this node.  Raises `ControllerUnavailable` if another node leads
+        first.
+        """
         await self.metadata.lead()
         active = ActiveController(
             self.world, self.run, self.metadata, say=self._say, on_fatal=self._fatal,
@@ -171,7 +175,7 @@ class ControllerNode:
         self._say("active_controller", epoch=active.epoch)
 
     async def _serve_terms(self) -> None:
-        """One term after another, whenever this node leads."""
+        """Run the terms of this node, one after another."""
         try:
             while True:
                 if self.active is None:
@@ -194,7 +198,7 @@ class ControllerNode:
             self._say("controller_resigned", epoch=active.epoch)
 
     async def close(self) -> None:
-        """Stop serving; what was decided is committed or refused."""
+        """Stop the node.  Decisions in flight are committed or refused first."""
         if self._listener is not None:
             await self._listener.close(GRACE_MS)
         if self._terms is not None:
@@ -249,7 +253,7 @@ class ControllerNode:
                 self.active.lost(number)
 
     def _proven(self, hello: wire.Hello, stream: Stream) -> bool:
-        """Rule L17: a registered broker that knows its incarnation, or the host of a voter."""
+        """Whether the peer is a registered broker that knows its incarnation, or a voter (L17)."""
         if proven_by_address(stream.peer, self.metadata.voters.addresses.values()):
             return True
         if self.active is None:
@@ -262,7 +266,7 @@ class ControllerNode:
             self._log.bug(where, bug)
 
     def _active(self) -> ActiveController:
-        """The term.  Raises `ControllerUnavailable` that names the leader, if one is known."""
+        """Return the present term.  Raises `ControllerUnavailable`, which names a known leader."""
         if self.active is not None:
             return self.active
         leader = self.metadata.leadership.leader
@@ -304,7 +308,10 @@ class ControllerNode:
         return {name: self._unless_failed(name, handler) for name, handler in table.items()}
 
     def _unless_failed(self, name: str, handler: Handler) -> Handler:
-        """N1.  What the term refuses is judged by its host (runtime/replayed_host.py)."""
+        """Run a request; translate a failure of this node (N1).
+
+        The host of the machine handles refusals of the term itself (runtime/replayed_host.py).
+        """
 
         async def handle(request: Any, frame: frames.Frame) -> Any:
             try:
@@ -366,15 +373,17 @@ class ControllerNode:
     # -- the metadata log --------------------------------------------------------------------------
 
     async def _fetch(self, request: wire.FetchMetadataLogRequest) -> FetchReply:
-        """Committed batches from an offset; waits for the first one.  What is below the log's start
-        is in the snapshot that the reply names (KIP-630).  Raises `CorruptLog`.
+        """Return committed batches from an offset; wait for the first one.
+
+        For an offset below the start of the log the reply names a snapshot (KIP-630).  Raises
+        `CorruptLog`.
         """
         self._active()
         log, offset = self.metadata, request.from_offset
         if 0 <= offset < log.log_start and log.newest_snapshot is not None:
             return self._fetched(offset, snapshot=file_name(log.newest_snapshot)), ()
         if offset > log.end and not log.alone:
-            # The asker has seen more that is committed: another controller leads a later epoch.
+            # The broker has seen later committed records: another controller leads a later epoch.
             raise errors.ControllerUnavailable(
                 f"offset {offset}: the metadata log of this controller ends at {log.end}"
             )
@@ -391,7 +400,7 @@ class ControllerNode:
         if offset < log.committed:
             try:
                 raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
-            except errors.OffsetOutOfRange as gone:  # a snapshot took its place before it was read
+            except errors.OffsetOutOfRange as gone:  # cut by a snapshot meanwhile
                 raise errors.ControllerUnavailable(f"read too late: {gone.message}") from gone
         return self._fetched(following), (raw,)
 

@@ -1,9 +1,9 @@
-"""Where the replicas of a new topic go: rack-aware round robin (Kafka's striped placer, KIP-36).
+"""Placement of the replicas of a new topic: rack-aware round robin (KIP-36).
 
-Brokers are laid out in one ring that alternates between racks.  Partition p starts at `start +
-p`; its further replicas follow in the ring, first those on racks it does not use yet, then the
-others.  Brokers that are not available come last, so that a partition leads from a live one if
-there is any.
+Brokers form one ring that alternates between racks.  The first replica of partition p is the broker
+at `start + p`.  The next replicas follow in the ring, first on racks that the partition does not
+use yet, then on the others.  Brokers that are not available come last, so that an available broker
+leads the partition if there is one.
 
 Properties (tests/unit/server/controller)
   - replicas of a partition are distinct
@@ -32,7 +32,10 @@ class Candidate:
 def place(
     candidates: Sequence[Candidate], partitions: int, replication_factor: int, start: int
 ) -> list[tuple[NodeId, ...]]:
-    """Replicas of each new partition.  Raises `InvalidReplicationFactor`, `BrokerUnavailable`."""
+    """Return the replicas of each new partition.
+
+    Raises `InvalidReplicationFactor`, `BrokerUnavailable`.
+    """
     if replication_factor > len(candidates):
         raise errors.InvalidReplicationFactor(
             f"replication factor {replication_factor}, but {len(candidates)} brokers are registered"
@@ -48,7 +51,7 @@ def place(
 
 
 def _ring(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """All candidates, alternating between racks as long as there are several."""
+    """Order all candidates so that neighbours are on different racks while several are left."""
     racks: dict[str, list[Candidate]] = {}
     for each in sorted(candidates, key=lambda c: (c.rack, c.broker_id)):
         racks.setdefault(each.rack, []).append(each)

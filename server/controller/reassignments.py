@@ -1,22 +1,22 @@
 """Decisions that give partitions other replicas (KIP-455).
 
-A reassignment lives in the partition's record: `replicas` are the target in its order, then the
-replicas that will go; `adding` and `removing` name the difference.  New replicas copy the log and
-join the ISR by their leader's AlterPartition; when all of them are in, the same record ends the
-reassignment (`PartitionChangeBuilder.complete`): replicas = target, ISR and ELR without the others,
-another leader if the old one goes.  An election may bring the last of what it waits for, too, and
-ends it likewise (`BatchedDecision.visit`): the leader that comes may never have another ISR to ask
-for; so may a smaller min_insync_replicas (`brokers.recover`).  Nothing else is remembered, so a
-failover of the controller goes on with it.
+The state of a reassignment is in the partition record.  `replicas` lists the target in its order,
+then the replicas to remove; `adding` and `removing` name the difference.  New replicas copy the log
+and join the ISR by their leader's AlterPartition.  The record that adds the last of them completes
+the reassignment (`PartitionChangeBuilder.complete`): replicas = target, the other replicas leave
+ISR and ELR, and another leader is elected if the old one leaves.  Two other events may fulfil the
+condition, and complete the reassignment too: an election (`BatchedDecision.visit`), because the new
+leader may never ask for another ISR, and a smaller min_insync_replicas (`brokers.recover`).  No
+other state exists, so a failover of the controller continues the reassignment.
 
-  - The original replicas are those without the ones being added.  A new target is compared with
-    them, not with a target given up: what was being added for that one leaves at once.
-  - Cancel goes back to the original replicas in one record.
-  - Whenever a replica goes, its leader begins a new epoch, also when it is the same one (rule R2).
-  - Neither may leave the partition without a replica that may lead: refused.
-  - While it runs, required in-sync replicas = min(min_insync_replicas, old and new together).  A
-    partition with fewer replicas than min_insync_replicas that gets more of them refuses acks=all
-    until enough of the new ones are in sync, as in Kafka.
+  - The original replicas are the replicas without those being added.  A new target is compared with
+    the original replicas.  Replicas that were being added for the former target leave at once.
+  - Cancel returns to the original replicas in one record.
+  - A record that removes a replica begins a new leader epoch, also if the leader stays (rule R2).
+  - A change that would leave the partition without a replica that may lead is refused.
+  - While a reassignment runs, the required in-sync replicas are min(min_insync_replicas, old and
+    new replicas together).  A partition with fewer replicas than min_insync_replicas refuses
+    acks=all until enough of the new ones are in sync, as in Kafka.
   - Fencing, ELR and elections treat adding and removing replicas like any others.
 """
 
@@ -41,7 +41,7 @@ from pk.wire import pk_pb2 as wire
 
 
 def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassignments) -> Out:
-    """Begin, change or cancel reassignments; each partition succeeds or fails by itself."""
+    """Begin, change or cancel reassignments.  Each partition succeeds or fails separately."""
     wanted = command.request.reassignments
     if len(wanted) > limits.METADATA_RECORDS_PER_APPEND_MAX:
         raise errors.InvalidRequest(
@@ -100,7 +100,7 @@ def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -
 def _assign(
     builder: PartitionChangeBuilder, target: tuple[NodeId, ...], cluster: Cluster, name: str
 ) -> None:
-    """Towards `target`; a target of the original replicas is a cancel, in their new order."""
+    """Begin the move to `target`.  The original replicas as target cancel, in the order given."""
     original = builder.now.original
     adding = tuple(member for member in target if member not in original)
     removing = tuple(member for member in original if member not in target)
@@ -119,14 +119,14 @@ def _assign(
 
 
 def under_way(image: MetadataImage) -> Iterator[PartitionKey]:
-    """The partitions that are being reassigned."""
+    """Return the partitions that are being reassigned."""
     for topic, number, state in image.partitions():
         if state.adding or state.removing:
             yield PartitionKey(topic.topic_id, number)
 
 
 def list_reassignments(image: MetadataImage, _rules: Rules, command: ListReassignments) -> Out:
-    """What is under way, of the topics named or of all."""
+    """List the running reassignments, of the named topics or of all topics."""
     reply = wire.ListReassignmentsReply()
     for name in command.request.topics or list(image.topic_ids):
         topic = image.topic(name)

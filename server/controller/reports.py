@@ -1,24 +1,25 @@
-"""What brokers say of their replicas in heartbeats: soft state of one term.
+"""The reports of brokers about their replicas, from heartbeats: soft state of one term.
 
-A recovery election compares log ends (rule R3), and a replica that its broker cannot serve must
-not be elected (rules L2, L9).  Neither is a record: both are bound to the registration that said
-them, a new term knows nothing until it is told again, and every heartbeat repeats the whole list
-of replicas that are offline.
+A recovery election compares log ends (rule R3), and a replica that its broker cannot serve must not
+be elected (rules L2, L9).  Positions and offline replicas are not records.  They belong to one
+registration.  A new term has none until brokers report again, and every heartbeat repeats the whole
+list of offline replicas.
 
-What *is* durable follows from it: a replica reported offline leaves ISR and ELR by a record, so
-that no later term takes it for a holder of the data.  What a new term does not know yet it does
-not assume: recovery elections choose only among brokers that it has heard, and only such a broker
-joins an ISR.
+Their consequences are durable: a record removes an offline replica from ISR and ELR, so that no
+later term takes it for a holder of the data.  A new term assumes nothing about a broker before its
+first heartbeat.  Recovery elections choose only among brokers that sent one, and only such brokers
+join an ISR.
 
-A replica may also be *unfit* to lead while it can be served: the disk of its broker is full (rule
-L16).  That changes no record by itself.  It says who should lead among those that may, and
+A replica may be *unfit* to lead although its broker serves it, for example because the disk is full
+(rule L16).  Unfitness changes no record.  It orders the replicas that may lead, and
 `leader_rebalancer.py` moves leaders by it.
 
 Invariants
-  H1  a report counts for its own broker epoch only
-  H2  a position counts only if the broker's image had reached the record that left the partition
-      without a leader: from then on the replica stands still; the next leader ends it
-  H3  a report is replaced, never changed: a command that carries one means what it meant
+  H1  A report counts only for its own broker epoch.
+  H2  A position counts only if the broker's image had reached the record that left the partition
+      without a leader.  From that record on the log of the replica does not change, until the next
+      leader is elected.
+  H3  A report is replaced, never changed, so that a command that carries a report stays as it was.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from pk.server.metadata.image import MetadataImage
 from pk.types import NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: (last epoch, log end) of a replica, as a recovery election compares them.
+#: (last epoch, log end) of a replica; recovery elections compare these.
 Position = tuple[int, int]
-#: Positions asked of a broker in one heartbeat.
+#: Most positions that one heartbeat reply asks for.
 POSITIONS_MAX = 10_000
 
 
@@ -45,8 +46,8 @@ CLOCK_OFF = "clock_off"  #: the wall clock of the broker is off the median (rule
 class Unfit:
     """One reason why replicas of a broker should not lead.
 
-    replicas: None = every replica of the broker.
-    gives_up: where they lead, another replica shall; else they only get no leadership.
+    replicas: the replicas concerned; None = every replica of the broker.
+    gives_up: whether the replicas also give up the leaderships that they have.
     """
 
     reason: str
@@ -59,32 +60,32 @@ class Unfit:
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """What one registration has said in this term."""
+    """The report of one registration in this term."""
 
     broker_epoch: int
     offline: Mapping[PartitionKey, None] = field(default_factory=dict)
-    #: Position, and the offset the broker's image had reached when it said so.
+    #: The position, and the offset that the broker's image had reached when it reported it.
     positions: Mapping[PartitionKey, tuple[Position, int]] = field(default_factory=dict)
     unfit: tuple[Unfit, ...] = ()
 
     def gives_up(self, key: PartitionKey) -> str:
-        """Why the replica shall not lead any longer; '' = nothing says so."""
+        """The reason why the replica gives up the lead; '' if there is none."""
         return next((each.reason for each in self.unfit if each.gives_up and each.covers(key)), "")
 
     def position(self, key: PartitionKey, since: int) -> Position | None:
-        """H2: `since` is the offset from which the partition has no leader."""
+        """The position if it counts (H2); `since`: the offset from which there is no leader."""
         found = self.positions.get(key)
         return None if found is None or found[1] < since else found[0]
 
 
-#: By broker; a broker that is not named has not been heard in this term.
+#: Reports by broker.  A broker without a report has sent no heartbeat in this term.
 Reports = Mapping[NodeId, Report]
 
 
 def reported(
     before: Report | None, request: wire.BrokerHeartbeatRequest, leaderless: Container[PartitionKey]
 ) -> Report:
-    """The report of a broker after `request`; positions of partitions that are led again go."""
+    """Return the report of a broker after `request`, without positions of led partitions."""
     kept: dict[PartitionKey, tuple[Position, int]] = {}
     if before is not None and before.broker_epoch == request.broker_epoch:
         kept = {key: at for key, at in before.positions.items() if key in leaderless}
@@ -104,10 +105,11 @@ def _unfit(said: wire.Unfit) -> Unfit:
 def wanted(
     image: MetadataImage, reports: Reports, who: NodeId, also: Container[PartitionKey]
 ) -> list[PartitionKey]:
-    """The partitions whose position `who` shall report.
+    """Return the partitions whose position broker `who` is asked to report.
 
-    Those without a leader whose ISR and ELR are empty and that count `who` among the last known;
-    and of `also`, where an unclean election was asked for, all that `who` has.
+    These are the leaderless partitions with empty ISR and ELR that have `who` among their
+    last-known members, and the replicas of `who` among `also`, for which an unclean election was
+    requested.
     """
     report = reports.get(who)
     found: list[PartitionKey] = []

@@ -1,11 +1,12 @@
-"""Which brokers are alive in the active controller's eyes: soft state, rebuilt after a restart
-(rule R7).
+"""The sessions of brokers at the active controller: soft state of one term (rule R7).
 
-A session belongs to the stream its broker registered on.  A lost stream makes the session
-*lost*: it is fenced at once if the broker's address refuses a connection, else when the session
-timeout has passed since the last heartbeat, unless the broker comes back first.  A new active
-controller grants every unfenced broker a timeout, less what is over for certain (raft/timing.py);
-three quarters are always left to find this controller (BrokerLifecycleManager).
+A session belongs to the stream on which its broker registered.  When that stream breaks, the
+  session
+is *lost*.  The controller fences the broker at once if its address refuses a connection, else when
+the session timeout has passed since the last heartbeat.  A broker that registers again first keeps
+its registration.  A new active controller grants every unfenced broker a session timeout, less the
+time that has certainly passed (raft/timing.py).  At least three quarters of the timeout are left
+for the broker to find this controller (BrokerLifecycleManager).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from pk.types import NodeId
 
 @dataclass(slots=True)
 class Session:
-    """One registered broker."""
+    """The session of one registered broker."""
 
     broker_id: NodeId
     broker_epoch: int
-    stream: int | None  #: None = lost, or not heard of since this controller started
+    stream: int | None  #: None = lost, or no stream since this controller started
     deadline_ms: int
 
 
 class Sessions:
-    """All sessions; times are the controller's monotonic clock."""
+    """All sessions.  Times are of the controller's monotonic clock."""
 
     def __init__(self, timeout_ms: int) -> None:
         self._timeout_ms = timeout_ms
@@ -36,8 +37,9 @@ class Sessions:
     def grant(
         self, unfenced: Iterable[tuple[NodeId, int]], now_ms: int, spent_ms: int = 0
     ) -> list[Session]:
-        """The controller started: (broker id, broker epoch) of every unfenced broker, and what is
-        over of their sessions.
+        """Grant a session to every unfenced broker when a term begins.
+
+        brokers: (broker id, broker epoch), with the part of the session timeout that has passed.
         """
         deadline_ms = now_ms + self._timeout_ms - min(spent_ms, self._timeout_ms // 4)
         granted = [Session(broker, epoch, None, deadline_ms) for broker, epoch in unfenced]
@@ -45,16 +47,15 @@ class Sessions:
         return granted
 
     def open(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
-        """A broker registered on `stream`."""
+        """Open the session of a broker that registered on `stream`."""
         deadline_ms = now_ms + self._timeout_ms
         self._by_broker[broker_id] = Session(broker_id, broker_epoch, stream, deadline_ms)
 
     def beat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
-        """A heartbeat of the current registration renews, and so does its process that registers
-        again; a session of another one is not touched.
+        """Renew the session for a heartbeat, or a repeated registration, of the same registration.
 
-        Who was fenced for its silence and speaks again on its old stream has a session again: it
-        will be unfenced, and nobody would notice its next silence.
+        A broker that was fenced for its silence and sends a heartbeat on its old stream gets a
+        session again: it will be unfenced, and its next silence must be noticed.
         """
         session = self._by_broker.get(broker_id)
         if session is None:
@@ -64,34 +65,34 @@ class Sessions:
             session.deadline_ms = now_ms + self._timeout_ms
 
     def lose(self, stream: int) -> list[Session]:
-        """`stream` broke; returns the sessions it carried."""
+        """Mark the sessions of a broken stream as lost; return them."""
         lost = [each for each in self._by_broker.values() if each.stream == stream]
         for session in lost:
             session.stream = None
         return lost
 
     def live(self, broker_id: NodeId, *, except_stream: int) -> bool:
-        """The broker has another stream than the one it asks on."""
+        """Whether the broker has a session on another stream than the one it asks on."""
         session = self._by_broker.get(broker_id)
         return session is not None and session.stream not in (None, except_stream)
 
     def is_lost(self, session: Session) -> bool:
-        """The session is still the broker's and still has no stream."""
+        """Whether this is still the broker's session, and still without a stream."""
         return self._by_broker.get(session.broker_id) is session and session.stream is None
 
     def end(self, session: Session) -> None:
-        """The broker is being fenced."""
+        """End the session of a broker that is being fenced."""
         if self._by_broker.get(session.broker_id) is session:
             del self._by_broker[session.broker_id]
 
     def retry(self, session: Session) -> None:
-        """Fencing failed: the session is expired again, unless the broker came back."""
+        """Restore an expired session after fencing failed, unless the broker has a new one."""
         self._by_broker.setdefault(session.broker_id, session)
 
     def expired(self, now_ms: int) -> list[Session]:
         return [each for each in self._by_broker.values() if each.deadline_ms <= now_ms]
 
     def is_expired(self, session: Session, now_ms: int) -> bool:
-        """It is still the broker's, and nothing was heard since."""
+        """Whether this is still the broker's session, with no heartbeat since it expired."""
         mine = self._by_broker.get(session.broker_id) is session
         return mine and session.deadline_ms <= now_ms

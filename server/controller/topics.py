@@ -1,8 +1,7 @@
-"""Decisions about topics: create, delete, add partitions; and about blocks of producer ids.
+"""Decisions about topics (create, delete, add partitions) and about blocks of producer ids.
 
-Each topic of a request succeeds or fails by itself; its result carries the error.  A topic that
-cannot be placed whole is not created at all: one decision is one batch of the metadata log,
-which is atomic.
+Each topic of a request succeeds or fails separately; its result has the error.  A topic is created
+completely or not at all, because a decision is one batch of the metadata log, which is atomic.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ REPARTITIONED = (
 
 
 def check_name(name: str) -> None:
-    """Raises `InvalidTopic` with what is wrong with the name (Kafka's rules)."""
+    """Raise `InvalidTopic`, which says what is wrong, for a name that Kafka's rules refuse."""
     wrong = None
     if not name:
         wrong = "is empty"
@@ -61,7 +60,7 @@ def check_name(name: str) -> None:
 
 
 def cluster_base(image: MetadataImage, rules: Rules) -> dict[str, Any]:
-    """What a topic without settings of its own gets: the cluster's over the file's."""
+    """Return the defaults of topics: the cluster's settings over the file's."""
     stored = settings.TOPIC.parse(image.configs.get((BROKER_RESOURCE, ""), {}))
     return {**rules.topic_defaults, **stored}
 
@@ -70,9 +69,9 @@ def cluster_base(image: MetadataImage, rules: Rules) -> dict[str, Any]:
 
 
 def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> Out:
-    """One TopicRecord, its ConfigRecords and PartitionRecords for each topic that can be made.
+    """Create topics: a TopicRecord, ConfigRecords and PartitionRecords for each valid one.
 
-    A request that is asked again, by its id, is told of the topics it made like the first time.
+    A request id that was seen before gets the same answer for the topics that it created.
     """
     request_id = command.request.request_id
     if len(request_id) > limits.TOPIC_NAME_MAX:
@@ -89,7 +88,7 @@ def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> 
             seen[new.name] = None
             known = image.topic(new.name)
             if known is not None and request_id and known.request_id == request_id:
-                result.topic_id = known.topic_id  # asked again: the reply was lost
+                result.topic_id = known.topic_id  # the request is repeated: its reply was lost
                 continue
             start = len(image.topics) + len(seen) - 1
             made = _new_topic(image, rules, new, topic_id, budget, start=start)
@@ -115,7 +114,7 @@ def _new_topic(
     *,
     start: int,
 ) -> list[Message]:
-    """Settings and partitions of a topic."""
+    """Return the records of one new topic: its settings and partitions."""
     check_name(new.name)
     if new.name in image.topic_ids:
         raise errors.TopicAlreadyExists(f"topic {new.name} exists", topic=new.name)
@@ -140,7 +139,7 @@ def _new_topic(
 
 
 def _or_default(value: int, default: int) -> int:
-    """0 (absent on the wire) and -1 (Kafka's) ask for the server's default."""
+    """Return the server's default for 0 (absent on the wire) and -1 (Kafka's), else `value`."""
     return default if value in (0, -1) else value
 
 
@@ -162,7 +161,7 @@ def _candidates(image: MetadataImage) -> list[Candidate]:
 def _new_partition(
     image: MetadataImage, topic_id: TopicId, number: int, replicas: tuple[NodeId, ...]
 ) -> wire.PartitionRecord:
-    """Replicas that are there are in sync: nothing has been written yet."""
+    """Return the record of a new partition.  All available replicas are in sync: it is empty."""
     return wire.PartitionRecord(
         topic_id=topic_id,
         partition=number,
@@ -178,7 +177,7 @@ def _new_partition(
 
 
 def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartitions) -> Out:
-    """Partitions are added, never removed; the reply says what that means for keys."""
+    """Add partitions (never remove); the reply says that keys may map to other partitions."""
     bodies: list[Message] = []
     reply = wire.CreatePartitionsReply()
     seen: dict[str, None] = {}
@@ -221,7 +220,7 @@ def _existing(image: MetadataImage, name: str) -> TopicState:
 
 
 def delete_topics(image: MetadataImage, _rules: Rules, command: DeleteTopics) -> Out:
-    """By name or by id; a topic re-created under the same name is another one (rule L8)."""
+    """Delete topics by name or id.  A topic re-created under its name has another id (L8)."""
     request = command.request
     bodies: list[Message] = []
     reply = wire.DeleteTopicsReply()
@@ -251,8 +250,9 @@ def delete_topics(image: MetadataImage, _rules: Rules, command: DeleteTopics) ->
 
 
 def tier_purged(image: MetadataImage, _rules: Rules, command: TierPurged) -> Out:
-    """Nothing is left of a deleted topic's table: its mark ends (rule T7).  Every broker that has a
-    tier purges, so it may have ended before.
+    """Remove the purge mark of a deleted topic whose table is completely gone (rule T7).
+
+    Every broker with a tier purges, so another one may have removed the mark before.
     """
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
@@ -266,7 +266,7 @@ def tier_purged(image: MetadataImage, _rules: Rules, command: TierPurged) -> Out
 
 
 def allocate_producer_ids(image: MetadataImage, _rules: Rules, command: AllocateProducerIds) -> Out:
-    """A block of ids that no other broker and no later life of the cluster hands out."""
+    """Allocate a block of producer ids that is never given to another broker, or given again."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
     first = image.next_producer_id
