@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pk import errors, settings
-from pk.client import connection, described
+from pk.client import arguments, connection, described
 from pk.client.brokers import BrokerCalls
 from pk.client.cluster import Cluster
 from pk.client.described import PartitionDescription, TierDescription
-from pk.client.offsets import ISOLATION, lookup_offsets
-from pk.client.options import TIMEOUT_S, bootstrap_of, items_of
+from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
+from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
 from pk.client.tier_rows import TierRows, tier_rows
 from pk.types import NONE, PartitionKey, TopicPartition
@@ -105,6 +105,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         client_id: str = "",
         **options: Any,
     ) -> None:
+        arguments.text(client_id, "client_id")
         controllers = options.pop("bootstrap.controllers", bootstrap_controllers)
         self._of_controllers = controllers is not None
         if controllers is None:
@@ -125,7 +126,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         try:
             self._cluster = Cluster(
                 self._thread.world,
-                bootstrap or (),
+                () if bootstrap is None else bootstrap,
                 client_id=client_id,
                 request_timeout_ms=settings.CONSUMER.by_name["request_timeout_ms"].parse(
                     request_timeout_ms
@@ -149,7 +150,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> TopicResult:
         """Create one topic; raises what stands in the way."""
-        new = NewTopic(name, partitions, configs or {}, replication_factor)
+        new = NewTopic(name, partitions, {} if configs is None else configs, replication_factor)
         return _one(self.create_topics([new], validate_only=validate_only, timeout_s=timeout_s))
 
     def create_topics(
@@ -160,26 +161,29 @@ class AdminClient(BrokerCalls, QuorumCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> list[TopicResult]:
         """Create topics, each by itself: look at each result's `error`."""
-        request = wire.CreateTopicsRequest(validate_only=validate_only)
+        request = wire.CreateTopicsRequest(
+            validate_only=arguments.flag(validate_only, "validate_only")
+        )
         request.request_id = self._cluster.world.new_id()  # it may be asked again
-        for topic in items_of("topics", topics):
-            request.topics.add(
-                name=topic.name, partitions=topic.partitions,
-                replication_factor=topic.replication_factor, configs=_settings_of(topic.configs),
-            )  # fmt: skip
+        for topic in arguments.items(topics, "topics", "NewTopic"):
+            _add_topic(request, topic)
         return _results(self._ask(request, wire.CreateTopicsReply, timeout_s).results)
 
     def delete_topic(
         self, name: str, *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> TopicResult:
         """Delete one topic.  Its table stays (`note` says where) unless `purge_tier`."""
+        name = arguments.topic(name, "name")
         return _one(self.delete_topics([name], purge_tier=purge_tier, timeout_s=timeout_s))
 
     def delete_topics(
         self, names: Iterable[str], *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicResult]:
         """Delete topics, each by itself: look at each result's `error`."""
-        request = wire.DeleteTopicsRequest(names=items_of("names", names), purge_tier=purge_tier)
+        request = wire.DeleteTopicsRequest(
+            names=arguments.topics(names, "names"),
+            purge_tier=arguments.flag(purge_tier, "purge_tier"),
+        )
         return _results(self._ask(request, wire.DeleteTopicsReply, timeout_s).results)
 
     def create_partitions(
@@ -187,13 +191,14 @@ class AdminClient(BrokerCalls, QuorumCalls):
     ) -> TopicResult:
         """Grow a topic to `total` partitions; from then on keys may go elsewhere (see `note`)."""
         request = wire.CreatePartitionsRequest()
-        request.topics.add(name=topic, total_count=total)
+        request.topics.add(name=arguments.topic(topic), total_count=arguments.whole(total, "total"))
         return _one(_results(self._ask(request, wire.CreatePartitionsReply, timeout_s).results))
 
     def list_topics(
         self, *, internal: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicListing]:
         """All topics, by name."""
+        internal = arguments.flag(internal, "internal")
         reply = self._ask(wire.MetadataRequest(), wire.MetadataReply, timeout_s)
         found = [
             TopicListing(t.name, t.topic_id, len(t.partitions), t.internal)
@@ -209,7 +214,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
 
         Raises `UnknownTopicOrPartition` for a name that no topic has.
         """
-        wanted = None if names is None else described.unique(items_of("names", names))
+        wanted = None if names is None else described.unique(arguments.topics(names, "names"))
         if wanted is not None and not wanted:
             return []
         return self._joined(
@@ -223,7 +228,9 @@ class AdminClient(BrokerCalls, QuorumCalls):
     ) -> list[ConfigEntry]:
         """All settings of a topic (or `resource="broker"`, name "" = the cluster's defaults)."""
         request = wire.DescribeConfigsRequest()
-        request.resources.add(type=resource, name=name)
+        request.resources.add(
+            type=arguments.text(resource, "resource"), name=arguments.text(name, "name")
+        )
         result = _only(self._ask(request, wire.DescribeConfigsReply, timeout_s).results)
         if result.HasField("error"):
             raise frames.raise_error(result.error)
@@ -240,11 +247,15 @@ class AdminClient(BrokerCalls, QuorumCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Change settings of a topic; those not named stay as they are."""
-        request = wire.AlterConfigsRequest(validate_only=validate_only)
-        change = request.changes.add(
-            set=_settings_of(set or {}), unset=[_dotless(n) for n in unset]
+        request = wire.AlterConfigsRequest(
+            validate_only=arguments.flag(validate_only, "validate_only")
         )
-        change.resource.type, change.resource.name = resource, name
+        change = request.changes.add(
+            set=_settings_of({} if set is None else set, "set"),
+            unset=[_dotless(arguments.text(n, "unset")) for n in arguments.items(unset, "unset")],
+        )
+        change.resource.type = arguments.text(resource, "resource")
+        change.resource.name = arguments.text(name, "name")
         result = _only(self._ask(request, wire.AlterConfigsReply, timeout_s).results)
         if result.HasField("error"):
             raise frames.raise_error(result.error)
@@ -259,20 +270,10 @@ class AdminClient(BrokerCalls, QuorumCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> dict[TopicPartition, tuple[int, int]]:
         """`(offset, timestamp)` by word (SPECIAL_OFFSETS) or by time in ms."""
-        wanted: dict[TopicPartition, int] = {}
-        for place, spec in partitions.items():
-            number = SPECIAL_OFFSETS.get(spec, NONE - 100) if isinstance(spec, str) else int(spec)
-            if number < -5:
-                raise errors.InvalidOption(
-                    f"offset {spec!r} is none of {', '.join(SPECIAL_OFFSETS)} or a time"
-                )
-            wanted[TopicPartition(*place)] = number
-        isolation = ISOLATION.get(isolation_level)
-        if isolation is None:
-            raise errors.InvalidOption(
-                f"isolation_level {isolation_level!r} is none of {', '.join(ISOLATION)}"
-            )
-        timeout_ms = int(timeout_s * 1000)
+        asked = arguments.by_place(partitions, "partitions", "offsets")
+        wanted = {place: _time_of(spec, "partitions") for place, spec in asked.items()}
+        isolation = arguments.choice(isolation_level, "isolation_level", ISOLATION)
+        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
         work = lookup_offsets(self._cluster, wanted, wanted, isolation, timeout_ms)
         return self._run(work, timeout_s)
 
@@ -280,7 +281,8 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, topic: str, spec: str | int = "latest", *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
         """One offset of each partition of a topic: `list_offsets` for all of them."""
-        deadline = self._now_s() + timeout_s
+        topic, _ = arguments.topic(topic), _time_of(spec, "spec")
+        deadline = self._now_s() + arguments.seconds(timeout_s)
         found = self._run(self._cluster.topic(topic, int(timeout_s * 1000)), timeout_s)
         places = {TopicPartition(topic, p): spec for p in range(found.partitions)}
         listed = self.list_offsets(places, timeout_s=max(0.001, deadline - self._now_s()))
@@ -290,8 +292,13 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, before: Mapping[TopicPartition, int], *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
         """Remove all records below an offset (-1 = all); returns each new log_start."""
-        wanted = {TopicPartition(*place): offset for place, offset in before.items()}
-        return self._run(self._delete_records(wanted, int(timeout_s * 1000)), timeout_s)
+        asked = arguments.by_place(before, "before", "offsets")
+        wanted = {
+            place: arguments.whole(offset, "before", NONE, OFFSET_MAX)
+            for place, offset in asked.items()
+        }
+        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
+        return self._run(self._delete_records(wanted, timeout_ms), timeout_s)
 
     async def _delete_records(
         self, wanted: dict[TopicPartition, int], timeout_ms: int
@@ -299,9 +306,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         cluster, found = self._cluster, dict[TopicPartition, int]()
         clock = cluster.world.clock
         deadline = clock.monotonic_ms() + timeout_ms
-        for name in dict.fromkeys(place.topic for place in wanted):
-            left_ms = max(1, deadline - clock.monotonic_ms())
-            await cluster.topic(name, left_ms, whole_ms=timeout_ms)
+        await cluster.check_partitions(wanted, timeout_ms)
 
         async def attempt(one_ms: int) -> None:
             for place, offset in wanted.items():
@@ -340,11 +345,13 @@ class AdminClient(BrokerCalls, QuorumCalls):
         Each partition succeeds or fails by itself: the result has its error, or None.
         """
         request = wire.AlterReassignmentsRequest()
-        for place, replicas in reassignments.items():
-            topic, partition = place
+        asked = arguments.by_place(reassignments, "reassignments", "lists of broker ids")
+        for place, replicas in asked.items():
+            listed = () if replicas is None else arguments.items(replicas, "reassignments")
             request.reassignments.add(
-                topic=topic, partition=partition, replicas=replicas or (), cancel=replicas is None
-            )
+                topic=place.topic, partition=place.partition, cancel=replicas is None,
+                replicas=[arguments.whole(each, "reassignments") for each in listed],
+            )  # fmt: skip
         reply = self._ask(request, wire.AlterReassignmentsReply, timeout_s)
         return _by_partition(reply.results)
 
@@ -352,7 +359,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> list[PartitionReassignment]:
         """The reassignments under way, of these topics (None = all)."""
-        wanted = None if topics is None else items_of("topics", topics)
+        wanted = None if topics is None else arguments.topics(topics, "topics")
         if wanted is not None and not wanted:
             return []
         request = wire.ListReassignmentsRequest(topics=wanted or ())
@@ -368,7 +375,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, tuple[int, ...]]:
         """The replicas of every partition of these topics; an unknown topic is left out."""
-        request = wire.MetadataRequest(topics=items_of("topics", topics))
+        request = wire.MetadataRequest(topics=arguments.topics(topics, "topics"))
         reply = self._ask(request, wire.MetadataReply, timeout_s)
         return {
             TopicPartition(t.name, p.partition): tuple(p.replicas)
@@ -388,12 +395,12 @@ class AdminClient(BrokerCalls, QuorumCalls):
         `unclean` elects where nobody leads, without the replicas that are missing: what only they
         hold is lost.  Each partition succeeds or fails by itself.
         """
-        request = wire.ElectLeadersRequest(unclean=unclean)
+        request = wire.ElectLeadersRequest(unclean=arguments.flag(unclean, "unclean"))
         if partitions is not None:
-            wanted = [TopicPartition(*place) for place in items_of("partitions", partitions)]
+            wanted = arguments.places(partitions)
             if not wanted:
                 return {}
-            deadline = self._now_s() + timeout_s
+            deadline = self._now_s() + arguments.seconds(timeout_s)
             work = self._keys(wanted, int(timeout_s * 1000))
             for key in self._run(work, timeout_s):
                 request.partitions.add(topic_id=key.topic_id, partition=key.partition)
@@ -412,26 +419,31 @@ class AdminClient(BrokerCalls, QuorumCalls):
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Forget a broker that is stopped for good and has no replicas any more (KIP-500)."""
-        request = wire.UnregisterBrokerRequest(broker_id=broker_id)
+        request = wire.UnregisterBrokerRequest(broker_id=arguments.whole(broker_id, "broker_id"))
         self._ask(request, wire.UnregisterBrokerReply, timeout_s)
 
     # -- the tier ----------------------------------------------------------------------------------
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
         """The table behind a topic and what it holds."""
+        name = arguments.topic(topic)
         return self._joined(
-            lambda one_ms: described.describe_tier(self._cluster, topic, one_ms), timeout_s
+            lambda one_ms: described.describe_tier(self._cluster, name, one_ms), timeout_s
         )
 
     def repair_tier(self, topic: str, *, timeout_s: float = 300.0) -> dict[int, TierRows]:
         """Bring rows that another engine deleted from the table back, as far as the local logs
         have them; a result for each partition."""
-        return self._run(tier_rows(self._cluster, topic, False, int(timeout_s * 1000)), timeout_s)
+        return self._tier_rows(topic, timeout_s, accept=False)
 
     def accept_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> dict[int, TierRows]:
         """Settle the rows that another engine deleted from the table: they are not missed any
         more, and readers go past them; a result for each partition."""
-        return self._run(tier_rows(self._cluster, topic, True, int(timeout_s * 1000)), timeout_s)
+        return self._tier_rows(topic, timeout_s, accept=True)
+
+    def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
+        name, timeout_ms = arguments.topic(topic), int(arguments.seconds(timeout_s) * 1000)
+        return self._run(tier_rows(self._cluster, name, accept, timeout_ms), timeout_s)
 
     # -- plumbing ----------------------------------------------------------------------------------
 
@@ -447,7 +459,8 @@ class AdminClient(BrokerCalls, QuorumCalls):
 
         # A broker answers for the whole cluster, its own writes included: no use in asking again.
         unknown = errors.UnknownTopicOrPartition
-        work = cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
+        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
+        work = cluster.retrying(attempt, timeout_ms, final=unknown)
         reply = self._run(work, timeout_s)
         if not isinstance(reply, kind):
             raise errors.InternalError(f"{type(reply).__name__} answers {request.DESCRIPTOR.name}")
@@ -456,7 +469,8 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
         """What several brokers must say together."""
         unknown = errors.UnknownTopicOrPartition
-        work = self._cluster.retrying(attempt, int(timeout_s * 1000), final=unknown)
+        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
+        work = self._cluster.retrying(attempt, timeout_ms, final=unknown)
         return self._run(work, timeout_s)
 
     def _now_s(self) -> float:
@@ -501,15 +515,34 @@ def _dotless(name: str) -> str:
     return settings.TOPIC.canonical(name) if "." in name or "-" in name else name
 
 
-def _settings_of(given: Mapping[str, Any]) -> dict[str, str]:
+def _settings_of(given: Mapping[str, Any], argument: str) -> dict[str, str]:
     """Names in pk's spelling, values as text; the controller judges both."""
     found: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in arguments.settings(given, argument).items():
         key = _dotless(name)
         if key in found:
             raise errors.InvalidConfig(f"topic setting {key} is given twice", option=key)
-        found[key] = str(value).lower() if isinstance(value, bool) else str(value)
+        found[key] = value
     return found
+
+
+def _add_topic(request: wire.CreateTopicsRequest, topic: NewTopic) -> None:
+    if not isinstance(topic, NewTopic):
+        raise TypeError(f"topics must be a list of NewTopic, not of {arguments.shown(topic)}")
+    request.topics.add(
+        name=arguments.topic(topic.name, "name"),
+        partitions=arguments.whole(topic.partitions, "partitions"),
+        replication_factor=arguments.whole(topic.replication_factor, "replication_factor"),
+        configs=_settings_of(topic.configs, "configs"),
+    )
+
+
+def _time_of(spec: Any, argument: str) -> int:
+    """What the protocol has for a word of SPECIAL_OFFSETS, or for a time."""
+    if isinstance(spec, str):
+        return arguments.choice(spec, f"{argument}: offset", SPECIAL_OFFSETS)
+    name = f"{argument}: a time in ms, or one of {', '.join(SPECIAL_OFFSETS)},"
+    return arguments.whole(spec, name, min(SPECIAL_OFFSETS.values()), OFFSET_MAX)
 
 
 def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.client import arguments
 from pk.client.cluster import Cluster
 from pk.client.options import TIMEOUT_S
 from pk.wire import pk_pb2 as wire
@@ -69,6 +70,8 @@ class BrokerCalls:
         Returns the doubt that this ended, "" if the broker trusted its clock anyway.  Raises
         `BrokerUnavailable` if the broker is not in service.
         """
+
+        broker_id = arguments.whole(broker_id, "broker_id")
 
         async def attempt(one_ms: int) -> Message:
             cluster = self._cluster

@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -31,9 +32,9 @@ import pk
 from pk import errors
 from pk.backoff import Backoff, client_jitter
 from pk.client.bootstrap import addresses
-from pk.client.endings import ELSEWHERE, check_answers, given_up
+from pk.client.endings import ELSEWHERE, check_answers, given_up, no_partition
 from pk.client.metadata import Metadata, Topic
-from pk.types import PartitionKey
+from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
@@ -365,6 +366,28 @@ class Cluster:
             except TimeoutError:
                 continue
         return self.metadata.topics[name]
+
+    async def check_partitions(self, places: Iterable[TopicPartition], timeout_ms: int) -> None:
+        """Returns once the metadata name every one of `places`; what may just have been created is
+        waited for a moment.  Raises `UnknownTopicOrPartition`, `RequestTimedOut`.
+        """
+        clock = self.world.clock
+        deadline = clock.monotonic_ms() + timeout_ms
+        last: dict[str, int] = {}
+        for place in places:
+            last[place.topic] = max(place.partition, last.get(place.topic, 0))
+        for name, partition in last.items():
+            found = await self.topic(
+                name, max(1, deadline - clock.monotonic_ms()), whole_ms=timeout_ms
+            )
+            until = min(clock.monotonic_ms() + UNKNOWN_TOPIC_MS, deadline)
+            while partition >= found.partitions:
+                if (left := until - clock.monotonic_ms()) <= 0:
+                    raise given_up(no_partition(name, partition, found.partitions))
+                self.want_metadata()
+                with contextlib.suppress(TimeoutError):
+                    await self.news(left)
+                found = self.metadata.topic(name)
 
     async def _keep_fresh(self) -> None:
         clock = self.world.clock

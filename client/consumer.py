@@ -13,7 +13,6 @@ first offset on.
 from __future__ import annotations
 
 import contextlib
-import operator
 import re
 import threading
 from collections import deque
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 
 from pk import errors
-from pk.client import connection
+from pk.client import arguments, connection
 from pk.client.backlog import Backlog, Rows, Undecodable
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
@@ -35,7 +34,7 @@ from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.records import Lines
 from pk.client.serializers import deserializer
-from pk.client.waiting import Bell
+from pk.client.waiting import Bell, OneThread, one_thread
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
@@ -71,6 +70,7 @@ class Consumer:
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._bell = Bell()
+        self._one_thread = OneThread()
         self._lines: deque[Lines] = deque()  #: handed out record by record
         self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
         self._closed = False
@@ -100,6 +100,7 @@ class Consumer:
 
     # -- what to read ------------------------------------------------------------------------------
 
+    @one_thread
     def subscribe(
         self,
         topics: str | Sequence[str] | None = None,
@@ -109,17 +110,9 @@ class Consumer:
         """All partitions of `topics`, or of those whose whole name matches `pattern`."""
         if (topics is None) == (pattern is None):
             raise errors.InvalidOption("subscribe takes topics or a pattern, one of both")
-        names = None if topics is None else [topics] if isinstance(topics, str) else list(topics)
-        if names is not None and not all(isinstance(name, str) and name for name in names):
-            raise errors.InvalidTopic(f"{topics!r} are no topic names")
-        compiled = None
-        if pattern is not None:
-            try:
-                compiled = re.compile(pattern)
-            except re.error as cause:
-                raise errors.InvalidOption(
-                    f"pattern {pattern!r}: {cause}", option="pattern"
-                ) from cause
+        listed = [topics] if isinstance(topics, str) else topics
+        names = None if listed is None else arguments.topics(listed, "topics")
+        compiled = None if pattern is None else arguments.pattern(pattern, "pattern")
         if not names and compiled is None:
             self.unsubscribe()
             return
@@ -131,12 +124,10 @@ class Consumer:
         """Read nothing."""
         self.assign([])
 
+    @one_thread
     def assign(self, partitions: Iterable[TopicPartition]) -> None:
         """Exactly these partitions; positions of those already assigned are kept."""
-        places = [TopicPartition(*each) for each in partitions]
-        bad = [place for place in places if place.partition < 0 or not place.topic]
-        if bad:
-            raise errors.InvalidPartitions(f"{bad[0]} is no partition")
+        places = arguments.places(partitions)
         self._call(lambda: self._engine.assign(places))
         self._drop_lines(places)
         self._backlog.purge()
@@ -146,29 +137,30 @@ class Consumer:
         found: list[TopicPartition] = self._call(lambda: self._engine.fetcher.assignment)
         return found
 
+    @one_thread
     def seek(self, partition: TopicPartition, offset: int) -> None:
         """The next poll of an assigned partition begins at `offset`.
 
         Raises `TypeError` for what is no integer, `InvalidOption` outside of [0, 2^63 - 1].
         """
-        whole = operator.index(offset)  # a numpy integer is one, 1.5 is none
+        whole = arguments.whole(offset, "offset", None, OFFSET_MAX)
         if whole < 0:
             raise errors.InvalidOption(
                 f"offset {whole} is negative; see seek_to_beginning and seek_to_end"
             )
-        if whole > OFFSET_MAX:
-            raise errors.InvalidOption(f"offset {whole} is larger than {OFFSET_MAX}")
-        self._seek(TopicPartition(*partition), whole)
+        self._seek(arguments.place(partition), whole)
 
+    @one_thread
     def seek_to_beginning(self, *partitions: TopicPartition) -> None:
         """To the first offset of these partitions, or of all assigned."""
-        for place in partitions or self.assignment():
-            self._seek(TopicPartition(*place), EARLIEST)
+        for place in arguments.places(partitions) or self.assignment():
+            self._seek(place, EARLIEST)
 
+    @one_thread
     def seek_to_end(self, *partitions: TopicPartition) -> None:
         """Behind the last readable offset of these partitions, or of all assigned."""
-        for place in partitions or self.assignment():
-            self._seek(TopicPartition(*place), LATEST)
+        for place in arguments.places(partitions) or self.assignment():
+            self._seek(place, LATEST)
 
     def _seek(self, place: TopicPartition, offset: int) -> None:
         def seek() -> int | None:
@@ -179,13 +171,15 @@ class Consumer:
         self._backlog.begin(place, position_id, offset if offset >= 0 else None)
         self._drop_lines([each.place for each in self._lines if each.place != place])
 
+    @one_thread
     def pause(self, *partitions: TopicPartition) -> None:
         """Poll gives nothing of these until `resume`; what was fetched is kept."""
-        places = [TopicPartition(*each) for each in partitions]
+        places = arguments.places(partitions)
         self._call(lambda: self._engine.step(Pause(places, True)))
 
+    @one_thread
     def resume(self, *partitions: TopicPartition) -> None:
-        places = [TopicPartition(*each) for each in partitions]
+        places = arguments.places(partitions)
         self._call(lambda: self._engine.step(Pause(places, False)))
         self._bell.ring()
 
@@ -195,6 +189,7 @@ class Consumer:
 
     # -- reading -----------------------------------------------------------------------------------
 
+    @one_thread
     def poll_batches(self, timeout_s: float = 1.0) -> list[tuple[TopicPartition, pa.RecordBatch]]:
         """Decoded batches (offset, timestamp, key, value, headers), at most about max_poll_records
         rows.
@@ -202,9 +197,11 @@ class Consumer:
         Returns [] if nothing came within `timeout_s`.  Offsets within a partition only grow, and
         may have gaps.
         """
+        timeout_s = arguments.seconds(timeout_s)
         found = self._gather(self._options["max_poll_records"], timeout_s, cut=False)
         return [(item.place, item.rows) for item in found]
 
+    @one_thread
     def poll(self, timeout_s: float = 1.0) -> list[Record]:
         """At most max_poll_records records; [] if nothing came within `timeout_s`.
 
@@ -215,6 +212,7 @@ class Consumer:
         A range that the broker cannot read, damaged in its only copy, raises `DataLoss` with
         `details["offset"]` and `details["next_offset"]` once; the next poll goes on behind it.
         """
+        timeout_s = arguments.seconds(timeout_s)
         lines: Collection[Lines] = self._lines
         if not any(lines):
             lines = self._poll_lines(timeout_s)
@@ -300,6 +298,7 @@ class Consumer:
                 return record
         raise StopIteration
 
+    @one_thread
     def _refill(self) -> bool:
         """Have records to hand out; False once the consumer is closed and they are used up."""
         while True:
@@ -427,9 +426,10 @@ class Consumer:
 
     # -- offsets -----------------------------------------------------------------------------------
 
+    @one_thread
     def position(self, partition: TopicPartition, timeout_s: float | None = None) -> int:
         """The offset the next poll of an assigned partition begins at."""
-        place = TopicPartition(*partition)
+        place = arguments.place(partition)
         if place not in self.assignment():
             raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
         seconds = self._api_s(timeout_s)
@@ -473,7 +473,7 @@ class Consumer:
     def _special_offsets(
         self, partitions: Iterable[TopicPartition], special: int, timeout_s: float | None
     ) -> dict[TopicPartition, int]:
-        places = [TopicPartition(*each) for each in partitions]
+        places = arguments.places(partitions)
         found = self._lookup(dict.fromkeys(places, special), timeout_s)
         return {place: found[place][0] for place in places}
 
@@ -481,10 +481,10 @@ class Consumer:
         self, timestamps: Mapping[TopicPartition, int], timeout_s: float | None = None
     ) -> dict[TopicPartition, OffsetAndTimestamp | None]:
         """The first offset whose timestamp is >= the given ms; None where there is none."""
-        wanted = {TopicPartition(*place): int(stamp) for place, stamp in timestamps.items()}
-        for place, stamp in wanted.items():
-            if not 0 <= stamp <= TIMESTAMP_MS_MAX:
-                raise errors.InvalidOption(f"{place}: timestamp {stamp} ms is out of range")
+        wanted = {
+            place: arguments.whole(stamp, f"timestamps[{place}]", 0, TIMESTAMP_MS_MAX)
+            for place, stamp in arguments.by_place(timestamps, "timestamps", "times in ms").items()
+        }
         found = self._lookup(wanted, timeout_s)
         return {
             place: OffsetAndTimestamp(*found[place]) if found[place][0] >= 0 else None
@@ -503,12 +503,14 @@ class Consumer:
         """The partitions of a topic."""
         seconds = self._api_s(timeout_s)
         self._check_open()
-        work = self._cluster.topic(topic, int(seconds * 1000))
+        work = self._cluster.topic(arguments.topic(topic), int(seconds * 1000))
         found = self._thread.run(work, seconds)
         return [TopicPartition(topic, partition) for partition in range(found.partitions)]
 
     def _api_s(self, timeout_s: float | None) -> float:
-        return self._options["default_api_timeout_ms"] / 1000 if timeout_s is None else timeout_s
+        if timeout_s is None:
+            return float(self._options["default_api_timeout_ms"] / 1000)
+        return arguments.seconds(timeout_s)
 
     # -- the end -----------------------------------------------------------------------------------
 

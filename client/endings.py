@@ -4,12 +4,16 @@ what an error says once the client has stopped retrying, and which reply answers
 
 from __future__ import annotations
 
+import re
+
 from google.protobuf.message import Message
 
 from pk import errors
 
 #: The broker could not answer, another one may.
 ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
+
+_WITHIN = re.compile(r" within (\d+) ms")
 
 #: Requests whose reply is not named after them.
 _REPLIES = {"AddVoterRequest": "ChangeVotersReply", "RemoveVoterRequest": "ChangeVotersReply"}
@@ -22,8 +26,10 @@ def given_up(error: errors.PkError, after_ms: int | None = None) -> errors.PkErr
     """
     message = error.message
     if after_ms is not None and isinstance(error, ELSEWHERE):
-        message = f"{message} (tried for {after_ms} ms)"
-    if type(error) is errors.UnknownTopicOrPartition:
+        message = f"{_no_longer(message, after_ms)} (tried for {after_ms} ms)"
+    if type(error) is errors.UnknownTopicOrPartition and "partitions" in error.details:
+        setattr(error, "acts", "user")  # noqa: B010 - the topic is there
+    elif type(error) is errors.UnknownTopicOrPartition:
         error = errors.UnknownTopicOrPartition(
             f"{message}; create it first (pk topics create …)", **error.details
         )
@@ -36,6 +42,23 @@ def given_up(error: errors.PkError, after_ms: int | None = None) -> errors.PkErr
             error = type(error)(message, **error.details)
         setattr(error, "acts", "operator")  # noqa: B010
     return error
+
+
+def _no_longer(message: str, after_ms: int) -> str:
+    """`message` without a time-out longer than `after_ms`: an attempt to reach a broker may have
+    begun before the call that waits for it.
+    """
+    return _WITHIN.sub(lambda found: "" if int(found[1]) > after_ms else found[0], message)
+
+
+def no_partition(topic: str, partition: int, count: int) -> errors.UnknownTopicOrPartition:
+    """What there is to say of a partition beyond the last of a topic."""
+    has = "one partition, 0" if count == 1 else f"{count} partitions, 0 to {count - 1}"
+    return errors.UnknownTopicOrPartition(
+        f"{topic} has no partition {partition}: it has {has}",
+        partition=str(partition),
+        partitions=str(count),
+    )
 
 
 def check_answers(address: str, request: Message, reply: Message) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pk import errors
+from pk.client.endings import no_partition
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -82,9 +83,7 @@ class Metadata:
         """Raises `UnknownTopicOrPartition`, or what the broker said of the topic."""
         topic = self.topic(place.topic)
         if not 0 <= place.partition < topic.partitions:
-            raise errors.UnknownTopicOrPartition(
-                f"{place.topic} has no partition {place.partition}: there are {topic.partitions}"
-            )
+            raise no_partition(place.topic, place.partition, topic.partitions)
         return PartitionKey(topic.topic_id, place.partition)
 
     def topic(self, name: str) -> Topic:
@@ -99,9 +98,8 @@ class Metadata:
         """Why a partition cannot be found; None: it can, or nobody was asked about it yet."""
         topic = self.topics.get(name)
         if topic is not None:
-            lacks = f"{name} has no partition {partition}: there are {topic.partitions}"
             known = 0 <= partition < topic.partitions
-            return None if known else errors.UnknownTopicOrPartition(lacks)
+            return None if known else no_partition(name, partition, topic.partitions)
         found = self.problems.get(name)
         if found is None and self.complete:
             found = errors.UnknownTopicOrPartition(f"topic {name} does not exist")

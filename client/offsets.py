@@ -35,9 +35,7 @@ async def lookup_offsets(
     deadline = clock.monotonic_ms() + timeout_ms
     left = list(dict.fromkeys(places))
     found: dict[TopicPartition, tuple[int, int]] = {}
-    for name in dict.fromkeys(place.topic for place in left):
-        left_ms = max(1, deadline - clock.monotonic_ms())
-        await cluster.topic(name, left_ms, whole_ms=timeout_ms)
+    await cluster.check_partitions(left, timeout_ms)
 
     async def attempt(one_ms: int) -> None:
         error: errors.PkError | None = None

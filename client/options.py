@@ -4,13 +4,11 @@ anything opens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from pk import errors
 from pk.settings import CONSUMER, PRODUCER, Options
-
-T = TypeVar("T")
 
 #: How long a blocking call of the administration may take.
 TIMEOUT_S = 60.0
@@ -21,13 +19,6 @@ ALIASES = {
     "max_in_flight_requests_per_connection": "max_in_flight",
 }
 _BOOTSTRAP = ("bootstrap_servers", "bootstrap.servers")
-
-
-def items_of(name: str, given: Iterable[T]) -> list[T]:
-    """The items of argument `name`.  Raises `TypeError`: a bare string is no list of strings."""
-    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} must be a list, not {given!r}")
-    return list(given)
 
 
 def bootstrap_of(bootstrap: Any, given: dict[str, Any]) -> Any:

@@ -21,9 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
-from pk.client import connection
+from pk.client import arguments, connection
 from pk.client.accumulator import Columns, Headers, RecordAccumulator, record_size
 from pk.client.cluster import Cluster
+from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture, must_not_block
 from pk.client.metadata import Topic
 from pk.client.options import bootstrap_of, producer_options
@@ -114,7 +115,7 @@ class Producer:
                 accumulator = self._fast[topic]
                 tokens = accumulator.tokens
                 del tokens[0]
-            except LookupError:
+            except (LookupError, TypeError):  # an unhashable topic
                 pass
             else:
                 try:
@@ -124,14 +125,15 @@ class Producer:
                         values = chunk.values  # type: ignore[union-attr]
                         index = len(values)
                         future = SendFuture(chunk, index)  # type: ignore[arg-type]
+                        if on_delivery is not None:
+                            call = arguments.function(on_delivery, "on_delivery")
+                            chunk.on_delivery[index] = call  # type: ignore[union-attr]
                         keys = chunk.keys  # type: ignore[union-attr]
                         if keys is not None:
                             keys.append(key)
                         elif key is not None:
                             chunk.keys = [None] * index  # type: ignore[union-attr]
                             chunk.keys.append(key)  # type: ignore[union-attr]
-                        if on_delivery is not None:
-                            chunk.on_delivery[index] = on_delivery  # type: ignore[union-attr]
                         values.append(value)
                         accumulator.room = room
                         return future
@@ -145,20 +147,28 @@ class Producer:
         timestamp_ms: int | None, on_delivery: OnDelivery | None,
     ) -> SendFuture:  # fmt: skip
         """The whole of `send`: serializers, checks, memory, a new chunk."""
+        if type(topic) is not str:  # it may not be hashable
+            topic = arguments.topic(topic)
+        if on_delivery is not None:
+            arguments.function(on_delivery, "on_delivery")
         if self._key_serializer is not None:
             key = self._key_serializer(topic, key)
         if self._value_serializer is not None:
             value = self._value_serializer(topic, value)
         if isinstance(headers, Mapping):
             headers = list(headers.items())
+        elif headers is not None and type(headers) is not list:
+            headers = arguments.items(headers, "headers", "pairs (text, bytes or None)")
         size = record_size(value, key, headers, topic)
         if size > self._size_max:
             raise errors.RecordTooLarge(
                 f"{topic}: a record of {size} bytes; max_request_size and buffer_memory "
                 f"allow {self._size_max}"
             )
-        if timestamp_ms is not None and not 0 <= int(timestamp_ms) <= TIMESTAMP_MS_MAX:
-            raise errors.SerializationError(f"{topic}: timestamp {timestamp_ms} ms is out of range")
+        if timestamp_ms is not None:
+            timestamp_ms = _stamp(topic, timestamp_ms)
+        if partition is not None:
+            partition = arguments.number(partition)
         accumulator = self._accumulators.get(topic) or self._open(topic)
         if partition is not None:
             self._check_partition(topic, partition)
@@ -193,8 +203,7 @@ class Producer:
     def _open(self, topic: str) -> RecordAccumulator:
         if self._closed:
             raise errors.ClosedError("the producer was closed")
-        if not isinstance(topic, str) or not topic:
-            raise errors.InvalidTopic(f"{topic!r} is not a topic name")
+        arguments.topic(topic)
         wait_ms = max(self._options["max_block_ms"], 1)
         accumulator = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
         self._accumulators[topic] = accumulator
@@ -204,11 +213,9 @@ class Producer:
 
     def _check_partition(self, topic: str, partition: int) -> None:
         count = self._topic(topic).partitions
-        if not isinstance(partition, int) or not 0 <= partition < count:
-            raise errors.InvalidPartitions(
-                f"{topic} has no partition {partition!r}: there are {count}",
-                partition=str(partition),
-            )
+        if partition >= count:
+            said = no_partition(topic, partition, count)
+            raise errors.InvalidPartitions(said.message, **said.details)
 
     def _topic(self, name: str) -> Topic:
         """As the metadata know it; waits for a topic that was deleted to come back."""
@@ -238,10 +245,14 @@ class Producer:
         Split by partition (column, key hash, or sticky) and by batch_size without touching a row;
         the batch's memory must not be changed until the future is done.  Raises what `send` raises.
         """
+        if type(topic) is not str:  # it may not be hashable
+            topic = arguments.topic(topic)
         if isinstance(batch, pa.Table):
             raise errors.SerializationError(
                 "send_batch takes a pa.RecordBatch: send table.to_batches() one by one"
             )
+        if not isinstance(batch, pa.RecordBatch):
+            raise TypeError(f"batch must be a pa.RecordBatch, not {arguments.shown(batch)}")
         if self._value_serializer is not None or self._key_serializer is not None:
             raise errors.InvalidRequest(
                 "send_batch takes bytes columns; this producer has serializers"
@@ -352,8 +363,9 @@ class Producer:
         """
         if self._closed:
             raise errors.ClosedError("the producer was closed")
-        seconds = self._options["max_block_ms"] / 1000 if timeout_s is None else timeout_s
-        work = self._cluster.topic(topic, max(1, int(seconds * 1000)))
+        seconds = self._options["max_block_ms"] / 1000
+        seconds = seconds if timeout_s is None else arguments.seconds(timeout_s)
+        work = self._cluster.topic(arguments.topic(topic), max(1, int(seconds * 1000)))
         return self._thread.run(work, seconds).partitions
 
     @property
@@ -372,9 +384,9 @@ class Producer:
         Raises `TimeoutError` after `timeout_s`, `InvalidRequest` in a callback.
         """
         must_not_block(self._thread.thread)
+        deadline = None if timeout_s is None else monotonic_s() + arguments.seconds(timeout_s)
         if self._closed:
             return
-        deadline = None if timeout_s is None else monotonic_s() + timeout_s
         try:
             begun = self._thread.run(self._begin_flush(), timeout_s)
         except errors.RequestTimedOut as cause:
@@ -395,6 +407,8 @@ class Producer:
         logged.  Raises `InvalidRequest` in a callback.
         """
         must_not_block(self._thread.thread)
+        if timeout_s is not None:
+            arguments.seconds(timeout_s)
         if self._closed:
             return
         try:
@@ -438,6 +452,16 @@ class Producer:
     send_offsets_to_transaction: Callable[..., Any] = _transactions
     commit_transaction: Callable[..., Any] = _transactions
     abort_transaction: Callable[..., Any] = _transactions
+
+
+def _stamp(topic: str, timestamp_ms: int) -> int:
+    stamp = arguments.whole(timestamp_ms, "timestamp_ms", None, None)
+    if not 0 <= stamp <= TIMESTAMP_MS_MAX:
+        raise errors.SerializationError(
+            f"{topic}: timestamp_ms {arguments.shown(stamp)} is out of range: it is from 0 to "
+            f"{TIMESTAMP_MS_MAX}"
+        )
+    return stamp
 
 
 def _all_settled(left: list[Delivery]) -> bool:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.client import arguments
 from pk.client.cluster import Cluster
 from pk.client.options import TIMEOUT_S
 from pk.wire import pk_pb2 as wire
@@ -113,7 +114,11 @@ class QuorumCalls:
         self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
     ) -> tuple[int, ...]:
         """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
-        request = wire.AddVoterRequest(node_id=node_id, directory_id=directory_id, address=address)
+        request = wire.AddVoterRequest(
+            node_id=arguments.whole(node_id, "node_id"),
+            directory_id=arguments.text(directory_id, "directory_id"),
+            address=arguments.text(address, "address"),
+        )
         reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
         return tuple(each.node_id for each in reply.voters)
 
@@ -121,6 +126,9 @@ class QuorumCalls:
         self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
     ) -> tuple[int, ...]:
         """Let a controller vote no more; returns the ids of the voters that stay."""
-        request = wire.RemoveVoterRequest(node_id=node_id, directory_id=directory_id)
+        request = wire.RemoveVoterRequest(
+            node_id=arguments.whole(node_id, "node_id"),
+            directory_id=arguments.text(directory_id, "directory_id"),
+        )
         reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
         return tuple(each.node_id for each in reply.voters)

@@ -19,6 +19,7 @@ from typing import Any
 
 from pk import errors
 from pk.backoff import Backoff
+from pk.client import arguments
 from pk.clock import block_s, monotonic_s
 
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
@@ -41,23 +42,26 @@ class HttpRegistry:
         password: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        given = urls.split(",") if isinstance(urls, str) else list(urls)
-        self._urls = [url.strip().rstrip("/") for url in given if url.strip()]
+        given = urls.split(",") if isinstance(urls, str) else arguments.items(urls, "urls")
+        given = [arguments.text(url, "urls").strip() for url in given]
+        self._urls = [url.rstrip("/") for url in given if url]
         if not self._urls:
             raise errors.InvalidOption("no registry URL given", option="urls")
         for url in self._urls:
-            if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            if not _is_http(url):
                 raise errors.InvalidOption(
-                    f"registry {url!r} is not http:// or https://", option="urls"
+                    f"registry {arguments.shown(url)} is not http:// or https://", option="urls"
                 )
-        if timeout_s <= 0:
+        if arguments.seconds(timeout_s) <= 0:
             raise errors.InvalidOption("timeout_s must be positive", option="timeout_s")
         self._timeout_s = timeout_s
         self._headers = {
             "Accept": _ACCEPT,
             "Content-Type": "application/vnd.schemaregistry.v1+json",
         }
+        arguments.text(password, "password", secret=True)
         if user is not None:
+            arguments.text(user, "user")
             token = base64.b64encode(f"{user}:{password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {token}"
         self._lock = threading.Lock()
@@ -66,6 +70,8 @@ class HttpRegistry:
 
     def register(self, subject: str, schema: str, schema_type: str = "AVRO") -> int:
         """The id of `schema` under `subject`, registered if it is new.  Raises `RegistryError`."""
+        for name, given in (("subject", subject), ("schema", schema), ("schema_type", schema_type)):
+            arguments.text(given, name)
         key = (subject, schema, schema_type)
         with self._lock:
             known = self._ids.get(key)
@@ -86,11 +92,12 @@ class HttpRegistry:
 
     def get(self, schema_id: int) -> tuple[str, str]:
         """`(schema, schema type)` of an id.  Raises `RegistryError`."""
+        schema_id = arguments.whole(schema_id, "schema_id", 0, 2**32 - 1)
         with self._lock:
             known = self._schemas.get(schema_id)
         if known is not None:
             return known
-        answer = self._call("GET", f"/schemas/ids/{int(schema_id)}", None)
+        answer = self._call("GET", f"/schemas/ids/{schema_id}", None)
         schema = answer.get("schema")
         if not isinstance(schema, str):
             raise errors.RegistryError(f"the registry answered no schema for id {schema_id}")
@@ -149,3 +156,11 @@ def _problem(cause: urllib.error.HTTPError) -> str:
         return f"{answer['message']} (error {answer['error_code']})"
     except (ValueError, KeyError, TypeError, OSError):
         return f"HTTP {cause.code}"
+
+
+def _is_http(url: str) -> bool:
+    try:
+        found = urllib.parse.urlsplit(url)
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a port that is no number, brackets that do not match
+        return False

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pk import errors
+from pk.client.arguments import flag, function, shown, text
 
 Serializer = Callable[[str, Any], "bytes | None"]
 Deserializer = Callable[[str, "bytes | None"], Any]
@@ -62,8 +63,8 @@ def string_serializer(topic: str, value: Any) -> bytes | None:
 
 def string_deserializer(topic: str, data: bytes | None) -> str | None:
     try:
-        return None if data is None else data.decode()
-    except UnicodeDecodeError as cause:
+        return None if data is None else bytes(memoryview(data)).decode()
+    except (TypeError, UnicodeDecodeError) as cause:
         raise errors.SerializationError(f"{topic}: not utf-8: {cause}") from cause
 
 
@@ -81,19 +82,23 @@ def json_serializer(topic: str, value: Any) -> bytes | None:
 def json_deserializer(topic: str, data: bytes | None) -> Any:
     try:
         return None if data is None else json.loads(data)
-    except (ValueError, RecursionError) as cause:
+    except (TypeError, ValueError, RecursionError) as cause:
         raise errors.SerializationError(f"{topic}: not JSON: {cause}") from cause
 
 
 def frame(schema_id: int, payload: bytes) -> bytes:
-    """`payload` in the registry's wire format."""
-    if not 0 <= schema_id < 2**32:
-        raise errors.SerializationError(f"schema id {schema_id} does not fit four bytes")
+    """`payload` in the registry's wire format.  Raises `SerializationError`."""
+    if not isinstance(schema_id, int) or not 0 <= schema_id < 2**32:
+        raise errors.SerializationError(f"schema id {shown(schema_id)} does not fit four bytes")
+    if not isinstance(payload, bytes | bytearray):
+        raise errors.SerializationError(f"payload must be bytes, not {shown(payload)}")
     return _WIRE.pack(MAGIC, schema_id) + payload
 
 
 def unframe(data: bytes) -> tuple[int, bytes]:
     """`(schema id, payload)`.  Raises `SerializationError` if it is not the wire format."""
+    if not isinstance(data, bytes | bytearray):
+        raise errors.SerializationError(f"data must be bytes, not {shown(data)}")
     if len(data) < HEADER_BYTES:
         raise errors.SerializationError(
             f"{len(data)} bytes are no registry message: at least 5 are needed"
@@ -103,7 +108,7 @@ def unframe(data: bytes) -> tuple[int, bytes]:
         raise errors.SerializationError(
             f"no registry message: it begins with byte {magic & 0xFF}, not 0"
         )
-    return schema_id, data[HEADER_BYTES:]
+    return schema_id, bytes(data[HEADER_BYTES:])
 
 
 def subject_of(topic: str, is_key: bool) -> str:
@@ -125,11 +130,11 @@ class RegistrySerializer:
         subject: Callable[[str, bool], str] = subject_of,
     ) -> None:
         self._registry = registry
-        self._schema = schema
-        self._encode = encode
-        self._schema_type = schema_type
-        self._is_key = is_key
-        self._subject = subject
+        self._schema = text(schema, "schema")
+        self._encode = function(encode, "encode")
+        self._schema_type = text(schema_type, "schema_type")
+        self._is_key = flag(is_key, "is_key")
+        self._subject = function(subject, "subject")
         self._ids: dict[str, int] = {}
 
     def __call__(self, topic: str, value: Any) -> bytes | None:
@@ -154,7 +159,7 @@ class RegistryDeserializer:
 
     def __init__(self, registry: Registry, decode: Callable[[bytes, str], Any]) -> None:
         self._registry = registry
-        self._decode = decode
+        self._decode = function(decode, "decode")
         self._schemas: dict[int, str] = {}
 
     def __call__(self, topic: str, data: bytes | None) -> Any:

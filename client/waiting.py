@@ -12,11 +12,16 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from pk import errors
 from pk.clock import monotonic_s
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: A timeout for those who have none.
 FOREVER_S = 1e9
@@ -50,6 +55,59 @@ class Bell:
                 break
             self._lock.acquire(timeout=min(left, _LOOK_AGAIN_S))
         return answer
+
+
+class OneThread:
+    """Refuses a second thread while one is inside an object that only one may use at a time.
+
+    The thread that is inside may enter again: a deserialiser may call the consumer that calls it.
+    """
+
+    __slots__ = ("_depth", "_inside")
+
+    def __init__(self) -> None:
+        self._inside: dict[None, threading.Thread] = {}
+        self._depth = 0
+
+    def enter(self) -> None:
+        """Raises `InvalidRequest`.  `setdefault` is one step: of two threads one gets in."""
+        me = threading.current_thread()
+        inside = self._inside.setdefault(None, me)
+        if inside is not me:
+            raise errors.InvalidRequest(
+                f"thread {me.name} calls this consumer while thread {inside.name} is in a call: "
+                "a consumer is used by one thread at a time; open one for each thread, or take a "
+                "lock around every call"
+            )
+        self._depth += 1
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth = 0
+            self._inside.clear()
+
+
+class _Guarded(Protocol):
+    _one_thread: OneThread
+
+
+G = TypeVar("G", bound=_Guarded)
+
+
+def one_thread(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """`method` of an object with a `_one_thread`, which is entered for the time of a call."""
+
+    @functools.wraps(method)
+    def call(self: G, /, *arguments: P.args, **named: P.kwargs) -> T:
+        guard = self._one_thread
+        guard.enter()
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            guard.leave()
+
+    return call
 
 
 class Monitor:

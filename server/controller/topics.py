@@ -6,7 +6,6 @@ completely or not at all, because a decision is one batch of the metadata log, w
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from google.protobuf.message import Message
@@ -31,11 +30,11 @@ from pk.server.metadata.image import (
     TopicState,
 )
 from pk.server.node.settings import check_settings
+from pk.topic_names import what_is_wrong
 from pk.types import NodeId, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-_NAME = re.compile(r"[a-zA-Z0-9._-]+")
 REPARTITIONED = (
     "keys of new records map to other partitions from now on; "
     "records already stored stay where they are"
@@ -44,18 +43,10 @@ REPARTITIONED = (
 
 def check_name(name: str) -> None:
     """Raise `InvalidTopic`, which says what is wrong, for a name that Kafka's rules refuse."""
-    wrong = None
-    if not name:
-        wrong = "is empty"
-    elif name in (".", ".."):
-        wrong = "is a directory's name"
-    elif len(name) > limits.TOPIC_NAME_MAX:
-        wrong = f"has {len(name)} characters, more than {limits.TOPIC_NAME_MAX}"
-    elif not _NAME.fullmatch(name):
-        wrong = "has characters other than a-z A-Z 0-9 . _ -"
-    elif name.startswith("__"):
+    wrong = what_is_wrong(name)
+    if not wrong and name.startswith("__"):
         wrong = "starts with '__', which is pk's own"
-    if wrong is not None:
+    if wrong:
         raise errors.InvalidTopic(f"topic name {name[:300]!r} {wrong}", topic=name[:300])
 
 

@@ -10,6 +10,7 @@ Where docs/SEMANTICS.md §13 does not say otherwise, defaults are Kafka's.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,15 @@ from typing import Any
 from pk import errors, limits
 
 MIB = limits.MIB
+INT64_MAX = 2**63 - 1
+#: Times and sizes of clients travel as 32 bits.
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(slots=True, frozen=True)
 class Option:
-    """One setting.  `kind` is int, bool, str or float; `unit` is for people; None = no bound."""
+    """One setting.  `kind` is int, bool, str or float; `unit` is for people; None = no bound but
+    that of 64 bits."""
 
     name: str
     kind: type
@@ -36,19 +41,31 @@ class Option:
         """`value` (text or already typed) as this option's type.  Raises `InvalidConfig`."""
         try:
             parsed = _parse(self.kind, value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             unit = f" ({self.unit})" if self.unit else ""
-            raise self._refusal(f"takes {_WORDS[self.kind]}{unit}, not {value!r}") from None
+            raise self._refusal(f"takes {_WORDS[self.kind]}{unit}, not {_shown(value)}") from None
+        most = INT64_MAX if self.most is None and self.kind is int else self.most
         if self.least is not None and parsed < self.least:
-            raise self._refusal(f"must be at least {self.least:g}, not {parsed}")
-        if self.most is not None and parsed > self.most:
-            raise self._refusal(f"must be at most {self.most:g}, not {parsed}")
+            raise self._refusal(f"must be at least {_bound(self.least)}, not {_shown(parsed)}")
+        if most is not None and parsed > most:
+            raise self._refusal(f"must be at most {_bound(most)}, not {_shown(parsed)}")
         if self.choices and parsed not in self.choices:
-            raise self._refusal(f"is one of {', '.join(self.choices)}, not {parsed!r}")
+            raise self._refusal(f"is one of {', '.join(self.choices)}, not {_shown(parsed)}")
         return parsed
 
     def _refusal(self, words: str) -> errors.InvalidConfig:
         return errors.InvalidConfig(f"{self.name} {words}", option=self.name)
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -69,8 +86,15 @@ def _parse(kind: type, value: Any) -> Any:
             raise ValueError(value)
         return int(str(value).strip()) if not isinstance(value, int) else value
     if kind is float:
-        return float(value)
-    return str(value)
+        found = float(value)
+        if not math.isfinite(found):
+            raise ValueError(value)
+        return found
+    if not isinstance(value, str | int | float) and not hasattr(value, "__fspath__"):
+        raise TypeError(value)
+    text = str(value)
+    text.encode()  # a lone surrogate is no text
+    return text
 
 
 #: What must hold, in words, and its test.
@@ -302,26 +326,28 @@ PRODUCER = Options(
     [
         Option("acks", str, "all",
                "who must have a record before it counts as sent", choices=("0", "1", "all", "-1")),
-        Option("linger_ms", float, 5.0, "how long a batch may wait for more records", "ms", 0),
-        Option("batch_size", int, 1 * MIB, "bytes of a full batch", "bytes", 1),
+        Option("linger_ms", float, 5.0,
+               "how long a batch may wait for more records", "ms", 0, INT32_MAX),
+        Option("batch_size", int, 1 * MIB, "bytes of a full batch", "bytes", 1, INT32_MAX),
         Option("buffer_memory", int, 64 * MIB,
                "bytes of records not yet acknowledged; then send blocks", "bytes", 1024),
         Option("max_block_ms", int, 60_000,
-               "how long send may block: for memory, a broker, a topic", "ms", 0),
+               "how long send may block: for memory, a broker, a topic", "ms", 0, INT32_MAX),
         Option("compression", str, "none", "codec of batches", choices=("none", "lz4", "zstd")),
         Option("compression_level", int, 3, "zstd level", "", 1, 19),
         Option("max_in_flight", int, 5,
                "frames in flight per broker; one without its answers for 500 ms does not count",
                "", 1, 64),
         Option("delivery_timeout_ms", int, 120_000,
-               "a record not acknowledged after this has failed", "ms", 1),
+               "a record not acknowledged after this has failed", "ms", 1, INT32_MAX),
         Option("request_timeout_ms", int, 30_000,
-               "a request not answered after this is retried", "ms", 1),
-        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0),
-        Option("retry_backoff_max_ms", int, 1_000, "longest wait before a retry", "ms", 0),
+               "a request not answered after this is retried", "ms", 1, INT32_MAX),
+        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0, INT32_MAX),
+        Option("retry_backoff_max_ms", int, 1_000,
+               "longest wait before a retry", "ms", 0, INT32_MAX),
         Option("enable_idempotence", bool, True, "no duplicates and send order, also with retries"),
         Option("max_request_size", int, 8 * MIB,
-               "largest batch this producer builds", "bytes", 1024),
+               "largest batch this producer builds", "bytes", 1024, INT32_MAX),
         Option("client_id", str, "", "name in logs and metrics"),
         Option("transactional_id", str, "", "exactly-once across restarts (not in this build)"),
     ],
@@ -348,24 +374,28 @@ CONSUMER = Options(
         Option("isolation_level", str, "read_committed",
                "whether open and aborted transactions are seen", choices=("read_committed",
                "read_uncommitted")),
-        Option("fetch_min_bytes", int, 1, "the broker waits for this much", "bytes", 0),
-        Option("fetch_max_wait_ms", int, 500, "the broker waits at most this long", "ms", 0),
-        Option("fetch_max_bytes", int, 4 * MIB, "bytes of one frame", "bytes", 1),
+        Option("fetch_min_bytes", int, 1, "the broker waits for this much", "bytes", 0, INT32_MAX),
+        Option("fetch_max_wait_ms", int, 500,
+               "the broker waits at most this long", "ms", 0, INT32_MAX),
+        Option("fetch_max_bytes", int, 4 * MIB, "bytes of one frame", "bytes", 1, INT32_MAX),
         Option("max_partition_fetch_bytes", int, 4 * MIB,
-               "bytes of one partition in a frame", "bytes", 1),
+               "bytes of one partition in a frame", "bytes", 1, INT32_MAX),
         Option("fetch_buffer_bytes", int, 16 * MIB,
-               "fetched, not yet polled, per broker", "bytes", 1),
-        Option("max_poll_records", int, 2_000, "records one poll returns at most", "", 1),
+               "fetched, not yet polled, per broker", "bytes", 1, INT32_MAX),
+        Option("max_poll_records", int, 2_000,
+               "records one poll returns at most", "", 1, INT32_MAX),
         Option("check_crcs", bool, True, "verify every batch's checksum"),
         Option("decoded_bytes_max", int, 64 * MIB,
                "largest size a batch may have once decompressed", "bytes", 1024),
         Option("request_timeout_ms", int, 30_000,
-               "a request not answered after this is retried", "ms", 1),
-        Option("default_api_timeout_ms", int, 60_000, "how long blocking calls try", "ms", 1),
-        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0),
-        Option("retry_backoff_max_ms", int, 1_000, "longest wait before a retry", "ms", 0),
+               "a request not answered after this is retried", "ms", 1, INT32_MAX),
+        Option("default_api_timeout_ms", int, 60_000,
+               "how long blocking calls try", "ms", 1, INT32_MAX),
+        Option("retry_backoff_ms", int, 100, "first wait before a retry", "ms", 0, INT32_MAX),
+        Option("retry_backoff_max_ms", int, 1_000,
+               "longest wait before a retry", "ms", 0, INT32_MAX),
         Option("metadata_max_age_ms", int, 300_000,
-               "metadata is refreshed at least this often", "ms", 1),
+               "metadata is refreshed at least this often", "ms", 1, INT32_MAX),
         Option("client_id", str, "", "name in logs and metrics"),
     ],
 )

@@ -590,6 +590,7 @@ def test_what_does_not_exist_is_told_however_it_is_asked_for(
         consumer.subscribe(["nosuch"])
     elif way != "partitions_for":
         consumer.assign([place])
-    with pytest.raises(errors.UnknownTopicOrPartition, match="create it first") as told:
+    advice = "it has 2 partitions, 0 to 1" if way == "partition" else "create it first"
+    with pytest.raises(errors.UnknownTopicOrPartition, match=advice) as told:
         ask(consumer, place)
     assert told.value.acts == "user"
