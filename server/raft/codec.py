@@ -1,6 +1,6 @@
-"""The quorum's messages as what goes over the wire, and back.
+"""Encoding and decoding of the quorum's messages for the wire.
 
-Pure, and total: a message that does not parse is the peer's fault and is named so.
+Pure.  A message that does not parse raises `InvalidRequest`, an error that names the peer's fault.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _leader(message: Any) -> Voter | None:
 
 
 def encode(message: Request | Reply) -> Message:
-    """The wire form; the payload of a `FetchReply` travels behind it."""
+    """Return the wire form of a message.  The payload of a `FetchReply` is sent behind it."""
     return _ENCODE[type(message)](message)
 
 
@@ -116,7 +116,7 @@ _ENCODE: dict[type, Callable[[Any], Message]] = {
 
 
 def decode(m: Any, payload: Any = b"") -> Request | Reply:
-    """The message that `encode` made.  Raises `InvalidRequest`."""
+    """Return the message that `encode` encoded.  Raises `InvalidRequest`."""
     kind = m.DESCRIPTOR.name
     read = _DECODE.get(kind)
     if read is None:

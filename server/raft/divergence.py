@@ -1,4 +1,4 @@
-"""Where two metadata logs diverge (KIP-595): log/divergence, above a snapshot."""
+"""Divergence of two metadata logs (KIP-595): log/divergence, for logs that begin at a snapshot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pk.types import NONE, Offset
 def find_divergence(
     log: LogState, epochs: LeaderEpochs, fetch: Fetch
 ) -> SnapshotId | EpochEnd | None:
-    """What a leader with `log` answers a fetch; None = the fetcher's log is a prefix of `log`.
+    """Return where a fetcher's log diverges from the leader's `log`; None if it is a prefix.
 
-    A `SnapshotId` is the snapshot that the fetcher must load.  An `EpochEnd` says up to where both
-    logs may still agree.
+    A `SnapshotId` names the snapshot that the fetcher must load.  An `EpochEnd` is the offset up to
+    which both logs may agree.
     """
     base = log.base
     if fetch.offset < base.end:
@@ -29,6 +29,6 @@ def find_divergence(
 
 
 def common_end(log: LogState, epochs: LeaderEpochs, theirs: EpochEnd) -> Offset:
-    """Where the fetcher truncates its `log` to before it fetches again."""
+    """Return the offset to which the fetcher truncates its `log` before it fetches again."""
     own = truncation_offset(epochs, log.end, theirs)
     return max(log.base.end, min(theirs.end_offset, own))

@@ -1,14 +1,14 @@
-"""What a controller hands out of its metadata: batches of the log, and pieces of snapshots.
+"""Serves the metadata of a controller: batches of the log, and pieces of snapshots.
 
-World-generic.  Brokers and the quorum's other voters check what they are given, but they can only
-refuse it and ask again; the controller would never hear of it, and a single bit that rotted on its
-disk would keep every broker that starts from its metadata.  So it looks itself.
+World-generic.  Brokers and other voters verify the bytes that they receive.  On damage they can
+only fetch again, and the controller would not notice: one flipped bit on its disk would keep every
+starting broker from its metadata.  So the controller verifies the bytes before it sends them.
 
 Invariants
-  H1  a damaged batch is not handed out (log_reader.py): the controller that has it ends and
-      leads no more (rule L9, controller/node.py); the other voters have the same records
-  H2  a damaged snapshot is not begun to be handed out, nor kept: the one before it and the log are
-      as good (log_reader.py)
+  H1  A damaged batch is not sent (log_reader.py).  The controller that has it stops, and so leads
+      no longer (rule L9, controller/node.py).  The other voters have the same records.
+  H2  A damaged snapshot is neither sent nor kept.  The snapshot before it and the log contain the
+      same records (log_reader.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pk.wire import pk_pb2 as wire
 
 
 class FetchSource:
-    """See the module."""
+    """Reads verified batches and snapshot pieces for fetch replies."""
 
     def __init__(self, reader: LogReader[Any], files: SnapshotFiles, say: Say) -> None:
         self._reader = reader
@@ -34,16 +34,16 @@ class FetchSource:
         self._say = say
 
     async def filled(self, reply: FetchReply) -> tuple[FetchReply, bytes]:
-        """The batches of the range that a reply to a voter promises.  Raises `CorruptLog`."""
+        """Return a reply to a voter with the batches of its range.  Raises `CorruptLog`."""
         if reply.end <= reply.offset:
             return reply, b""
         payload, end = await self._reader.read(reply.offset, reply.end, READ_BYTES)
         return replace(reply, end=end), payload
 
     async def piece(self, request: Any) -> tuple[wire.FetchSnapshotReply, bytes]:
-        """A piece of a snapshot; it is committed, so that anybody may have it from anybody.
+        """Return a piece of a snapshot.  Its records are committed, so any node may send it.
 
-        Raises `SnapshotNotFound`, and `CorruptLog` if no whole one is left.
+        Raises `SnapshotNotFound`, and `CorruptLog` if no undamaged snapshot is left.
         """
         wanted = SnapshotId(request.end, request.epoch)
         if request.end == NONE:
@@ -61,7 +61,7 @@ class FetchSource:
         return reply, piece
 
     async def _look_at(self, wanted: SnapshotId) -> None:
-        """H2."""
+        """Verify a snapshot before its first piece is sent (H2)."""
         try:
             await self._files.read(wanted)
         except errors.CorruptLog as damage:

@@ -1,10 +1,10 @@
-"""What a leader of the metadata quorum keeps while it leads: how far every voter is, who was heard
-of when, which fetches wait.
+"""The state of a leader of the metadata quorum: log ends of voters, last contacts, waiting fetches.
 
 Invariants
-  E1  an end counts only if its voter said it in this epoch: a fetch at n confirms everything below
-      n (rule L1: SYNCED).
-  E2  a majority is one of the voters as the log has them now, committed or not (Raft §6, KIP-853).
+  E1  A log end counts only if its voter sent it in this epoch.  A fetch at offset n confirms that
+      everything below n is SYNCED at the voter (rule L1).
+  E2  A majority is counted among the voters of the last voters record in the log, committed or not
+      (Raft §6, KIP-853).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pk.server.raft.messages import Fetch, Voter
 
 @dataclass(slots=True)
 class Waiting:
-    """A fetch that found nothing new."""
+    """A fetch that found no new record, and waits."""
 
     request: Any
     fetch: Fetch
@@ -27,26 +27,29 @@ class Waiting:
 
 @dataclass(slots=True)
 class LeaderState:
-    """One epoch of one leader."""
+    """The state of one leader in one epoch."""
 
     me: Voter
-    start: int  #: where the records of the epoch begin
+    start: int  #: offset of the first record of the epoch
     since_ms: int
     ends: dict[Voter, int] = field(default_factory=dict)
     heard_ms: dict[Voter, int] = field(default_factory=dict)
-    caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had everything
+    caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had all records
     waiting: dict[Voter, Waiting] = field(default_factory=dict)
-    change: tuple[Any, tuple[Voter, ...]] | None = None  #: who asked for other voters, and which
+    change: tuple[Any, tuple[Voter, ...]] | None = None  #: requester, new voters
 
     def note(self, fetch: Fetch, end: int, now_ms: int) -> None:
-        """E1; an earlier fetch of the same node was given up.  `end`: of the leader's log."""
+        """Note a fetch (E1).  It replaces an earlier fetch of the same node.
+
+        `end`: the end of the leader's log.
+        """
         self.ends[fetch.sender] = fetch.offset
         self.heard_ms[fetch.sender] = now_ms
         if fetch.offset >= end:
             self.caught_up_ms[fetch.sender] = now_ms
 
     def committed(self, voters: Sequence[Voter], own_end: int) -> int:
-        """The offset below which a majority holds everything."""
+        """The offset below which a majority holds all records."""
         ends = sorted(
             (own_end if voter == self.me else self.ends.get(voter, 0) for voter in voters),
             reverse=True,
@@ -54,7 +57,7 @@ class LeaderState:
         return ends[len(voters) // 2]
 
     def in_touch(self, voters: Sequence[Voter], since_ms: int) -> bool:
-        """Whether a majority was heard of at or after `since_ms`."""
+        """Whether a majority has fetched at or after `since_ms`."""
         heard = sum(
             voter == self.me or self.heard_ms.get(voter, self.since_ms) >= since_ms
             for voter in voters
@@ -62,14 +65,16 @@ class LeaderState:
         return heard > len(voters) // 2
 
     def silent(self, voters: Sequence[Voter], since_ms: int) -> list[Voter]:
-        """Voters that have not fetched in this epoch yet, or not since then: one that died has
-        forgotten who leads, and its log may name only voters that are gone.
+        """Voters that have not fetched in this epoch, or not since `since_ms`.
+
+        A voter that was restarted does not know the leader, and its log may name only removed
+        voters.
         """
         heard = [voter for voter in self.ends if self.heard_ms[voter] >= since_ms]
         return [voter for voter in voters if voter != self.me and voter not in heard]
 
     def successors(self, voters: Sequence[Voter]) -> tuple[Voter, ...]:
-        """The other voters, the one with the most records first."""
+        """The other voters, ordered by log end, the largest first."""
         others = [voter for voter in voters if voter != self.me]
         return tuple(sorted(others, key=lambda voter: (-self.ends.get(voter, 0), voter)))
 

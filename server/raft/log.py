@@ -1,22 +1,24 @@
-"""The replicated log on a disk: the partition log, the saved vote and the quorum over it.
+"""The replicated metadata log of one node: the partition log, the saved vote and the quorum
+machine.
 
-World-generic.  The log is an ordinary partition log whose every write is SYNCED before it counts
-(rule L1); what is committed is what the quorum machine says (rule Q4).  It is the `ReplayLog` of
-the controller, the source of `fetch_metadata_log`, and where other voters fetch from.  What its
-records mean is not known here: `serde` writes and reads them, `make_generator` gives what makes
-snapshots of them.
+World-generic.  The log is an ordinary partition log; each write counts only once it is SYNCED (rule
+L1).  The quorum machine decides what is committed (rule Q4).  This class is the `ReplayLog` of the
+controller and the source of `fetch_metadata_log`, and other voters fetch from it.  It does not know
+the meaning of records: `serde` encodes and decodes them, and `make_generator` returns the generator
+of snapshots.
 
-Files, in the storage's root (`DIR/metadata`): `quorum-state` (the vote),
-`__cluster_metadata-0/`, `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
+Files in the storage's root (`DIR/metadata`): `quorum-state` (the vote), `__cluster_metadata-0/`,
+and `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
 
 Invariants
-  W1  the machine hears of the log's state only as it is SYNCED, and of every write it asked for
-  W2  what a former leader had decided and not written is undone before anything is fetched
-  W3  a snapshot is loaded beside the row of writes, so that votes do not wait for it (rule P1);
-      meanwhile nobody else writes to the log (raft/machine U6)
-  W7  records without a vote are opened only where this node is the only voter by the log and the
-      settings name none: another one could have had its vote (rule Q5)
-(W4 to W6: raft/log_writer W4 to W6)
+  W1  The machine learns the state of the log only as far as it is SYNCED, and the end of every
+      write that it requested.
+  W2  Records that this node decided as a leader and did not write are undone before it fetches.
+  W3  A snapshot is loaded beside the queue of writes, so that votes do not wait for it (rule P1).
+      Meanwhile nothing else writes to the log (raft/machine U6).
+  W7  A log with records and without a vote is opened only if this node is its only voter and the
+      settings name none.  Otherwise another node could have its vote (rule Q5).
+(W4 to W6: raft/log_writer)
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler
 from pk.world import World
 
-#: How long a farewell may take.
+#: Timeout of EndQuorumEpoch when the process stops.
 RESIGN_MS = 1_000
 
 
@@ -74,11 +76,11 @@ R = TypeVar("R")
 
 
 class RaftLog(Generic[R]):
-    """See the module.  One per controller process.
+    """The metadata log of a controller process; see the module.
 
-    `voters`: the first voters of a new quorum with their addresses; none but this node by default.
-    What is given of a node's address here counts more than what the log says.  `peers`: by node id,
-    what this node connects to instead.
+    `voters`: the first voters of a new quorum with their addresses; default: only this node.  These
+    addresses have precedence over those in the log.  `peers`: addresses by node id to which this
+    node connects instead.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class RaftLog(Generic[R]):
         self._reader: LogReader[R] | None = None
         self._writer: LogWriter[R]
         self._request_handler: RaftRequestHandler
-        self._news: list[asyncio.Future[None]] = []  #: who waits for any change of state
+        self._news: list[asyncio.Future[None]] = []  #: waiters for any change of state
         self._failed: Exception | None = None
         self.leadership = Leadership(0, None)
 
@@ -141,8 +143,8 @@ class RaftLog(Generic[R]):
     async def open(self) -> None:
         """Recover the log and join the quorum.
 
-        Raises `CorruptLog` if records that were SYNCED are gone or damaged: committed metadata is
-        never cut away as if it were a torn tail.
+        Raises `CorruptLog` if SYNCED records are missing or damaged: committed metadata is never
+        cut as a torn tail.
         """
         await self._disk.prepare()
         opened = await self._disk.write(
@@ -170,7 +172,7 @@ class RaftLog(Generic[R]):
             offset = following
         voters = self.voters.now
         mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
-        if len(voters) == 1 and mine and not self.alone:  # it could only wait, for ever
+        if len(voters) == 1 and mine and not self.alone:  # it could never do anything but wait
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "
@@ -184,7 +186,10 @@ class RaftLog(Generic[R]):
         self._post(Started(opened.vote, self._state()))
 
     def _go_on_without_vote(self) -> None:
-        """W7.  Raises `CorruptLog` where another node votes, or the settings name voters."""
+        """Start without a saved vote (W7).
+
+        Raises `CorruptLog` if another node votes or the settings name voters.
+        """
         log = self._open_log
         if not self.alone or not self._given_alone:
             raise vote_lost(self._disk.storage)
@@ -206,11 +211,11 @@ class RaftLog(Generic[R]):
             await self._next_news()
 
     async def note_synced(self) -> None:
-        """Say for the next opening how far the log is SYNCED.  Raises `StorageFull`."""
+        """Note the synced end for the next start.  Raises `StorageFull`."""
         await self._writer.note_synced()
 
     async def resign(self) -> None:
-        """Say farewell if this node leads: the others need not wait for a timeout."""
+        """Send EndQuorumEpoch if this node leads, so that others need not wait for a timeout."""
         self._post(Resign())
         try:
             async with asyncio.timeout(RESIGN_MS / 1000):
@@ -242,7 +247,7 @@ class RaftLog(Generic[R]):
             self._fail(full)
 
     def _tell(self, failure: BaseException | None = None) -> None:
-        """Wake whoever waits for a change."""
+        """Wake the tasks that wait for a change of state."""
         waiting, self._news = self._news, []
         for future in waiting:
             if future.done():
@@ -262,19 +267,21 @@ class RaftLog(Generic[R]):
 
     @property
     def alone(self) -> bool:
-        """This node is the only voter: it leads as soon as it has started."""
+        """Whether this node is the only voter; then it leads as soon as it has started."""
         return self.voters.now == (self.quorum.me,)
 
     def in_touch(self) -> bool:
-        """This node leads, and so lately heard of a majority that nobody else can have been elected
-        for long: an election begins `fetch_ms` after a follower last heard of its leader.
+        """Whether this node leads and its contact with a majority is recent enough (rule R6).
+
+        An election begins `fetch_ms` after the last contact of a follower with its leader, so no
+        other node can have been elected for long.
         """
         state = self.quorum.leader_state
         since_ms = self._clock.monotonic_ms() - self.quorum.timing.lease_ms
         return state is not None and state.in_touch(self.quorum.voters, since_ms)
 
     def address_of(self, node_id: NodeId) -> str:
-        """HOST:PORT of a controller; '' if it is not known."""
+        """HOST:PORT of a controller; '' if unknown."""
         return self.voters.addresses.get(node_id, "")
 
     @property
@@ -295,7 +302,7 @@ class RaftLog(Generic[R]):
     # -- the quorum's doors (runtime/machine_host.py) ----------------------------------------------
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
-        """Perform what the quorum asks for; all of it is SYNCED."""
+        """Perform the writes that the quorum machine requests; all of them are SYNCED."""
         for op in ops:
             await self._perform(op)
 
@@ -309,9 +316,9 @@ class RaftLog(Generic[R]):
                 try:
                     await self._writer.write_out()
                 except errors.StorageFull:
-                    if isinstance(op, messages.BeginEpoch):  # the epoch is for another node
+                    if isinstance(op, messages.BeginEpoch):  # another node leads this epoch
                         raise
-                if self.voters.now != op.voters:  # undone, alone or with others: no room on disk
+                if self.voters.now != op.voters:  # undone because the disk is full
                     self._post(Resign())
         elif isinstance(op, messages.StopLeading):
             await self._writer.undo(op.job)  # W2
@@ -326,7 +333,7 @@ class RaftLog(Generic[R]):
             raise AssertionError(f"the quorum may not ask for {op!r}")
 
     async def _save_vote(self, vote: Vote) -> None:
-        """Nothing is voted, or sent, before; so on a full disk this waits for room."""
+        """Save the vote.  No message leaves before; on a full disk this waits for space."""
         while True:
             try:
                 await self._writer.save_vote(vote)
@@ -341,7 +348,7 @@ class RaftLog(Generic[R]):
         self._post(Synced(self._state(), op.job))
 
     async def _load(self, op: messages.LoadSnapshot) -> None:
-        """One visit; the machine hears of it in any case (W1)."""
+        """Make one visit of the snapshot fetch; report its end to the machine (W1)."""
         quorum, log, epoch = self.quorum, self._open_log, self.epoch
 
         def follows() -> bool:
@@ -362,7 +369,7 @@ class RaftLog(Generic[R]):
         self._tell()
 
     async def _install(self, loaded: SnapshotId, raw: bytes) -> None:
-        """The log begins anew behind `loaded`: nothing of it is needed that is below."""
+        """Replace the log by an empty one that begins at the end of snapshot `loaded`."""
         log = self._open_log
         await self._files.begin_load(loaded)
         self._fetcher.done()
@@ -377,14 +384,14 @@ class RaftLog(Generic[R]):
 
     def respond(self, request: Any, reply: Any) -> None:
         if request.done():
-            return  # the caller is gone
+            return  # the caller was cancelled
         if isinstance(reply, errors.PkError):
             request.set_exception(reply)
         else:
             request.set_result(reply)
 
     def publish(self, name: str, value: Any) -> None:
-        """What the quorum makes known."""
+        """Handle a value that the quorum machine publishes."""
         if name == SELF:
             self._post(value)
         elif name in (LEADERSHIP, HIGH_WATERMARK):
@@ -397,7 +404,7 @@ class RaftLog(Generic[R]):
     # -- what other nodes ask ------------------------------------------------------------------
 
     def handlers(self) -> dict[str, Handler]:
-        """For the control streams of the quorum's other nodes."""
+        """Return the request handlers for control streams of the other quorum nodes."""
         return self._request_handler.handlers()
 
     # -- the controller's log (runtime/replayed_host.py) -------------------------------------------
@@ -431,7 +438,7 @@ class RaftLog(Generic[R]):
     async def commit(self) -> None:
         """Write, sync, and wait until the quorum has committed it.
 
-        Raises `ControllerUnavailable` if another node leads before that: then its outcome is open.
+        Raises `ControllerUnavailable` if another node leads before that; the outcome is then open.
         """
         end, epoch = self.end, self.epoch
         await self._writer.write_out()
@@ -441,9 +448,9 @@ class RaftLog(Generic[R]):
             await self._next_news()
 
     async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
-        """Let `voters` be the voters; returns when that is committed (KIP-853).
+        """Change the voters to `voters`; return when the change is committed (KIP-853).
 
-        Raises `ControllerUnavailable`: its outcome is open then; `InvalidRequest`.
+        Raises `InvalidRequest`, and `ControllerUnavailable`, after which the outcome is open.
         """
         self.voters.addresses.update(addresses)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -451,7 +458,7 @@ class RaftLog(Generic[R]):
         await future
 
     async def leadership_over(self, epoch: int) -> None:
-        """Return once this node does not lead `epoch` any more."""
+        """Return once this node no longer leads `epoch`."""
         while self.leads and self.epoch == epoch:
             await self._next_news()
 
@@ -461,20 +468,22 @@ class RaftLog(Generic[R]):
             await self._next_news()
 
     async def replay(self, apply: Apply[R]) -> None:
-        """Hand every record below the end to `apply`, in order; those below a snapshot by what they
-        came to.
+        """Call `apply` with every record below the end, in order; the newest snapshot comes
+        first.
         """
         await self._open_reader.replay(apply)
         self._writer.forget_foreign(self._open_log.written_end)
 
     def take_foreign(self) -> list[tuple[int, R]]:
-        """What the quorum itself appended: the term's machine has to know every record
-        (controller/machine M3)."""
+        """Return the records that the quorum itself appended since the last call.
+
+        The controller machine must apply every record (controller/machine M3).
+        """
         return self._writer.take_foreign()
 
     @property
     def log_start(self) -> int:
-        """What is below is only in a snapshot."""
+        """The first offset of the log; records below it are only in a snapshot."""
         return self._open_reader.base.end
 
     @property
@@ -486,8 +495,7 @@ class RaftLog(Generic[R]):
         return self._open_log.epochs.epoch_of(offset)
 
     async def begin_at(self, made: SnapshotId) -> None:
-        """Keep `made`, and drop whole segments below the older of those that are kept
-        (raft/log_writer W4)."""
+        """Keep snapshot `made`; drop segments below the older kept snapshot (log_writer W4)."""
         log = self._open_log
         async with self._writer.lock:
             newest = self._files.newest
@@ -520,5 +528,5 @@ class RaftLog(Generic[R]):
     # -- what others fetch ---------------------------------------------------------------------
 
     async def read(self, offset: int, max_bytes: int) -> tuple[bytes, int]:
-        """Whole committed batches from `offset`, and where to go on."""
+        """Return whole committed batches from `offset`, and the next offset."""
         return await self._open_reader.read(offset, self.committed, max_bytes)

@@ -4,12 +4,11 @@ World-generic.  The controller replays the log here when its term begins, and so
 of the next snapshot.
 
 Invariants
-  H1  between two turns of the loop at most `SLICE_RECORDS` records are applied, or one batch of a
-      snapshot (rule P1)
-  H2  a snapshot is checked whole before its first row is applied; if it is damaged, the one before
-      it and the log are as good, because the log begins at the older of two
-  H3  a batch is checked where it lies before anything is done with it: of a log that a cluster
-      stands on nothing is taken for granted
+  H1  In one turn of the loop at most `SLICE_RECORDS` records, or one batch of a snapshot, are
+      applied (rule P1).
+  H2  The whole snapshot is verified before its first row is applied.  If it is damaged, the reader
+      uses the snapshot before it and the log, which begins at the older of the two snapshots.
+  H3  The checksum of every batch is verified before the batch is used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ Say = Callable[..., None]
 
 
 class LogReader(Generic[R]):
-    """See the module.  `base`: where the log begins; what is below is only in snapshots."""
+    """Reads snapshots and log.
+
+    `base`: the first offset of the log; records below it are only in snapshots.
+    """
 
     def __init__(
         self,
@@ -58,28 +60,28 @@ class LogReader(Generic[R]):
 
     @property
     def busy(self) -> bool:
-        """Somebody replays: the log is not made shorter under them."""
+        """Whether a replay is running; the log is not shortened meanwhile."""
         return self._replays > 0
 
     def rebase(self) -> None:
-        """The snapshots or the segments are others now.  Raises `CorruptLog` if they do not fit."""
+        """Note that snapshots or segments changed.  Raises `CorruptLog` if they do not fit."""
         self.base = base_of(self._files.kept, self.log.segments[0].base_offset)
-        # without a snapshot that was found damaged the log has to reach back further, and does
+        # a damaged snapshot was dropped: the log must reach back to the one before it
         self.log.log_start = min(self.log.log_start, self.base.end)
 
     async def read(self, offset: int, bound: int, max_bytes: int) -> tuple[bytes, int]:
-        """Whole batches of the log from `offset`, and where to go on.  Raises `CorruptLog` (H3)."""
+        """Return whole batches from `offset`, and the next offset.  Raises `CorruptLog` (H3)."""
         read = partial(self.log.read, offset, bound=bound, max_bytes=max_bytes, verify=True)
         found = await self._disk.read(read)
         return found.data, found.next_offset
 
     async def bytes_between(self, start: int, end: int) -> int:
-        """Of the log, nearly."""
+        """The approximate number of log bytes between two offsets."""
         below, upto = await self._disk.read(partial(self.log.bytes_at, [start, end]))
         return upto - below
 
     async def replay(self, apply: Apply[R], end: int | None = None) -> None:
-        """Hand the records below `end`, or all, to `apply`: the newest snapshot's, then the log's.
+        """Call `apply` with every record below `end`, or with all: newest snapshot, then log.
 
         Raises `ControllerUnavailable` if the log is replaced meanwhile, `CorruptLog`.
         """
@@ -93,7 +95,7 @@ class LogReader(Generic[R]):
             self._replays -= 1
 
     async def _replay_snapshot(self, apply: Apply[R]) -> int:
-        """H2.  Returns where it ends."""
+        """Replay the newest undamaged snapshot (H2).  Returns its end."""
         while (newest := self._files.newest) is not None:
             try:
                 raw = await self._files.read(newest)

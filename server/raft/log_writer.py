@@ -1,14 +1,14 @@
-"""The one writer of the quorum's log and of its saved vote: records are appended, written, SYNCED,
-cut and undone here.
+"""The only writer of the quorum's log and of its saved vote.
 
-World-generic.  Who decides what is written is the quorum machine, or the controller that leads.
+World-generic.  The writer appends, writes, SYNCs, truncates and undoes records.  The quorum
+machine, or the controller that leads, decides what is written.
 
 Invariants
-  W4  the log is made shorter, and snapshots are changed for others, under the lock of the writes
-  W5  `quorum-state` never says that more was SYNCED than the log still has: what a new leader's log
-      does not have is no damage when it is gone
-  W6  what was SYNCED is said there soon, not only with the next vote: damage above it is taken for
-      a torn tail when the log is opened (raft/recovery O2)
+  W4  The log is shortened, and snapshots are replaced, under the lock of the writes.
+  W5  `quorum-state` never notes a synced end beyond the end of the log.  Records that a truncation
+      removed must not be taken for damage at the next start.
+  W6  The synced end is noted soon, not only with the next vote, because damage above it is taken
+      for a torn tail when the log is opened (raft/recovery O2).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pk.server.raft.voters import Voters
 
 R = TypeVar("R")
 
-#: A follower whose disk is full looks again after this.
+#: Wait of a follower whose disk is full before it tries again.
 FULL_WAIT_MS = 1_000
 
 
 class LogWriter(Generic[R]):
-    """See the module.  `synced` is called with the job of a write once it is SYNCED, or undone."""
+    """Writes log and vote.  Calls `synced` with the job of a write once it is SYNCED or undone."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ class LogWriter(Generic[R]):
         self._serde = serde
         self._voters = voters
         self._vote = vote  #: as it is saved
-        self._noted = 0  #: what is saved beside it of how far the log is SYNCED
+        self._noted = 0  #: the synced end that is saved beside it
         self._synced = synced
-        self._foreign: list[tuple[int, R]] = []  #: the quorum's own, for the term
-        self._unfinished: dict[asyncio.Task[None], None] = {}  #: writes, with a caller or without
+        self._foreign: list[tuple[int, R]] = []  #: records that the quorum appended, for the term
+        self._unfinished: dict[asyncio.Task[None], None] = {}  #: running writes
 
     # -- the saved vote ----------------------------------------------------------------------------
 
     async def save_vote(self, vote: Vote) -> None:
-        """SYNCED, with the log.  Raises `StorageFull`."""
+        """Save the vote together with the synced end, SYNCED.  Raises `StorageFull`."""
         async with self.lock:
             await self._disk.write(partial(self._save, vote))
 
     async def note_synced(self) -> None:
-        """W6.  Raises `StorageFull`: then it is only known later."""
+        """Note the synced end (W6).  Raises `StorageFull`; a later note makes up for it."""
         if not self._disk.held:
             await self._disk.prepare()
         if self._noted < self.log.synced_end:
@@ -94,26 +94,26 @@ class LogWriter(Generic[R]):
         return appended.base_offset
 
     def append_own(self, records: Sequence[R], epoch: int) -> None:
-        """Decide a batch of the quorum's own (`take_foreign`)."""
+        """Decide a batch of the quorum itself, which the term reads by `take_foreign`."""
         base = self.append(records, epoch, self._clock.wall_ms())
         self._foreign += enumerate(records, base)
 
     def take_foreign(self) -> list[tuple[int, R]]:
-        """What the quorum itself appended since the last call."""
+        """Return the records that the quorum itself appended since the last call."""
         found, self._foreign = self._foreign, []
         return found
 
     def forget_foreign(self, end: int) -> None:
-        """What is below `end` was replayed."""
+        """Drop the records of the quorum below `end`: a replay has applied them."""
         self._foreign = [each for each in self._foreign if each[0] >= end]
 
     async def append_fetched(self, reply: FetchReply, job: int) -> None:
-        """What a leader sent; what cannot be written is undone, and fetched again."""
+        """Append batches of a leader.  If the write fails they are undone, and fetched again."""
         log, now_ms = self.log, self._clock.wall_ms()
         try:
             for header, view in batches.iter_batches(reply.payload):
                 if header.leader_epoch > reply.epoch:
-                    break  # read from a log that had gone on: not this leader's word
+                    break  # the leader read it after its epoch ended
                 batches.check(view)
                 log.append_as_follower(header, view, now_ms=now_ms)
                 self._voters.find(view, header.base_offset)
@@ -126,8 +126,10 @@ class LogWriter(Generic[R]):
     # -- writes ------------------------------------------------------------------------------------
 
     async def write_out(self, job: int = 0) -> None:
-        """Who waits may be cancelled (a term that ends); the write goes on: a plan that was taken
-        is completed, or nothing is ever written again.
+        """Write and SYNC everything that was decided.
+
+        The caller may be cancelled when its term ends.  The write goes on: a plan that was taken
+        from the log must be completed before another write.
         """
         write = asyncio.get_running_loop().create_task(self._write_plan(job))
         self._unfinished[write] = None
@@ -137,7 +139,7 @@ class LogWriter(Generic[R]):
     def _ended(self, write: asyncio.Task[None]) -> None:
         del self._unfinished[write]
         if not write.cancelled():
-            write.exception()  # told to the caller, if there still is one
+            write.exception()  # raised to the caller, unless it was cancelled
 
     async def _write_plan(self, job: int) -> None:
         log = self.log
@@ -160,7 +162,7 @@ class LogWriter(Generic[R]):
         self._synced(job)
 
     async def undo(self, job: int) -> None:
-        """Take back what was decided and not written."""
+        """Undo the records that were decided and not written."""
         log = self.log
         async with self.lock:
             plan = log.take_writes()
@@ -171,7 +173,7 @@ class LogWriter(Generic[R]):
         self._synced(job)
 
     async def truncate(self, end: int) -> str:
-        """Cut the log at `end`; says what was cut."""
+        """Truncate the log to `end`; log the range."""
         log = self.log
         async with self.lock:
             what = f"offsets [{end}, {log.log_end}): the leader's log diverges from this one there"
@@ -179,7 +181,7 @@ class LogWriter(Generic[R]):
         return what
 
     def _cut(self, end: int) -> None:
-        """W5: first nobody promises any more what is cut, then it is cut."""
+        """Lower the noted synced end, then truncate (W5)."""
         log = self.log
         if end < log.synced_end:
             self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
@@ -187,7 +189,7 @@ class LogWriter(Generic[R]):
         log.truncate_to(end)
 
     async def close(self, clean: bool) -> None:
-        """What is under way is finished, then the log is closed."""
+        """Finish the running writes, then close the log."""
         await asyncio.gather(*self._unfinished, return_exceptions=True)
         async with self.lock:
             args = self._disk.storage, self.log, self._vote, clean

@@ -1,12 +1,12 @@
-"""The metadata quorum as one node sees it: who leads, in which epoch, and what is committed.
+"""The state machine of the metadata quorum on one node: leader, epoch, and committed records.
 
-Raft in Kafka's words: records are pulled (KIP-595), elections are tried out before an epoch is
-spent on them (KIP-996), voters are (node id, directory id) and change one at a time by a record
-that counts from its append on (KIP-853).  A node that is no voter observes: it fetches and
-knows the leader, and neither stands nor counts.  One that is out by a record which may not be
-committed goes on standing, for it may be the only one that has that record (Raft §4.2.2).  The
-machine never asks how many voters there are: with one, a majority is one, its own saved vote elects
-it and its own synced end commits (rule Q4).
+This is Raft with Kafka's choices.  Followers pull records (KIP-595).  A pre-vote precedes an
+election (KIP-996).  Voters are (node id, directory id); they change one at a time, by a record that
+counts from its append on (KIP-853).  A node that is not a voter is an observer: it fetches and
+knows the leader, but it neither stands for election nor counts for majorities.  A voter that an
+uncommitted record removes may still stand, because it may be the only node with that record (Raft
+§4.2.2).  No code path depends on the number of voters: a single voter elects itself by its own
+saved vote and commits by its own synced end (rule Q4).
 
     UNATTACHED ──election──► PROSPECTIVE ──majority would──► CANDIDATE ──majority did──► LEADER
         ▲  │                      ▲                              │                          │
@@ -15,16 +15,18 @@ it and its own synced end commits (rule Q4).
         └──── a later epoch without a known leader (from anywhere)
 
 Invariants
-  U1  a vote is SYNCED before anybody hears of it; one vote an epoch, and an epoch is never used
-      twice by a candidate.  An epoch entered without a vote is written too, and not waited for:
-      nothing is committed in it before a record of it is SYNCED here, which names it as well (U3)
-  U2  the high watermark never moves back, and never past what a majority has SYNCED
-  U3  a leader commits nothing before a record of its own epoch is committed (Raft §5.4.2)
-  U4  a voter is (node id, directory id): another directory is another voter (rule Q1)
-  U5  the own log is never cut below the high watermark
-  U6  a follower writes to its log once at a time, and meanwhile says nothing about it: it neither
-      fetches nor stands
-  U7  whoever has heard of a live leader wants no election (a node that was cut off cannot depose)
+  U1  A vote is SYNCED before it is sent.  A node votes once in an epoch, and a candidate never uses
+      an epoch twice.  An epoch without a vote is written too, but the machine does not wait for
+      that write: nothing is committed in the epoch before this node has SYNCED a record of it, and
+      that record names the epoch as well (U3).
+  U2  The high watermark never moves back, and never passes the offset that a majority has SYNCED.
+  U3  A leader commits nothing before a record of its own epoch is committed (Raft §5.4.2).
+  U4  A voter is (node id, directory id): another directory is another voter (rule Q1).
+  U5  A node never truncates its log below the high watermark.
+  U6  A follower has at most one write to its log under way.  Meanwhile it neither fetches nor
+      stands for election, because its messages would describe the log before the write.
+  U7  A node that has recently heard of a live leader grants no pre-vote, so that a node which was
+      cut off cannot depose the leader.
 """
 
 from __future__ import annotations
@@ -105,12 +107,12 @@ class Quorum:
         self._epochs = LeaderEpochs()
         self._granted: dict[Voter, None] = {}
         self._started = False
-        self._job = 0  #: the last write to the log that was asked for
+        self._job = 0  #: the last write to the log that this machine requested
         self._writing = False  #: U6
         self._fetches = 0
-        self._fetching: Fetch | None = None  #: the one fetch that is under way
-        self._heard_ms = 0  #: a follower: when the leader last answered, if it may live
-        self._word_ms: int | None = None  #: when any leader last did; None = it was this node
+        self._fetching: Fetch | None = None  #: the fetch under way
+        self._heard_ms = 0  #: follower: last answer of a leader that may live
+        self._word_ms: int | None = None  #: last answer of any leader; None = this node
         self._promised = 0  #: the leader's high watermark, behind records that are being written
         self._effects: list[Effect] = []
 
@@ -122,7 +124,7 @@ class Quorum:
 
     @property
     def voters(self) -> tuple[Voter, ...]:
-        """As the log has them, committed or not."""
+        """The voters of the last voters record in the log, committed or not."""
         return self.log.voters[-1].voters if self.log.voters else ()
 
     @property
@@ -130,7 +132,7 @@ class Quorum:
         return len(self.voters) // 2 + 1
 
     def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
-        """The only mutator."""
+        """Handle one event and return the effects.  Nothing else changes the state."""
         if isinstance(event, Started):
             self._start(event, now_ms)
         elif not self._started:
@@ -166,7 +168,7 @@ class Quorum:
         if event.log.last_epoch > event.saved.epoch:
             self._enter(event.log.last_epoch)
         if self.voters == (self.me,):
-            self._stand(now_ms)  # nobody else can lead
+            self._stand(now_ms)  # no other node can lead
         else:
             self._arm(ELECTION, now_ms, self.timing.election_ms)
             self._look_for_leader()
@@ -176,7 +178,7 @@ class Quorum:
         self._epochs = LeaderEpochs(list(log.epochs))
 
     def _enter(self, epoch: int, then: Sequence[Effect] = (), vote: Voter | None = None) -> None:
-        """Be in `epoch`, with `vote` given; `then` once that is SYNCED (U1)."""
+        """Enter `epoch` with `vote`; perform `then` once both are SYNCED (U1)."""
         assert epoch >= self.epoch, (epoch, self.epoch)
         if vote is None:
             self.vote = Vote(epoch)
@@ -185,7 +187,7 @@ class Quorum:
         self._effects.append(Write([SaveVote(self.vote)], Level.SYNCED, then))
 
     def _leave(self) -> None:
-        """End what the present role had begun."""
+        """End the present role: cancel its timers and refuse its waiting requests."""
         state, self.leader_state = self.leader_state, None
         if state is not None:
             for each in state.waiting.values():
@@ -201,7 +203,7 @@ class Quorum:
             self._effects.append(SetTimer(key, None))
 
     def _detach(self, epoch: int, now_ms: int) -> None:
-        """No leader is known in `epoch`."""
+        """Become unattached: no leader is known in `epoch`."""
         led = self.role is Role.LEADER
         knew = self.leader
         self._leave()
@@ -214,7 +216,7 @@ class Quorum:
         self._look_for_leader()
 
     def _follow(self, epoch: int, leader: Voter, now_ms: int, *, heard: bool = False) -> None:
-        """`leader` leads `epoch`: `heard` = it says so itself."""
+        """Follow the leader of `epoch`.  `heard`: the leader itself sent the message."""
         if leader == self.me or (epoch, leader) == (self.epoch, self.leader):
             return
         assert self.leader is None or epoch > self.epoch, "two leaders in one epoch"
@@ -238,9 +240,9 @@ class Quorum:
     # -- elections ---------------------------------------------------------------------------------
 
     def _stand(self, now_ms: int) -> None:
-        """Ask whether an election would be won (KIP-996).
+        """Become prospective: ask the voters for pre-votes (KIP-996).
 
-        Not while the log is written: what a candidate says of its log must stay true (U6).
+        It waits while the log is written, because the log state in the request must stay true (U6).
         """
         if self._writing or not may_stand(self.me, self.log, self.high_watermark):
             self._detach(self.epoch, now_ms)
@@ -260,7 +262,7 @@ class Quorum:
         return VoteRequest(self.me, self.epoch, log.last_epoch, log.end, voter, pre_vote)
 
     def _grant(self, voter: Voter, now_ms: int) -> None:
-        """`voter` gave, or would give, its vote."""
+        """Count the vote, or pre-vote, of `voter`."""
         if voter not in self.voters:
             return
         self._granted[voter] = None
@@ -272,7 +274,7 @@ class Quorum:
             self._lead(now_ms)
 
     def _run(self, now_ms: int) -> None:
-        """Stand in a new epoch."""
+        """Become a candidate in a new epoch."""
         self.role, self._granted = Role.CANDIDATE, {}
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         asks: list[Effect] = [Publish(SELF, SelfVoted(self.epoch + 1))]
@@ -306,7 +308,7 @@ class Quorum:
         self._enter(self.epoch, [answer], ask.sender)
 
     def _answer_vote(self, request: Any, ask: VoteRequest, now_ms: int, *, granted: bool) -> None:
-        """A grant leaves behind the write of the vote it repeats: writes are done in order (U1)."""
+        """Answer a vote request.  A granted vote is sent after its write, in write order (U1)."""
         answer = Respond(request, self._vote_reply(ask, granted, now_ms))
         if granted and not ask.pre_vote:
             self._effects.append(Write([], Level.SYNCED, [answer]))
@@ -318,7 +320,7 @@ class Quorum:
         return VoteReply(self.me, self.epoch, leader, granted, ask.pre_vote, ask.epoch)
 
     def _live_leader(self, now_ms: int) -> Voter | None:
-        """The leader, if it was heard of lately (U7): what others were told before is no news."""
+        """The leader if it answered recently (U7); hearsay of other nodes does not count."""
         if self.role is Role.FOLLOWER and now_ms - self._heard_ms >= self.timing.fetch_ms:
             return None
         return self.leader
@@ -378,7 +380,7 @@ class Quorum:
             return
         self._fetching = None
         self._effects.append(SetTimer(AGAIN, now_ms + self.timing.again_ms))
-        if event.refused and self._live_leader(now_ms) is not None:  # R7: silence is not waited for
+        if event.refused and self._live_leader(now_ms) is not None:  # R7
             self._heard_ms = now_ms - self.timing.fetch_ms
             self._arm(FETCH, now_ms, self.timing.again_ms)
 
@@ -395,7 +397,7 @@ class Quorum:
     # -- following ---------------------------------------------------------------------------------
 
     def _look_for_leader(self) -> None:
-        """Without a leader: any voter may know one, but not this node's lost directory."""
+        """Ask a voter for the leader; never this node's own lost directory."""
         others = [voter for voter in self.voters if voter.node_id != self.me.node_id]
         if others and not self._writing:
             self._send_fetch(self._rng.choice(others))
@@ -420,7 +422,7 @@ class Quorum:
         if reply.epoch != self.epoch or reply.number != asked.number:
             return
         self._fetching = None
-        if reply.status is FetchStatus.NOT_LEADER:  # any more: its farewell was lost
+        if reply.status is FetchStatus.NOT_LEADER:  # no longer: its EndQuorumEpoch was lost
             self._detach(self.epoch, now_ms)
             return
         self._heard_ms = self._word_ms = now_ms
@@ -445,7 +447,7 @@ class Quorum:
         return self._job
 
     def _write(self, op: Any) -> None:
-        """U6.  The shell answers with `Synced(job=…)`."""
+        """Request a write to the log (U6).  The shell answers with `Synced(job=…)`."""
         self._writing = True
         self._effects.append(Write([op], Level.SYNCED))
 
@@ -464,7 +466,7 @@ class Quorum:
             self._look_for_leader()
 
     def _sure_end(self) -> int:
-        """Snapshots are made of committed records."""
+        """The end that is certainly committed: a snapshot holds only committed records."""
         snapshot = self.log.snapshot
         return self.log.base.end if snapshot is None else max(self.log.base.end, snapshot.end)
 
@@ -476,7 +478,7 @@ class Quorum:
     # -- leading -----------------------------------------------------------------------------------
 
     def _tick(self, now_ms: int) -> None:
-        """Tell who has not come yet; step down without a majority."""
+        """Send BeginQuorumEpoch to silent voters; step down without contact to a majority."""
         state = self.leader_state
         assert state is not None
         if not state.in_touch(self.voters, now_ms - 3 * self.timing.fetch_ms // 2):
@@ -494,7 +496,7 @@ class Quorum:
         earlier = state.waiting.pop(fetch.sender, None)
         if earlier is not None:
             self._respond(earlier.request, self._data(earlier.fetch))
-        state.heard_ms[fetch.sender] = now_ms  # also while it loads a snapshot
+        state.heard_ms[fetch.sender] = now_ms  # also while the node loads a snapshot
         apart = find_divergence(self.log, self._epochs, fetch)
         if apart is not None:
             self._respond(request, self._part(fetch, apart))
@@ -524,7 +526,7 @@ class Quorum:
         return FetchReply(self.me, self.epoch, self.me, status, number, offset, diverging=apart)
 
     def _advance(self, now_ms: int) -> None:
-        """Commit what a majority holds (U2, U3)."""
+        """Advance the high watermark to what a majority holds (U2, U3)."""
         state = self.leader_state
         assert state is not None
         committed = state.committed(self.voters, self.log.end)
@@ -539,11 +541,11 @@ class Quorum:
             self._detach(self.epoch, now_ms)
 
     def _settled(self, state: LeaderState) -> bool:
-        """The voters in force are committed, and so is a record of this epoch."""
+        """Whether the voters record and a record of this epoch are committed."""
         return self.high_watermark > max(state.start, self.log.voters[-1].offset)
 
     def _release(self, now_ms: int) -> None:
-        """Answer the fetches for which there is news, or which have waited enough."""
+        """Answer the waiting fetches that have news or have waited their time."""
         state = self.leader_state
         if state is None:
             return
@@ -556,7 +558,7 @@ class Quorum:
         self._effects.append(SetTimer(WAITING, state.next_due_ms()))
 
     def _change_voters(self, event: VotersChange, now_ms: int) -> None:
-        """One at a time, and not before this leader's epoch has committed something (KIP-853)."""
+        """Begin a voter change, one at a time, once this epoch has committed a record (KIP-853)."""
         state = self.leader_state
         if state is None:
             self._respond(event.request, errors.ControllerUnavailable("this node does not lead"))

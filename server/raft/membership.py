@@ -1,14 +1,15 @@
-"""What people ask of the metadata quorum: how it stands, and who votes (KIP-595, KIP-836, KIP-853).
+"""Administration of the metadata quorum: describe, add and remove voters (KIP-595, 836, 853).
 
-Pure: the leader's own view, and what stands against a change that somebody wants; the quorum
-machine makes the change.
+Pure.  This module computes the leader's view of the quorum and the reasons to refuse a change of
+voters.  The quorum machine makes the change.
 
 Rules
-  M1  who is added has caught up with the leader lately: a voter that lags is counted by majorities
-      it does not help to reach
-  M2  after a change a majority of the voters is in touch with the leader: else the change, and
-      everything after it, would never be committed
-  M3  one voter for a node id: a node with another directory is added after the old one was removed
+  M1  An added node has recently caught up with the leader.  A voter that lags counts for majorities
+      but does not help to reach them.
+  M2  After a change a majority of the voters is in contact with the leader.  Otherwise neither the
+      change nor any later record could be committed.
+  M3  A node id has one voter.  A node with another directory is added after the old one was
+      removed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pk.server.raft.messages import Voter
 from pk.types import NONE, NodeId
 from pk.wire import pk_pb2 as wire
 
-#: A node that has not fetched for so long is no observer any more.
+#: An observer that has not fetched for this long is no longer listed.
 OBSERVER_MS = 300_000
-#: M1: how long ago "lately" may be, in times of `Timing.fetch_ms`.
+#: M1: the age that "recently" allows, in multiples of `Timing.fetch_ms`.
 LATELY = 5
 
 
@@ -37,7 +38,7 @@ def _leader_state(quorum: Quorum) -> LeaderState:
 def describe(
     quorum: Quorum, address_of: Callable[[NodeId], str], now_ms: int
 ) -> wire.DescribeQuorumReply:
-    """The quorum as its leader sees it.  Times are ms ago, -1 = never in this epoch.
+    """Describe the quorum from its leader's view.  Times are ms ago; -1 = never in this epoch.
 
     Raises `ControllerUnavailable` if this node does not lead.
     """
@@ -75,7 +76,7 @@ def describe(
 
 
 def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
-    """The voters once `voter` is one; as they are if it is (who asked may ask again).
+    """Return the voters with `voter` added; unchanged if it votes already (a repeated request).
 
     Raises `InvalidRequest`, `OffsetNotAvailable` (M1), `ControllerUnavailable`.
     """
@@ -101,7 +102,7 @@ def with_voter(quorum: Quorum, voter: Voter, now_ms: int) -> tuple[Voter, ...]:
 def without_voter(
     quorum: Quorum, node_id: NodeId, directory_id: str, now_ms: int
 ) -> tuple[Voter, ...]:
-    """The voters once that one is none; directory '' = whichever it has.
+    """Return the voters without a node; directory '' = any directory of the node.
 
     Raises `InvalidRequest`, `ControllerUnavailable`.
     """
@@ -120,7 +121,7 @@ def without_voter(
 
 
 def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Voter, ...]:
-    """M2."""
+    """Raise unless a majority of the new voters is in contact with the leader (M2)."""
     state = _leader_state(quorum)
     since_ms = now_ms - quorum.timing.fetch_ms
     present = [v for v in voters if v == quorum.me or state.heard_ms.get(v, NONE) >= since_ms]

@@ -1,9 +1,8 @@
-"""What the metadata quorum is told and what its peers say to each other (KIP-595, KIP-853,
-KIP-996).
+"""Messages between the nodes of the metadata quorum, and events of its machine (KIP-595, 853, 996).
 
-Every message names its sender and the sender's epoch; whoever hears of a later epoch goes there
-first and judges then.  Requests come in with a handle for the answer, replies come in as they are:
-both may be lost, late or doubled.
+Every message names its sender and the sender's epoch.  A node that receives a later epoch enters it
+before it handles the message.  Requests arrive with a handle for the answer.  Requests and replies
+may be lost, late or duplicated.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pk.types import NONE, EpochStart, NodeId
 
 @dataclass(slots=True, frozen=True, order=True)
 class Voter:
-    """A node with one directory: another directory is another voter (rule Q1)."""
+    """A node together with its directory.  Another directory is another voter (rule Q1)."""
 
     node_id: NodeId
     directory_id: str
@@ -27,7 +26,7 @@ class Voter:
 
 @dataclass(slots=True, frozen=True)
 class Vote:
-    """What must survive a power loss: the epoch and whom this node gave its vote."""
+    """The epoch, and the node that has this node's vote in it.  It must survive a power loss."""
 
     epoch: int = 0
     voted_for: NodeId = NONE
@@ -45,7 +44,7 @@ class Vote:
 
 @dataclass(slots=True, frozen=True)
 class VoteRequest:
-    """Vote for the sender in `epoch`; or, with `pre_vote`, say whether you would in a next one."""
+    """Asks for a vote in `epoch`; with `pre_vote`, asks whether the receiver would vote."""
 
     sender: Voter
     epoch: int
@@ -57,7 +56,7 @@ class VoteRequest:
 
 @dataclass(slots=True, frozen=True)
 class BeginQuorumEpoch:
-    """The sender leads `epoch`: nobody need find that out by a timeout."""
+    """Announces the leader of `epoch`, so that no node must wait for a timeout to learn it."""
 
     sender: Voter
     epoch: int
@@ -66,7 +65,7 @@ class BeginQuorumEpoch:
 
 @dataclass(slots=True, frozen=True)
 class EndQuorumEpoch:
-    """The sender leads `epoch` no longer; the first of `successors` may stand at once."""
+    """The sender no longer leads `epoch`.  The first of `successors` may stand at once."""
 
     sender: Voter
     epoch: int
@@ -75,16 +74,17 @@ class EndQuorumEpoch:
 
 @dataclass(slots=True, frozen=True)
 class Fetch:
-    """Records from `offset` on; everything below is SYNCED at the sender, the last in
-    `last_epoch`.
+    """Asks for records from `offset` on.
+
+    Everything below `offset` is SYNCED at the sender; the last record there is of `last_epoch`.
     """
 
     sender: Voter
     epoch: int
     offset: int
     last_epoch: int
-    high_watermark: int  #: what the sender knows: news of a later one is worth an answer
-    number: int  #: of the sender's fetches: only the answer to its last one counts
+    high_watermark: int  #: the sender's high watermark: a later one ends the wait
+    number: int  #: number of this fetch; only the answer to the last fetch counts
 
 
 Request = VoteRequest | BeginQuorumEpoch | EndQuorumEpoch | Fetch
@@ -99,12 +99,12 @@ class VoteReply:
     leader: Voter | None
     granted: bool
     pre_vote: bool
-    asked_epoch: int  #: of the request: an answer to an older one counts for nothing
+    asked_epoch: int  #: number of the request; answers to older requests are ignored
 
 
 @dataclass(slots=True, frozen=True)
 class QuorumEpochReply:
-    """The answer to `BeginQuorumEpoch` and `EndQuorumEpoch`."""
+    """The reply to `BeginQuorumEpoch` and `EndQuorumEpoch`."""
 
     sender: Voter
     epoch: int
@@ -114,13 +114,13 @@ class QuorumEpochReply:
 class FetchStatus(enum.Enum):
     DATA = "data"  #: the batches in [offset, end), perhaps none
     DIVERGING = "diverging"  #: the two logs diverge at or before `diverging`
-    SNAPSHOT = "snapshot"  #: what was asked for is only in a snapshot any more
+    SNAPSHOT = "snapshot"  #: the offset is only in a snapshot
     NOT_LEADER = "not leader"  #: see `leader`
 
 
 @dataclass(slots=True, frozen=True)
 class FetchReply:
-    """The shell fills `payload`: the leader says which range, and reads it from its log."""
+    """The reply to a fetch.  The machine sets the range; the shell reads `payload` from the log."""
 
     sender: Voter
     epoch: int
@@ -128,7 +128,7 @@ class FetchReply:
     status: FetchStatus
     number: int  #: of the fetch
     offset: int  #: where the fetch began
-    end: int = 0  #: of the payload; the shell may lower it to what fits
+    end: int = 0  #: end of the payload; the shell may lower it
     high_watermark: int = 0
     diverging: EpochEnd | None = None
     snapshot: SnapshotId | None = None
@@ -142,7 +142,7 @@ Reply = VoteReply | QuorumEpochReply | FetchReply
 
 @dataclass(slots=True, frozen=True)
 class VotersAt:
-    """The voters, by the record at `offset` (a snapshot counts as its last record)."""
+    """The voters of the record at `offset`.  A snapshot counts as its last record."""
 
     offset: int
     voters: tuple[Voter, ...]
@@ -150,23 +150,23 @@ class VotersAt:
 
 @dataclass(slots=True, frozen=True)
 class LogState:
-    """What a node holds, SYNCED: [base.end, end), and snapshots below."""
+    """The SYNCED state of a node's log: [base.end, end), and snapshots below it."""
 
     end: int = 0
     epochs: tuple[EpochStart, ...] = ()
     voters: tuple[VotersAt, ...] = ()
-    base: SnapshotId = NOTHING  #: where the log begins, and the epoch of what is before
-    snapshot: SnapshotId | None = None  #: the latest there is
+    base: SnapshotId = NOTHING  #: the start of the log, and the epoch of the record before it
+    snapshot: SnapshotId | None = None  #: the latest snapshot
 
     @property
     def last_epoch(self) -> int:
-        """Of the last record; 0 = there is none."""
+        """The epoch of the last record; 0 = no record."""
         return self.epochs[-1].epoch if self.epochs else self.base.epoch
 
 
 @dataclass(slots=True, frozen=True)
 class Started:
-    """The process began with this saved vote and this log."""
+    """Event: the process started with this saved vote and this log."""
 
     saved: Vote
     log: LogState
@@ -174,7 +174,7 @@ class Started:
 
 @dataclass(slots=True, frozen=True)
 class RequestReceived:
-    """A request came; `request` is what its answer is given with."""
+    """Event: a request arrived.  `request` is the handle for the answer."""
 
     request: Any
     message: Request
@@ -182,15 +182,16 @@ class RequestReceived:
 
 @dataclass(slots=True, frozen=True)
 class ReplyReceived:
-    """A reply came."""
+    """Event: a reply arrived."""
 
     message: Reply
 
 
 @dataclass(slots=True, frozen=True)
 class Unreachable:
-    """A message to `peer` did not arrive, or its answer will not; `refused`: nobody listens at its
-    address.
+    """Event: a message to `peer` or its answer was lost.
+
+    `refused`: the address of the peer refuses connections.
     """
 
     peer: Voter
@@ -204,17 +205,17 @@ class TimerFired:
 
 @dataclass(slots=True, frozen=True)
 class SelfVoted:
-    """The vote for oneself in `epoch` is SYNCED."""
+    """Event: the vote of this node for itself in `epoch` is SYNCED."""
 
     epoch: int
 
 
 @dataclass(slots=True, frozen=True)
 class Synced:
-    """The own log is now `log`.
+    """Event: the log of this node is now `log`.
 
-    `job` = which of the machine's writes is over with that, done or given up; 0 = the leader
-    appended, or a snapshot was made.
+    `job`: the number of the machine's write that ended, done or given up.  0 = the leader appended,
+    or a snapshot was made.
     """
 
     log: LogState
@@ -223,7 +224,7 @@ class Synced:
 
 @dataclass(slots=True, frozen=True)
 class VotersChange:
-    """Let `voters` be the voters from now on; one joins or one leaves."""
+    """Event: change the voters to `voters`, which adds or removes one voter."""
 
     request: Any
     voters: tuple[Voter, ...]
@@ -231,7 +232,7 @@ class VotersChange:
 
 @dataclass(slots=True, frozen=True)
 class Resign:
-    """The process is about to end."""
+    """Event: the process is about to end."""
 
 
 Event = (
@@ -256,7 +257,7 @@ class SaveVote:
 
 @dataclass(slots=True, frozen=True)
 class BeginEpoch:
-    """Append the leader change and the voters as the first records of `epoch`."""
+    """Write: append the leader change and the voters as the first records of `epoch`."""
 
     leader: Voter
     epoch: int
@@ -265,7 +266,7 @@ class BeginEpoch:
 
 @dataclass(slots=True, frozen=True)
 class AppendVoters:
-    """Append the voters in the leader's epoch."""
+    """Write: append a voters record in the leader's epoch."""
 
     epoch: int
     voters: tuple[Voter, ...]
@@ -273,14 +274,14 @@ class AppendVoters:
 
 @dataclass(slots=True, frozen=True)
 class StopLeading:
-    """Forget what was decided and not written; answer with where the log ends."""
+    """Write: undo the records that were decided and not written; answer with the log end."""
 
     job: int
 
 
 @dataclass(slots=True, frozen=True)
 class AppendFetched:
-    """Append the payload of `reply`, whose first batch begins at the log's end."""
+    """Write: append the payload of `reply`, whose first batch begins at the end of the log."""
 
     job: int
     reply: FetchReply
@@ -294,7 +295,7 @@ class TruncateTo:
 
 @dataclass(slots=True, frozen=True)
 class LoadSnapshot:
-    """Fetch the snapshot from `leader`, and begin the log anew behind it."""
+    """Write: fetch the snapshot from `leader`, and replace the log by an empty one behind it."""
 
     job: int
     leader: Voter
@@ -305,7 +306,7 @@ Op = SaveVote | BeginEpoch | AppendVoters | StopLeading | AppendFetched | Trunca
 
 # -- what is made known ----------------------------------------------------------------------------
 
-#: Names of what the machine publishes.  SELF: the value is its own next event.
+#: Names of the values that the machine publishes.  SELF: the value is its own next event.
 SELF = "self"
 LEADERSHIP = "leadership"
 HIGH_WATERMARK = "high_watermark"
@@ -313,9 +314,11 @@ HIGH_WATERMARK = "high_watermark"
 
 @dataclass(slots=True, frozen=True)
 class Leadership:
-    """Who leads, as far as this node knows; `start`: where the records of this node's own epoch
-    begin, NONE if it does not lead; `answered_until_ms`: no leader before it answered a heartbeat
-    after this (this node's clock; timing.py), None if that is not known.
+    """The leader, as far as this node knows.
+
+    `start`: the first offset of this node's own epoch; NONE if it does not lead.
+    `answered_until_ms`: no former leader answered a heartbeat after this time of this node's clock
+    (timing.py); None if that is unknown.
     """
 
     epoch: int

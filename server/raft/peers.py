@@ -1,10 +1,11 @@
-"""The other nodes of the metadata quorum: what is sent to them, and what they answer.
+"""Connections to the other nodes of the metadata quorum: sends messages, posts replies as events.
 
-World-generic.  Each peer has one control connection, opened when there is something to say.  A
-message is a call; its reply is an event of the machine, and so is a call that failed.
+World-generic.  Each peer has one control connection, which is opened for the first message.  A
+message is a call.  Its reply, or its failure, becomes an event of the machine.
 
 Invariants
-  N1  calls under way are bounded for each peer; one more is dropped, as the network may drop it.
+  N1  The number of running calls to a peer is bounded.  A further call is dropped, as the network
+      could drop it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ CALLS_MAX = 16
 
 
 class Peers:
-    """Calls by voter: `addresses` gives HOST:PORT by node id, `post` takes what comes of them;
-    `voters` knows, and learns, where a leader that is named is reached.
+    """Sends calls to the other nodes.
+
+    `addresses`: HOST:PORT by node id.  `post`: receives the events.  `voters`: knows, and learns,
+    the addresses of leaders that messages name.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Peers:
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def send(self, peer: Voter, message: Any) -> None:
-        """Say `message`; whatever comes of it is posted."""
+        """Send `message`; post its reply or failure as an event."""
         if self._running.get(peer.node_id, 0) >= CALLS_MAX:
             return  # N1
         self._running[peer.node_id] = self._running.get(peer.node_id, 0) + 1
@@ -99,8 +102,9 @@ class Peers:
             self._post(ReplyReceived(reply))
 
     async def ask(self, peer: Voter, request: Message, timeout_ms: int) -> Frame:
-        """A call that is no message of the machine.  Raises its typed error, or what the caller's
-        connection does.
+        """Make a call that is not a message of the machine.
+
+        Raises the typed error of the reply, or the error of the connection.
         """
         return await self._caller(peer.node_id).call(request, timeout_ms=timeout_ms)
 
@@ -120,12 +124,12 @@ class Peers:
         return found
 
     async def idle(self) -> None:
-        """Return when no call is under way."""
+        """Return once no call is running."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the running calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,8 +1,8 @@
-"""What the quorum has to know of the records that it replicates (Kafka: `RecordSerde`).
+"""The interface by which the quorum reads and writes records (Kafka: `RecordSerde`).
 
-The log is generic over its records.  Two kinds of them the quorum appends and reads itself: who
-leads an epoch, and who votes (KIP-595, KIP-853).  A serde knows how they, and all others, are
-written.
+The log is generic over its records.  The quorum appends and reads two kinds of records itself: the
+leader of an epoch, and the voters (KIP-595, KIP-853).  A serde encodes and decodes these and all
+other records.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pk.wire import pk_pb2 as wire
 
 R = TypeVar("R")
 
-#: What the quorum itself appends.
+#: The records that the quorum itself appends.
 ControlRecord = wire.LeaderChangeRecord | wire.VotersRecord
 
 
 class RecordSerde(Protocol[R]):
-    """Records as bytes and back."""
+    """Encodes records to bytes and decodes them."""
 
     def record_of(self, body: ControlRecord) -> R:
-        """A record of the log that says `body`."""
+        """Return the record of the log for `body`."""
         ...
 
     def voters_in(self, record: R) -> wire.VotersRecord | None:
-        """The voters that `record` names; None if it is of another kind."""
+        """Return the voters that `record` names; None if it is of another kind."""
         ...
 
     def encode_batch(self, records: Sequence[R], now_ms: int) -> bytes:
-        """One batch; offsets and leader epoch are patched in by the log."""
+        """Encode one batch.  The log sets its offsets and leader epoch."""
         ...
 
     def decode_batches(
         self, raw: Buffer, from_offset: int = 0, *, verify: bool = True
     ) -> Iterator[tuple[int, R]]:
-        """The records of consecutive whole batches at and above `from_offset`, with their offsets.
+        """Decode consecutive whole batches: records at and above `from_offset`, with offsets.
 
         Raises `CorruptBatch` or `InvalidRecord` if the bytes were damaged, `CorruptLog`,
         `NewerFormat`.
@@ -45,5 +45,5 @@ class RecordSerde(Protocol[R]):
         ...
 
     def decode_snapshot(self, raw: Buffer) -> Iterator[Sequence[tuple[int, R]]]:
-        """The rows of a snapshot that was checked, batch by batch.  Raises `NewerFormat`."""
+        """Decode the rows of a verified snapshot, batch by batch.  Raises `NewerFormat`."""
         ...

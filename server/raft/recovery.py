@@ -1,21 +1,21 @@
-"""Opening the metadata directory: the saved vote, the checkpoint files, the log, and how they fit.
+"""Opens the metadata directory: the saved vote, the snapshots and the log, and their consistency.
 
-World-generic, on the write lane.  The log covers everything from `base` on; what is below is in a
-snapshot.
+World-generic; runs in the writer.  The log has every record from `base` on.  Records below `base`
+are in a snapshot.
 
-    .load there               the log is emptied and begins at its end: finish what was begun
-    newest snapshot damaged   the one before it, if the log still reaches back to its end
-    log begins above them     CorruptLog: nobody could say what the records before it came to
+    a .load exists            finish the load: empty the log, and begin it at the snapshot's end
+    newest snapshot damaged   use the one before it, if the log reaches back to its end
+    log begins above them     CorruptLog: the state before the log is unknown
     log ends below them       CorruptLog: a snapshot is made of records that were SYNCED here
 
 Invariants
-  O1  opening twice gives the same
-  O2  nothing committed is cut away as if it were a torn tail: below `synced_end`, and below every
-      snapshot, damage is reported and left where it is.  A clean stop notes the end of the log, so
-      that after it no damage is taken for a torn tail
-  O3  every cut is named, with its range (`Opened.cuts`)
-  O4  where records are and no vote is, nothing is cut: how far the log was SYNCED is not known.
-      Whether this node may go on without its vote, the voters say (raft/log W7; rule Q5)
+  O1  Opening twice gives the same result.
+  O2  Committed records are never cut as a torn tail.  Damage below `synced_end`, or below a
+      snapshot, is reported and left in place.  A clean stop notes the end of the log, so that no
+      later damage is taken for a torn tail.
+  O3  Every cut is reported with its range (`Opened.cuts`).
+  O4  If there are records and no vote, nothing is cut, because the synced end is unknown.  The
+      voters decide whether the node may start without its vote (raft/log W7; rule Q5).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from pk.types import METADATA_TOPIC, METADATA_TOPIC_ID, TopicPartition
 
 QUORUM_STATE = "quorum-state"
 LOG_DIR = f"{METADATA_TOPIC}-0"
-#: What to do where the vote is damaged or gone.
+#: Advice of the error for a damaged or missing vote.
 WITHOUT_VOTE = (
     "In a cluster exchange this controller; its partitions stay. A node that is alone starts "
     "without the file, if its log is whole. docs/REPAIR.md, The saved vote, has the commands"
 )
 
-#: How the metadata log differs from a topic: only a snapshot makes it shorter, synced always, large
-#: batches (controller/machine M2).
+#: Differences from a topic: only a snapshot shortens the log, every write is synced, and batches
+#: may be large (controller/machine M2).
 _CONFIG = {
     "retention_ms": -1,
     "flush_on_ack": True,
@@ -55,40 +55,42 @@ _CONFIG = {
     "max_message_bytes": 64 * limits.MIB,
     "decoded_bytes_max": 64 * limits.MIB,
 }
-#: How the log's notes about its opening say that something is gone.
+#: Prefixes of the log's opening notes that report removed bytes.
 _CUT_WORDS = (" cut ", "removed", "before its start")
 _SEGMENT_BYTES = (14 * 1024, 64 * limits.MIB)
 
 
 @dataclass(slots=True, frozen=True)
 class SnapshotRules:
-    """When a snapshot is made: by the bytes of committed records since the last one, or by time if
-    there are any (KIP-630).
+    """When a snapshot is due (KIP-630).
+
+    It is due after a number of bytes of committed records, or after a time if there are new
+    records.
     """
 
     max_bytes: int = 20 * limits.MIB
-    max_interval_ms: int = 3_600_000  #: 0 = only by bytes
+    max_interval_ms: int = 3_600_000  #: 0 = by bytes only
 
     @property
     def segment_bytes(self) -> int:
-        """Whole segments are dropped, so they are smaller than what lies between two snapshots."""
+        """The segment size, below the snapshot distance: the log is shortened by whole segments."""
         least, most = _SEGMENT_BYTES
         return min(max(self.max_bytes // 2, least), most)
 
 
 @dataclass(slots=True, frozen=True)
 class Opened:
-    """What the metadata log begins with."""
+    """The result of opening the metadata directory."""
 
     vote: Vote
     log: PartitionLog
-    kept: tuple[SnapshotId, ...]  #: whole snapshots, oldest first
-    damaged: tuple[str, ...]  #: why, for each of the others
-    cuts: tuple[str, ...] = ()  #: what was cut off the log or removed (O3)
-    vote_lost: bool = False  #: records are here and no vote: it is not known what was voted (O4)
+    kept: tuple[SnapshotId, ...]  #: undamaged snapshots, oldest first
+    damaged: tuple[str, ...]  #: damaged snapshots, each with the cause
+    cuts: tuple[str, ...] = ()  #: cuts and removals (O3)
+    vote_lost: bool = False  #: there are records and no vote (O4)
 
     def report(self, say: Callable[..., None]) -> None:
-        """One line for each damaged snapshot and each cut."""
+        """Return one line for each damaged snapshot and each cut."""
         for why in self.damaged:
             say("metadata_snapshot_damaged", why=why)
         for what in self.cuts:
@@ -96,9 +98,9 @@ class Opened:
 
 
 def read_state(storage: Storage) -> tuple[Vote, int] | None:
-    """The saved vote and how far the log was SYNCED then; None = there is no file.
+    """Read the saved vote and the synced end noted with it; None if there is no file.
 
-    Raises `CorruptLog`: to guess a vote could be to vote twice.
+    Raises `CorruptLog` for a damaged file: a guessed vote could be a second vote in its epoch.
     """
     try:
         raw = storage.read_file(QUORUM_STATE)
@@ -117,7 +119,7 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
 
 
 def state_bytes(vote: Vote, synced_end: int) -> bytes:
-    """The content of `quorum-state`."""
+    """Return the content of `quorum-state`."""
     known: dict[str, Any] = {
         "format": 0,
         "epoch": vote.epoch,
@@ -129,13 +131,15 @@ def state_bytes(vote: Vote, synced_end: int) -> bytes:
 
 
 def first_state() -> bytes:
-    """The content of `quorum-state` before any vote."""
+    """Return the content of `quorum-state` before any vote."""
     return state_bytes(Vote(), 0)
 
 
 def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
-    """Where the log begins, if its files begin at `first`: the older of two snapshots, so that one
-    that is found damaged costs nothing.  Raises `CorruptLog` if nothing reaches back to `first`.
+    """Return the base of a log whose files begin at `first`: the end of the older snapshot.
+
+    So the log can replace the newest snapshot if that is damaged.  Raises `CorruptLog` if no
+    snapshot reaches up to `first`.
     """
     covering = [each for each in kept if each.end >= first]
     if first == 0 and len(covering) < KEEP:
@@ -149,7 +153,7 @@ def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
 
 
 def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
-    """See the module.  Raises `CorruptLog`."""
+    """Open the directory by the table of the module.  Raises `CorruptLog`."""
     state = read_state(storage)
     lost = state is None and _holds_records(storage)
     if lost:
@@ -157,12 +161,12 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     vote, synced_end = state or (Vote(), 0)
     found = Found(storage)
     if found.loading is not None:
-        if lost:  # it came from another voter
+        if lost:  # the snapshot came from another voter
             raise vote_lost(storage)
         log = _begin_anew(storage, rules, found.loading, now_ms)
         cut = f"everything below offset {found.loading.end}: a snapshot takes its place"
         return Opened(vote, log, (found.loading,), found.damaged, (cut,))
-    synced_end = max(synced_end, found.newest_end)  # O2: the vote's is as old as the vote
+    synced_end = max(synced_end, found.newest_end)  # O2: the end noted with the vote may be old
     log = _open(storage, rules, now_ms, synced_end=synced_end, log_start=None)
     where = f"{storage.root}/{LOG_DIR}"
     try:
@@ -177,7 +181,7 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
 
 
 def vote_lost(storage: Storage) -> errors.CorruptLog:
-    """There are, or were, other voters (rule Q5)."""
+    """Return the error for a lost vote where other voters exist or existed (rule Q5)."""
     return errors.CorruptLog(
         f"{storage.root}/{QUORUM_STATE} is gone, and the metadata log is there: without its vote "
         f"this controller could vote twice in an epoch. Remove nothing here. {WITHOUT_VOTE}"
@@ -185,7 +189,7 @@ def vote_lost(storage: Storage) -> errors.CorruptLog:
 
 
 def _holds_records(storage: Storage) -> bool:
-    """A log or a snapshot: a vote was SYNCED before either."""
+    """Whether there is a log or a snapshot; a vote was SYNCED before either existed."""
     if any(id_of(name.removesuffix(LOAD)) is not None for name in storage.list("")):
         return True
     return any(
@@ -194,7 +198,7 @@ def _holds_records(storage: Storage) -> bool:
 
 
 def _whole_end(storage: Storage) -> int:
-    """Where the log ends, if every batch that is there is whole.  Raises `CorruptLog` (O4)."""
+    """Return the log end if every batch is undamaged.  Raises `CorruptLog` otherwise (O4)."""
     end = 0
     for base in bases_of(storage, LOG_DIR):
         segment = Segment(storage, LOG_DIR, base)
@@ -217,7 +221,7 @@ def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool) -> N
     """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`."""
     log.close(clean)
     if clean:
-        # On a full disk the former note stays, and damage above it counts as after a kill.
+        # On a full disk the former note stays; damage above it is then judged as after a kill.
         with contextlib.suppress(errors.StorageFull):
             storage.replace_file(QUORUM_STATE, state_bytes(vote, log.written_end))
 
@@ -247,7 +251,7 @@ def _open(
 def _begin_anew(
     storage: Storage, rules: SnapshotRules, loading: SnapshotId, now_ms: int
 ) -> PartitionLog:
-    """The process died while its log was replaced by `loading`: whatever is left of it goes."""
+    """Finish the load of snapshot `loading` that a process death interrupted: empty the log."""
     for name in storage.list(LOG_DIR):
         storage.remove(f"{LOG_DIR}/{name}")
     log = _open(storage, rules, now_ms, synced_end=0, log_start=loading.end)

@@ -1,12 +1,13 @@
-"""What the other nodes of the metadata quorum ask of this one, on their control streams.
+"""Handles requests of the other nodes of the metadata quorum, on their control streams.
 
-World-generic.  A message goes to the machine; what its answer promises of the log is read here.
+World-generic.  The handler gives a message to the machine.  If the answer names a range of the log,
+the handler reads the records.
 
 Invariants
-  A1  records go out only while this node still leads the epoch it promised them in: later, those of
-      another leader may stand where they stood
-  A2  a leader does not go on naming a snapshot that it could not hand out: who asks is behind its
-      log, and could do nothing but ask for the same one again
+  A1  Records are sent only while this node still leads the epoch of the answer.  Afterwards another
+      leader's records may be at the same offsets.
+  A2  A leader stops naming a snapshot that it cannot send.  The node that asks is behind the start
+      of the log, and could only ask for the same snapshot again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from pk.wire.calls import Handler
 
 
 class RaftRequestHandler:
-    """See the module.  `ask` takes what the machine is asked; `renew` has it hear of the log, which
-    nobody cuts while this node leads.
+    """Handlers of the quorum's requests.
+
+    `ask`: gives a request to the machine and returns its answer.  `renew`: posts the present state
+    of the log to the machine; no truncation runs while this node leads.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""A little room that a full disk leaves to the metadata.
+"""Reserved disk space for the metadata.
 
-World-generic.  A controller that starts saves a vote and begins an epoch, and cannot do without:
-killed on a full disk it would not come back, and nobody could make room by deleting records.  So a
-file of RESERVE_BYTES stands in its directory while there is room.  It is removed when a write finds
-none, and before a start on a full disk; the next try has room.
+World-generic.  A controller must save a vote and begin an epoch when it starts.  Without reserved
+space a controller that was killed on a full disk could not start again, and then no operator could
+delete records to make room.  So a file of RESERVE_BYTES is kept in the metadata directory.  It is
+removed when a write finds no space, and before a start on a full disk; the next attempt succeeds.
 
 Invariants
-  B1  what found no room raises StorageFull all the same: whoever asked decides what to try again
-  B2  the file holds nothing; whether it is whole does not matter
+  B1  The write that found no space still raises StorageFull.  The caller decides what to repeat.
+  B2  The content of the file has no meaning; it may be incomplete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 RESERVE_FILE = "reserve"
 RESERVE_BYTES = limits.MIB // 4
-#: It is put there while so many times its size are free.
+#: The file is created only while this many times its size are free.
 TIMES = 4
 
 
 class ReserveDisk:
-    """A Disk whose writes give up the reserve where they find no room."""
+    """A Disk that removes the reserve file when a write finds no space."""
 
     def __init__(self, disk: Disk, size: int = RESERVE_BYTES) -> None:
         self._disk = disk
@@ -56,7 +56,7 @@ class ReserveDisk:
         await self._disk.close()
 
     async def prepare(self) -> None:
-        """Put the reserve there if there is room; on a full disk, give it up at once."""
+        """Create the reserve file if there is space; on a full disk, remove it."""
         await self._disk.write(self._prepare)
 
     def _prepare(self) -> None:
@@ -69,7 +69,7 @@ class ReserveDisk:
         elif free >= TIMES * self._size:
             file = storage.open(RESERVE_FILE, create=True)
             try:
-                # Nothing that a file system could compress.
+                # Random bytes: a file system must not compress the reserve.
                 file.append([hashlib.shake_128(b"reserve").digest(self._size)])
             finally:
                 file.close()

@@ -1,14 +1,14 @@
-"""A voter that is behind the leader's log fetches its snapshot, piece by piece (KIP-630).
+"""Fetches the leader's snapshot piece by piece, for a voter that is behind the log (KIP-630).
 
-World-generic.  One visit fetches for a bounded time and then lets the machine fetch again: so the
-leader hears of this node, this node of the leader, and both of a change (rule P1: nothing waits for
-a snapshot).  The next visit goes on where the last one stopped.
+World-generic.  One visit fetches for a bounded time.  Then the machine sends its next fetch, so
+that leader and follower stay in contact and learn of changes (rule P1: nothing waits for a
+snapshot). The next visit continues where the last one stopped.
 
 Invariants
-  D1  only bytes of one snapshot are put together: equal ids have equal bytes
-      (metadata/snapshot N1), and the whole is checked before it counts
-  D2  a visit ends when its leader is followed no longer
-  D3  what was begun is thrown away when nobody has that snapshot any more, or it was damaged
+  D1  Only bytes of one snapshot are combined.  Equal ids have equal bytes (metadata/snapshot N1),
+      and the whole file is verified before it counts.
+  D2  A visit ends when this node no longer follows its leader.
+  D3  A partial snapshot is dropped when no node has that snapshot any more, or when it is damaged.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True)
 class _Part:
-    """What was fetched so far."""
+    """The pieces that were fetched so far."""
 
     id: SnapshotId
     file: File
     position: int = 0
-    size: int | None = None  #: as the leader says; None = nothing was fetched
+    size: int | None = None  #: the size that the leader reports; None = nothing fetched yet
 
 
 class SnapshotFetcher:
-    """See the module."""
+    """Fetches one snapshot at a time into the `.part` file."""
 
     def __init__(
         self, files: SnapshotFiles, peers: Peers, clock: Clock, *, visit_ms: int, piece_ms: int
@@ -47,19 +47,19 @@ class SnapshotFetcher:
         self._peers = peers
         self._clock = clock
         self._visit_ms = visit_ms
-        self._piece_ms = piece_ms  #: how long one piece may take
+        self._piece_ms = piece_ms  #: timeout of one piece
         self._part: _Part | None = None
 
     async def visit(
         self, op: LoadSnapshot, least: int, follows: Callable[[], bool]
     ) -> tuple[SnapshotId, bytes] | None:
-        """A whole snapshot, not below `least`, whose file is the `.part`; None = another visit.
+        """Continue the fetch.  Returns the snapshot once the `.part` file is complete, else None.
 
-        Raises what the storage raises.
+        `least`: a snapshot that ends below it is of no use.  Raises errors of the storage.
         """
         until_ms = self._clock.monotonic_ms() + self._visit_ms
         if self._part is not None and self._part.id.end < least:
-            await self.drop()  # the log has come further than what was begun
+            await self.drop()  # the log has passed the end of the partial snapshot
         part = await self._begin(op.snapshot)
         try:
             while part.position != part.size:
@@ -78,20 +78,20 @@ class SnapshotFetcher:
         return (part.id, raw) if follows() else None
 
     async def drop(self) -> None:
-        """Begin again."""
+        """Drop the partial snapshot."""
         part, self._part = self._part, None
         if part is not None:
             part.file.close()
             await self._files.drop_part(part.id)
 
     def done(self) -> None:
-        """The `.part` has another name now."""
+        """Note that the `.part` file was renamed."""
         part, self._part = self._part, None
         if part is not None:
             part.file.close()
 
     async def _begin(self, offered: SnapshotId) -> _Part:
-        """Go on with what was begun, as long as somebody has it; a leader keeps two."""
+        """Continue the partial snapshot while the leader still has it; a leader keeps two."""
         if self._part is None:
             self._part = _Part(offered, await self._files.begin_part(offered))
         return self._part
@@ -104,7 +104,7 @@ class SnapshotFetcher:
             frame = await self._peers.ask(op.leader, request, self._piece_ms)
         except (errors.SnapshotNotFound, errors.InvalidRequest):
             raise
-        except errors.PkError as failure:  # whatever it is, it is the leader's
+        except errors.PkError as failure:  # a failure of the leader, whatever its kind
             raise errors.BrokerUnavailable(failure.message) from failure
         reply: Any = frame.head.fetch_snapshot_reply
         piece = bytes(frame.payload)

@@ -1,19 +1,19 @@
-"""The checkpoint files of `DIR/metadata`: made, read, fetched piece by piece, replaced, removed.
+"""The snapshot files of `DIR/metadata`: create, read, fetch piece by piece, replace, remove.
 
-World-generic.  A file goes through names, each step SYNCED before the next (rule L1):
+World-generic.  The name of a file shows its state.  Each step is SYNCED before the next (rule L1):
 
-    .checkpoint.part   being written or fetched; worth nothing to the next process
-    .checkpoint.load   whole, of a leader, ahead of the log, which is being begun anew behind it
-    .checkpoint        whole
+    .checkpoint.part   being written or fetched; the next process removes it
+    .checkpoint.load   complete, from a leader, ahead of the log, which is being replaced
+    .checkpoint        complete
 
 Invariants
-  F1  `kept` are the newest two of those that were found whole; older ones are removed only after
-      the newer is SYNCED
-  F2  while a `.load` is there the log may be in any state: opening finishes what was begun
-  F3  nothing here takes the write lane for longer than `PIECE_BYTES` take: votes pass through it
-      too (rule P1)
-  F4  once a `.load` is there nothing is fetched before it is finished: the next start would drop
-      what was confirmed in between
+  F1  `kept` are the newest two undamaged snapshots.  Older ones are removed only after the newer
+      one is SYNCED.
+  F2  While a `.load` exists the log may be in any state.  The next start finishes the load.
+  F3  No operation occupies the writer for longer than `PIECE_BYTES` take, because votes use the
+      same writer (rule P1).
+  F4  While a `.load` exists nothing is fetched: the next start would drop records that this node
+      had confirmed meanwhile.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SUFFIX, SnapshotId, file_name, id_of
 
 PART, LOAD = ".part", ".load"
-#: Room on a full disk is looked for again after this.
+#: Wait before the next attempt on a full disk.
 FULL_WAIT_MS = 1_000
-#: How many are kept: where the newest is damaged, the one before it and the log do as well.
+#: Snapshots kept.  If the newest is damaged, the one before it and the log have the same records.
 KEEP = 2
-#: Bytes that are written, sent or asked for at once.
+#: Most bytes that one operation writes, sends or asks for.
 PIECE_BYTES = 256 * 1024
-#: No snapshot is larger: what a leader offers must fit into memory.
+#: Most bytes of a snapshot, which must fit into memory.
 SNAPSHOT_BYTES_MAX = 1024 * limits.MIB
 
 
 class Found:
-    """What a directory holds when it is opened."""
+    """The snapshot files found when a directory is opened."""
 
     def __init__(self, storage: Storage) -> None:
-        """Look at every file; sweep what is worth nothing.
+        """Verify every file; remove `.part` files.
 
         Raises `CorruptLog` for a damaged `.load` (F2), `NewerFormat`.
         """
         self.kept: tuple[SnapshotId, ...] = ()
         self.loading: SnapshotId | None = None
-        self.damaged: tuple[str, ...] = ()  #: why, for each
+        self.damaged: tuple[str, ...] = ()  #: damaged files, each with the cause
         names = storage.list("")
         for name in names:
             if name.endswith(SUFFIX + PART):
@@ -74,7 +74,7 @@ class Found:
 
 
 def finish_load(storage: Storage, loaded: SnapshotId) -> None:
-    """The log begins behind `loaded`, SYNCED: it is the only snapshot from now on."""
+    """Give `loaded`, behind which the log begins, its final name; remove the others, SYNCED."""
     name = file_name(loaded)
     if storage.exists(name + LOAD):  # else a full disk came behind it
         storage.rename(name + LOAD, name)
@@ -83,7 +83,7 @@ def finish_load(storage: Storage, loaded: SnapshotId) -> None:
 
 
 def remove_others(storage: Storage, kept: Iterable[SnapshotId]) -> None:
-    """F1."""
+    """Remove all snapshots but the kept ones (F1), SYNCED."""
     names = {file_name(each) for each in kept}
     for name in storage.list(""):
         if id_of(name) is not None and name not in names:
@@ -92,7 +92,7 @@ def remove_others(storage: Storage, kept: Iterable[SnapshotId]) -> None:
 
 
 class SnapshotFiles:
-    """See the module.  `kept`: oldest first."""
+    """The snapshots of a running node.  `kept`: oldest first."""
 
     def __init__(self, disk: Disk, clock: Clock) -> None:
         self._disk = disk
@@ -104,11 +104,11 @@ class SnapshotFiles:
         return self.kept[-1] if self.kept else None
 
     async def read(self, wanted: SnapshotId) -> bytes:
-        """The whole file, checked.  Raises `CorruptLog`, `SnapshotNotFound`."""
+        """Read and verify a whole file.  Raises `CorruptLog`, `SnapshotNotFound`."""
         return await self._disk.read(partial(_read_checked, self._disk.storage, wanted))
 
     async def piece(self, wanted: SnapshotId, position: int, max_bytes: int) -> tuple[bytes, int]:
-        """At most `PIECE_BYTES` at `position`, and the file's size.  Raises `SnapshotNotFound`."""
+        """Read at most `PIECE_BYTES` at `position`, and the size.  Raises `SnapshotNotFound`."""
         if wanted not in self.kept:
             raise errors.SnapshotNotFound(f"{file_name(wanted)} is not here")
         count = max(1, min(max_bytes, PIECE_BYTES))
@@ -117,13 +117,13 @@ class SnapshotFiles:
         )
 
     def forget(self, damaged: SnapshotId) -> None:
-        """It was found damaged: neither replayed nor handed out any more."""
+        """Drop a damaged snapshot from `kept`, so that it is neither replayed nor sent."""
         self.kept = tuple(each for each in self.kept if each != damaged)
 
     async def write(self, made: SnapshotId, pieces: Iterable[bytes]) -> None:
-        """Make the file, in slices; it counts once `keep` was called.
+        """Write a snapshot as a `.part` file, in slices.  `keep` makes it count.
 
-        Raises what the storage raises.
+        Raises errors of the storage.
         """
         disk = self._disk
         part = file_name(made) + PART
@@ -147,14 +147,14 @@ class SnapshotFiles:
             writing.close()
 
     async def keep(self, made: SnapshotId) -> None:
-        """`made` is the newest; the oldest go (F1)."""
+        """Rename the newest snapshot `made`, then remove the oldest (F1)."""
         self.kept = (*(each for each in self.kept if each != made), made)[-KEEP:]
         await self._disk.write(partial(remove_others, self._disk.storage, self.kept))
 
     # -- a snapshot that is fetched ----------------------------------------------------------------
 
     async def begin_part(self, fetched: SnapshotId) -> File:
-        """An empty `.part`."""
+        """Create an empty `.part` file."""
         name = file_name(fetched) + PART
         return await self._disk.write(partial(_fresh, self._disk.storage, name))
 
@@ -166,16 +166,20 @@ class SnapshotFiles:
         await self._disk.write(partial(self._disk.storage.remove, name))
 
     async def read_part(self, fetched: SnapshotId) -> bytes:
-        """The whole `.part`, checked.  Raises `CorruptLog`."""
+        """Read and verify the whole `.part` file.  Raises `CorruptLog`."""
         return await self._disk.read(partial(_read_checked, self._disk.storage, fetched, PART))
 
     async def begin_load(self, fetched: SnapshotId) -> None:
-        """F2: from here on it is the truth, and the log follows."""
+        """Rename `.part` to `.load`.  From now on this snapshot counts, and the log follows
+        (F2).
+        """
         name = file_name(fetched)
         await self._disk.write(partial(_rename, self._disk.storage, name + PART, name + LOAD))
 
     async def finish_load(self, loaded: SnapshotId, log: PartitionLog) -> None:
-        """The log follows, once there is room: there is no way back (F4)."""
+        """Finish the load; on a full disk wait for space, because the load cannot be undone
+        (F4).
+        """
         while True:
             try:
                 await self._disk.write(partial(log.reset_to, loaded.end))

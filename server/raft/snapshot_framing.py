@@ -1,11 +1,11 @@
-"""The frame of a snapshot's file: header, batches, footer (KIP-630).
+"""The file format of a snapshot: header, batches, footer (KIP-630).
 
     header   magic, format, epoch of the last record, end, CRC-32C of these
-    batches  as in the log, each of rows of the state machine (metadata/snapshot.py)
+    batches  as in the log; their rows are those of the state machine (metadata/snapshot.py)
     footer   magic, number of rows, bytes of the batches, CRC-32C of everything before it
 
 Invariants
-  N2  a file that is torn or damaged is never taken for a snapshot: `check` sees every byte
+  N2  A torn or damaged file is never accepted as a snapshot: `check` verifies every byte.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAGIC, _END_MAGIC = b"pk meta\n", b"pk done\n"
 
 
 def framed(snapshot: SnapshotId, batches: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
-    """The file in pieces: header, each of `batches` (number of rows, bytes), footer."""
+    """Yield the file in pieces: header, each of `batches` (number of rows, bytes), footer."""
     head = _HEADER.pack(_MAGIC, FORMAT, snapshot.epoch, snapshot.end, 0)[:-_CRC_BYTES]
     piece = head + crc32c(head).to_bytes(_CRC_BYTES, "little")
     checksum, count, size = crc32c(piece), 0, 0
@@ -41,14 +41,14 @@ def framed(snapshot: SnapshotId, batches: Iterable[tuple[int, bytes]]) -> Iterat
 
 
 class Content(NamedTuple):
-    """What `check` found."""
+    """The content of a verified file."""
 
     id: SnapshotId
     rows: int
 
 
 def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
-    """Look at every byte (N2); it is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
+    """Verify every byte (N2), and that the id is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
     view = memoryview(raw)
     if len(view) < _HEADER.size + _FOOTER.size:
         raise errors.CorruptLog(f"{len(view)} bytes are no snapshot: it is torn")
@@ -69,7 +69,7 @@ def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
 
 
 def content_of(raw: Buffer) -> tuple[SnapshotId, memoryview]:
-    """What a file that `check` accepted says it is, and its batches."""
+    """Return the id and the batches of a file that `check` accepted."""
     view = memoryview(raw)
     _, _, epoch, end, _ = _HEADER.unpack_from(view)
     return SnapshotId(end, epoch), view[_HEADER.size : -_FOOTER.size]

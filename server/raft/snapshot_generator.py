@@ -1,7 +1,7 @@
-"""What the quorum's log and the generator of its snapshots know of each other (KIP-630).
+"""The interface between the quorum's log and the generator of its snapshots (KIP-630).
 
-The log keeps snapshots and is made shorter behind them; what a snapshot says is the state
-machine's to know.  So a generator is handed to the log.
+The log keeps snapshots and drops the records below them.  Only the state machine knows the content
+of a snapshot.  So the log receives a generator.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ R = TypeVar("R")
 
 
 class SnapshotSource(Protocol):
-    """What a generator asks of the log."""
+    """The calls that a generator makes to the log."""
 
     @property
     def committed(self) -> int: ...
 
     def epoch_at(self, offset: int) -> int:
-        """The leader epoch of a record that is there."""
+        """The leader epoch of a record of the log."""
         ...
 
     async def note_synced(self) -> None:
-        """Say for the next opening how far the log is SYNCED.  Raises `StorageFull`."""
+        """Note the synced end for the next start.  Raises `StorageFull`."""
         ...
 
     async def begin_at(self, made: SnapshotId) -> None:
-        """`made` is SYNCED: keep it, and make the log shorter.
+        """Keep the SYNCED snapshot `made`, and drop the log below the kept snapshots.
 
         Raises `SnapshotNotFound` if a later one was loaded meanwhile.
         """
@@ -44,7 +44,7 @@ class SnapshotGenerator(Protocol):
     """Makes snapshots of committed records, one after another."""
 
     async def run(self) -> None:
-        """Look whether one is due, for ever.  Raises what is no passing trouble."""
+        """Make a snapshot whenever one is due.  Raises errors that a retry cannot cure."""
         ...
 
 

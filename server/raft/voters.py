@@ -1,11 +1,11 @@
-"""Who votes, by what the metadata log says, and where they are reached (KIP-853).
+"""The voters of the metadata quorum and their addresses, from the metadata log (KIP-853).
 
-A voters record counts from its append on, committed or not, and no longer once it is cut away.
-Records below the high watermark are never cut: of those, the last one is enough.  What this node's
-configuration says of an address counts more than what the log says.
+A voters record counts from its append on, committed or not, until a truncation removes it.  Records
+below the high watermark are never truncated, so of those only the last one is kept.  An address in
+this node's configuration has precedence over an address in the log.
 
-Who was away while voters came has no record of them, and could not fetch from one that leads: so
-whoever names a leader says where it is reached, too.
+A node that was away while voters were added has no record of them, and could not fetch from a
+leader among them.  So every message that names a leader also carries its address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class Voters(Generic[R]):
-    """`at`: oldest first, the last counts; never empty."""
+    """The voters records.  `at`: oldest first, the last one counts; never empty."""
 
     def __init__(
         self, serde: RecordSerde[R], me: Voter, address: str, first: Mapping[Voter, str]
@@ -48,19 +48,19 @@ class Voters(Generic[R]):
         return self.at[-1].voters
 
     def begin_with(self, known: SnapshotId, raw: bytes) -> None:
-        """The voters of a snapshot that was checked; the log behind it is read next."""
+        """Begin with the voters of a verified snapshot; the log behind it follows."""
         voters, addresses = voters_of(self._serde, raw)
         self.at = [VotersAt(known.end - 1, voters)]
         self.addresses.update(addresses)
         self.addresses.update(self._given)
 
     def find(self, raw: Any, offset: int) -> None:
-        """Note what batches say."""
+        """Note the voters records in batches."""
         for at, record in self._serde.decode_batches(raw, offset, verify=False):
             self.note(at, record)
 
     def note(self, offset: int, record: R) -> None:
-        """A record at `offset`: only some name voters."""
+        """Note a record at `offset` if it names voters."""
         found = self._serde.voters_in(record)
         if found is None:
             return
@@ -71,23 +71,26 @@ class Voters(Generic[R]):
         self.addresses.update(self._given)
 
     def forget(self, end: int) -> None:
-        """The log was cut at `end`."""
+        """Drop the voters records at and above `end`, to which the log was truncated."""
         self.at = [each for each in self.at if each.offset < end]
 
     def committed(self, end: int) -> None:
-        """Nothing below `end` is ever cut: only the last voters there can come to count."""
+        """Keep of the records below `end`, which are committed, only the last."""
         while len(self.at) > 1 and self.at[1].offset < end:
             del self.at[0]
 
     def naming(self, message: Message) -> Message:
-        """`message`, with the address of the leader that it names."""
+        """Return `message` with the address of the leader that it names."""
         leader = _leader_in(message)
         if leader is not None:
             leader.address = self.addresses.get(leader.node_id, "")
         return message
 
     def learn(self, message: Any) -> None:
-        """Where the leader that `message` names is reached: its own word, else what nobody said."""
+        """Learn the address of the leader that `message` names.
+
+        The leader's own message has precedence; others only fill in an unknown address.
+        """
         leader = _leader_in(message)
         if leader is None or not leader.address or leader.node_id in self._given:
             return
@@ -96,7 +99,7 @@ class Voters(Generic[R]):
             self.addresses[leader.node_id] = leader.address
 
     def records(self, op: BeginEpoch | AppendVoters) -> list[R]:
-        """What the quorum asks to be appended."""
+        """Return the records for a write that the quorum requests."""
         voters = wire.VotersRecord(
             voters=[
                 wire.Voter(
@@ -116,7 +119,7 @@ class Voters(Generic[R]):
 
 
 def voters_of(serde: RecordSerde[R], raw: Buffer) -> tuple[tuple[Voter, ...], dict[NodeId, str]]:
-    """The voters in force at the end of a checked snapshot (KIP-853), and their addresses.
+    """Return the voters at the end of a verified snapshot, and their addresses (KIP-853).
 
     Raises `CorruptLog` if it names none.
     """

@@ -1,15 +1,15 @@
-"""Who may stand for election, and what a vote request is answered.
+"""Answers to vote requests, and who may stand for election.
 
-Pure.  A voter that is asked decides in this order; the first row that fits counts.
+Pure.  A voter answers a request by the first row that applies.
 
-  | what is asked                                        | answer                              |
+  | request                                              | answer                              |
   |------------------------------------------------------|-------------------------------------|
-  | of another directory of this node (raft/machine U4)  | refused                             |
-  | in an earlier epoch, or by a log that is behind      | refused                             |
-  | whether it would vote (KIP-996)                      | granted if no live leader is known  |
-  | again by the candidate that has this epoch's vote    | granted                             |
+  | to another directory of this node (raft/machine U4)  | refused                             |
+  | of an earlier epoch, or of a candidate behind the log| refused                             |
+  | a pre-vote (KIP-996)                                 | granted if no live leader is known  |
+  | repeated by the candidate that has this epoch's vote | granted                             |
   | in an epoch without a vote and without a leader      | granted, once the vote is SYNCED    |
-  | otherwise                                            | refused                             |
+  | any other                                            | refused                             |
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class Verdict(enum.Enum):
 def verdict(
     ask: VoteRequest, me: Voter, vote: Vote, log: LogState, leader: Voter | None, live: Voter | None
 ) -> Verdict:
-    """What `me` with `vote` saved and `log` answers; `live`: the leader, if it was heard lately."""
+    """Return the answer of voter `me`.
+
+    `vote`: the saved vote.  `log`: the state of its log.  `live`: the leader if it answered
+    recently.
+    """
     if ask.to != me:
         return Verdict.REFUSED
     if ask.epoch < vote.epoch or (ask.last_epoch, ask.log_end) < (log.last_epoch, log.end):
@@ -43,7 +47,7 @@ def verdict(
 
 
 def may_stand(me: Voter, log: LogState, high_watermark: int) -> bool:
-    """By the voters in force, or by those that come back if what is not committed is cut."""
+    """Whether this node is a voter now, or would be if uncommitted records were truncated."""
     known = log.voters
     later = [each.offset for each in known[1:]] + [high_watermark]
     return any(
