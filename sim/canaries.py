@@ -137,13 +137,13 @@ def _answered_before_the_write() -> Any:
 
 
 def _fenced_for_good() -> Any:
-    beat = Sessions.beat
+    heartbeat = Sessions.heartbeat
 
     def known_only(self: Sessions, broker_id: int, *given: int) -> None:
         if broker_id in self._by_broker:
-            beat(self, broker_id, *given)
+            heartbeat(self, broker_id, *given)
 
-    return _put(Sessions, "beat", known_only)
+    return _put(Sessions, "heartbeat", known_only)
 
 
 def _flush_that_only_says_so() -> Any:

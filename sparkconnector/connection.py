@@ -31,7 +31,7 @@ from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
 from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
-from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, Fetched, Line, Scan
+from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, FetchStream, Scan, ScannedBatches
 from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -79,7 +79,7 @@ class _Process:
         self.loop = self._thread.loop
         self.clock = self._thread.world.clock
         self.network = self._thread.world.network
-        self.clusters: dict[tuple[str, str], Cluster] = {}
+        self.clusters: dict[tuple[str, str], ClusterClient] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the loop, wait for the result."""
@@ -94,7 +94,7 @@ def cluster(
     bootstrap: str,
     client: Mapping[str, Any] | None = None,
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
-) -> Cluster:
+) -> ClusterClient:
     """This process's connection to the cluster at `bootstrap`, made at the first use."""
     global _process
     settings = CONSUMER.resolve(dict(client or {}))
@@ -104,13 +104,13 @@ def cluster(
         key = (bootstrap, repr((connect_timeout_ms, sorted(settings.items()))))
         found = _process.clusters.get(key)
         if found is None:
-            found = _process.clusters[key] = Cluster(
+            found = _process.clusters[key] = ClusterClient(
                 _process, bootstrap, settings, connect_timeout_ms
             )
         return found
 
 
-class Cluster:
+class ClusterClient:
     """Synchronous façade; methods may be called from any thread."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Cluster:
         self._names: dict[str, str] = {}  #: topic id → name
         self._heard = ("", NONE)  #: cluster id, the newest offset of its metadata log heard of (K5)
         self._scans: dict[Scan, None] = {}
-        self._idle: list[Line] = []
+        self._idle: list[FetchStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
 
     # -- retrying ----------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class Cluster:
 
     # -- scans -------------------------------------------------------------------------------------
 
-    def scan(self, one: Range, *, read_committed: bool) -> Iterator[Fetched]:
+    def scan(self, one: Range, *, read_committed: bool) -> Iterator[ScannedBatches]:
         """The batches of `one`, in order (K2).  Raises typed errors; retries inside (K1)."""
         scan = Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
         future = asyncio.run_coroutine_threadsafe(scan.run(), self._process.loop)
@@ -435,7 +435,7 @@ class Cluster:
         finally:
             future.cancel()
 
-    async def _take_line(self, address: str) -> Line:
+    async def _take_stream(self, address: str) -> FetchStream:
         for at, line in enumerate(self._idle):
             if line.address == address:
                 return self._idle.pop(at)
@@ -447,9 +447,9 @@ class Cluster:
         except (errors.BrokerUnavailable, TimeoutError) as cause:
             self._forget(address)
             raise errors.BrokerUnavailable(f"{address}: no fetch stream: {cause}") from cause
-        return Line(address, stream)
+        return FetchStream(address, stream)
 
-    def _keep_line(self, line: Line) -> None:
+    def _keep_stream(self, line: FetchStream) -> None:
         self._idle.append(line)
         while len(self._idle) > STREAMS_IDLE_MAX:
             self._idle.pop(0).stream.close()

@@ -25,7 +25,7 @@ from pk.sparkconnector.options import Column, Position, Source
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from pk.sparkconnector.connection import Cluster, Topic
+    from pk.sparkconnector.connection import ClusterClient, Topic
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
     from pk.sparkconnector.tier_scan import ColdRange
 
@@ -74,7 +74,7 @@ class Planner:
         self.source = source
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterClient:
         from pk.sparkconnector.connection import cluster
 
         source = self.source
@@ -272,8 +272,8 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         from pk.sparkconnector.connection import cluster
 
         warn(f"{error.message}; {rest} is read through the broker")
-        line = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
-        line.tier(rest.topic, [error.details["path"]])
+        client = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
+        client.tier(rest.topic, [error.details["path"]])
         return _hot(replace(task, range=rest, cold=None), source, shape)
 
     assert task.cold is not None
@@ -284,12 +284,12 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import rows
     from pk.sparkconnector.connection import cluster
 
-    line = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
+    client = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
     rest = task.range
     doubted: int | None = None
     while rest.size:
         try:
-            for fetched in line.scan(rest, read_committed=task.read_committed):
+            for fetched in client.scan(rest, read_committed=task.read_committed):
                 # A read of the tier may end inside a batch that the next leader has whole.
                 rest = rest._replace(start=fetched.position)
                 yield from rows.from_log(
@@ -297,14 +297,14 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
                     fetched.aborted,
                     rest,
                     shape,
-                    line.decoded_bytes_max,
+                    client.decoded_bytes_max,
                     fetched.next_offset,
                 )
                 rest = rest._replace(start=fetched.next_offset)
             return
         except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
             gone = isinstance(cause, errors.UnknownTopicId)
-            left = rest.end if gone or source.fail_on_data_loss else _first_left(line, rest)
+            left = rest.end if gone or source.fail_on_data_loss else _first_left(client, rest)
             _tell(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
         except errors.DataLoss as cause:  # damaged in its only copy (rule L9)
@@ -319,13 +319,13 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
             doubted = rest.start
 
 
-def _first_left(line: Cluster, one: Range) -> int:
+def _first_left(client: ClusterClient, one: Range) -> int:
     """Where a range that lost its beginning goes on; its end if nothing of it is left."""
     from pk.sparkconnector.connection import Topic
 
     topic = Topic(one.topic, one.topic_id, {one.partition: ""}, False)
     try:
-        (now,) = line.bounds([topic], read_committed=False)
+        (now,) = client.bounds([topic], read_committed=False)
     except errors.UnknownTopicId:
         return one.end
     return now.earliest if one.start < now.earliest < one.end else one.end

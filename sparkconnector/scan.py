@@ -30,7 +30,7 @@ GRANT_BYTES = 2 * limits.MIB
 UNKNOWN_TOPIC_WAIT_MS = 2_000
 
 
-class Fetched(NamedTuple):
+class ScannedBatches(NamedTuple):
     """Whole batches of one answer; the outer ones may reach beyond the scan's range, and the first
     may begin below `position`: what lies there was handed out before.
     """
@@ -42,7 +42,7 @@ class Fetched(NamedTuple):
 
 
 @dataclass(slots=True)
-class Line:
+class FetchStream:
     """A fetch stream and how much the broker may still send on it."""
 
     address: str
@@ -91,9 +91,9 @@ class Connection(Protocol):
 
     async def _leader(self, key: tuple[str, int]) -> str: ...
 
-    async def _take_line(self, address: str) -> Line: ...
+    async def _take_stream(self, address: str) -> FetchStream: ...
 
-    def _keep_line(self, line: Line) -> None: ...
+    def _keep_stream(self, line: FetchStream) -> None: ...
 
 
 class Scan:
@@ -103,10 +103,10 @@ class Scan:
         self._owner = owner
         self._range = one
         self._isolation = isolation
-        self._items: queue.SimpleQueue[Fetched | _End] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[ScannedBatches | _End] = queue.SimpleQueue()
         self._position = one.start
         self._owed = 0  # consumed, not yet granted anew; touched on the loop only
-        self._line: Line | None = None
+        self._line: FetchStream | None = None
         self._epoch = NONE  # of the last batch that was fetched (KIP-320)
         # without progress until then, the scan fails (sparkconnector/connection K1)
         self._deadline_ms = 0
@@ -114,7 +114,7 @@ class Scan:
 
     # -- the caller's thread -----------------------------------------------------------------------
 
-    def next(self) -> Fetched | None:
+    def next(self) -> ScannedBatches | None:
         """The next payload; None at the end."""
         item = self._items.get()
         if isinstance(item, BaseException):
@@ -192,7 +192,7 @@ class Scan:
         owner, one = self._owner, self._range
         try:
             async with asyncio.timeout(self._left_s()):
-                line = await owner._take_line(await owner._leader((one.topic_id, one.partition)))
+                line = await owner._take_stream(await owner._leader((one.topic_id, one.partition)))
         except TimeoutError:
             raise errors.RequestTimedOut(f"nobody says who leads {one}") from None
         clean = False
@@ -216,7 +216,7 @@ class Scan:
         finally:
             self._line = None
             if clean:
-                owner._keep_line(line)  # sparkconnector/connection K3
+                owner._keep_stream(line)  # sparkconnector/connection K3
             else:
                 line.stream.close()
 
@@ -245,7 +245,7 @@ class Scan:
         )
         return request
 
-    def _take(self, line: Line, frame: frames.Frame, position_id: int) -> None:
+    def _take(self, line: FetchStream, frame: frames.Frame, position_id: int) -> None:
         if frame.head.HasField("error"):
             raise frames.raise_error(frame.head.error)
         at = 0
@@ -272,7 +272,7 @@ class Scan:
                 aborted = tuple(
                     (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
                 )
-                self._items.put(Fetched(payload, aborted, position, entry.next_offset))
+                self._items.put(ScannedBatches(payload, aborted, position, entry.next_offset))
 
 
 async def _send(stream: Stream, request: Any) -> None:

@@ -109,7 +109,7 @@ SHELLS = {
     "pk.wire.socket_network",
     "pk.wire.socket_stream",
     "pk.wire.waiters",
-    "pk.wire.watch",
+    "pk.wire.dead_peers",
     "pk.cli",
     "pk.log.files",
     "pk.client.admin",

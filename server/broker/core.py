@@ -232,7 +232,7 @@ class BrokerCore:
             del self._full[writer]
             self.warn("directory_has_room", directory=root, free_bytes=free)
         if hasattr(self, "lifecycle"):
-            self.lifecycle.beat_soon()
+            self.lifecycle.heartbeat_soon()
 
     def writer_full(self, key: PartitionKey) -> bool:
         partition = self.partitions.get(key)
@@ -281,7 +281,7 @@ class BrokerCore:
         if writer not in self._offline:
             self._offline[writer] = None
             self.warn("directory_offline", directory=writer.disk.storage.root, error=error.message)
-            self.lifecycle.beat_soon()
+            self.lifecycle.heartbeat_soon()
         for each in self.partitions.values():
             if each.writer is not writer:
                 continue
@@ -318,7 +318,7 @@ class BrokerCore:
         if partition.tiered:  # the copier lets go of it
             self.feed.remove(partition.key, partition.topic)
             self.feed_moved.set()
-        self.lifecycle.beat_soon()  # the controller elects another replica
+        self.lifecycle.heartbeat_soon()  # the controller elects another replica
 
     def suspect(self, partition: Partition, told: errors.PkError) -> None:
         """The tier found damage, or nothing, where it copied (L9): look before anything goes."""

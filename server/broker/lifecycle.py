@@ -183,7 +183,7 @@ class BrokerLifecycleManager:
         await self._caller.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def beat_soon(self) -> None:
+    def heartbeat_soon(self) -> None:
         """Something the controller waits for changed (the image caught up, a directory failed)."""
         self._wake.set()
 
@@ -196,7 +196,7 @@ class BrokerLifecycleManager:
                 await self._register()
                 backoff.reset()
                 refused_since_ms = None
-                await self._beat()
+                await self._heartbeat()
             except (errors.DuplicateBroker, errors.MetadataBehind) as error:
                 # The controller still holds the session of this node's previous process, which ends
                 # by itself; or it was deposed just now, and another knows more.
@@ -324,7 +324,7 @@ class BrokerLifecycleManager:
             self._on_contact(self._world.clock.monotonic_ms() - self._contact_ms)
         self._contact_ms = sent_ms
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         """Heartbeats until the stream breaks, or the controller does not answer them any more."""
         clock = self._world.clock
         asked: Sequence[wire.FetchPartition] = ()  #: whose positions the controller wants (R3)

@@ -347,7 +347,7 @@ class MetadataPublisher:
     def _tell(self, changes: _Changes) -> None:
         """Whoever waits for what the chunk changed."""
         if changes.me:
-            self._core.lifecycle.beat_soon()
+            self._core.lifecycle.heartbeat_soon()
         if changes.brokers:  # who came back may join (R2)
             for partition in self._core.partitions.values():
                 self._core.alter_partition.consider(partition)
@@ -408,7 +408,7 @@ class MetadataPublisher:
         if self.anew.pop(key, None) is not None:
             # damaged once more, it is told once more
             self._core.lifecycle.told_offline.pop(key, None)
-            self._core.lifecycle.beat_soon()
+            self._core.lifecycle.heartbeat_soon()
 
     def _others_have_it(self, state: PartitionState) -> bool:
         """L9: another broker leads, and nobody counts on what is here any more."""

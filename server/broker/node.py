@@ -251,7 +251,7 @@ class BrokerNode:
             return
         core.draining = True
         core.lifecycle.want_shutdown = True
-        core.lifecycle.beat_soon()
+        core.lifecycle.heartbeat_soon()
         try:
             async with asyncio.timeout(CONTROLLED_SHUTDOWN_MS / 1000):
                 await core.lifecycle.may_shut_down.wait()

@@ -36,7 +36,7 @@ from pk.server.controller import commands, leaders, reassignments
 from pk.server.controller.batched_decision import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.controller.clocks import Clocks
 from pk.server.controller.config_changes import MIN_ISR
-from pk.server.controller.elections import Cluster, waits_for
+from pk.server.controller.elections import LeaderEligibility, waits_for
 from pk.server.controller.events import EVENT
 from pk.server.controller.leader_rebalancer import LeaderRebalancer
 from pk.server.controller.machine import Command, Controller
@@ -286,7 +286,7 @@ class ActiveController:
         broker = self._image.brokers.get(request.broker_id)
         if broker is not None and broker.incarnation_id == request.incarnation_id:
             now_ms = self._world.clock.monotonic_ms()
-            self.sessions.beat(request.broker_id, broker.broker_epoch, stream, now_ms)
+            self.sessions.heartbeat(request.broker_id, broker.broker_epoch, stream, now_ms)
 
     async def _heartbeat(
         self, stream: int, request: wire.BrokerHeartbeatRequest
@@ -296,15 +296,15 @@ class ActiveController:
         broker = self._image.brokers.get(who)
         known = broker is not None and broker.broker_epoch == request.broker_epoch
         if known:  # a heartbeat of another registration shows nothing
-            self.sessions.beat(who, request.broker_epoch, stream, now_ms)
+            self.sessions.heartbeat(who, request.broker_epoch, stream, now_ms)
             self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
-        beat = commands.Heartbeat(request, self._known(), retry, unclean)
-        if known and (settled := self._settled(beat)) is not None:
+        command = commands.Heartbeat(request, self._known(), retry, unclean)
+        if known and (settled := self._settled(command)) is not None:
             return self._with_clocks(settled, came_ms)
         try:
-            return self._with_clocks(await self._ask(beat), came_ms)
+            return self._with_clocks(await self._ask(command), came_ms)
         finally:  # also if the stream has closed: the decision counts
             now = self._image.brokers.get(who)
             if broker is not None and broker.fenced and now is not None and not now.fenced:
@@ -325,18 +325,18 @@ class ActiveController:
         reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
         return reply
 
-    def _settled(self, beat: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:
+    def _settled(self, command: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:
         """Return the reply to a heartbeat that changes nothing, or None if it must be queued (A4).
 
         Thereby brokers keep contact (rule R6) while the metadata disk of the controller hangs.
         """
-        request, image, committed = beat.request, self._image, self._metadata.committed
+        request, image, committed = command.request, self._image, self._metadata.committed
         broker = image.brokers[request.broker_id]
         if image.offset + 1 < committed or broker.changed_offset >= committed or broker.fenced:
             return None  # the machine replays, or the last change is not committed
         if self._ends.get(broker.broker_id) or request.offline_replicas:
             return None  # the reply must wait for the commit of the change
-        decision = self.machine.decide(beat, self._world.clock.wall_ms())
+        decision = self.machine.decide(command, self._world.clock.wall_ms())
         reply: wire.BrokerHeartbeatReply = decision.reply
         return None if decision.records else reply
 
@@ -491,7 +491,7 @@ class ActiveController:
         if not over:
             return False
         brokers: dict[NodeId, None] = {}
-        cluster = Cluster(image, self.reports)
+        cluster = LeaderEligibility(image, self.reports)
         for key in over:
             state = image.partition(key)
             if state is not None:

@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from pk import limits
 from pk.effects import Effect, Publish
 from pk.server.controller.commands import Rules
-from pk.server.controller.elections import Cluster, PartitionChangeBuilder
+from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage, PartitionState, TopicState
 from pk.types import NONE, NodeId, PartitionKey
 
@@ -52,7 +52,7 @@ class BatchedDecision:
         self,
         image: MetadataImage,
         rules: Rules,
-        cluster: Cluster,
+        cluster: LeaderEligibility,
         changes_max: int = CHANGES_MAX,
     ) -> None:
         self.bodies: list[Message] = []

@@ -29,7 +29,7 @@ from pk.server.controller.commands import (
     decision,
     registered,
 )
-from pk.server.controller.elections import Cluster, PartitionChangeBuilder
+from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
 from pk.server.controller.reports import wanted
 from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
@@ -68,7 +68,7 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
         )
     clean = _survived(old, request)
     who = request.broker_id
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports, leaving=who))
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports, leaving=who))
     if not batch.all_of(who, _fences(who) if clean else _loses(who)):
         return decision(More(), batch.bodies, batch.effects)
     epoch = image.offset + 1
@@ -124,7 +124,7 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
     drains = request.want_shutdown and broker.available
     fences = request.want_fence and not request.want_shutdown and not broker.fenced
     unfences = broker.fenced and caught_up and not (request.want_fence or request.want_shutdown)
-    cluster = Cluster(
+    cluster = LeaderEligibility(
         image,
         command.reports,
         arriving=who if unfences else NONE,
@@ -182,7 +182,7 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
     if broker is None or broker.broker_epoch != command.broker_epoch or broker.fenced:
         return decision(False)
     who = broker.broker_id
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports, leaving=who))
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports, leaving=who))
     report = batch.cluster.report(who)
     offline = {} if report is None else report.offline
     if not batch.all_of(who, _fences(who, offline)):
@@ -194,7 +194,7 @@ def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
 
 def recover(image: MetadataImage, rules: Rules, command: Recover) -> Out:
     """Try to elect leaders of leaderless partitions (rule R3), and to complete reassignments."""
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports))
     for key in command.partitions:
         topic, state = image.topics.get(key.topic_id), image.partition(key)
         if topic is None or state is None or batch.full:
@@ -249,7 +249,7 @@ def alter_partition(image: MetadataImage, rules: Rules, command: AlterPartition)
     """Change an ISR as its leader asks, or end its recovery from an unclean election (R2, T4)."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports))
     reply = wire.AlterPartitionReply()
     seen: dict[PartitionKey, None] = {}
     for item in request.items:
@@ -303,7 +303,10 @@ def _isr_change(
 
 
 def _check_eligible(
-    cluster: Cluster, key: PartitionKey, state: PartitionState, item: wire.AlterPartitionItem
+    cluster: LeaderEligibility,
+    key: PartitionKey,
+    state: PartitionState,
+    item: wire.AlterPartitionItem,
 ) -> None:
     """Raise if a broker may not join an ISR (rule R2, KIP-903).
 

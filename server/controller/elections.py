@@ -55,7 +55,7 @@ _MEMBERS = ("isr", "elr", "last_known", "replicas", "adding", "removing")
 
 
 @dataclass(slots=True)
-class Cluster:
+class LeaderEligibility:
     """The state of the brokers that an election uses.
 
     `arriving` counts as available already, `leaving` no longer.
@@ -194,7 +194,7 @@ class PartitionChangeBuilder:
 
     # -- somebody leads -------------------------------------------------------------------------
 
-    def elect(self, cluster: Cluster, *, may_lose: bool = False) -> bool:
+    def elect(self, cluster: LeaderEligibility, *, may_lose: bool = False) -> bool:
         """Elect a leader for a leaderless partition by the first table of the module.
 
         `may_lose`: the wait for missing members is over, and an unclean election is allowed by the
@@ -225,7 +225,7 @@ class PartitionChangeBuilder:
         self.elected_uncleanly = True
         return True
 
-    def _recover(self, cluster: Cluster, may_lose: bool) -> NodeId | None:
+    def _recover(self, cluster: LeaderEligibility, may_lose: bool) -> NodeId | None:
         now = self.now
         known = [member for member in now.replicas if member in (now.last_known or now.replicas)]
         present = self._present(known, cluster)
@@ -237,7 +237,7 @@ class PartitionChangeBuilder:
             return None
         return self._greatest(present or self._present(now.replicas, cluster), cluster)
 
-    def _present(self, members: Collection[NodeId], cluster: Cluster) -> list[NodeId]:
+    def _present(self, members: Collection[NodeId], cluster: LeaderEligibility) -> list[NodeId]:
         """The eligible replicas whose brokers sent a heartbeat in this term."""
         return [
             member
@@ -245,7 +245,7 @@ class PartitionChangeBuilder:
             if cluster.eligible(member, self.key) and cluster.report(member) is not None
         ]
 
-    def _greatest(self, members: list[NodeId], cluster: Cluster) -> NodeId | None:
+    def _greatest(self, members: list[NodeId], cluster: LeaderEligibility) -> NodeId | None:
         """The greatest log as the module defines it, the first in replica order among equals.
 
         None until every candidate has reported its position.
@@ -272,7 +272,7 @@ class PartitionChangeBuilder:
         self.led_anew = True
         self.now = now.led(leader, now.isr, now.elr, now.last_known)
 
-    def prefer(self, cluster: Cluster) -> bool:
+    def prefer(self, cluster: LeaderEligibility) -> bool:
         """Move the lead to the first replica if it is in sync, unless the leader recovers (T4)."""
         now = self.now
         first = now.replicas[0]
@@ -283,7 +283,7 @@ class PartitionChangeBuilder:
         self._lead(first)
         return True
 
-    def hand_over(self, cluster: Cluster) -> bool:
+    def hand_over(self, cluster: LeaderEligibility) -> bool:
         """Move the lead from a leader that gives it up to a replica that may take it (rule L16)."""
         report = cluster.report(self.now.leader)
         if report is None or not report.gives_up(self.key):
@@ -296,7 +296,7 @@ class PartitionChangeBuilder:
 
     # -- reassignment (KIP-455) -----------------------------------------------------------------
 
-    def can_assign(self, replicas: Collection[NodeId], cluster: Cluster) -> bool:
+    def can_assign(self, replicas: Collection[NodeId], cluster: LeaderEligibility) -> bool:
         """Whether `replicas` alone can go on: one of them leads or may be elected.
 
         A replica that leaves must not be the last holder of acknowledged records.  Holders are the
@@ -320,7 +320,7 @@ class PartitionChangeBuilder:
         replicas: tuple[NodeId, ...],
         adding: tuple[NodeId, ...],
         removing: tuple[NodeId, ...],
-        cluster: Cluster,
+        cluster: LeaderEligibility,
     ) -> None:
         """Set the replicas; elect a leader if the present one is not among them.
 
@@ -337,7 +337,7 @@ class PartitionChangeBuilder:
         self._set_isr([member for member in now.isr if member in replicas], lost=())
         self.elect(cluster)
 
-    def complete(self, cluster: Cluster) -> bool:
+    def complete(self, cluster: LeaderEligibility) -> bool:
         """Complete a reassignment whose new replicas are all in sync.
 
         Unlike Kafka, the ISR within the target must reach min_insync_replicas, so that completion

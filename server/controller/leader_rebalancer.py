@@ -5,8 +5,9 @@ Sans-IO; soft state of one term.  A broker reports in heartbeats why its replica
 new reason only needs another `Unfit` in the report.  `PartitionChangeBuilder.hand_over` takes the
 decision for one partition.  This module chooses the partitions to decide about.
 
-A leader that gives up keeps the lead while no other replica may take it (`Cluster.taker`).  The
-command `Prefer` moves the lead back once the preferred leader is fit.
+A leader that gives up keeps the lead while no other replica may take it
+(`LeaderEligibility.taker`).  The command `Prefer` moves the lead back once the preferred leader is
+fit.
 
 Invariants
   H1  This module moves a partition at most once in DWELL_MS, moves back included.  So two brokers
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pk.backoff import Backoff
-from pk.server.controller.elections import Cluster
+from pk.server.controller.elections import LeaderEligibility
 from pk.server.controller.leaders import MOVES_MAX
 from pk.server.controller.reports import Report, Reports
 from pk.server.metadata.image import MetadataImage
@@ -60,7 +61,7 @@ class LeaderRebalancer:
         """Return the leaderships to move now, at most MOVES_MAX."""
         if self._due_ms is None or now_ms < self._due_ms:
             return {}
-        cluster, found, count = Cluster(image, reports), Wanted(), 0
+        cluster, found, count = LeaderEligibility(image, reports), Wanted(), 0
         givers = [who for who in sorted(reports) if _gives_up(cluster.report(who))]
         for who in givers:
             report = cluster.report(who)

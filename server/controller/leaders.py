@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pk import errors
 from pk.server.controller.batched_decision import BatchedDecision
 from pk.server.controller.commands import ElectLeaders, HandOver, Out, Prefer, Rules, decision
-from pk.server.controller.elections import Cluster, PartitionChangeBuilder
+from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
@@ -33,7 +33,7 @@ def imbalanced(image: MetadataImage) -> Iterator[PartitionKey]:
 
 def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
     """Elect the preferred leaders of these partitions where allowed; the reply counts the moves."""
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports), MOVES_MAX)
     for key in command.partitions:
         if not batch.full:
             batch.visit_key(key, lambda builder: builder.prefer(batch.cluster))
@@ -42,7 +42,7 @@ def prefer(image: MetadataImage, rules: Rules, command: Prefer) -> Out:
 
 def hand_over(image: MetadataImage, rules: Rules, command: HandOver) -> Out:
     """Move the lead of these partitions (rule L16); the reply names those that were moved."""
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports), MOVES_MAX)
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports), MOVES_MAX)
     moved: list[PartitionKey] = []
     for key in command.partitions:
         if batch.full:
@@ -60,7 +60,7 @@ def elect_leaders(image: MetadataImage, rules: Rules, command: ElectLeaders) -> 
     refused with `EligibleLeadersNotAvailable`, which is retriable.
     """
     request = command.request
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports))
+    batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports))
     reply = wire.ElectLeadersReply()
     seen: dict[PartitionKey, None] = {}
     for item in request.partitions:

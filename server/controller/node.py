@@ -39,7 +39,7 @@ from pk.server.raft.timing import Timing
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
-from pk.wire.rooms import proven_by_address
+from pk.wire.connection_quotas import proven_by_address
 from pk.world import Listener, Stream, StreamKind, World
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from pk.server.controller.commands import (
     Rules,
     decision,
 )
-from pk.server.controller.elections import Cluster, PartitionChangeBuilder
+from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
 from pk.server.metadata.image import MetadataImage, TopicState
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
@@ -48,7 +48,9 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
             f"{len(wanted)} partitions in one request, more than "
             f"{limits.METADATA_RECORDS_PER_APPEND_MAX}; split it"
         )
-    batch = BatchedDecision(image, rules, Cluster(image, command.reports), len(wanted) + 1)
+    batch = BatchedDecision(
+        image, rules, LeaderEligibility(image, command.reports), len(wanted) + 1
+    )
     reply = wire.AlterReassignmentsReply()
     seen: dict[tuple[str, int], None] = {}
     for item in wanted:
@@ -98,7 +100,10 @@ def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -
 
 
 def _assign(
-    builder: PartitionChangeBuilder, target: tuple[NodeId, ...], cluster: Cluster, name: str
+    builder: PartitionChangeBuilder,
+    target: tuple[NodeId, ...],
+    cluster: LeaderEligibility,
+    name: str,
 ) -> None:
     """Begin the move to `target`.  The original replicas as target cancel, in the order given."""
     original = builder.now.original

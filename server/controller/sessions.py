@@ -51,7 +51,7 @@ class Sessions:
         deadline_ms = now_ms + self._timeout_ms
         self._by_broker[broker_id] = Session(broker_id, broker_epoch, stream, deadline_ms)
 
-    def beat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
+    def heartbeat(self, broker_id: NodeId, broker_epoch: int, stream: int, now_ms: int) -> None:
         """Renew the session for a heartbeat, or a repeated registration, of the same registration.
 
         A broker that was fenced for its silence and sends a heartbeat on its old stream gets a

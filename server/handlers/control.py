@@ -34,14 +34,14 @@ class ControlStream:
         self._core = core
         self._ids = ids
         self._stream = stream
-        self._watch = metadata.Watch(core, stream)
+        self._subscription = metadata.MetadataSubscription(core, stream)
 
     async def serve(self) -> None:
         """Until the stream ends."""
         try:
             await serve_control(self._stream, self._table(), on_error=self._core.bug)
         finally:
-            await self._watch.close()
+            await self._subscription.close()
 
     def _table(self) -> dict[str, Handler]:
         core = self._core
@@ -89,7 +89,7 @@ class ControlStream:
             await metadata.create_missing(self._core, request)
         reply = metadata.metadata(self._core, request)
         if request.watch:
-            self._watch.begin(request, reply)
+            self._subscription.begin(request, reply)
         return reply
 
     async def _tier_progress(self, request: wire.TierProgressRequest, _: frames.Frame) -> Message:

@@ -123,7 +123,7 @@ def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> 
     return next((member for member in state.last_known if available(member)), NONE)
 
 
-class Watch:
+class MetadataSubscription:
     """Keeps one control stream told about what it asked for last."""
 
     def __init__(self, core: BrokerCore, stream: Stream) -> None:

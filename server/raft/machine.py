@@ -78,7 +78,7 @@ from pk.server.raft.messages import (
 )
 from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
-from pk.server.raft.voting import Verdict, may_stand, verdict
+from pk.server.raft.voting import Verdict, may_become_candidate, verdict
 
 ELECTION, FETCH, AGAIN, TICK, WAITING = "election", "fetch", "again", "tick", "waiting"
 
@@ -168,7 +168,7 @@ class Quorum:
         if event.log.last_epoch > event.saved.epoch:
             self._enter(event.log.last_epoch)
         if self.voters == (self.me,):
-            self._stand(now_ms)  # no other node can lead
+            self._become_candidate(now_ms)  # no other node can lead
         else:
             self._arm(ELECTION, now_ms, self.timing.election_ms)
             self._look_for_leader()
@@ -239,12 +239,12 @@ class Quorum:
 
     # -- elections ---------------------------------------------------------------------------------
 
-    def _stand(self, now_ms: int) -> None:
+    def _become_candidate(self, now_ms: int) -> None:
         """Become prospective: ask the voters for pre-votes (KIP-996).
 
         It waits while the log is written, because the log state in the request must stay true (U6).
         """
-        if self._writing or not may_stand(self.me, self.log, self.high_watermark):
+        if self._writing or not may_become_candidate(self.me, self.log, self.high_watermark):
             self._detach(self.epoch, now_ms)
             return
         knew = self.leader
@@ -386,7 +386,7 @@ class Quorum:
 
     def _fired(self, key: str, now_ms: int) -> None:
         if key in (ELECTION, FETCH) and self.role is not Role.LEADER:
-            self._stand(now_ms)
+            self._become_candidate(now_ms)
         elif key == AGAIN:
             self._fetch(now_ms)
         elif key == TICK and self.role is Role.LEADER:
@@ -537,7 +537,7 @@ class Quorum:
             self._effects.append(Respond(change[0], None))
             state.change = None
         if self.me not in self.voters and self._settled(state):
-            self._effects += self._goodbye(state)
+            self._effects += self._end_quorum_epoch(state)
             self._detach(self.epoch, now_ms)
 
     def _settled(self, state: LeaderState) -> bool:
@@ -573,12 +573,12 @@ class Quorum:
                 Write([AppendVoters(self.epoch, tuple(event.voters))], Level.SYNCED)
             )
 
-    def _goodbye(self, state: LeaderState) -> list[Effect]:
+    def _end_quorum_epoch(self, state: LeaderState) -> list[Effect]:
         successors = state.successors(self.voters)
         ends = EndQuorumEpoch(self.me, self.epoch, successors)
         return [Send(voter, ends) for voter in successors]
 
     def _resign(self, now_ms: int) -> None:
         if self.leader_state is not None:
-            self._effects += self._goodbye(self.leader_state)
+            self._effects += self._end_quorum_epoch(self.leader_state)
             self._detach(self.epoch, now_ms)

@@ -46,7 +46,7 @@ def verdict(
     return Verdict.REFUSED
 
 
-def may_stand(me: Voter, log: LogState, high_watermark: int) -> bool:
+def may_become_candidate(me: Voter, log: LogState, high_watermark: int) -> bool:
     """Whether this node is a voter now, or would be if uncommitted records were truncated."""
     known = log.voters
     later = [each.offset for each in known[1:]] + [high_watermark]

@@ -212,7 +212,7 @@ class ReplicaCreator:
             return
         if isinstance(self._publisher.unopened.get(key), errors.LogMissing):
             del self._publisher.unopened[key]
-        core.lifecycle.beat_soon()
+        core.lifecycle.heartbeat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
         """The image gives this broker a replica of it."""
@@ -233,7 +233,7 @@ class ReplicaCreator:
     def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
         self._publisher.unopened[key] = error
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
-        self._core.lifecycle.beat_soon()  # the controller elects another replica
+        self._core.lifecycle.heartbeat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
         """broker/metadata_publisher M4, N4: what could not be done for want of space is tried

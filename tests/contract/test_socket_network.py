@@ -1,5 +1,5 @@
 """What only the socket transport has: its opening, its lengths, its one port (N1–N8 of
-wire/socket_stream, wire/socket_network and wire/watch)."""
+wire/socket_stream, wire/socket_network and wire/dead_peers)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pk import limits
-from pk.wire import watch
+from pk.wire import dead_peers
 from pk.wire.socket_network import PkNetwork
 from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Stream, StreamKind
@@ -234,8 +234,8 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_silent_connections_displace_each_other_and_keep_nobody_out(
     monkeypatch: Any, bound: str
 ) -> None:
-    """wire/socket_network N7, wire/rooms N11: as many as the bound, and again as many; who speaks
-    gets in."""
+    """wire/socket_network N7, wire/connection_quotas N11: as many as the bound, and again as many;
+    who speaks gets in."""
     if bound == "ours":
         monkeypatch.setattr(limits, "CONNECTIONS_MAX", 16)
     else:  # the rest is for the logs
@@ -264,7 +264,8 @@ def test_silent_connections_displace_each_other_and_keep_nobody_out(
 
 
 def test_clients_leave_room_for_brokers_and_one_address_for_others(monkeypatch: Any) -> None:
-    """wire/rooms N10, L17: who is refused is told so, and comes in when another has left."""
+    """wire/connection_quotas N10, L17: who is refused is told so, and comes in when another has
+    left."""
     monkeypatch.setattr(limits, "CONNECTIONS_MAX", 8)
 
     async def test() -> None:
@@ -302,10 +303,10 @@ def _vanish(sock: socket.socket) -> ctypes.Array[ctypes.c_char]:
 
 
 def test_a_peer_that_vanished_with_something_on_its_way_is_given_up(monkeypatch: Any) -> None:
-    """wire/watch N8, R7, on both ends; while one that does not read is waited for."""
-    monkeypatch.setattr(watch, "KEEPALIVE_MS", 50)
-    monkeypatch.setattr(watch, "UNHEARD_MS", 300)
-    monkeypatch.setattr(watch, "RETRANSMITS_MIN", 1)
+    """wire/dead_peers N8, R7, on both ends; while one that does not read is waited for."""
+    monkeypatch.setattr(dead_peers, "KEEPALIVE_MS", 50)
+    monkeypatch.setattr(dead_peers, "UNACKNOWLEDGED_MS", 300)
+    monkeypatch.setattr(dead_peers, "RETRANSMITS_MIN", 1)
     accepted: list[Any] = []
     hold = asyncio.Event()
 
@@ -346,10 +347,10 @@ async def _flood(stream: Stream) -> None:
 
 
 def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> None:
-    """wire/watch N8: some at a turn, and without streams not at all: a timer would hold up a
+    """wire/dead_peers N8: some at a turn, and without streams not at all: a timer would hold up a
     client's end."""
-    monkeypatch.setattr(watch, "KEEPALIVE_MS", 0)
-    monkeypatch.setattr(watch, "LOOKS_PER_TURN", 2)
+    monkeypatch.setattr(dead_peers, "KEEPALIVE_MS", 0)
+    monkeypatch.setattr(dead_peers, "LOOKS_PER_TURN", 2)
     seen: list[str] = []
 
     class Fake:
@@ -359,12 +360,12 @@ def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> No
         def abort(self, why: str) -> None:
             raise AssertionError(why)
 
-        def check_heard(self) -> None:
+        def check_acknowledged(self) -> None:
             seen.append(self.name)
             if self.name == "b":  # what breaks is looked at no more
                 looker.remove(self)
 
-    looker = watch.Watch()
+    looker = dead_peers.DeadPeerDetector()
 
     async def test() -> None:
         streams = [Fake(name) for name in "abcde"]

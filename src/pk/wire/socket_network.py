@@ -12,8 +12,9 @@ Rules
       opens HTTP/2 and begins no stream within `STREAM_TIMEOUT_MS`.  The opening is answered, so
       `connect` fails on a peer that is stopped or hangs, as it does over grpc.
   N7  What a listener accepted is bounded in number, and leaves descriptors for the logs' files, as
-      many as the limit is, and a floor of the budget for each (pk.wire.inbound).  pk.wire.rooms
-      says who goes when there are more; none waits in the backlog behind a silent one.
+      many as the limit is, and a floor of the budget for each (pk.wire.inbound).
+      pk.wire.connection_quotas says who goes when there are more; none waits in the backlog behind
+      a silent one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 
 from pk import errors, limits
 from pk.clock import SystemClock
+from pk.wire.connection_quotas import ConnectionQuotas, host_of
+from pk.wire.dead_peers import DeadPeerDetector
 from pk.wire.grpc_network import (
     CONNECT_TIMEOUT_MS,
     HANDLER_GRACE_S,
@@ -40,9 +43,7 @@ from pk.wire.grpc_network import (
 )
 from pk.wire.inbound import CONNECTION_BYTES, Inbound
 from pk.wire.memory import SCRATCH_BYTES, Memory
-from pk.wire.rooms import Rooms, host_of
 from pk.wire.socket_stream import SocketStream
-from pk.wire.watch import Watch
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
@@ -76,15 +77,15 @@ def _connections_max(inbound_bytes_max: int | None = None) -> int:
 
 def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> Memory:
     """The budget of a server process; `message_bytes_max` is what topics have by default."""
-    rooms = _connections_max(inbound_bytes_max)
+    connections = _connections_max(inbound_bytes_max)
     frame_bytes_max = limits.frame_bytes_max(message_bytes_max)
-    return Memory(Inbound(inbound_bytes_max, rooms, frame_bytes_max), SystemClock())
+    return Memory(Inbound(inbound_bytes_max, connections, frame_bytes_max), SystemClock())
 
 
 def _tune(sock: socket.socket) -> None:
     """No delay for small frames; a host that vanished while idle is noticed within seconds.
 
-    One that vanished while something was on its way to it is noticed by pk.wire.watch.
+    One that vanished while something was on its way to it is noticed by pk.wire.dead_peers.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -166,7 +167,7 @@ class PkNetwork:
             connect_timeout_ms=connect_timeout_ms,
             request_bytes_max=limits.CONTROL_BYTES_MAX,
         )
-        self._watch = Watch()
+        self._dead_peers = DeadPeerDetector()
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
@@ -194,12 +195,12 @@ class PkNetwork:
         stream = SocketStream(
             sock,
             address,
-            lambda: self._watch.remove(stream),
+            lambda: self._dead_peers.remove(stream),
             memory=self._memory,
             scratch=self._scratch,
         )
         stream.admit(known=True)  # a server dials brokers that are registered, and no other peer
-        self._watch.add(stream)
+        self._dead_peers.add(stream)
         return stream
 
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
@@ -210,7 +211,7 @@ class PkNetwork:
 
     async def close(self) -> None:
         """Open streams break."""
-        for stream in list(self._watch.streams):
+        for stream in list(self._dead_peers.streams):
             stream.abort("the network was closed")
         await self._control.close()
 
@@ -252,11 +253,13 @@ class _PkListener:
         self._address = ""
         self._behind: Listener | None = None  # grpc's own address, for this process alone
         self._accepting: asyncio.Task[None] | None = None
-        self._watch = Watch()
+        self._dead_peers = DeadPeerDetector()
         self._tasks: dict[asyncio.Task[None], _Connection] = {}  # one per accepted connection
         self._carried: dict[str, _Connection] = {}  # by what grpc calls their peers
         bytes_max = None if memory is None else memory.budget.bytes_max
-        self._rooms: Rooms[_Connection] = Rooms(_connections_max(bytes_max))  # N7
+        self._quotas: ConnectionQuotas[_Connection] = ConnectionQuotas(
+            _connections_max(bytes_max)
+        )  # N7
 
     @property
     def address(self) -> str:
@@ -309,7 +312,7 @@ class _PkListener:
                 continue
             peer = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else self._address
             connection = _Connection(sock, peer)
-            for other in self._rooms.arrive(connection, host_of(peer)):
+            for other in self._quotas.arrive(connection, host_of(peer)):
                 other.close("a newer connection took its place before it said hello")
                 if other is connection:
                     sock.close()
@@ -323,12 +326,12 @@ class _PkListener:
         connection = self._tasks.pop(task)
         if connection.stream is None:  # a stream owns its socket
             connection.sock.close()
-        self._rooms.leave(connection)
+        self._quotas.leave(connection)
 
     def _admit(self, connection: _Connection, known: bool) -> None:
         """Raises `ThrottledError` if clients have all the connections they may."""
         local = not host_of(connection.peer)  # a Unix socket: its file says who may connect
-        if why := self._rooms.admit(connection, known or local):
+        if why := self._quotas.admit(connection, known or local):
             raise errors.ThrottledError(f"{self._address} takes no more connections: {why}")
 
     async def _serve(self, connection: _Connection) -> None:
@@ -358,12 +361,12 @@ class _PkListener:
         stream = connection.stream = SocketStream(
             connection.sock,
             connection.peer,
-            lambda: self._watch.remove(stream),
+            lambda: self._dead_peers.remove(stream),
             memory=self._memory,
             scratch=self._scratch,
             admitted=lambda known: self._admit(connection, known),
         )
-        self._watch.add(stream)
+        self._dead_peers.add(stream)
         try:
             await self._handler(kind, stream)
         except Disconnected:
@@ -416,9 +419,9 @@ class _PkListener:
         if self._address.startswith("unix:"):
             _unlink(self._address.removeprefix("unix:"))
         control = self._loop.create_task(self._behind.close(grace_ms))
-        if self._watch.streams and self._tasks:  # else they only wait for their peers' ends
+        if self._dead_peers.streams and self._tasks:  # else they only wait for their peers' ends
             await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
-        for stream in list(self._watch.streams):
+        for stream in list(self._dead_peers.streams):
             stream.abort("the server shuts down")
         await control
         left = list(self._tasks)

@@ -31,10 +31,10 @@ from types import coroutine
 from pk import errors, limits
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
+from pk.wire.dead_peers import is_unacknowledged
 from pk.wire.inbound import KEPT_BYTES
 from pk.wire.memory import SCRATCH_BYTES, Assembly, Memory
 from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
-from pk.wire.watch import unheard
 from pk.world import Buffer, Disconnected
 
 CLOSE_TIMEOUT_MS = 2_000
@@ -210,9 +210,9 @@ class SocketStream:
         self._ended(why)
         self._free()
 
-    def check_heard(self) -> None:
-        """wire/watch N8."""
-        if not self._gone and unheard(self._sock):
+    def check_acknowledged(self) -> None:
+        """wire/dead_peers N8."""
+        if not self._gone and is_unacknowledged(self._sock):
             self.abort("the peer acknowledges nothing any more")
 
     # -- inside ------------------------------------------------------------------------------------

@@ -160,7 +160,9 @@ class Rig:
         )
         self.contact = True
         self.tier = Tier()
-        lifecycle: Any = SimpleNamespace(in_contact=lambda: self.contact, beat_soon=lambda: None)
+        lifecycle: Any = SimpleNamespace(
+            in_contact=lambda: self.contact, heartbeat_soon=lambda: None
+        )
         self.core.lifecycle = lifecycle
         self.core.publisher = Publisher()  # type: ignore[assignment]
         self.core.tier = self.tier  # type: ignore[assignment]

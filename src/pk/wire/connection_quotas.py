@@ -1,18 +1,20 @@
-"""Who may have a connection to a listener: newcomers, clients, proven brokers and controllers.
+"""Who may have a connection to a listener: pending connections, clients, proven brokers and
+controllers.
 
-A pure core of pk.wire.socket_network.  A connection is a *newcomer* until one of its streams said a
+A pure core of pk.wire.socket_network.  A connection is *pending* until one of its streams said a
 hello that was accepted.  Then it is *admitted*, as a client, or as a known peer: a broker or a
 controller that proved itself (docs/design/0011-inbound-memory.md).
 
-Newcomers never wait behind each other.  A full listener closes the newcomer that came first, for it
-has had the most time for its hello: so silent connections displace each other, and a peer that
-speaks gets in.  One address has at most half of all connections, and some rooms are kept for known
-peers: clients cannot take them.
+Pending connections never wait behind each other.  A full listener closes the pending connection
+that came first, for it has had the most time for its hello: so silent connections displace each
+other, and a peer that speaks gets in.  One address has at most half of all connections, and some
+connections are reserved for known peers: clients cannot take them.
 
 Invariants
-  N9   at most `rooms` connections are kept, newcomers and known peers included
-  N10  clients have at most `rooms` - `kept` connections, those of one address at most half of all
-  N11  a newcomer is turned away only if no other newcomer can go in its place
+  N9   at most `connections_max` connections are kept, pending connections and known peers included
+  N10  clients have at most `connections_max` - `reserved` connections, those of one address at most
+       half of all
+  N11  a pending connection is turned away only if no other pending connection can go in its place
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C")
 
-#: One of so many rooms is kept for known peers.
-KEPT_SHARE = 8
-#: One address may have one of so many rooms.
+#: One of so many connections is reserved for known peers.
+RESERVED_SHARE = 8
+#: One address may have one of so many connections.
 ADDRESS_SHARE = 2
 
 
@@ -49,15 +51,15 @@ def proven_by_address(peer: str, addresses: Iterable[str]) -> bool:
     return any(host == host_of(address) for address in addresses)
 
 
-class Rooms(Generic[C]):
+class ConnectionQuotas(Generic[C]):
     """The connections of one listener.  `C` is what names one; an address of '' is not counted."""
 
-    def __init__(self, rooms: int) -> None:
-        self.rooms = rooms
-        self.kept = rooms // KEPT_SHARE
-        self.per_address = max(1, rooms // ADDRESS_SHARE)
+    def __init__(self, connections_max: int) -> None:
+        self.connections_max = connections_max
+        self.reserved = connections_max // RESERVED_SHARE
+        self.per_address = max(1, connections_max // ADDRESS_SHARE)
         self._address: dict[C, str] = {}
-        self._newcomers: dict[C, None] = {}  #: the first to come first
+        self._pending: dict[C, None] = {}  #: the first to come first
         self._known: dict[C, None] = {}
         self._clients: Counter[str] = Counter()  #: admitted ones by address
 
@@ -65,15 +67,16 @@ class Rooms(Generic[C]):
         return len(self._address)
 
     def arrive(self, connection: C, address: str) -> list[C]:
-        """Take a newcomer in.  The caller closes whom this returns: others, or the newcomer (N11).
+        """Take a pending connection in.  The caller closes whom this returns: others, or the
+        pending connection (N11).
 
         Those are forgotten already.
         """
         self._address[connection] = address
-        self._newcomers[connection] = None
-        if len(self._address) <= self.rooms:
+        self._pending[connection] = None
+        if len(self._address) <= self.connections_max:
             return []
-        first = next(iter(self._newcomers))
+        first = next(iter(self._pending))
         self.leave(first)
         return [first]
 
@@ -84,16 +87,16 @@ class Rooms(Generic[C]):
         address = self._address[connection]
         if known:
             self._forget_client(connection)
-            self._newcomers.pop(connection, None)
+            self._pending.pop(connection, None)
             self._known[connection] = None
             return ""
-        if connection not in self._newcomers:
+        if connection not in self._pending:
             return ""
         if address and self._clients[address] >= self.per_address:
             return f"{self.per_address} connections of {address} are open already"
-        if self._clients.total() >= max(1, self.rooms - self.kept):
+        if self._clients.total() >= max(1, self.connections_max - self.reserved):
             return f"{self._clients.total()} connections are open already"
-        del self._newcomers[connection]
+        del self._pending[connection]
         self._clients[address] += 1
         return ""
 
@@ -102,15 +105,15 @@ class Rooms(Generic[C]):
         if connection not in self._address:
             return
         self._forget_client(connection)
-        self._newcomers.pop(connection, None)
+        self._pending.pop(connection, None)
         self._known.pop(connection, None)
         del self._address[connection]
 
-    def newcomer(self, connection: C) -> bool:
-        return connection in self._newcomers
+    def is_pending(self, connection: C) -> bool:
+        return connection in self._pending
 
     def _forget_client(self, connection: C) -> None:
-        if connection in self._newcomers or connection in self._known:
+        if connection in self._pending or connection in self._known:
             return
         address = self._address[connection]
         self._clients[address] -= 1
