@@ -51,7 +51,7 @@ def median(samples: Sequence[Sample]) -> float:
 
 
 def touch(path: Path, size: int) -> None:
-    """bench M6."""
+    """Write a file of `size` bytes and remove it (bench M6)."""
     block = bytes(MIB)
     with path.open("wb", buffering=0) as file:
         for _ in range(size // MIB):

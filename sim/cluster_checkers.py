@@ -84,7 +84,7 @@ class QuorumSample:
 
 
 class QuorumCheck:
-    """V10."""
+    """Checks votes, leaders and committed records of the metadata quorum (V10)."""
 
     def __init__(self) -> None:
         self.log = Marks()
@@ -196,7 +196,7 @@ class _History:
 
 
 class ReplicaCheck:
-    """V12 to V14."""
+    """Checks every replica against what was committed of its partition (V12 to V14)."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle

@@ -150,7 +150,7 @@ class ClusterClient:
         return int(self._settings["default_api_timeout_ms"])
 
     async def _reach(self) -> None:
-        """K6"""
+        """Reach a first broker within `connectTimeoutMs` (K6)."""
         if self._peers.reached:
             return
         limit = min(self._connect_ms, self.patience_ms)

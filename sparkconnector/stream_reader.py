@@ -120,7 +120,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- limits ------------------------------------------------------------------------------------
 
     def _waits_for_more(self, wanted: Sequence[Range]) -> bool:
-        """B4."""
+        """Whether the batch waits until minOffsetsPerTrigger offsets are there (B4)."""
         least = self._source.min_offsets
         there = sum(one.size for one in wanted)
         if not least or there >= least or self._last_batch_s is None:

@@ -42,7 +42,7 @@ class Tombstones:
             self.foreign(now_ms)
 
     def must_look(self, retention_ms: int) -> bool:
-        """M2."""
+        """Whether the next vacuum must read the log (M2)."""
         return self._looked_ms is None or self._looked_ms < self._foreign_ms + retention_ms
 
     def looked(self, named: Sequence[str], now_ms: int) -> list[str]:

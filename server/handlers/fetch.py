@@ -160,7 +160,7 @@ class FetchStream:
             self._wake.set()
 
     def _watch(self, key: PartitionKey) -> None:
-        """E5."""
+        """Wake this stream when the bound of `key` moves (E5)."""
         partition = self._core.partitions.get(key)
         if partition is None:
             return  # its turn is answered with an error

@@ -175,7 +175,7 @@ class ReplicaEnd:
     # -- the partition speaks ----------------------------------------------------------------------
 
     def watermark_moved(self, key: PartitionKey) -> None:
-        """F2."""
+        """Send the high watermark of `key` within TELL_MS (F2)."""
         self._untold[key] = None
         if self._telling is None:
             loop = asyncio.get_running_loop()

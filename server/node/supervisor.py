@@ -178,7 +178,7 @@ class Supervisor:
         self._log.warning("still_starting", role=role, why="no controller is active, or reachable")
 
     def _raise_if_hopeless(self, child: Child) -> None:
-        """O3."""
+        """Raise if another start of `child` cannot succeed (O3)."""
         failure = child.failure
         if failure is not None and failure.acts in ("operator", "user"):
             raise failure

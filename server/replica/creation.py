@@ -260,7 +260,7 @@ class ReplicaCreator:
                         await self._guarded(self._publisher.lead_or_follow(partition, state))
 
     async def _reopen(self, partition: Partition) -> None:
-        """N4."""
+        """Open a log that a full disk left half-way, now that there is room (N4)."""
         core, key = self._core, partition.key
         await core.fetchers.stand_still(partition)
         if core.partitions.get(key) is not partition or not _half_way(partition):

@@ -218,7 +218,7 @@ class ReplicaFetcher:
             self._spawn(self._place(replica))
 
     async def _place(self, replica: Replica) -> None:
-        """F2."""
+        """Set the fetch position once every append to the log is written or undone (F2)."""
         replica.placed = False
         await self.core.fetchers.stand_still(replica.partition)
         if replica.current and not replica.placed:
@@ -537,7 +537,7 @@ class ReplicaFetcher:
         await core.manager.cut(partition.key, cut.offset)
 
     async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
-        """Rule R5."""
+        """Drop the local log and begin at the leader's START_AT answer (rule R5)."""
         partition, core = replica.partition, self.core
         await partition.writer.settled(partition)
         if not replica.current:

@@ -117,7 +117,7 @@ class InSync:
         self._full[replica] = None
 
     def _lags(self, replica: NodeId, log_end: Offset, now_ms: int, lag_max_ms: int) -> bool:
-        """M1."""
+        """Whether `replica` has been behind for longer than `lag_max_ms` (M1)."""
         known = self._known.get(replica)
         if known is None:
             return True
@@ -130,7 +130,7 @@ class InSync:
         log_start: Offset,
         eligible: Mapping[NodeId, int],
     ) -> bool:
-        """M2, M3."""
+        """Whether `replica` has all it needs, under its current registration (M2, M3)."""
         known = self._known.get(replica)
         if (
             replica in self._full

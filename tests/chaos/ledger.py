@@ -127,7 +127,7 @@ class Ledger:
 
 
 def _order(offsets: np.ndarray, ids: np.ndarray) -> list[str]:
-    """D1."""
+    # D1
     back = np.flatnonzero(np.diff(offsets) <= 0)
     told = [f"D1: offset {offsets[at + 1]} follows {offsets[at]}" for at in back]
     ranked = np.argsort(ids, kind="stable")

@@ -63,7 +63,7 @@ async def refusal_of(sock: socket.socket) -> errors.PkError:
 
 
 def test_memory_is_taken_as_bytes_arrive_and_given_back() -> None:
-    """L17"""
+    # rule L17
 
     async def test() -> None:
         memory = budget(64 * limits.MIB, limits.WIRE_FRAME_BYTES_MAX)

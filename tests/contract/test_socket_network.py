@@ -97,7 +97,7 @@ def test_an_announced_length_beyond_the_limit_breaks_the_stream() -> None:
     "said", [b"", b"\x05\x00", framed(b"whole")[:-1], framed(bytes(200_000))[:-9]]
 )
 def test_a_connection_that_ends_without_the_end_mark_is_a_break(said: bytes) -> None:
-    """wire/socket_stream N2"""
+    # wire/socket_stream N2
 
     async def test() -> None:
         stream, theirs, freed = pair()
@@ -167,7 +167,7 @@ def test_a_sender_lets_others_run(size: int, count: int) -> None:
 def test_what_does_not_open_as_pk_is_closed_and_the_rest_is_served(
     said: bytes, monkeypatch: Any
 ) -> None:
-    """wire/socket_network N6"""
+    # wire/socket_network N6
 
     async def test() -> None:
         async with serving(echo) as (network, listener):
@@ -184,7 +184,7 @@ def test_what_does_not_open_as_pk_is_closed_and_the_rest_is_served(
 
 
 def test_a_connection_that_opens_http2_and_begins_no_stream_is_closed(monkeypatch: Any) -> None:
-    """wire/socket_network N6"""
+    # wire/socket_network N6
     monkeypatch.setattr("pk.wire.socket_network.STREAM_TIMEOUT_MS", 100)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 

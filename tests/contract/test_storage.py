@@ -410,7 +410,7 @@ def test_close_finishes_what_is_queued(disk: Callable[[], Disk]) -> None:
 
 
 def test_real_lanes_never_run_on_the_loop(tmp_path: Path) -> None:
-    """Rule P2."""
+    # rule P2
 
     async def main() -> None:
         lane = RealDisk(RealStorage(str(tmp_path)))

@@ -28,7 +28,7 @@ def _area(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_hostile_peers_take_no_more_than_the_budget_and_neighbours_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L17"""
+    # rule L17
     verdicts = _area("frames", monkeypatch).run(0, tmp_path, True)
     assert len(verdicts) == 4
     for verdict in verdicts:

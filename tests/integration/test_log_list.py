@@ -33,7 +33,7 @@ def dumped(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_damaged_log_is_listed_and_identities_are_printed(tmp_path: Path) -> None:
-    """Rules L9 and L15."""
+    # rules L9 and L15
     server = EmbeddedServer(tmp_path)
     with server:
         with AdminClient(server.address) as admin:

@@ -124,7 +124,7 @@ def test_an_identity_that_is_gone_beside_data_is_not_made_anew(server: EmbeddedS
 def test_a_node_alone_without_its_vote_says_so_and_uses_no_epoch_twice(
     server: EmbeddedServer,
 ) -> None:
-    """Q5."""
+    # rule Q5
     path = server.data / "metadata/quorum-state"
     before = sealed.decode(path.read_bytes())["epoch"]
     path.unlink()

@@ -470,7 +470,7 @@ def spoil(node: Node, name: str) -> None:
 def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     hangs: bool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L3, raft/snapshot_fetcher D2, rule P1."""
+    # rules L3, P1; raft/snapshot_fetcher D2
     cluster = make(41)
     cluster.until(lambda: len(cluster.committed) > 100)
     leader = cluster.leader()

@@ -80,7 +80,7 @@ def test_a_follower_that_stands_still_leaves_the_isr(make: Any) -> None:
 
 
 def test_below_the_minimum_nothing_is_acknowledged(make: Any) -> None:
-    """Rule R1."""
+    # rule R1
     kit = make(8)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")

@@ -70,7 +70,7 @@ def test_starts_under_wrong_clocks_cost_nothing() -> None:
 
 
 def test_a_broker_starts_at_the_wrong_time_and_with_an_empty_disk_at_the_right_one() -> None:
-    """sim/machine K4."""
+    # sim/machine K4
     with SimWorld(1) as world:
         options = SimOptions(topics=())
         cluster = SimCluster(world, options)

@@ -44,7 +44,7 @@ def test_a_rotten_delta_log_is_refused_and_told_until_it_is_restored() -> None:
 
 
 def test_rows_that_another_engine_deletes_are_told_and_read_once_they_are_back() -> None:
-    """Rule T17."""
+    # rule T17
     faults = ("delete_rows", "delete_rows", "kill_client", "kill_tier")
     counts = executed(3, *faults, every_ms=(50, 300)).counts
     assert counts["files of rows deleted"]

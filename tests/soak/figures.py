@@ -134,7 +134,7 @@ def process_verdicts(name: str, samples: Sequence[Sample]) -> list[Verdict]:
 
 
 def disk_verdict(what: str, used: Sequence[int], bound: int) -> Verdict:
-    """F3."""
+    # F3
     return Verdict(
         f"{what} on disk",
         f"at most {max(used) / MIB:,.0f} MiB",
@@ -165,7 +165,7 @@ def lag_verdict(role: str, before: Mapping[float, float], after: Mapping[float, 
 
 
 def rate_verdict(sent: float, asked: float) -> Verdict:
-    """F4."""
+    # F4
     kept = sent >= RATE_SHARE_MIN * asked
     return Verdict("load", f"{sent:,.0f} records/s", f"{asked:,.0f} asked for", kept)
 

@@ -133,7 +133,7 @@ def test_records_that_aged_out_fail_the_query_unless_told_otherwise(
 
 
 def test_a_recreated_topic_is_named(spark, cluster, tmp_path, run_available):
-    """Rule L8."""
+    # rule L8
     topic = cluster.topic(1, tier_enable=False)
     cluster.fill(topic, 50)
     run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")

@@ -65,7 +65,7 @@ _FLOORS_SHARE = 2
 
 
 def _connections_max(inbound_bytes_max: int | None = None) -> int:
-    """N7"""
+    """How many connections the descriptors and the inbound budget allow (N7)."""
     found = limits.CONNECTIONS_MAX
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -404,7 +404,7 @@ class _PkListener:
             behind.close()
 
     def _silent(self, connection: _Connection) -> None:
-        """N6"""
+        """Close a connection that has begun no stream (N6)."""
         if not connection.began:
             connection.close("it began no stream")
 

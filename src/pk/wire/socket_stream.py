@@ -211,7 +211,7 @@ class SocketStream:
         self._free()
 
     def check_acknowledged(self) -> None:
-        """wire/dead_peers N8."""
+        """Break the stream if the peer acknowledges nothing (wire/dead_peers N8)."""
         if not self._gone and is_unacknowledged(self._sock):
             self.abort("the peer acknowledges nothing any more")
 
@@ -242,7 +242,7 @@ class SocketStream:
             self._taken = 0
 
     def _set_behind(self, behind: bool) -> None:
-        """N3"""
+        """Stop reading while the receiver is behind, and read again after it (N3)."""
         self._set_reading(not behind)
         if self._memory is not None and self._account is not None:
             self._memory.budget.behind(self._account, behind, self._memory.now_ms())

@@ -149,7 +149,7 @@ def test_a_reset_takes_effect_behind_what_was_fetched_before_it(world: Any) -> N
 def test_what_was_read_of_a_deleted_topic_does_not_move_the_position_in_its_successor(
     world: Any,
 ) -> None:
-    """Rule L8."""
+    # rule L8
     world.put(T0, *[b"old"] * 5)
     consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=2)
     consumer.assign([T0])

@@ -305,7 +305,7 @@ def test_a_subscribed_topic_that_does_not_exist_is_said_once_and_taken_when_it_c
 
 
 def test_a_recreated_topic_is_told_and_read_from_its_beginning(bench: Any) -> None:
-    """Rule L8."""
+    # rule L8
     b = bench(auto_offset_reset="latest")
     b.cluster.create("t")
     b.on_client(b.engine.assign, [T0])

@@ -121,7 +121,7 @@ def test_bad_bootstrap_addresses(given: str) -> None:
 
 
 def test_idempotence_follows_acks() -> None:
-    """Rule L6."""
+    # rule L6
     assert producer_options({})[1]
     assert not producer_options({"acks": 1})[1]
     assert not producer_options({"acks": "0"})[1]

@@ -389,7 +389,7 @@ def test_state_deleted_with_its_records_is_no_loss(bench: Any) -> None:
 
 
 def test_a_recreated_topic_is_another_topic(bench: Any) -> None:
-    """Rule L8."""
+    # rule L8
     b = bench()
     b.cluster.create("t")
 

@@ -139,7 +139,7 @@ def test_append_time_is_the_one_rewrite() -> None:
 
 
 def test_empty_batch_keeps_the_producer() -> None:
-    """Rule L14."""
+    # rule L14
     header = batch.read_header(RAW)
     bare = batch.check(batch.empty(header))
     assert (bare.record_count, bare.last_offset_delta, bare.length) == (0, 2, HEADER_BYTES)

@@ -165,7 +165,7 @@ def test_many_small_batches_at_once_are_a_large_append(bench: Make) -> None:
 
 
 def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
-    """log/batch_cache K1"""
+    # log/batch_cache K1
     b = bench(segment_bytes=10**6)
     b.log.recent = BatchCache()
     cost = len(raw_batch(1, 10_000)) + BATCH_OVERHEAD_BYTES
@@ -179,7 +179,7 @@ def test_of_a_log_the_oldest_batches_go(bench: Make) -> None:
 
 
 def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
-    """log/batch_cache K1"""
+    # log/batch_cache K1
     cost = len(raw_batch(1)) + BATCH_OVERHEAD_BYTES
     shared = BatchCache(bytes_max=3 * cost)
     logs = [bench() for _ in range(3)]

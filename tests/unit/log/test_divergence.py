@@ -65,7 +65,7 @@ def test_a_follower_is_answered_with_what_is_written(
 def test_a_follower_below_the_known_epochs_begins_at_the_first_segment(
     last_epoch: int, offset: int
 ) -> None:
-    """Rule R5."""
+    # rule R5
     known = LeaderEpochs([EpochStart(4, 10)])
     assert find_divergence(known, 10, 20, last_epoch, offset) == StartAt(10)
     assert find_divergence(known, 10, 20, 4, 10) is None
@@ -122,6 +122,6 @@ def test_a_follower_truncates_to_the_common_end(theirs: EpochEnd, expected: int)
 def test_the_last_record_of_another_log(
     log_end: int, end: int, last_epoch: int, lacks: bool
 ) -> None:
-    """Rule T15."""
+    # rule T15
     assert lacks_last_record(EPOCHS, log_end, end, last_epoch) is lacks
     assert not lacks_last_record(UNKNOWN, end, end, last_epoch), "nothing to compare"

@@ -440,7 +440,7 @@ def test_lost_checkpoints_cost_time_only() -> None:
 
 
 def test_log_starts_are_durable_before_the_rows_go() -> None:
-    """Rule T9."""
+    # rule T9
 
     async def main() -> None:
         house = House()

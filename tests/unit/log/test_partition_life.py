@@ -222,7 +222,7 @@ def test_what_a_full_disk_kept_goes_with_the_next_checkpoint(bench: Make) -> Non
 
 
 def test_expired_active_segment_is_rolled_then_dropped(bench: Make) -> None:
-    """Rule L10."""
+    # rule L10
     b = bench(retention_ms=1000)
     b.fill(3)
     plan = b.log.retention_plan(NOW + 1001)

@@ -348,7 +348,7 @@ def test_gaps_are_stepped_over(bench: Make) -> None:
 
 
 def test_damaged_sealed_data_is_reported_with_its_place(bench: Make) -> None:
-    """Rule L9."""
+    # rule L9
     b = bench(segment_bytes=300)
     b.fill(4)
     name = "topics/t-0/00000000000000000000.log"

@@ -69,7 +69,7 @@ def test_without_a_producer_id_nothing_is_kept() -> None:
 
 
 def test_lso_follows_open_and_unstable_transactions() -> None:
-    """Rule L11."""
+    # rule L11
     state = Producers()
     assert state.last_stable_offset(50) == 50
     state.apply(head(1, txn=True), 10, 0)
@@ -87,7 +87,7 @@ def test_lso_follows_open_and_unstable_transactions() -> None:
 
 
 def test_one_control_batch_ends_many() -> None:
-    """Rule X5."""
+    # rule X5
     state = Producers()
     for number in (1, 2, 3):
         state.apply(head(number, txn=True), number, 0)

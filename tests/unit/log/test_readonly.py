@@ -102,7 +102,7 @@ def test_a_log_that_was_cut_and_rewritten(bench: Make) -> None:
 
 
 def test_damage_is_reported(bench: Make) -> None:
-    """Rule L9."""
+    # rule L9
     b = bench(segment_bytes=10**6)
     b.fill(4)
     reader = open_readonly(b.storage, "topics/t-0")

@@ -43,7 +43,7 @@ def outlives(lost: list[Sent], survivors: list[Sent]) -> bool:
 
 
 def test_what_outlived_a_lost_record_is_found_wherever_it_stands() -> None:
-    """V8."""
+    # rule V8
     topic, outcomes = Topic("t", False, False, life=1), []
     for seed in range(400):
         rng = random.Random(seed)
@@ -115,7 +115,7 @@ def test_a_table_may_follow_whoever_was_asked_to_delete() -> None:
 
 
 def test_a_copy_made_anew_may_begin_before_the_one_that_is_gone() -> None:
-    """V3."""
+    # rule V3
     key, checked = PartitionKey("id", 0), Invariants(Oracle([TopicPlan("t", 1, {})]))
 
     def led(broker: int, log_start: int) -> None:
@@ -145,7 +145,7 @@ def test_a_former_life_may_be_cut_too() -> None:
 
 
 def test_what_another_partition_lost_is_judged_beside_one_that_came_back() -> None:
-    """V8."""
+    # rule V8
     topic = Topic("t", False, False, life=1)
     mine = [sent(0, 0, 1, 1, 1), sent(1, 0, 2, 1, 1), sent(2, 1, 1, 1, 1), sent(3, 1, 2, 1, 1)]
     moved = {mine[0].id: (0, 0), mine[1].id: (0, 2)}

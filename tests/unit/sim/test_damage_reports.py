@@ -46,7 +46,7 @@ def rots(run: Run, broker: int) -> None:
 
 
 def test_a_lost_range_is_told_only_where_a_copy_rotted(run: Run, consumer: SimConsumer) -> None:
-    """Rule L9."""
+    # rule L9
     consumer._lost(PLACE, lost(5, 9), 5)
     assert [each.split(",")[0] for each in run.troubles] == ["V5: c at t-0"]
     assert "nothing explains" in run.troubles.pop()
@@ -76,7 +76,7 @@ def test_rows_are_told_as_missing_only_where_they_were_deleted(
 
 
 def test_a_changed_table_is_told_only_where_its_log_rotted(run: Run, consumer: SimConsumer) -> None:
-    """Rule T8."""
+    # rule T8
     told = errors.TierTableChanged("differs", uri="memory://tier/t/id")
     consumer._problem(told, PLACE)
     assert "no log of a table rotted" in run.troubles.pop()
@@ -114,7 +114,7 @@ def test_a_broker_reports_a_damaged_range_only_where_its_copy_rotted(run: Run) -
 
 
 def test_a_tier_misses_only_rows_that_somebody_deleted(run: Run) -> None:
-    """Rule T17."""
+    # rule T17
     facts: dict[str, object] = {
         "topic": "t",
         "partition": 0,

@@ -17,7 +17,7 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 
 def test_time_jumps_and_ties_keep_their_order() -> None:
-    """sim/loop W1."""
+    # sim/loop W1
     world = SimWorld(1)
     fired: list[object] = []
     for n in range(20):
@@ -50,7 +50,7 @@ def test_ordinary_asyncio_code_runs_in_virtual_time() -> None:
 
 
 def test_threads_and_sockets_are_refused() -> None:
-    """sim/loop W2."""
+    # sim/loop W2
     world = SimWorld(1)
 
     async def main() -> None:

@@ -117,7 +117,7 @@ def test_a_vanished_partition_is_a_loss():
 
 
 def test_a_recreated_topic_is_named_so_and_begins_anew():
-    """Rule L8."""
+    # rule L8
     ranges, losses = offsets.between(
         progress(10, topic_id="old"),
         progress(5, topic_id="new"),

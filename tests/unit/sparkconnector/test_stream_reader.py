@@ -72,7 +72,7 @@ def test_from_the_earliest_offset_to_the_end(broker):
 
 
 def test_nothing_new_is_the_same_text(broker):
-    """sparkconnector/stream_reader B1."""
+    # sparkconnector/stream_reader B1
     broker.create("t", 12)
     one = reader(broker)
     start = json.loads(json.dumps(one.initialOffset()))
@@ -138,7 +138,7 @@ def test_available_now_stops_at_its_target(broker):
 
 
 def test_few_offsets_wait_for_more_or_for_the_delay(broker, monkeypatch):
-    """sparkconnector/stream_reader B4."""
+    # sparkconnector/stream_reader B4
     now = [1000.0]
     monkeypatch.setattr(clock, "monotonic_s", lambda: now[0])
     (log,) = broker.create("t")
@@ -206,7 +206,7 @@ def test_aged_out_offsets(broker, fails):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_recreated_topic(broker, fails):
-    """Rule L8."""
+    # rule L8
     (log,) = broker.create("t", topic_id="first")
     fill(log, 10)
     one = reader(broker, failOnDataLoss=str(fails).lower())

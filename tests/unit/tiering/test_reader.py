@@ -282,7 +282,7 @@ def test_a_look_up_by_time_reads_three_columns() -> None:
 
 
 def test_files_that_left_the_table_are_forgotten() -> None:
-    """tiering/reader H6."""
+    # tiering/reader H6
 
     async def test() -> None:
         tier = Tier([list(range(10)), list(range(10, 20))], 20)

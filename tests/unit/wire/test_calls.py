@@ -205,7 +205,7 @@ def test_the_hello_is_checked() -> None:
 
 
 def test_who_says_no_hello_does_not_keep_the_stream() -> None:
-    """wire/calls A3"""
+    # wire/calls A3
 
     async def story(scene: Scene) -> None:
         stream = await scene.client.network.connect(ADDRESS, StreamKind.CONTROL)
@@ -230,7 +230,7 @@ def test_pushes_reach_the_caller() -> None:
 
 
 def test_requests_in_flight_are_bounded() -> None:
-    """wire/calls A2."""
+    # wire/calls A2
 
     async def story(scene: Scene) -> None:
         running, most = 0, 0

@@ -10,7 +10,7 @@ from pk.wire.connection_quotas import ConnectionQuotas, proven_by_address
 
 
 def test_the_newcomer_that_came_first_makes_room() -> None:
-    """wire/connection_quotas N11"""
+    # wire/connection_quotas N11
     quotas: ConnectionQuotas[int] = ConnectionQuotas(4)
     assert not any(quotas.arrive(number, "a") for number in range(4))
     assert quotas.admit(1, known=False) == ""
@@ -20,7 +20,7 @@ def test_the_newcomer_that_came_first_makes_room() -> None:
 
 
 def test_a_newcomer_is_turned_away_only_if_all_were_admitted() -> None:
-    """wire/connection_quotas N11"""
+    # wire/connection_quotas N11
     quotas: ConnectionQuotas[int] = ConnectionQuotas(2)
     for number in range(2):
         quotas.arrive(number, str(number))
@@ -31,7 +31,7 @@ def test_a_newcomer_is_turned_away_only_if_all_were_admitted() -> None:
 
 
 def test_clients_leave_rooms_to_known_peers_and_addresses_to_each_other() -> None:
-    """wire/connection_quotas N10"""
+    # wire/connection_quotas N10
     quotas: ConnectionQuotas[int] = ConnectionQuotas(16)
     for number in range(16):
         quotas.arrive(number, "a" if number < 9 else "b")

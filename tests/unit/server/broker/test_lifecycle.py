@@ -435,7 +435,7 @@ def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> Non
 
 
 def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
-    """broker/lifecycle K6."""
+    # broker/lifecycle K6
     cluster = make(8)
     first = cluster.start()
     lifecycle = cluster.broker.core.lifecycle

@@ -58,7 +58,7 @@ def test_metadata_is_pushed_to_those_who_watch(cluster: Cluster) -> None:
 
 
 def test_a_topic_created_again_is_another_one(cluster: Cluster, kit: Any) -> None:
-    """Rule L8."""
+    # rule L8
     cluster.start()
 
     async def story() -> None:

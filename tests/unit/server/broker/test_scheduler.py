@@ -71,7 +71,7 @@ def test_expired_segments_go_and_log_start_is_durable_first(
 def test_an_active_segment_that_expired_is_rolled_and_goes(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule L10."""
+    # rule L10
     partition = rig.partition(retention_ms=HOUR)
 
     async def story() -> None:
@@ -106,7 +106,7 @@ def test_nothing_above_the_watermark_goes(rig: Any, kit: Any, scheduler: BrokerS
 def test_local_data_goes_only_after_the_tier_confirmed_it(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule T6."""
+    # rule T6
     partition = small(rig, tiered=True, local_retention_bytes=12_000)
 
     async def story() -> None:
@@ -250,7 +250,7 @@ def test_deleted_records_need_no_confirmation(
 def test_a_clock_that_jumped_stops_retention(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule L10."""
+    # rule L10
     partition = small(rig, retention_ms=HOUR)
 
     async def story() -> None:

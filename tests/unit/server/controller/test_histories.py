@@ -80,7 +80,7 @@ class History:
         return found
 
     def commit(self) -> None:
-        """R1."""
+        # rule R1
         state = self.state
         required = min(max(1, self.min_isr), len(state.replicas))
         if state.leader == NONE or len(state.isr) < required:

@@ -109,7 +109,7 @@ def test_elections_prefer_the_fit_and_take_the_unfit_if_need_be() -> None:
 
 
 def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
-    """T4."""
+    # rule T4
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2)
@@ -125,7 +125,7 @@ def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
 
 
 def test_one_move_per_partition_and_minute_the_way_back_included() -> None:
-    """controller/leader_rebalancer H1."""
+    # controller/leader_rebalancer H1
     bench, soft = led_by_one(), LeaderRebalancer()
     first = bench.state("t").replicas[0]
     bench.beat(1, **unfit())
@@ -157,7 +157,7 @@ def test_a_preferred_leader_that_came_back_rests_others_do_not() -> None:
 def test_partitions_are_looked_at_on_news_and_seldom_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """controller/leader_rebalancer H2."""
+    # controller/leader_rebalancer H2
     bench, soft = led_by_one(), LeaderRebalancer()
     assert soft.wanted(bench.image, bench.reports, 0) == {}
     for broker in (1, 2, 3):

@@ -35,7 +35,7 @@ def test_a_broker_epoch_is_the_offset_of_its_registration() -> None:
 
 
 def test_unfenced_only_when_the_image_has_reached_the_registration() -> None:
-    """Q2."""
+    # rule Q2
     bench = Bench()
     epoch = bench.register().broker_epoch
     reply = bench.beat(metadata_offset=epoch - 1)
@@ -177,7 +177,7 @@ def test_recovery_waits_for_every_last_known_member() -> None:
 
 
 def test_a_change_of_min_isr_clears_the_elr_while_somebody_leads() -> None:
-    """R1."""
+    # rule R1
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2, min_insync_replicas="2")
@@ -211,7 +211,7 @@ def test_controlled_shutdown_moves_leaders_and_says_when_it_may_go() -> None:
 
 
 def test_isr_changes() -> None:
-    """R2, KIP-497, KIP-903."""
+    # rules R2, KIP-497, KIP-903
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2)
@@ -325,7 +325,7 @@ def test_partitions_are_added_and_the_reply_says_what_it_means() -> None:
 
 
 def test_a_topic_is_deleted_with_its_settings_and_may_come_back_as_another() -> None:
-    """L8."""
+    # rule L8
     bench = Bench()
     bench.up(1)
     bench.topic("t", retention_ms="5")
@@ -379,7 +379,7 @@ def test_a_table_to_purge_is_marked_until_a_broker_reports_it_gone() -> None:
 def test_of_too_many_tables_to_purge_the_oldest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """metadata/image I6."""
+    # metadata/image I6
     monkeypatch.setattr(image_module, "PURGES_MAX", 2)
     bench = Bench()
     bench.up(1)

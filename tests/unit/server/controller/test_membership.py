@@ -160,7 +160,7 @@ def test_a_controller_is_added_and_elects(make: Any) -> None:
 
 
 def test_an_emptied_disk_does_not_vote_until_it_was_added(make: Any) -> None:
-    """Q1, raft/membership M3."""
+    # rule Q1, raft/membership M3
     world = make(3)
     leader = world.active()
     lost = next(n for n in (1, 2, 3) if n != leader)
@@ -187,7 +187,7 @@ def test_an_emptied_disk_does_not_vote_until_it_was_added(make: Any) -> None:
 
 
 def test_no_change_takes_the_majority_away(make: Any) -> None:
-    """raft/membership M2."""
+    # raft/membership M2
     world = make(4)
     leader = world.active()
     up, gone = (n for n in (1, 2, 3) if n != leader)

@@ -387,7 +387,7 @@ def test_who_waits_for_news_is_not_handed_the_failure_of_the_controller() -> Non
 
 
 def test_a_controller_whose_log_is_damaged_hands_none_of_it_out_and_ends() -> None:
-    """controller/node N1, rule L9."""
+    # controller/node N1, rule L9
     scene, broker = failing()
     scene.storage.rot(log_file(scene), 100, 3)
     broker.image = MetadataImage()  # as who starts anew

@@ -43,7 +43,7 @@ async def quiet(rig: Any, stream: Stream, kit: Any, ms: int) -> bool:
 
 
 def test_a_position_is_set_once_and_then_pushed(rig: Any, kit: Any) -> None:
-    """Rule P4."""
+    # rule P4
     rig.partition()
 
     async def story() -> None:

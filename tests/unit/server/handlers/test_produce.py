@@ -130,7 +130,7 @@ def test_a_gap_is_told_once_all_in_sync_were_heard(
 
 
 def test_a_duplicate_is_answered_with_its_original_never_before(rig: Any, kit: Any) -> None:
-    """Rule L4."""
+    # rule L4
     partition = rig.partition()
     raw = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
 
@@ -230,7 +230,7 @@ def test_too_few_in_sync_replicas(rig: Any, kit: Any) -> None:
 
 
 def test_without_the_controller_only_acks_all(rig: Any, kit: Any) -> None:
-    """Rule R6."""
+    # rule R6
     rig.partition()
     rig.contact = False
 
@@ -284,7 +284,7 @@ def test_a_full_disk_refuses_and_serves_again_by_itself(rig: Any, kit: Any) -> N
 
 
 def test_a_dead_directory_takes_its_partitions_offline_typed(rig: Any, kit: Any) -> None:
-    """Rule L2."""
+    # rule L2
     one, two = rig.partition(0), rig.partition(1)
 
     async def story() -> None:
@@ -316,7 +316,7 @@ def test_sizes_that_do_not_add_up_end_the_stream(rig: Any, kit: Any) -> None:
 
 
 def test_a_broken_stream_cancels_what_is_queued_not_what_is_appended(rig: Any, kit: Any) -> None:
-    """Rule L7."""
+    # rule L7
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:

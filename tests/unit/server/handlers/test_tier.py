@@ -219,6 +219,6 @@ def test_tier_wins(log_end: int, epochs: list[tuple[int, int]], keeps: bool) -> 
     [(4, True), (3, False), (2, False), (-1, False)],
 )
 def test_a_later_record_than_the_tables_last_one(log_epoch: int, went_on: bool) -> None:
-    """Rule T15."""
+    # rule T15
     table = wire.TierClaimReply(exists=True, start=0, end=10, end_epoch=3)
     assert went_on_without(log_epoch, table) is went_on

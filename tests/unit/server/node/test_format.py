@@ -55,7 +55,7 @@ def test_a_node_of_a_cluster_starts_on_nothing_that_was_not_formatted(tmp_path: 
 
 
 def test_first_voters_know_each_other_and_nobody_knows_a_replacement(tmp_path: Path) -> None:
-    """node/format F1, Q1."""
+    # node/format F1, Q1
     made = make(tmp_path / "a", node())
     assert made.voter
     assert made.metadata_directory_id == voter_directory_id(CLUSTER, 1)
@@ -94,7 +94,7 @@ def test_metadata_that_is_gone_is_a_loss(tmp_path: Path, lost: str) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_damaged_vote_ends_the_start_before_any_process(tmp_path: Path, alone: bool) -> None:
-    """Q5."""
+    # rule Q5
     resolved = resolve({}, {}, {}) if alone else node()
     if alone:
         start(tmp_path, resolved)

@@ -246,7 +246,7 @@ def test_a_log_that_rests_is_not_noted_again() -> None:
 
 
 def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
-    """metadata/snapshot_generator K3."""
+    # metadata/snapshot_generator K3
     disk = Disk()
     log = disk.open()
     log.append([topic("a")], 5)

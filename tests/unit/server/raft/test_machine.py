@@ -226,7 +226,7 @@ def test_a_follower_goes_back_to_where_both_logs_agree(diverging: tuple[int, int
 
 
 def test_never_below_the_high_watermark() -> None:
-    """raft/machine U5."""
+    # raft/machine U5
     quorum = following()
     quorum.step(fetched(quorum, FetchStatus.DATA, high_watermark=12), 10)
     assert quorum.high_watermark == 12

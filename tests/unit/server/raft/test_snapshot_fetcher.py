@@ -131,7 +131,7 @@ def test_a_visit_ends_with_its_leader(scene: Scene) -> None:
 
 
 def test_damage_is_found_and_it_is_begun_again(scene: Scene) -> None:
-    """raft/snapshot_fetcher D1."""
+    # raft/snapshot_fetcher D1
     known, raw = made(1)
     scene.has[known] = raw
     scene.spoil = lambda reply, piece: bytes(len(piece)) if reply.position == 300 else piece

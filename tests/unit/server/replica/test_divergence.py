@@ -144,7 +144,7 @@ def test_a_clean_leader_is_never_refused(logs: tuple[Log, Log, int], data: st.Da
 
 
 def test_a_log_is_begun_anew_below_the_committed_for_an_unclean_leader_only() -> None:
-    """Rules R4, R5."""
+    # rules R4, R5
     check_start(7, high_watermark=7, unclean=False)
     with pytest.raises(errors.LogTruncated):
         check_start(6, high_watermark=7, unclean=False)
@@ -152,7 +152,7 @@ def test_a_log_is_begun_anew_below_the_committed_for_an_unclean_leader_only() ->
 
 
 def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
-    """Rule R4."""
+    # rule R4
     own = epochs_of([1, 1, 1, 2])
     known: dict[str, Any] = {"log_end": 4, "high_watermark": 3}
     assert cut_at(EpochEnd(1, 3), own, unclean=False, **known) == (3, False)

@@ -41,7 +41,7 @@ def test_a_follower_that_has_everything_may_be_silent() -> None:
 
 
 def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
-    """replica/isr M2."""
+    # replica/isr M2
     known = InSync((1,), 10, now_ms=0)
     assert wanted(known, (1,)) == (1,), "nothing was heard of it"
     known.heard(2, 9, 10, now_ms=0, broker_epoch=20)
@@ -74,7 +74,7 @@ def test_the_low_watermark_is_that_of_all_who_may_lead_next() -> None:
 
 
 def test_joining_needs_the_registration_that_fetched() -> None:
-    """S3 (KIP-903)."""
+    # replica/isr M3 (KIP-903)
     known = InSync((1,), 10, now_ms=0)
     known.heard(2, 10, 10, now_ms=0, broker_epoch=19)
     assert wanted(known, (1,)) == (1,)
@@ -99,7 +99,7 @@ def leader() -> Leader:
 
 
 def test_one_wish_at_a_time_and_a_refused_one_lets_go() -> None:
-    """Rule R2."""
+    # rule R2
     one = leader()
     one.on_follower_end(2, 10, 0, 20)
     one.on_follower_end(3, 10, 0, 30)
@@ -131,7 +131,7 @@ def test_who_may_have_been_no_replica_for_a_moment_is_compared_anew() -> None:
 
 
 def test_a_removal_counts_only_once_it_is_committed() -> None:
-    """Rule R2."""
+    # rule R2
     one = leader()
     one.on_isr_proposed((1,))
     assert not one.on_local_end(20, 20)

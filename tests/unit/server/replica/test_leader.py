@@ -34,7 +34,7 @@ def test_the_only_replica_commits_what_it_has_written() -> None:
 
 
 def test_flush_on_ack_commits_only_what_is_synced() -> None:
-    """Rule L2."""
+    # rule L2
     one = leader(flush_on_ack=True)
     assert not one.on_local_end(10, 0)
     assert one.on_local_end(10, 10)

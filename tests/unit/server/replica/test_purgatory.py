@@ -15,7 +15,7 @@ P1 = PartitionKey("a" * 36, 1)
 
 
 def test_released_by_the_watermark_of_its_epoch_only() -> None:
-    """Rules L4, L5."""
+    # rules L4, L5
     purgatory: ProducePurgatory[str] = ProducePurgatory()
     purgatory.park(P0, 3, 10, 1_000, "original")
     purgatory.park(P0, 3, 10, 1_000, "duplicate")
@@ -29,7 +29,7 @@ def test_released_by_the_watermark_of_its_epoch_only() -> None:
 
 
 def test_losing_leadership_answers_all_of_them() -> None:
-    """Rule L5."""
+    # rule L5
     purgatory: ProducePurgatory[int] = ProducePurgatory()
     for epoch in (1, 2, 3):
         purgatory.park(P0, epoch, 100, 1_000, epoch)

@@ -407,7 +407,7 @@ def test_a_lost_disk_is_restored_from_the_tier(tiered: Cluster, kit: Any) -> Non
 
 
 def test_deleted_records_leave_the_table(tiered: Cluster, kit: Any) -> None:
-    """Rule T9."""
+    # rule T9
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))
     partition = partition_of(tiered, topic_id)
@@ -425,7 +425,7 @@ def test_deleted_records_leave_the_table(tiered: Cluster, kit: Any) -> None:
 def test_a_deleted_topic_keeps_its_table_unless_asked(
     tiered: Cluster, kit: Any, purge: bool
 ) -> None:
-    """Rule T7."""
+    # rule T7
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 4))
     partition = partition_of(tiered, topic_id)

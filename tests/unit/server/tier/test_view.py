@@ -88,7 +88,7 @@ def test_coverage_grows_and_belongs_to_an_epoch() -> None:
 
 
 def test_nothing_above_what_the_table_covers_may_be_dropped() -> None:
-    """Rule T6."""
+    # rule T6
     state = TierState()
     state.report(progress(droppable_end=99), 3, 100)
     assert state.droppable_end == 10
@@ -134,7 +134,7 @@ def test_what_was_tiered_of_a_log_that_is_cut_says_nothing_of_what_it_goes_on_wi
 def test_what_was_said_in_another_leader_epoch_is_not_believed_after_the_tier_was_off(
     rig: Any,
 ) -> None:
-    """T15."""
+    # rule T15
     partition = rig.partition(tiered=True)
     for epoch, believed in ((0, 10), (1, 0)):
         partition.tier = TierState(tiered_end=10, droppable_end=10, leader_epoch=0)
