@@ -21,11 +21,12 @@ from pk.client import arguments, connection, described
 from pk.client.brokers import BrokerCalls
 from pk.client.cluster import Cluster
 from pk.client.described import PartitionDescription, TierDescription
+from pk.client.endings import refusal
 from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
 from pk.client.tier_rows import TierRows, tier_rows
-from pk.types import NONE, PartitionKey, TopicPartition
+from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -233,7 +234,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         )
         result = _only(self._ask(request, wire.DescribeConfigsReply, timeout_s).results)
         if result.HasField("error"):
-            raise frames.raise_error(result.error)
+            raise refusal(result.error)
         return [ConfigEntry(e.name, e.value, e.source, e.read_only, e.doc) for e in result.entries]
 
     def alter_configs(
@@ -258,7 +259,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         change.resource.name = arguments.text(name, "name")
         result = _only(self._ask(request, wire.AlterConfigsReply, timeout_s).results)
         if result.HasField("error"):
-            raise frames.raise_error(result.error)
+            raise refusal(result.error)
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         """Remove all records below an offset (-1 = all); returns each new log_start."""
         asked = arguments.by_place(before, "before", "offsets")
         wanted = {
-            place: arguments.whole(offset, "before", NONE, OFFSET_MAX)
+            place: arguments.whole(offset, "before", -OFFSET_MAX, OFFSET_MAX)
             for place, offset in asked.items()
         }
         timeout_ms = int(arguments.seconds(timeout_s) * 1000)
@@ -547,9 +548,7 @@ def _time_of(spec: Any, argument: str) -> int:
 
 def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:
     return [
-        TopicResult(
-            r.name, r.topic_id, r.note, frames.raise_error(r.error) if r.HasField("error") else None
-        )
+        TopicResult(r.name, r.topic_id, r.note, refusal(r.error) if r.HasField("error") else None)
         for r in results
     ]
 
@@ -558,9 +557,7 @@ def _by_partition(
     results: Iterable[wire.ReassignmentResult],
 ) -> dict[TopicPartition, errors.PkError | None]:
     return {
-        TopicPartition(r.topic, r.partition): (
-            frames.raise_error(r.error) if r.HasField("error") else None
-        )
+        TopicPartition(r.topic, r.partition): (refusal(r.error) if r.HasField("error") else None)
         for r in results
     }
 

@@ -9,6 +9,8 @@ import re
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
 
 #: The broker could not answer, another one may.
 ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
@@ -49,6 +51,17 @@ def _no_longer(message: str, after_ms: int) -> str:
     begun before the call that waits for it.
     """
     return _WITHIN.sub(lambda found: "" if int(found[1]) > after_ms else found[0], message)
+
+
+def refusal(answer: wire.Error) -> errors.PkError:
+    """What a broker answered about one item of a request: it speaks for the cluster, and the
+    client does not ask again, so a person must act.
+    """
+    error = frames.raise_error(answer)
+    if type(error) is errors.UnknownTopicOrPartition:
+        setattr(error, "acts", "user")  # noqa: B010 - the class says what holds otherwise
+        return error
+    return given_up(error)
 
 
 def no_partition(topic: str, partition: int, count: int) -> errors.UnknownTopicOrPartition:

@@ -447,7 +447,8 @@ def pk(server: EmbeddedServer, *arguments: str, text: bytes = b"", code: int = 0
 def test_topics_from_creation_to_deletion(server: EmbeddedServer) -> None:
     pk(server, "topics", "create", "cli", "--partitions", "2", "--config", "retention.ms=-1")
     assert "exists" in pk(server, "topics", "create", "cli", code=1)
-    pk(server, "topics", "create", "cli", "--if-not-exists")
+    there = pk(server, "topics", "create", "cli", "--if-not-exists")
+    assert there == "topic cli already exists (unchanged)\n"
     assert "retention_ms" in pk(
         server, "topics", "create", "c2", "--config", "retention.mss=1", code=1
     )
@@ -465,6 +466,26 @@ def test_topics_from_creation_to_deletion(server: EmbeddedServer) -> None:
         assert column in shown
     pk(server, "topics", "delete", "cli")
     assert "does not exist" in pk(server, "topics", "describe", "cli", code=1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["delete", "nope"], ["alter", "nope", "--config", "segment.ms=9"], ["alter", "nope",
+     "--partitions", "3"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_topic_that_does_not_exist_is_not_asked_for_again(
+    server: EmbeddedServer, command: list[str]
+) -> None:
+    said = pk(server, "topics", *command, code=1)
+    assert said == "error: topic nope does not exist (change the request)\n"
+
+
+def test_perf_waits_no_longer_than_it_is_told(server: EmbeddedServer, topic: str) -> None:
+    said = pk(server, "perf", "produce", topic, "--records", "1000", "--timeout-ms", "20000")
+    assert said.startswith("1,000 records in ")
+    said = pk(server, "perf", "consume", topic, "--records", "1000", "--timeout-ms", "20000")
+    assert said.startswith("1,000 records in ")
 
 
 def test_produce_and_consume_lines(server: EmbeddedServer, topic: str, tmp_path: Path) -> None:

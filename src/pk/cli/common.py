@@ -33,9 +33,16 @@ Configs = Annotated[
     list[str] | None,
     typer.Option("--config", help="setting=value, Kafka's dotted names too; repeatable"),
 ]
+#: What a client's time-out may be at most.
+TIMEOUT_MS_MAX = 2_147_483_000
 TimeoutMs = Annotated[
     int,
-    typer.Option("--timeout-ms", min=1, help="how long the command may take, with connecting"),
+    typer.Option(
+        "--timeout-ms",
+        min=1,
+        max=TIMEOUT_MS_MAX,
+        help="how long the command may take, with connecting",
+    ),
 ]
 
 

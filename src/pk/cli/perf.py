@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import deque
@@ -11,8 +12,18 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, quiet_end, say, size_text
+from pk.cli.common import (
+    DEFAULT_BOOTSTRAP,
+    TIMEOUT_MS_MAX,
+    AsJson,
+    Bootstrap,
+    opened,
+    quiet_end,
+    say,
+    size_text,
+)
 from pk.clock import block_s, monotonic_s
+from pk.settings import PRODUCER
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -121,6 +132,15 @@ def produce(
     acks: Annotated[str, typer.Option(help="0, 1 or all")] = "all",
     compression: Annotated[str, typer.Option(help="none, lz4 or zstd")] = "none",
     linger_ms: Annotated[float, typer.Option(min=0, help="how long a batch may wait")] = 5.0,
+    timeout_ms: Annotated[
+        int,
+        typer.Option(
+            "--timeout-ms",
+            min=1,
+            max=TIMEOUT_MS_MAX,
+            help="how long to wait for a broker, and for the acknowledgement of a record",
+        ),
+    ] = 120_000,
     bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
@@ -130,7 +150,8 @@ def produce(
     with quiet_end():
         meter = _Meter(quiet=as_json or not sys.stderr.isatty())
         options = {"acks": acks, "compression": compression, "linger_ms": linger_ms}
-        with Producer(bootstrap, **options) as producer:
+        client = Producer(bootstrap, **options, **producer_times(timeout_ms, linger_ms))
+        with opened(client, bootstrap) as producer:
             partitions = producer.partitions_for(topic)
             meter.begin()
             if columnar:
@@ -145,6 +166,17 @@ def produce(
         _tell(
             meter.result(what, partitions=partitions, acks=acks, compression=compression), as_json
         )
+
+
+def producer_times(timeout_ms: int, linger_ms: float) -> dict[str, float]:
+    """A producer's options, so that it waits for brokers and acknowledgements for `timeout_ms`."""
+    delivery_ms = timeout_ms + math.ceil(linger_ms)  # a batch waits for others first
+    request_ms = min(timeout_ms, PRODUCER.by_name["request_timeout_ms"].default)
+    return {
+        "max_block_ms": min(timeout_ms, PRODUCER.by_name["max_block_ms"].default),
+        "delivery_timeout_ms": delivery_ms,
+        "request_timeout_ms": request_ms,
+    }
 
 
 def _send_batches(
@@ -179,7 +211,7 @@ def _send_batches(
             futures.popleft().result()
         pace.wait(sent)
     while futures:
-        futures.popleft().result(timeout=120)
+        futures.popleft().result()
 
 
 def _timed(meter: _Meter, started: float) -> Callable[[Any], None]:
@@ -210,7 +242,7 @@ def _send_records(
             if meter.failure is not None:
                 return
         pace.wait(sent)
-    producer.flush(120)
+    producer.flush()
     meter.add(records - meter.records, (records - meter.records) * value_size)
 
 
@@ -222,7 +254,13 @@ def consume(
         bool, typer.Option("--columnar/--records-one-by-one", help="poll_batches, or poll")
     ] = True,
     timeout_ms: Annotated[
-        int, typer.Option("--timeout-ms", min=1, help="stop when nothing came for so long")
+        int,
+        typer.Option(
+            "--timeout-ms",
+            min=1,
+            max=TIMEOUT_MS_MAX,
+            help="how long to wait for a broker; stop when nothing came for so long",
+        ),
     ] = 10_000,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="at most so many records a second")
@@ -238,8 +276,9 @@ def consume(
     with quiet_end():
         meter = _Meter(quiet=as_json or not sys.stderr.isatty())
         pace = _Pace(rate)
-        with Consumer(bootstrap, auto_offset_reset="earliest") as consumer:
-            consumer.assign(consumer.partitions_for(topic))
+        client = Consumer(bootstrap, auto_offset_reset="earliest")
+        with opened(client, bootstrap) as consumer:
+            consumer.assign(consumer.partitions_for(topic, timeout_ms / 1000))
             meter.begin()
             while meter.records < records:
                 found = size = 0

@@ -12,7 +12,15 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, opened, quiet_end, say
+from pk.cli.common import (
+    DEFAULT_BOOTSTRAP,
+    TIMEOUT_MS_MAX,
+    AsJson,
+    Bootstrap,
+    opened,
+    quiet_end,
+    say,
+)
 
 app = typer.Typer(add_completion=False)
 
@@ -41,6 +49,7 @@ def produce(
         typer.Option(
             "--timeout-ms",
             min=1,
+            max=TIMEOUT_MS_MAX,
             help="how long to wait for a broker, and after the last line for acknowledgements",
         ),
     ] = 120_000,

@@ -61,7 +61,7 @@ def repair(
     """
     from pk.client.admin import AdminClient
 
-    with quiet_end(), AdminClient(bootstrap) as admin:
+    with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
         tell(admin.repair_tier(topic, timeout_s=timeout_ms / 1000), "brought back", as_json=as_json)
 
 
@@ -75,7 +75,7 @@ def accept(
     """Settle rows that another engine deleted from the table: they are not missed any more."""
     from pk.client.admin import AdminClient
 
-    with quiet_end(), AdminClient(bootstrap) as admin:
+    with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
         tell(admin.accept_tier(topic, timeout_s=timeout_ms / 1000), "accepted", as_json=as_json)
 
 

@@ -32,6 +32,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 Names = Annotated[list[str], typer.Argument(help="topic names", metavar="TOPIC…")]
 
+#: The note about a topic of `create --if-not-exists` that was there before.
+EXISTS = "already exists (unchanged)"
 _OFFSETS = ("log_start", "local_log_start", "tiered_end", "LSO", "HW", "log_end")
 
 
@@ -64,7 +66,9 @@ def _report(results: list[TopicResult], done: str, as_json: bool) -> None:
             raise SystemExit(1)
         return
     for result in results:
-        if result.error is None:
+        if result.error is None and result.note == EXISTS:
+            typer.echo(f"topic {result.name} {EXISTS}")
+        elif result.error is None:
             typer.echo(f"{done} {result.name}" + (f": {result.note}" if result.note else ""))
     for result in results:
         if result.error is not None:
@@ -101,7 +105,7 @@ def _forgiven(result: TopicResult) -> TopicResult:
     from pk.client.admin import TopicResult as Result
 
     if isinstance(result.error, errors.TopicAlreadyExists):
-        return Result(result.name, result.topic_id, "it was there already")
+        return Result(result.name, result.topic_id, EXISTS)
     return result
 
 
