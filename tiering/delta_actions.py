@@ -137,7 +137,9 @@ def check_columns(uri: str, handle: DeltaTable) -> None:
         elif not pa.types.is_nested(field.type) and pa.field("x", kind).type != field.type:
             problem = f"has column {field.name} as {kind}, not as {field.type}"
     if problem:
-        raise errors.TierTableChanged(f"{uri}: the table {problem}; restore its schema", uri=uri)
+        raise errors.TierTableChanged(
+            f"{uri}: the table {problem}; restore its schema{layout.OR_DAMAGED}", uri=uri
+        )
 
 
 def check_properties(uri: str, handle: DeltaTable, topic_id: str) -> None:
@@ -158,7 +160,7 @@ def check_properties(uri: str, handle: DeltaTable, topic_id: str) -> None:
                 "… UNSET TBLPROPERTIES"
             )
     if problem:
-        raise errors.TierTableChanged(f"{uri}: the table's {problem}", uri=uri)
+        raise errors.TierTableChanged(f"{uri}: the table's {problem}{layout.OR_DAMAGED}", uri=uri)
 
 
 class LogUnreadable(errors.TierUnavailable):
@@ -191,7 +193,9 @@ def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
     if "nosuchbucket" in low:
         return errors.StoreRefused(f"{uri}: {doing}: the bucket does not exist: create it", uri=uri)
     if "unsupported table features" in low or "table has set these" in low:
-        return errors.TierTableChanged(f"{uri}: {doing}: {text}; drop the feature", uri=uri)
+        return errors.TierTableChanged(
+            f"{uri}: {doing}: {text}; drop the feature{layout.OR_DAMAGED}", uri=uri
+        )
     if isinstance(cause, CommitFailedError):
         return CommitConflict(f"{uri}: {doing}: {text}")
     if isinstance(cause, DeltaError | OSError | TimeoutError):

@@ -46,6 +46,11 @@ TABLE_SCHEMA = pa.schema(
 FILE_SCHEMA = pa.schema([field for field in TABLE_SCHEMA if field.name != "partition"])
 PARTITION_COLUMN = "partition"
 
+#: What else an unexpected protocol, schema or property may mean: no checksum covers them.
+OR_DAMAGED = (
+    "; if no engine changed the table, its log is damaged: remove a damaged checkpoint, or restore "
+    "_delta_log"
+)
 #: The one protocol pk accepts (rule T8): reader version, writer version, no features.
 READER_VERSION = 1
 WRITER_VERSION = 2

@@ -46,8 +46,8 @@ class TableProtocol:
             raise errors.TierTableChanged(
                 f"{uri}: the table's protocol is now reader {self.reader}, writer {self.writer}, "
                 f"features {', '.join(self.features) or 'none'}; pk accepts {wanted}. Tiering and "
-                "cold reads of this topic stop; drop the feature, or restore the table's earlier "
-                "version",
+                "cold reads of this topic stop. If another engine changed it, drop the feature, or "
+                f"restore the table's earlier version{layout.OR_DAMAGED}",
                 uri=uri,
             )
 

@@ -264,6 +264,8 @@ def test_the_first_load_refuses_a_protocol_that_pk_does_not_accept() -> None:
     it.loaded(Snapshot(6, "id", {}, {}, TableProtocol(4097, 2)))
     assert isinstance(it.owner.problem, errors.TierTableChanged)
     assert "protocol is now reader 4097" in it.owner.problem.message
+    for advice in ("drop the feature", "earlier version", "remove a damaged checkpoint"):
+        assert advice in it.owner.problem.message, "it may be a flipped bit as well"
     assert it.asked == []
 
 
