@@ -6,8 +6,8 @@ only when a plan completes.  Everything here runs on the loop; `restart`, `repai
 run in the write lane, while nothing is decided.
 
 Invariants
-  P1  Plans complete in the order in which they were taken.
-  P2  When a plan fails, every append decided since the last good end is undone (rule L2): the
+  A1  Plans complete in the order in which they were taken.
+  A2  When a plan fails, every append decided since the last good end is undone (rule L2): the
       generation grows, `complete` ignores the later plans of the old one, and the next plan begins
       with the repair of the files.
 """
@@ -50,7 +50,7 @@ class LogAppender:
         self._epochs = epochs
         self.producers = producers
         self.tail = local.segments[-1]  #: the segment the next batch goes to
-        self.generation = 0  #: grows when a plan fails (P2)
+        self.generation = 0  #: grows when a plan fails (A2)
         self.pending_bytes = 0  #: decided and not completed
         self._pending: WritePlan | None = None  #: decided and not taken
         self._outstanding: deque[WritePlan] = deque()  #: taken and not completed
@@ -293,8 +293,8 @@ class LogAppender:
         return plan
 
     def complete(self, plan: WritePlan, error: BaseException | None = None) -> Completion:
-        """Make what `perform(plan)` wrote visible to readers; undo it if there is an `error` (P2).
-        Called once per plan (P1).
+        """Make what `perform(plan)` wrote visible to readers; undo it if there is an `error` (A2).
+        Called once per plan (A1).
         """
         local = self._local
         if plan.generation != self.generation:  # undone together with an earlier one

@@ -369,13 +369,15 @@ def leftovers(path: str, text: str) -> list[str]:
     ]
 
 
-def prose_of(text: str) -> Iterator[tuple[int, str]]:
+@cache
+def prose_of(text: str) -> list[tuple[int, str]]:
     """(line, text) of comments and docstrings."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT or (
-            token.type == tokenize.STRING and token.string.lstrip("rRbBuUfF").startswith('"""')
-        ):
-            yield token.start[0], token.string
+    return [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+        or (token.type == tokenize.STRING and token.string.lstrip("rRbBuUfF").startswith('"""'))
+    ]
 
 
 RULE = r"[LRQTCXGSP]\d{1,2}"

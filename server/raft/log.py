@@ -18,7 +18,7 @@ Invariants
       Meanwhile nothing else writes to the log (raft/machine U6).
   W7  A log with records and without a vote is opened only if this node is its only voter and the
       settings name none.  Otherwise another node could have its vote (rule Q5).
-(W4 to W6: raft/log_writer)
+(the others: raft/log_writer W4 to W6)
 """
 
 from __future__ import annotations
@@ -495,7 +495,8 @@ class RaftLog(Generic[R]):
         return self._open_log.epochs.epoch_of(offset)
 
     async def begin_at(self, made: SnapshotId) -> None:
-        """Keep snapshot `made`; drop segments below the older kept snapshot (log_writer W4)."""
+        """Keep snapshot `made`; drop segments below the older kept snapshot (raft/log_writer
+        W4)."""
         log = self._open_log
         async with self._writer.lock:
             newest = self._files.newest

@@ -88,7 +88,7 @@ class ReplicaCreator:
         return True
 
     async def give_up_strays(self) -> None:
-        """broker/metadata_publisher M3, N1: once everything that is known was opened."""
+        """N1, broker/metadata_publisher M3: once everything that is known was opened."""
         try:
             kept = await self._core.manager.discard_strays()
             for where in kept:
@@ -236,7 +236,7 @@ class ReplicaCreator:
         self._core.lifecycle.heartbeat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
-        """broker/metadata_publisher M4, N4: what could not be done for want of space is tried
+        """N4, broker/metadata_publisher M4: what could not be done for want of space is tried
         again."""
         while True:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)

@@ -1,5 +1,5 @@
-"""What only the socket transport has: its opening, its lengths, its one port (N1–N8 of
-wire/socket_stream, wire/socket_network and wire/dead_peers)."""
+"""What only the socket transport has: its opening, its lengths, its one port
+(wire/socket_stream N1–N5, wire/socket_network N6, N7, wire/dead_peers N8)."""
 
 from __future__ import annotations
 

@@ -46,6 +46,6 @@ def test_no_row_is_missing_below_the_first(files: list[DataFile], first: int) ->
 
 
 def test_what_left_with_retention_is_not_missing() -> None:
-    """N1, N4: the first file straddles `:start`."""
+    """tiering/accounting N1, N4: the first file straddles `:start`."""
     assert accounting.first_missing(table([copied(5, 20), copied(20, 40)], start=10), 0) == NONE
     assert accounting.first_missing(table([copied(5, 20), copied(30, 40)], start=10), 0) == 20
