@@ -1,13 +1,14 @@
-"""What changed between two images, as rows that make the later out of the earlier (rule Q2).
+"""The difference between two metadata images, as rows that turn the earlier into the later (Q2).
 
-A broker that loads a snapshot skips the records between its own image and the snapshot's.  Whoever
-reacts to records then reacts to these: both ways, because what is gone was said in a record that is
-not there any more.  What came and went in between is not mentioned.
+A broker that loads a snapshot skips the records between its own image and the snapshot.  Code that
+reacts to records then reacts to these rows instead.  The rows go both ways: they also remove what
+exists only in the earlier image, because the records of the removal are not in the snapshot.  A
+change that was undone in between has no row.
 
 Invariants
-  D1  `earlier` with the rows of `difference(earlier, later)` applied equals `later`, but for the
-      order in its dictionaries
-  D2  what is equal in both has no row, but for the few that are the cluster's own
+  D1  `earlier` with the rows of `difference(earlier, later)` applied equals `later`, except for the
+      order of its dictionaries.
+  D2  Entries that are equal in both images have no row, except the few rows of the cluster itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pk.wire import pk_pb2 as wire
 
 
 def difference(earlier: MetadataImage, later: MetadataImage) -> Iterator[Row]:
-    """First what is gone, so that a topic may be there again under its name."""
+    """Yield the rows.  Removals come first, so that a topic may exist again under its name."""
     last = later.offset
     for topic_id, topic in earlier.topics.items():
         if topic_id not in later.topics:

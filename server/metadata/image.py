@@ -1,19 +1,20 @@
-"""The metadata image: what the cluster looks like at one offset of `__cluster_metadata-0`.
+"""The metadata image: the state of the cluster at one offset of `__cluster_metadata-0`.
 
-The controller, every broker and the tier process hold one each and build it only by `apply`,
-from the same records in the same order (rule Q2), or from a snapshot of them and the records behind
-it (metadata/snapshot.py: a snapshot is rows for `apply` too, so a field added here is added there);
-the controller's decisions read it.  Values inside are frozen and are replaced whole, so a reader
-may keep what it got; the dictionaries are the image's own.
+The controller, every broker and the tier process hold one image each.  They build it only by
+`apply`, from the same records in the same order (rule Q2), or from a snapshot and the records
+behind it.  A snapshot consists of rows for `apply` too (metadata/snapshot.py), so a field that is
+added here is added there.  The decisions of the controller read the image.  Values inside are
+frozen and replaced as a whole, so a reader may keep a value.  The dictionaries belong to the image.
 
 Invariants (checked by `check`, which tests and the simulator call after every record)
-  I1  leader is NONE or a member of the ISR; ISR, ELR and last-known are subsets of the replicas
-  I2  ISR, ELR and last-known are disjoint
-  I3  a broker's epoch is the offset of its registration record
-  I4  equal records in equal order give equal images (replay == image)
-  I5  `assigned` and `leaderless` say nothing that the partitions do not say: they are kept so that
-      what concerns one broker costs as much as it has partitions, not as the cluster has
-  I6  `purges` are topics that are no more, at most PURGES_MAX of them
+  I1  The leader is NONE or a member of the ISR.  ISR, ELR and last-known members are subsets of the
+      replicas.
+  I2  ISR, ELR and last-known members are disjoint.
+  I3  A broker epoch is the offset of the broker's registration record.
+  I4  Equal records in equal order give equal images (replay == image).
+  I5  `assigned` and `leaderless` are indexes over the partitions.  With them a decision about one
+      broker costs as much as the broker has partitions, not as the cluster has.
+  I6  `purges` names deleted topics only, at most PURGES_MAX.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from pk.wire import pk_pb2 as wire
 
 TOPIC_RESOURCE = "topic"
 BROKER_RESOURCE = "broker"
-#: Deleted topics whose tables are still to go.  Of more (the store is away for long, or there is
-#: none) the oldest are forgotten: their tables stay unless a broker is at it already.
+#: Most deleted topics whose tables wait for removal.  If there are more (the store is unavailable
+#: for long, or there is no store), the oldest are dropped from the list, and their tables stay.
 PURGES_MAX = 10_000
 
 
 @dataclass(slots=True, frozen=True)
 class PartitionState:
-    """One partition as the records say; `unclean`: its leader epoch began without all data (R3)."""
+    """The state of one partition; `unclean`: its leader was elected without all data (R3)."""
 
     replicas: tuple[NodeId, ...]
     isr: tuple[NodeId, ...]
@@ -48,7 +49,7 @@ class PartitionState:
     removing: tuple[NodeId, ...] = ()
     directories: tuple[str, ...] = ()
     unclean: bool = False
-    unclean_epoch: int = NONE  #: the last leader epoch that began so; followers may cut for it (R4)
+    unclean_epoch: int = NONE  #: the last such leader epoch; followers may truncate for it (R4)
 
     def led(
         self,
@@ -57,7 +58,7 @@ class PartitionState:
         elr: tuple[NodeId, ...],
         last_known: tuple[NodeId, ...],
     ) -> PartitionState:
-        """The same with these; a `dataclasses.replace` that costs a third."""
+        """Return a copy with another leader, at a third of the cost of `dataclasses.replace`."""
         return PartitionState(
             self.replicas, isr, leader, self.leader_epoch, self.partition_epoch, elr, last_known,
             self.adding, self.removing, self.directories, self.unclean, self.unclean_epoch,
@@ -65,17 +66,17 @@ class PartitionState:
 
     @property
     def original(self) -> tuple[NodeId, ...]:
-        """The replicas it has without those a reassignment adds (KIP-455)."""
+        """The replicas without those that a reassignment adds (KIP-455)."""
         return tuple(member for member in self.replicas if member not in self.adding)
 
     @property
     def target(self) -> tuple[NodeId, ...]:
-        """The replicas it will have when its reassignment is complete; else those it has."""
+        """The replicas after the reassignment; without one, the present replicas."""
         return tuple(member for member in self.replicas if member not in self.removing)
 
 
 class VoterState(NamedTuple):
-    """A voter of the metadata quorum (KIP-853), and where it is reached."""
+    """A voter of the metadata quorum (KIP-853) and its address."""
 
     node_id: NodeId
     directory_id: str
@@ -84,10 +85,10 @@ class VoterState(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class BrokerState:
-    """One registration (rule L3)."""
+    """The registration of one broker (rule L3)."""
 
     broker_id: NodeId
-    broker_epoch: int  #: the offset of the registration record
+    broker_epoch: int  #: offset of the registration record
     incarnation_id: str
     boot_id: str
     directory_ids: tuple[str, ...]
@@ -100,7 +101,7 @@ class BrokerState:
 
     @property
     def available(self) -> bool:
-        """May lead, and may join an ISR."""
+        """Whether the broker may lead and may join an ISR."""
         return not self.fenced and not self.in_controlled_shutdown
 
 
@@ -111,7 +112,7 @@ class TopicState:
     name: str
     topic_id: TopicId
     partitions: dict[int, PartitionState] = field(default_factory=dict)
-    request_id: str = ""  #: of the request that made it, which may be asked again
+    request_id: str = ""  #: id of the request that created it, which may be repeated
 
     @property
     def internal(self) -> bool:
@@ -120,25 +121,25 @@ class TopicState:
 
 @dataclass(slots=True)
 class MetadataImage:
-    """Start empty, `apply` every committed record in order."""
+    """The image.  It begins empty; `apply` takes every committed record in order."""
 
-    offset: int = NONE  #: of the last record applied
+    offset: int = NONE  #: offset of the last applied record
     cluster_id: str = ""
-    genesis: str = ""  #: of this metadata log: another one of the same cluster id has another
+    genesis: str = ""  #: id of this metadata log; another log of the same cluster id differs
     brokers: dict[NodeId, BrokerState] = field(default_factory=dict)
     topics: dict[TopicId, TopicState] = field(default_factory=dict)
     topic_ids: dict[str, TopicId] = field(default_factory=dict)
     configs: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
     next_producer_id: int = 0
     features: dict[str, int] = field(default_factory=dict)
-    leader_id: NodeId = NONE  #: of the metadata quorum
+    leader_id: NodeId = NONE  #: epoch of the metadata quorum
     leader_epoch: int = NONE
     voters: tuple[VoterState, ...] = ()
-    #: The names of deleted topics whose tables are to go from the tier, by topic id, oldest first:
-    #: until a broker has reported that nothing is left (rule T7).
+    #: Names of deleted topics whose tables wait for removal, by topic id, oldest first.  An entry
+    #: stays until a broker has reported that the table is gone (rule T7).
     purges: dict[TopicId, str] = field(default_factory=dict)
-    #: The partitions with a replica on a broker, and those nobody leads with the offset of the
-    #: record that left them so (I5).
+    #: Partitions by broker, and leaderless partitions with the offset of the record that left them
+    #: without a leader (I5).
     assigned: dict[NodeId, dict[TopicId, dict[int, None]]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -155,13 +156,13 @@ class MetadataImage:
         return None if topic is None else topic.partitions.get(key.partition)
 
     def partitions(self) -> Iterator[tuple[TopicState, int, PartitionState]]:
-        """Every partition, by topic in order of creation, then by number."""
+        """Yield every partition, by topic in order of creation, then by number."""
         for topic in self.topics.values():
             for number, state in topic.partitions.items():
                 yield topic, number, state
 
     def partitions_of(self, broker_id: NodeId) -> Iterator[tuple[TopicState, int, PartitionState]]:
-        """The partitions that have a replica on `broker_id`."""
+        """Yield the partitions that have a replica on `broker_id`."""
         for topic_id, numbers in self.assigned.get(broker_id, {}).items():
             topic = self.topics[topic_id]
             for number in numbers:
@@ -172,7 +173,9 @@ class MetadataImage:
         return broker is not None and broker.available
 
     def topic_config(self, name: str, static: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Every setting: the topic's own over the cluster's over `static` (the file's)."""
+        """Return every setting of a topic: its own over the cluster's over `static` (the
+        file's).
+        """
         base = {
             **(static or {}),
             **settings.TOPIC.parse(self.configs.get((BROKER_RESOURCE, ""), {})),
@@ -182,7 +185,7 @@ class MetadataImage:
     # -- the only mutator --------------------------------------------------------------------------
 
     def apply(self, offset: int, record: wire.MetadataRecord) -> None:
-        """Account for one record.  Raises `CorruptLog` if it does not fit what came before."""
+        """Apply one record.  Raises `CorruptLog` if it contradicts the records before it."""
         kind = record.WhichOneof("record")
         step = _STEPS.get(kind or "")
         if step is None:
@@ -277,7 +280,7 @@ class MetadataImage:
         self._put(offset, record.topic_id, record.partition, changed(before, record))
 
     def _put(self, offset: int, topic_id: TopicId, number: int, state: PartitionState) -> None:
-        """`state` and what is kept beside it (I5)."""
+        """Store a partition, and update the indexes (I5)."""
         partitions = self.topics[topic_id].partitions
         before = partitions.get(number)
         partitions[number] = state
@@ -321,7 +324,7 @@ class MetadataImage:
         )
 
     def _no_op(self, _offset: int, record: wire.NoOpRecord) -> None:
-        """Takes an offset, says nothing."""
+        """Apply a record that only takes an offset."""
 
     # -- invariants --------------------------------------------------------------------------------
 
@@ -347,10 +350,10 @@ class MetadataImage:
 
 
 def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> PartitionState:
-    """`state` after a change: absent fields stay, `unclean` is always said.
+    """Return `state` after a change.  Absent fields stay; `unclean` is always set.
 
-    Each change bumps the partition epoch; naming a leader, also the same one again, begins a leader
-    epoch.
+    Each change bumps the partition epoch.  A change that names a leader, also the same one, begins
+    a new leader epoch.
     """
 
     def members(name: Any, known: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
@@ -358,7 +361,7 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
 
     led_anew = record.HasField("leader")
     leader_epoch = state.leader_epoch + led_anew
-    return PartitionState(  # all at once: a failover changes very many (bench/controller_scale.py)
+    return PartitionState(  # in one call: a failover changes many (bench/controller_scale.py)
         replicas=members("replicas", state.replicas),
         isr=members("isr", state.isr),
         leader=record.leader if led_anew else state.leader,

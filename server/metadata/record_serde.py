@@ -1,4 +1,4 @@
-"""The records of `__cluster_metadata-0` as the quorum reads and writes them."""
+"""The serde by which the quorum reads and writes records of `__cluster_metadata-0`."""
 
 from __future__ import annotations
 

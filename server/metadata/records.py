@@ -1,8 +1,7 @@
-"""The records of `__cluster_metadata-0` and their bytes: the value of a log record is a
-`MetadataRecord`.
+"""Encoding of the records of `__cluster_metadata-0`: the value of a record is a `MetadataRecord`.
 
-A batch of the metadata log is an ordinary batch (docs/design/0001) without keys; whoever replays
-it (the controller, brokers, the tier process) reads it through `decode_batches`.
+A batch of the metadata log is an ordinary batch (docs/design/0001) without keys.  The controller,
+brokers and the tier process decode it by `decode_batches`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pk.wire import pk_pb2 as wire
 
 MetadataRecord = wire.MetadataRecord
 
-#: Decoded bytes of one batch of metadata records.
+#: Most decoded bytes of one batch of metadata records.
 DECODED_BYTES_MAX = 64 * limits.MIB
 
 _FIELD_BY_TYPE: dict[str, str] = {
@@ -30,7 +29,7 @@ _FIELD_BY_TYPE: dict[str, str] = {
 
 
 def record_of(body: Message) -> MetadataRecord:
-    """A record with `body` in its oneof."""
+    """Return a record with `body` in its oneof."""
     record = MetadataRecord()
     getattr(record, _FIELD_BY_TYPE[body.DESCRIPTOR.name]).CopyFrom(body)
     if not record.WhichOneof("record"):  # CopyFrom of an empty message sets nothing
@@ -39,12 +38,14 @@ def record_of(body: Message) -> MetadataRecord:
 
 
 def encode_record(record: MetadataRecord) -> bytes:
-    """The bytes of a record; equal records have equal bytes."""
+    """Encode a record; equal records have equal bytes."""
     return record.SerializeToString(deterministic=True)
 
 
 def decode_record(value: bytes | None) -> MetadataRecord:
-    """Raises `CorruptLog` if it does not parse, `NewerFormat` if its kind is not known."""
+    """Decode a record.  Raises `CorruptLog` if it does not parse, `NewerFormat` if its kind is
+    new.
+    """
     try:
         record = MetadataRecord.FromString(value or b"")
     except DecodeError as cause:
@@ -55,7 +56,7 @@ def decode_record(value: bytes | None) -> MetadataRecord:
 
 
 def encode_batch(records: Sequence[MetadataRecord], now_ms: int) -> bytes:
-    """One batch of `records`; offsets and leader epoch are patched in by the log's `decide`."""
+    """Encode one batch of `records`.  The log's `decide` sets offsets and leader epoch."""
     values = [encode_record(record) for record in records]
     return b"".join(columns.encode_lists(values, default_timestamp=now_ms))
 
@@ -63,7 +64,7 @@ def encode_batch(records: Sequence[MetadataRecord], now_ms: int) -> bytes:
 def decode_batches(
     raw: Buffer, from_offset: int = 0, *, verify: bool = True
 ) -> Iterator[tuple[int, MetadataRecord]]:
-    """The records of consecutive whole batches at and above `from_offset`, with their offsets.
+    """Decode consecutive whole batches: records at and above `from_offset`, with offsets.
 
     Raises `CorruptBatch` or `InvalidRecord` if the bytes were damaged, and what `decode_record`
     raises.

@@ -1,18 +1,20 @@
-"""A snapshot of the cluster's metadata: what the records below an offset come to (KIP-630).
+"""A snapshot of the cluster's metadata: the state that the records below an offset produce
+(KIP-630).
 
-It is a list of rows `(offset, record)`; an empty image that applies them in order is the image of
-the log up to `end`.  Most rows say how things stand at the end, and carry its last offset.  Where
-an offset of the log is state itself, rows carry that: a broker epoch is the offset of its
-registration, and a partition without a leader has been so since a record.  So whoever replays the
-log replays a snapshot with the same `apply` and the same checks.
+A snapshot is a list of rows `(offset, record)`.  An empty image that applies the rows in order
+equals the image of the log up to `end`.  Most rows describe the state at the end, and carry its
+last offset.  Some offsets are state themselves, and their rows carry them: a broker epoch is the
+offset of the registration, and a leaderless partition has the offset of the record that left it
+without a leader.  So the same `apply` with the same checks replays a log and a snapshot.
 
-The file is framed by raft/snapshot_framing.py.  Its batches are as in the log; the value of a row
-is a MetadataRecord, its key the offset (8 bytes, big endian), an empty one = end - 1.
+raft/snapshot_framing.py defines the file.  Its batches are as in the log.  The value of a row is a
+MetadataRecord.  The key is the offset (8 bytes, big endian); an empty key means end - 1.
 
 Invariants
-  N1  equal images of equal ids have equal bytes, on every node: what was fetched from one leader
-      may be finished from the next
-  N3  rows come in the image's own order, which the records gave it; replayed, it is the same again
+  N1  Equal images with equal ids have equal bytes on every node.  So a fetch that began at one
+      leader can be finished at the next.
+  N3  Rows have the order of the image, which is the order of the records.  Replayed, the image has
+      the same order again.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from pk.types import NONE, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
 _OFFSET = struct.Struct(">q")
-#: Rows of one batch: what is encoded or decoded between two turns of the loop.
+#: Rows of one batch, which one turn of the loop encodes or decodes.
 BATCH_ROWS = 128
 
 Row = tuple[int, MetadataRecord]
@@ -53,7 +55,7 @@ Row = tuple[int, MetadataRecord]
 
 
 def rows_of(image: MetadataImage) -> Iterator[Row]:
-    """The rows that make `image` out of an empty one.  It must not change meanwhile."""
+    """Yield the rows that produce `image` from an empty one.  `image` must not change meanwhile."""
     last = image.offset
     yield from cluster_rows(image)
     for broker in image.brokers.values():
@@ -71,11 +73,11 @@ def rows_of(image: MetadataImage) -> Iterator[Row]:
             yield last, record_of(config)
     for topic_id, name in image.purges.items():
         yield last, record_of(wire.TierPurgeRecord(topic_id=topic_id, name=name))
-    yield last, record_of(wire.NoOpRecord())  # whatever came before: the image stands at `last`
+    yield last, record_of(wire.NoOpRecord())  # sets the offset of the image to `last`
 
 
 def cluster_rows(image: MetadataImage) -> Iterator[Row]:
-    """What there is once in a cluster."""
+    """Yield the rows that exist once in a cluster."""
     for body in _cluster_bodies(image):
         yield image.offset, record_of(body)
 
@@ -100,7 +102,7 @@ def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
 
 
 def broker_rows(broker: BrokerState) -> Iterator[Row]:
-    """The registration as it stands, at its own offset, and where it was last changed."""
+    """Yield a registration at its own offset, and its last change if there was one."""
     yield broker.broker_epoch, record_of(register_record(broker))
     if broker.changed_offset != broker.broker_epoch:
         change = wire.BrokerRegistrationChangeRecord(
@@ -113,7 +115,7 @@ def broker_rows(broker: BrokerState) -> Iterator[Row]:
 
 
 def register_record(broker: BrokerState) -> wire.RegisterBrokerRecord:
-    """A registration with the state it is in now."""
+    """Return the registration record of a broker in its present state."""
     return wire.RegisterBrokerRecord(
         broker_id=broker.broker_id,
         broker_epoch=broker.broker_epoch,
@@ -133,7 +135,7 @@ def topic_record(topic: TopicState) -> wire.TopicRecord:
 
 
 def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> wire.PartitionRecord:
-    """A partition as it stands."""
+    """Return the record of a partition in its present state."""
     record = wire.PartitionRecord(
         topic_id=topic_id,
         partition=number,
@@ -158,7 +160,7 @@ def partition_record(topic_id: TopicId, number: int, state: PartitionState) -> w
 
 
 def encode(snapshot: SnapshotId, rows: Iterable[Row]) -> Iterator[bytes]:
-    """The file, in pieces of at most `BATCH_ROWS` rows: header, one piece a batch, footer."""
+    """Yield the file in pieces: header, one piece per batch of `BATCH_ROWS` rows, footer."""
     return framed(snapshot, _encoded(rows, snapshot.end - 1))
 
 
@@ -177,7 +179,7 @@ def _encode_batch(rows: list[Row], base: int, last: int) -> bytes:
 
 
 def batches_of(raw: Buffer) -> Iterator[list[Row]]:
-    """The rows of a snapshot that `check` accepted, `BATCH_ROWS` at most at a time.
+    """Yield the rows of a verified snapshot, at most `BATCH_ROWS` at a time.
 
     Raises `NewerFormat` for a kind of record that this build does not know.
     """
@@ -196,9 +198,9 @@ def batches_of(raw: Buffer) -> Iterator[list[Row]]:
 
 
 def dump(raw: Buffer, *, records: bool = False) -> Iterator[dict[str, Any]]:
-    """What `pk log dump` prints: the snapshot, how many rows of each kind it has, or each row.
+    """Yield what `pk log dump` prints: the snapshot's facts, and row counts by kind or each row.
 
-    Never raises for damaged input: damage is an object too.
+    Never raises for damaged input; damage is reported as an object of its own.
     """
     try:
         found = check(raw)
@@ -218,7 +220,7 @@ def dump(raw: Buffer, *, records: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """The fields that are set, as plain values."""
+    """Return the set fields of a message as plain values."""
     known: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.is_repeated:

@@ -1,15 +1,15 @@
-"""When a controller makes a snapshot of its metadata log, and how (KIP-630).
+"""Makes snapshots of a controller's metadata log (KIP-630).
 
-World-generic.  Every controller makes its own, leader or not, from committed records alone: an
-image is built from the newest snapshot and the log behind it, read from the disk like any replay,
-and written out again.  Nothing is kept in memory between two snapshots.  All of it is done in
-slices; between two of them the loop serves votes and heartbeats (rule P1).
+World-generic.  Every controller makes its own snapshots, leader or not, from committed records
+only. It replays the newest snapshot and the log behind it from the disk into an image, and writes
+that image.  Nothing stays in memory between two snapshots.  The work is done in slices; between two
+slices the loop serves votes and heartbeats (rule P1).
 
 Invariants
-  K1  a snapshot ends at or below the high watermark: what it says was committed
-  K2  the log is made shorter only after the snapshot that stands for its beginning is SYNCED
-  K3  a snapshot that cannot be made now (no space, the log was replaced meanwhile) is tried again;
-      nothing waits for it
+  K1  A snapshot ends at or below the high watermark, so its content is committed.
+  K2  The log is shortened only after the snapshot that replaces its beginning is SYNCED.
+  K3  A snapshot that cannot be made now (no space, or the log was replaced meanwhile) is tried
+      again later; nothing waits for it.
   K4  what is SYNCED and in no snapshot yet is noted at every look (raft/log.py, L6)
 """
 
@@ -26,14 +26,14 @@ from pk.server.raft.snapshot_files import SnapshotFiles
 from pk.server.raft.snapshot_generator import SnapshotSource
 from pk.server.raft.snapshot_id import SnapshotId
 
-#: How often is looked.
+#: Interval of the checks whether a snapshot is due.
 TICK_MS = 1_000
-#: After one that could not be made.
+#: Wait after a failed snapshot.
 AGAIN_MS = 10_000
 
 
 class SnapshotGenerator:
-    """See the module."""
+    """Makes snapshots of one controller's log when they are due."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class SnapshotGenerator:
         self._clock = clock
         self._rules = rules
         self._say = say
-        self._since_ms = clock.monotonic_ms()  #: of the last one, or of the start
+        self._since_ms = clock.monotonic_ms()  #: time of the last snapshot, or of the start
 
     async def run(self) -> None:
-        """Look, for ever.  Raises what is no passing trouble: damage, a failed disk."""
+        """Make due snapshots until cancelled.  Raises for damage and for a failed disk."""
         while True:
             await self._clock.sleep_ms(TICK_MS)
             try:
@@ -75,8 +75,10 @@ class SnapshotGenerator:
         return await self._reader.bytes_between(start, end) >= self._rules.max_bytes
 
     async def make(self) -> SnapshotId:
-        """One of everything that is committed now (K1).  Raises `SnapshotNotFound` if a later one
-        was loaded, whose end the source does not know yet.
+        """Make a snapshot of everything that is committed now (K1).
+
+        Raises `SnapshotNotFound` if a later snapshot was loaded, whose end the source does not know
+        yet.
         """
         source, image, newest = self._source, MetadataImage(), self._files.newest
         end, began_ms = source.committed, self._clock.monotonic_ms()

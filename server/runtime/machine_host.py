@@ -1,11 +1,11 @@
 """Runs one Machine: a bounded queue of events, one step at a time, its effects in order.
 
-World-generic.  The host does not know what is behind the doors it was handed.
+World-generic.  The host performs effects through the interfaces in `Doors`.
 
 Rules
-  H1  Writes of one machine are performed in order, by one task; `then` only after its level (rule
-      L1).
-  H2  Everything is bounded: a full queue refuses with THROTTLED, never grows.
+  H1  One task performs the writes of a machine in order.  `then` is performed only after the level
+      of its write is reached (rule L1).
+  H2  Every queue is bounded.  A full queue refuses an event with THROTTLED.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Fatal = Callable[[BaseException], None]
 
 
 class Doors(Protocol):
-    """What a machine's effects reach."""
+    """The interfaces that the effects of a machine use."""
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
         """Perform `ops` in order; return once `level` is reached."""
@@ -42,7 +42,7 @@ class Doors(Protocol):
 
 
 class MachineHost(Generic[E]):
-    """Runs one Machine."""
+    """Runs one Machine: queue, step, effects."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class MachineHost(Generic[E]):
         self._tasks = [loop.create_task(self._run()), loop.create_task(self._write())]
 
     def post(self, event: E) -> None:
-        """Queue an event.  Raises `ThrottledError` when too many wait (H2)."""
+        """Queue an event.  Raises `ThrottledError` if the queue is full (H2)."""
         if len(self._events) >= self._queue_max:
             raise errors.ThrottledError(f"{self._queue_max} events wait for one machine")
         self._events.append(event)

@@ -1,12 +1,13 @@
-"""Runs one Replayed machine over a log: decide, append, apply, and release the reply when all it
-saw is committed.  World-generic.
+"""Runs one Replayed machine over a log: decide, append, apply, release the reply after the commit.
+
+World-generic.
 
 Rules
-  H2  Everything is bounded: a full queue refuses with THROTTLED, never grows.
-  H3  A reply of a Replayed machine, also to a read, leaves when the log is committed up to the
-      end it had when the reply was decided (rule Q3).
-  H4  A failed append discards the machine, fails every reply that is not committed, and replays;
-      where another node leads the log by then, the host ends instead.
+  H2  Every queue is bounded.  A full queue refuses a command with THROTTLED.
+  H3  A reply, also to a read, is released when the log is committed up to the end that it had when
+      the reply was decided (rule Q3).
+  H4  A failed append discards the machine, fails every reply that is not released, and replays the
+      log.  If another node leads the log by then, the host ends instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pk.server.runtime.machine_host import QUEUE_MAX, Fatal
 C = TypeVar("C")
 R = TypeVar("R")
 
-#: Commands decided together before the log is written: bounds the latency of the first.
+#: Most commands that one write of the log serves; it bounds the latency of the first.
 ROUND_MAX = 256
 
 
@@ -33,12 +34,12 @@ class ReplayLog(Protocol[R]):
 
     @property
     def end(self) -> int:
-        """Where the next record goes."""
+        """The offset of the next record."""
         ...
 
     @property
     def committed(self) -> int:
-        """Everything below is committed."""
+        """The offset below which everything is committed."""
         ...
 
     @property
@@ -48,7 +49,7 @@ class ReplayLog(Protocol[R]):
 
     @property
     def failed(self) -> Exception | None:
-        """What took the log's storage offline, if anything."""
+        """The error that took the storage of the log offline, or None."""
         ...
 
     def append(self, records: Sequence[R], now_ms: int) -> int:
@@ -56,18 +57,18 @@ class ReplayLog(Protocol[R]):
         ...
 
     def take_foreign(self) -> Sequence[tuple[int, R]]:
-        """Records that somebody else appended since the replay or the last call, in order."""
+        """Return the records that the machine did not append, since the last call or replay."""
         ...
 
     async def commit(self) -> None:
-        """Write and SYNC what was appended; returns when `committed` covers it.
+        """Write and SYNC the appended batches; return when they are committed.
 
-        A failure undoes every append that is not committed, then raises.
+        A failure undoes every append that is not committed, and raises.
         """
         ...
 
     async def replay(self, apply: Callable[[int, R], None]) -> None:
-        """Hand every record up to the end to `apply`."""
+        """Call `apply` with every record up to the end."""
         ...
 
 
@@ -102,7 +103,7 @@ class ReplayedHost(Generic[C, R]):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop; what waits is refused, and so is whoever asks later: nobody would answer."""
+        """Stop the host.  Waiting and later commands are refused."""
         if self._failed is None:
             self._failed = errors.ControllerUnavailable("shutting down")
         if self._task is not None:
@@ -111,7 +112,10 @@ class ReplayedHost(Generic[C, R]):
         self._refuse(errors.ControllerUnavailable("shutting down"))
 
     async def ask(self, command: C) -> Any:
-        """The reply to `command`, once committed (H3).  Raises the refusal or the log's failure."""
+        """Return the reply to `command` once it is committed (H3).
+
+        Raises the refusal of the machine, or the failure of the log.
+        """
         if self._failed is not None:
             raise errors.ControllerUnavailable(f"the log failed or was left: {self._failed}")
         if len(self._queue) >= self._queue_max:
@@ -133,7 +137,7 @@ class ReplayedHost(Generic[C, R]):
         except BaseException as failure:
             self._failed = failure
             self._refuse(errors.ControllerUnavailable(f"the log failed: {failure}"))
-            if self._log.leads:  # else the failure is that another node does
+            if self._log.leads:  # else the failure says that another node leads
                 self._on_fatal(failure)
 
     async def _round(self) -> None:
@@ -142,11 +146,11 @@ class ReplayedHost(Generic[C, R]):
         try:
             while self._queue and len(replies) < ROUND_MAX:
                 command, future = self._queue.popleft()
-                if not future.done():  # the caller may have given up
+                if not future.done():  # unless the caller was cancelled
                     self._decide(command, future, replies)
             if self._log.committed < self._log.end:
                 await self._log.commit()
-        except errors.RetriableError as failure:  # H4: a full disk, say
+        except errors.RetriableError as failure:  # H4: for example a full disk
             await self._start_over(failure, replies)
             return
         except BaseException as failure:
@@ -168,7 +172,7 @@ class ReplayedHost(Generic[C, R]):
         replies: list[tuple[asyncio.Future[Any], Any, Sequence[Effect]]],
     ) -> None:
         now_ms = self._clock.wall_ms()
-        for at, record in self._log.take_foreign():  # what is decided next stands behind it
+        for at, record in self._log.take_foreign():  # later decisions see these records
             self.machine.apply(at, record)
         try:
             decision = self.machine.decide(command, now_ms)
@@ -178,7 +182,7 @@ class ReplayedHost(Generic[C, R]):
                 raise
             replies.append((future, failure, ()))
             return
-        except errors.PkError as refusal:  # it, too, saw the state: H3
+        except errors.PkError as refusal:  # a refusal saw the state, too (H3)
             replies.append((future, refusal, ()))
             return
         replies.append((future, decision.reply, decision.effects))
@@ -208,7 +212,7 @@ class ReplayedHost(Generic[C, R]):
         for future, _, _ in replies:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # the caller may be gone
+                future.exception()  # unless the caller was cancelled
 
     def _refuse(self, error: errors.PkError) -> None:
         while self._queue:

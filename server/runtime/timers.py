@@ -1,7 +1,9 @@
-"""The timers of all machines of a process.  World-generic.
+"""The timers of all machines of a process.
+
+World-generic.
 
 Rules
-  H5  Timers of all machines of a process share one heap, keyed by (machine, key) (rule P6).
+  H5  The timers of all machines of a process share one heap, keyed by (machine, key) (rule P6).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pk.clock import Clock
 
 
 class Timers:
-    """One heap of timers (H5): set, replace, cancel; `fire` is told what came due, in order."""
+    """One heap of timers: set, replace, cancel.  `fire` is called for due timers, in order."""
 
     def __init__(self, clock: Clock, fire: Callable[[Any, Any], None]) -> None:
         self._clock = clock
@@ -26,7 +28,7 @@ class Timers:
         self._changed = asyncio.Event()
 
     def set(self, owner: Any, key: Any, at_ms: int | None) -> None:
-        """At `at_ms` of the monotonic clock `fire(owner, key)` is called; None cancels."""
+        """Call `fire(owner, key)` at `at_ms` of the monotonic clock; None cancels the timer."""
         full = (owner, key)
         if at_ms is None:
             self._due.pop(full, None)
@@ -42,7 +44,7 @@ class Timers:
             del self._due[full]
 
     async def run(self) -> None:
-        """Fire what is due, for ever."""
+        """Fire due timers until cancelled."""
         while True:
             now_ms = self._clock.monotonic_ms()
             while self._heap and (self._stale() or self._heap[0][0] <= now_ms):
