@@ -1,12 +1,13 @@
-"""Administration: decided by the controller, answered when this broker has carried it out.
+"""Administrative requests: the controller decides, this broker answers once it has applied the
+change.
 
-World-generic.  Requests travel to the controller as they came; its reply names the metadata offset
-of what it wrote, and the broker answers once it has reacted to that offset: a topic whose creation
-was answered can be produced to at once (read your writes).
+World-generic.  The broker forwards a request to the controller.  The reply of the controller names
+the metadata offset of its records.  The broker answers once it has reacted to that offset, so that
+a client can produce to a topic as soon as its creation was answered (read your writes).
 
 Invariants
-  A1  a reply without error is sent only after `reacted >= metadata_offset`
-  A2  producer ids come from blocks the controller committed; an id is given out once (rule Q4)
+  A1  A reply without error is sent only after `reacted >= metadata_offset`.
+  A2  Producer ids come from blocks that the controller committed.  An id is given out once (Q4).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
 
 ADMIN_TIMEOUT_MS = 30_000
-#: Producer epochs are i16; the last one is kept free, then a new id is given (KIP-360).
+#: Largest producer epoch (i16) that is used; behind it a new producer id is given (KIP-360).
 PRODUCER_EPOCH_LAST = 2**15 - 2
 
 
 async def forward(core: BrokerCore, request: Message, frame: frames.Frame) -> Message:
-    """Any admin request: to the controller, then wait for our own reaction (A1)."""
+    """Forward an admin request to the controller, then wait for this broker's reaction (A1)."""
     timeout_ms = frame.head.timeout_ms or ADMIN_TIMEOUT_MS
     started_ms = core.clock.monotonic_ms()
     reply_frame = await core.lifecycle.call(request, timeout_ms)
@@ -62,7 +63,7 @@ async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message
 async def delete(
     core: BrokerCore, request: wire.DeleteTopicsRequest, frame: frames.Frame
 ) -> Message:
-    """delete_topics: the reply names the table that stays (rule T7)."""
+    """Handle delete_topics; the reply names the tier table that is kept (rule T7)."""
     uris = {
         partition.topic: partition.tier.uri
         for partition in core.partitions.values()
@@ -83,7 +84,7 @@ async def delete(
 
 
 def confirm_clock(core: BrokerCore, request: wire.ConfirmClockRequest) -> wire.ConfirmClockReply:
-    """An operator says that this broker's wall clock is right (rule L10)."""
+    """Trust this broker's wall clock, as an operator confirms (rule L10)."""
     if request.broker_id != core.node_id:
         raise errors.InvalidRequest(
             f"this is broker {core.node_id}, not {request.broker_id}: ask the broker itself"
@@ -101,7 +102,7 @@ class ProducerIds:
         self._asking = asyncio.Lock()
 
     async def init(self, request: wire.InitProducerIdRequest) -> wire.InitProducerIdReply:
-        """A new id, or the next epoch of the caller's own (KIP-360)."""
+        """Return a new producer id, or the next epoch of the caller's id (KIP-360)."""
         if request.transactional_id:
             raise errors.UnsupportedFeature("transactions are not in this build")
         self._core.check_new_session()
@@ -109,7 +110,7 @@ class ProducerIds:
             if not (request.producer_id or request.producer_epoch):
                 return (
                     await self._fresh()
-                )  # proto3 cannot tell an absent id from 0: id 0 is never given out
+                )  # proto3 cannot distinguish an absent id from 0, so 0 is never given out
             return wire.InitProducerIdReply(
                 producer_id=request.producer_id, producer_epoch=request.producer_epoch + 1
             )

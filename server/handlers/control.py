@@ -1,8 +1,7 @@
-"""A control stream: one table of handlers, by the name of the request in the protocol.
+"""A control stream: a table of handlers by the name of the request in the protocol.
 
-World-generic.  What a handler raises as a typed error is the reply's error; anything else is a bug
-and is reported as such.  Everything here is per request; what one request may cost is bounded in
-the handler.
+World-generic.  A typed error that a handler raises becomes the error of the reply.  Any other
+exception is a bug and is reported as InternalError.  Each handler bounds the cost of one request.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ControlStream:
         self._subscription = metadata.MetadataSubscription(core, stream)
 
     async def serve(self) -> None:
-        """Until the stream ends."""
+        """Serve requests until the stream ends."""
         try:
             await serve_control(self._stream, self._table(), on_error=self._core.bug)
         finally:
@@ -109,7 +108,7 @@ class ControlStream:
 def describe_partitions(
     core: BrokerCore, request: wire.DescribePartitionsRequest
 ) -> wire.DescribePartitionsReply:
-    """Every offset a partition has, for people and readiness checks."""
+    """Return every offset of a partition, for operators and readiness checks."""
     image = core.publisher.image
     for name in request.topics:
         if image.topic(name) is None:

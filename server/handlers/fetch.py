@@ -1,38 +1,39 @@
-"""The fetch stream: positions in, frames out, for as long as credits last (rule P4).
+"""The fetch stream: receives positions and credits, sends frames while credits last (rule P4).
 
-World-generic.  A stream has a *reader* (positions, credits), a *pump* (one frame at a time) and at
-most COLD_MAX reads from the tier, which run beside the pump: a hot position never waits for a cold
-one.  When everything was sent the pump sleeps until a partition's bound moves; waking costs what
-moved (rule P6).
+World-generic.  A stream has a *reader* task (positions, credits), a *pump* task (one frame at a
+time) and at most COLD_MAX reads from the tier, which run beside the pump.  So a hot position never
+waits for a cold one.  When everything was sent, the pump sleeps until the bound of a partition
+moves; waking up costs O(what moved) (rule P6).
 
-A byte is copied twice in this process, both times by the kernel: page cache into the read, the
-read into the socket.  Who waits at the end of a log for small appends is answered from memory, on
-the loop (log/batch_cache.py): a trip to the read lane and back would cost more than the answer.
+The process copies a byte twice, both times in the kernel: from the page cache into the read, and
+from there into the socket.  A reader that waits at the end of a log for small appends is answered
+from memory, on the loop (log/batch_cache.py), because a read in another thread would cost more.
 
-The log's checksums are the readers' to verify: bytes go out as they lie on the disk.  One batch is
-looked at here, the first that is read after a position was set: a reader that tripped over damage
-sets its position there again, and so the broker learns of it and takes the partition offline (rule
-L9).
+Readers verify the checksums of batches; the broker sends the bytes as they are on the disk.  The
+broker verifies one batch: the first that it reads after a position was set.  A reader that finds a
+damaged batch sets its position there again.  So the broker finds the damage too, and takes the
+partition offline (rule L9).
 
 For readers
-  - a position is answered at least once, without payload if there is nothing to read yet: the
-    reader learns the partition's bounds;
-  - an entry with an error ends its position; the reader sets it again when it has dealt with the
-    error;
+  - Each position is answered at least once, without payload if there is nothing to read yet, so
+    that the reader learns the partition's bounds.
+  - An entry with an error ends its position.  The reader sets it again once it has handled the
+    error.
   - `diverging` without payload also ends the position (KIP-320): the reader truncates or reports
-    LogTruncated;
-  - batches are whole: the first may begin below the position, the last may pass `end_offset`.
+    LogTruncated.
+  - Batches are complete: the first may begin below the position, the last may pass `end_offset`.
 
 Invariants
-  E1  nothing at or above the bound of the isolation level is sent: high watermark or last stable
-      offset
-  E2  `next_offset` of an entry >= what it covers, also when it carries nothing (rule L12)
-  E3  the pump holds at most one frame; a cold read holds at most its share of one
-  E4  one batch larger than every bound still travels, alone
-  E5  whoever stands at a bound is woken when that moves: each turn watches the partition it looks
-      at before it looks, for that may be there only since the position was set, or be another one
-  E6  what was read goes out only while the leader that was asked leads: when it does not, its log
-      may have been cut, and filled by the next one, before the disk came to it
+  E1  Nothing at or above the bound of the isolation level is sent: high watermark or last stable
+      offset.
+  E2  `next_offset` of an entry is at least the end of what it covers, also without payload (L12).
+  E3  The pump holds at most one frame.  A cold read holds at most its share of one.
+  E4  A batch that is larger than every bound is sent alone.
+  E5  A position at a bound is woken when the bound moves.  Each turn registers as a watcher of the
+      partition before it reads the bound, because the partition may have been created, or replaced,
+      since the position was set.
+  E6  Bytes are sent only while the leader that was asked still leads.  Otherwise its log may have
+      been truncated, and filled by the next leader, before the disk read it.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from pk.world import Disconnected, Stream
 if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
 
-#: Reads from the tier that one stream may have under way.
+#: Most concurrent reads from the tier of one stream.
 COLD_MAX = 2
-#: Positions looked at for one frame.
+#: Most positions that are examined for one frame.
 TURNS_MAX = 512
 
 
@@ -70,12 +71,12 @@ class _Plan(NamedTuple):
     position: Position
     partition: Partition
     bound: Offset
-    leader: Leader | None  #: of whose log this is (E6)
-    stored: bool = False  #: a replica reads what lies in the segments, below log_start too
+    leader: Leader | None  #: the leader epoch of the log that is read (E6)
+    stored: bool = False  #: a replica reads the segments, below log_start too
 
 
 class _Cold(NamedTuple):
-    """What the tier answered for a position."""
+    """The answer of the tier for a position."""
 
     position: Position
     payload: bytes | memoryview
@@ -99,7 +100,7 @@ class FetchStream:
     # -- life ------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Until the stream ends."""
+        """Serve until the stream ends."""
         pump = asyncio.get_running_loop().create_task(self._pump())
         try:
             await self._read()
@@ -123,12 +124,12 @@ class FetchStream:
             self._stream.close()
 
     def watermark_moved(self, key: PartitionKey) -> None:
-        """watchers.EndWatcher."""
+        """The high watermark of a partition moved (watchers.EndWatcher)."""
         if self._replica is not None:
             self._replica.watermark_moved(key)
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
-        """A partition's bound moved (partition.Watcher)."""
+        """The bound of a partition moved (partition.Watcher)."""
         self._session.mark(key, self._core.clock.monotonic_ms(), urgent=urgent)
         self._wake.set()
 
@@ -160,10 +161,10 @@ class FetchStream:
             self._wake.set()
 
     def _watch(self, key: PartitionKey) -> None:
-        """Wake this stream when the bound of `key` moves (E5)."""
+        """Watch the partition of a position (E5)."""
         partition = self._core.partitions.get(key)
         if partition is None:
-            return  # its turn is answered with an error
+            return  # its turn answers with an error
         if self._replica is None:
             partition.watch(self)
         else:
@@ -187,9 +188,9 @@ class FetchStream:
             self._stream.close()
 
     def _wait_ms(self) -> int | None:
-        """How long until there is something to send:
+        """Return the time until a frame can be sent.
 
-        0 = now, None = until somebody wakes the pump.
+        0 = now; None = until the pump is woken.
         """
         session = self._session
         if session.credit <= 0:
@@ -215,9 +216,9 @@ class FetchStream:
             pass
 
     def _available(self, position: Position) -> int:
-        """Bytes below the bound, to weigh against min_bytes:
+        """Return the bytes below the bound, to compare with min_bytes.
 
-        at segment and index granularity, never too few.
+        The number has the granularity of segments and indexes, and is never too small.
         """
         partition = self._core.partitions.get(position.key)
         if (
@@ -225,13 +226,13 @@ class FetchStream:
             or partition.leader is None
             or position.next_offset < partition.log.local_log_start
         ):
-            return self._session.min_bytes  # an error or a cold read: to be looked at now
+            return self._session.min_bytes  # an error or a cold read: due now
         bound = partition.bound(self._session.isolation)
         if position.next_offset >= bound:
             return 0
         try:
             start, end = partition.log.bytes_at([position.next_offset, bound])
-        except errors.PkError:  # an index was made anew, of what is damaged: its turn will tell
+        except errors.PkError:  # a rebuilt index found damage; the turn reports it
             return self._session.min_bytes
         return max(1, end - start)
 
@@ -274,18 +275,15 @@ class FetchStream:
     # -- hot -------------------------------------------------------------------------------------
 
     def _plan(self, position: Position, reply: wire.FetchReply) -> _Plan | None:
-        """What to do about a position:
-
-        read it, leave it, send it to the tier, or answer it at once.
-        """
+        """Decide about a position: read it, leave it, ask the tier, or answer at once."""
         self._watch(position.key)
         if self._replica is not None:
             return self._plan_replica(self._replica, position, reply)
         try:
             partition = self._core.find(position.key)
             partition.serving(position.leader_epoch)
-            # First: a reader above the end of a log that was cut must hear that it was cut, not
-            # that it is out of range, or it would reset in silence (rule R4).
+            # First: a reader above the end of a truncated log must get LogTruncated.  With
+            # OffsetOutOfRange it would reset its position silently (rule R4).
             diverging = partition.diverging(position.last_fetched_epoch, position.next_offset)
             if diverging is None:
                 partition.check_fetch(position.leader_epoch, position.next_offset)
@@ -299,7 +297,7 @@ class FetchStream:
             return None
         position.last_fetched_epoch = NONE
         if position.cold:
-            # marked while the tier reads: its turn comes with the answer
+            # woken while the tier reads: the answer gives it a turn
             # (handlers/fetch_session F2)
             return None
         bound = partition.bound(self._session.isolation)
@@ -323,19 +321,17 @@ class FetchStream:
         read: Read | None,
         error: errors.PkError | None,
     ) -> int:
-        """One read into the frame; returns its bytes."""
+        """Add one read to the frame; return its bytes."""
         position, partition = plan.position, plan.partition
         session = self._session
         if not session.current(position):
-            return 0  # set again or forgotten while the disk worked
+            return 0  # set again or forgotten during the read
         if partition.leader is not plan.leader:
             session.again(position)  # E6
             return 0
         if error is not None:
             if isinstance(error, errors.OffsetOutOfRange):
-                session.again(
-                    position
-                )  # retention passed it meanwhile: judged anew on its next turn
+                session.again(position)  # retention passed it meanwhile: its next turn decides
             else:
                 if isinstance(error, errors.CorruptLog):
                     self._core.storage_failed(partition, error)  # L9
@@ -360,7 +356,7 @@ class FetchStream:
             pieces.append(read.data)
         session.served(position, read.next_offset)
         if not session.current(position):
-            self._unwatch(position.key)  # a bounded scan that is through
+            self._unwatch(position.key)  # a bounded scan that is complete
         elif read.next_offset < self._bound(partition):
             session.again(position)
         return len(read.data)
@@ -391,7 +387,7 @@ class FetchStream:
         return partition.bound(self._session.isolation)
 
     def _fail(self, reply: wire.FetchReply, position: Position, error: errors.PkError) -> None:
-        """Answer with an error; that ends the position."""
+        """Answer with an error, which ends the position."""
         partition = self._core.partitions.get(position.key)
         if partition is not None:
             entry = self.entry(reply, position, partition)
@@ -427,15 +423,15 @@ class FetchStream:
         return _Plan(position, partition, bound, partition.leader, stored=True)
 
     def position(self, key: PartitionKey) -> Position | None:
-        """Where the reader stands now."""
+        """Return the present position of this id, if it still exists."""
         return self._session.positions.get(key)
 
     def served(self, position: Position) -> None:
-        """It was told where the partition stands, without data."""
+        """Note that the position was answered without data."""
         self._session.served(position, position.next_offset)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Something that answers a position when a disk has answered; bounded by the positions."""
+        """Run a task that answers a position after a disk read; at most one per position."""
         task = asyncio.get_running_loop().create_task(self._guarded(work))
         self._cold_tasks[task] = None
         task.add_done_callback(self._cold_ended)
@@ -453,7 +449,7 @@ class FetchStream:
             self._stream.close()
 
     async def answer(self, position: Position, reply: wire.FetchReply) -> None:
-        """Send `reply`, unless `position` was set again meanwhile; it ends here."""
+        """Send `reply` unless `position` was set again meanwhile; the position ends."""
         if self._session.current(position):
             self.end(position)
             await self._stream.send(*frames.pieces(head_of(reply), []))
@@ -470,11 +466,11 @@ class FetchStream:
 
     def _cold_ended(self, task: asyncio.Task[None]) -> None:
         self._cold_tasks.pop(task, None)
-        self._start_cold()  # its answer may have been sent already
+        self._start_cold()  # its answer may be sent already
         self._wake.set()
 
     async def _read_cold(self, position: Position) -> None:
-        """One delayed remote fetch."""
+        """Read a position from the tier: one delayed remote fetch."""
         share = max(1, self._session.max_bytes // COLD_MAX)
         try:
             partition = self._core.find(position.key)
@@ -490,7 +486,7 @@ class FetchStream:
         self._cold_done.append(done)
 
     def _add_cold(self, reply: wire.FetchReply, pieces: list[frames.Buffer], budget: int) -> int:
-        """What the tier answered meanwhile goes into the frame first."""
+        """Add the answers of the tier to the frame, before hot reads."""
         sent = 0
         while self._cold_done and (sent == 0 or sent + len(self._cold_done[0].payload) <= budget):
             cold = self._cold_done.popleft()
@@ -521,14 +517,14 @@ class FetchStream:
 
 
 def _read_at_once(plan: _Plan, room: int, force: bool) -> Read | None:
-    """On the loop: what memory has for the plan; None = the read lane must be asked.
+    """Serve the first plan from memory, on the loop; None = a disk read is needed.
 
-    Of the plans the first is asked for only, so that no position is overtaken for ever by others
-    that stand at the ends of their logs.
+    Only the first plan is tried.  Otherwise positions at the ends of logs could overtake
+    another position without limit.
     """
     position, partition, bound, *_ = plan
     if position.arriving:
-        return None  # L9: its first batch is verified where it lies
+        return None  # L9: its first batch is verified on disk
     return partition.log.read_recent(
         position.next_offset,
         bound=bound,
@@ -540,10 +536,10 @@ def _read_at_once(plan: _Plan, room: int, force: bool) -> Read | None:
 def _read_all(
     plans: list[_Plan], room: int, force: bool
 ) -> list[tuple[Read | None, errors.PkError | None]]:
-    """In the read lane: as many plans as fit into `room` bytes; the first one whatever it takes
-    (E4).
+    """Read, in a reader thread, as many plans as fit into `room` bytes.
 
-    Shorter than `plans` when the room ran out.
+    The first is read whatever its size (E4).  The result is shorter than `plans` if the room ran
+    out.
     """
     done: list[tuple[Read | None, errors.PkError | None]] = []
     for position, partition, bound, _, stored in plans:
@@ -562,7 +558,7 @@ def _read_all(
             done.append((None, error))
             continue
         if read.empty and read.next_offset <= position.next_offset:
-            break  # its first batch does not fit any more: it leads the next frame
+            break  # its first batch does not fit: it begins the next frame
         done.append((read, None))
         room -= len(read.data)
         force = force and read.empty

@@ -1,21 +1,21 @@
-"""What one fetch stream asked for, and whose turn it is.
+"""The positions of one fetch stream, and the order in which they are served.
 
-Sans-IO.  A session holds positions; the reader sets each once, then the broker sends and advances
-them by itself while credits last (rule P4).  A position that has nothing more to send costs nothing
-until its partition's bound moves: `mark` puts it on the dirty list (rule P6).
+Sans-IO.  A session holds positions.  The reader sets each one once.  Then the broker sends data and
+advances the positions by itself while credits last (rule P4).  A position without more data costs
+nothing until the bound of its partition moves: `mark` puts it on the ready list (rule P6).
 
-Turns are round robin: a position that was served goes to the end of the list, so a partition with
-an endless backlog cannot starve another one.
+Turns are round robin: a served position goes to the end of the list, so a partition with an endless
+backlog cannot starve another one.
 
 Invariants
-  F1  a position is served only while it is on the ready list, and it leaves the list when it
-      reached its bound
-  F2  `next_offset` never moves back for one position id; setting a position again replaces it
+  F1  A position is served only while it is on the ready list.  It leaves the list when it reaches
+      its bound.
+  F2  `next_offset` of a position id never moves back.  Setting a position again replaces it.
       (KIP-227's session epochs are not needed: the stream is FIFO, and replies echo the position
-      id)
-  F3  nothing is sent while `credit <= 0`; one frame may overdraw it by one batch, so that a batch
-      larger than every bound still travels
-  F4  data waits for `min_bytes` at most `max_wait_ms` after the first of it was noticed
+      id.)
+  F3  Nothing is sent while `credit <= 0`.  One frame may overdraw the credit by one batch, so that
+      a batch that is larger than every bound is still sent.
+  F4  Data waits for `min_bytes` at most `max_wait_ms` after the first of it was noticed.
 """
 
 from __future__ import annotations
@@ -27,33 +27,31 @@ from pk import errors, limits
 from pk.types import READ_COMMITTED, READ_UNCOMMITTED, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: Positions one stream may hold: far above what one reader needs, so that a hostile one is told.
+#: Most positions of one stream, far above the need of a reader; a hostile reader gets an error.
 POSITIONS_MAX = 100_000
 PARTITION_BYTES_DEFAULT = 4 * limits.MIB
 
 
 @dataclass(slots=True)
 class Position:
-    """Where one reader stands in one partition."""
+    """The position of one reader in one partition."""
 
     key: PartitionKey
     position_id: int
-    leader_epoch: Epoch  #: the reader's; NONE = it does not know
+    leader_epoch: Epoch  #: the leader epoch that the reader knows; NONE = unknown
     next_offset: Offset
     max_bytes: int
-    end_offset: Offset  #: a bounded scan stops here; 0 = never
-    last_fetched_epoch: (
-        Epoch  #: to be checked once against the epoch cache; NONE = nothing (left) to check
-    )
-    log_start: Offset = 0  #: a follower's
-    announce: bool = True  #: the reader has not been told the partition's bounds yet
-    arriving: bool = True  #: nothing was read since it was set: the first batch is verified
-    available: int = 0  #: bytes noticed below the bound when it was last weighed
-    cold: bool = False  #: the tier is being asked: nobody else moves this position meanwhile
+    end_offset: Offset  #: end of a bounded scan; 0 = none
+    last_fetched_epoch: Epoch  #: checked once against the epoch cache; NONE = nothing to check
+    log_start: Offset = 0  #: log start of a follower
+    announce: bool = True  #: the reader does not know the partition's bounds yet
+    arriving: bool = True  #: nothing read since it was set: the first batch is verified
+    available: int = 0  #: bytes below the bound at the last `weigh`
+    cold: bool = False  #: a read from the tier is running; only its answer moves this position
 
 
 class FetchSession:
-    """One reader's positions, credits and turns."""
+    """The positions, credits and turns of one reader."""
 
     def __init__(self) -> None:
         self.isolation = READ_COMMITTED
@@ -67,13 +65,13 @@ class FetchSession:
         self._available = 0
         self._noticed_at_ms: int | None = None
         self._urgent = (
-            False  #: an answer that does not wait for min_bytes: an error, a first announcement
+            False  #: an answer that does not wait for min_bytes: an error, or the first answer
         )
 
     # -- the reader speaks -----------------------------------------------------------------------
 
     def apply(self, request: wire.FetchRequest, now_ms: int) -> list[PartitionKey]:
-        """Take a request over; returns the partitions to stop watching."""
+        """Apply a request; return the partitions to stop watching."""
         if request.isolation not in (READ_UNCOMMITTED, READ_COMMITTED):
             raise errors.InvalidRequest(f"isolation {request.isolation} is not 0 or 1")
         if request.positions or request.max_bytes:
@@ -121,7 +119,7 @@ class FetchSession:
     # -- the partition speaks --------------------------------------------------------------------
 
     def mark(self, key: PartitionKey, now_ms: int, *, urgent: bool = False) -> None:
-        """The bound of `key` moved, or something about it must be said at once (`urgent`)."""
+        """Mark `key` as ready: its bound moved, or an answer is due at once (`urgent`)."""
         if key not in self.positions:
             return
         self._ready.setdefault(key, None)
@@ -137,32 +135,30 @@ class FetchSession:
 
     @property
     def may_send(self) -> bool:
-        """There is something to look at and credit to send it (F3)."""
+        """Whether a position is ready and there is credit (F3)."""
         return self.credit > 0 and bool(self._ready)
 
     def take_unweighed(self) -> list[Position]:
-        """Positions whose available bytes must be looked up before `due_at_ms` is asked (only if
-        min_bytes > 1).
-        """
+        """Return the positions to `weigh` before `due_at_ms` (only if min_bytes > 1)."""
         keys, self._unweighed = self._unweighed, {}
         return [position for key in keys if (position := self.positions.get(key)) is not None]
 
     def weigh(self, position: Position, available: int) -> None:
-        """So many bytes are below the bound of `position`."""
+        """Note the number of bytes below the bound of `position`."""
         self._available += available - position.available
         position.available = available
 
     def due_at_ms(self, now_ms: int) -> int:
-        """When the next frame goes out: `now_ms` = now (F4)."""
+        """Return the time at which the next frame is due (F4)."""
         if self._urgent or self.min_bytes <= 1 or self._available >= self.min_bytes:
             return now_ms
         return (now_ms if self._noticed_at_ms is None else self._noticed_at_ms) + self.max_wait_ms
 
     def take_turns(self, at_most: int) -> list[Position]:
-        """The next positions to look at;
+        """Take the next positions off the ready list.
 
-        off the ready list, so that a mark meanwhile puts them back (F1); and what was urgent of
-        them is so no more, but what becomes it while they are read stays it.
+        A mark during the read puts a position back on the list (F1).  Their urgency is cleared; a
+        position that becomes urgent during the read stays urgent.
         """
         keys = list(islice(self._ready, at_most))
         for key in keys:
@@ -171,11 +167,11 @@ class FetchSession:
         return [self.positions[key] for key in keys]
 
     def current(self, position: Position) -> bool:
-        """Whether it was neither set again nor forgotten since it was taken."""
+        """Whether the position was neither set again nor forgotten since it was taken."""
         return self.positions.get(position.key) is position
 
     def served(self, position: Position, next_offset: Offset) -> None:
-        """`position` was answered up to `next_offset`."""
+        """Advance `position`, which was answered up to `next_offset`."""
         if not self.current(position):
             return
         assert next_offset >= position.next_offset, "F2"
@@ -186,21 +182,22 @@ class FetchSession:
             self.drop(position.key)
 
     def again(self, position: Position) -> None:
-        """`position` has not reached its bound: its next turn comes after the others'; how much is
-        left may be enough for `min_bytes`.
+        """Put `position`, which has not reached its bound, at the end of the ready list.
+
+        The bytes that are left may be enough for `min_bytes`.
         """
         if self.current(position):
             self._ready[position.key] = None
             self._unweighed[position.key] = None
 
     def first_again(self, positions: list[Position]) -> None:
-        """These were taken and did not fit: they keep their turn."""
+        """Put back positions that did not fit into the frame; they keep their turn."""
         kept = {each.key: None for each in positions if self.current(each)}
         self._ready = kept | self._ready
         self._unweighed |= kept
 
     def sent(self, payload_bytes: int, now_ms: int) -> None:
-        """A frame went out."""
+        """Note that a frame was sent: it uses credit."""
         self.credit -= payload_bytes
         self._noticed_at_ms = now_ms if self._ready else None
 

@@ -1,13 +1,13 @@
-"""Cluster metadata for clients, asked and pushed.
+"""Cluster metadata for clients: replies and pushes.
 
-World-generic.  A reply is made from the image the broker built of committed records.  `watch` keeps
-a stream told: whenever something it asked for changes, the same reply is made again and pushed
-(correlation id 0); a burst of changes becomes one push, and a push equal to the last one is not
-sent.
+World-generic.  A reply is made from the broker's image of committed records.  A stream that sets
+`watch` gets pushes: when the content of its reply changes, the broker makes the reply again and
+sends it with correlation id 0.  A burst of changes makes one push.  A push that equals the last one
+is not sent.
 
 Invariant
-  M1  pushes of a stream are in the order of the metadata log, and the last one is never older than
-      the image
+  M1  Pushes of a stream are in the order of the metadata log, and the last push is never older than
+      the image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
 
 CREATE_TIMEOUT_MS = 5_000
-#: Effective settings clients act on.
+#: Settings of a topic that clients use.
 _FOR_CLIENTS = (
     "max_message_bytes",
     "decoded_bytes_max",
@@ -40,12 +40,12 @@ _FOR_CLIENTS = (
 
 
 def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataReply:
-    """What the image says of the topics asked for; an unknown one has its error in place."""
+    """Return the metadata of the requested topics; an unknown topic has an error instead."""
     image = core.publisher.image
     reply = wire.MetadataReply(
         cluster_id=image.cluster_id,
         controller_id=image.leader_id,
-        metadata_offset=core.publisher.image.offset,  # what the content is of, carried out or not
+        metadata_offset=core.publisher.image.offset,  # the offset of the content
     )
     for broker_id in sorted(image.brokers):
         broker = image.brokers[broker_id]
@@ -73,9 +73,9 @@ def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataRe
 
 
 async def create_missing(core: BrokerCore, request: wire.MetadataRequest) -> None:
-    """`auto_create_topics_enable`: what is asked for by name and does not exist is created.
+    """Create requested topics that do not exist, if `auto_create_topics_enable` is set.
 
-    Whatever keeps it from being created, the reply says that the topic does not exist.
+    If the creation fails, the reply says that the topic does not exist.
     """
     missing = [name for name in request.topics if core.publisher.image.topic(name) is None]
     if not missing:
@@ -112,11 +112,11 @@ def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) ->
 
 
 def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> NodeId:
-    """The leader; without one and without anybody who may become it, a broker that knows why.
+    """Return the broker that a client should ask: the leader, or the last holder of the data.
 
-    Whoever held the data last may have found it damaged or its disk dead (rules L2, L9): it
-    answers with that error, which a client that is told of no leader would wait for in vain.  If
-    an election is all that is missing it answers like any other that does not lead.
+    If there is no leader and no candidate, the last holder may have found damage or a failed disk
+    (rules L2, L9), and answers with that error.  A client without any broker to ask would only
+    wait. If only an election is missing, that broker answers NOT_LEADER_OR_FOLLOWER.
     """
     if state.leader != NONE or state.isr or state.elr:
         return state.leader
@@ -124,7 +124,7 @@ def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> 
 
 
 class MetadataSubscription:
-    """Keeps one control stream told about what it asked for last."""
+    """Pushes changes of the last metadata request to one control stream."""
 
     def __init__(self, core: BrokerCore, stream: Stream) -> None:
         self._core = core
@@ -135,7 +135,7 @@ class MetadataSubscription:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, request: wire.MetadataRequest, reply: wire.MetadataReply) -> None:
-        """Watch what `request` names, from `reply` on; a newer request replaces an older one."""
+        """Watch the topics of `request`, beginning after `reply`; it replaces an older request."""
         self._request, self._last = request, reply
         if self._task is None:
             self._core.publisher.listeners[self._notice] = None
@@ -176,7 +176,7 @@ class MetadataSubscription:
 
 
 def _same(one: wire.MetadataReply, other: wire.MetadataReply) -> bool:
-    """Equal but for the offset they were made at."""
+    """Whether two replies are equal except for their metadata offset."""
     left, right = wire.MetadataReply(), wire.MetadataReply()
     left.CopyFrom(one)
     right.CopyFrom(other)

@@ -1,12 +1,13 @@
-"""Questions about offsets, and the one request that moves a log's start.
+"""Requests about offsets: list_offsets, byte offsets, and delete_records, which moves log starts.
 
-World-generic.  Everything a loop can answer is answered at once; what needs an index goes to the
-read lane in one call per directory; what lies below the local log is asked of the tier (rule T11).
+World-generic.  An offset that is in memory is answered at once.  Look-ups in indexes run in a
+reader thread, one call per directory.  Offsets below the local log are looked up in the tier (rule
+T11).
 
 Invariants
-  O1  "latest" is the bound of the isolation level, never the log's end; a new leader whose
-      watermark lags answers OFFSET_NOT_AVAILABLE (KIP-207)
-  O2  delete_records answers after the new log_start is SYNCED (rule T9)
+  O1  "latest" is the bound of the isolation level, never the log end.  A new leader whose watermark
+      lags answers OFFSET_NOT_AVAILABLE (KIP-207).
+  O2  delete_records answers after the new log_start is SYNCED (rule T9).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_TIMESTAMP = -3
 EARLIEST_LOCAL = -4
 TIERED_END = -5
 
-#: How long a deletion waits for the in-sync replicas.
+#: Longest wait of a deletion for the in-sync replicas.
 DELETE_WAIT_MS = 10_000
 QUERIES_MAX = 100_000
 SAMPLES_MAX = 10_000
-#: Look-ups in the tier that one request may have under way.
+#: Most concurrent look-ups in the tier of one request.
 TIER_LOOKUPS = 8
 
 
@@ -46,13 +47,13 @@ class _Lookup(NamedTuple):
 
     answer: wire.OffsetAnswer
     partition: Partition
-    leader: Leader  #: of whose log it is asked
+    leader: Leader  #: the leader epoch of the log
     timestamp_ms: int  #: or MAX_TIMESTAMP
     bound: Offset
 
 
 async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
-    """Offsets by special value or by time; each answer has its own error."""
+    """Return offsets by special value or by time; each answer has its own error."""
     if len(request.queries) > QUERIES_MAX:
         raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
     reply = wire.ListOffsetsReply()
@@ -79,8 +80,10 @@ async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wi
 
 
 async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
-    """First in the tier, then in the local log; what left that meanwhile has to be looked up again,
-    or its offsets would be passed over (rule T11).
+    """Look up times in the tier, then in the local log (rule T11).
+
+    Segments may leave the local log between both steps.  Then the look-up is repeated, so that
+    their offsets are not skipped.
     """
     starts = [lookup.partition.log.local_log_start for lookup in lookups]
     local = [lookup for lookup in lookups if not _in_tier(lookup)]
@@ -98,7 +101,7 @@ async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Looku
 
 
 def _in_tier(lookup: _Lookup) -> bool:
-    """Whether what is asked for may be in the tier alone."""
+    """Whether the record may be in the tier only."""
     log = lookup.partition.log
     return lookup.timestamp_ms >= 0 and log.log_start < log.local_log_start
 
@@ -106,7 +109,7 @@ def _in_tier(lookup: _Lookup) -> bool:
 def _answer_at_once(
     partition: Partition, query: wire.OffsetQuery, isolation: int, answer: wire.OffsetAnswer
 ) -> _Lookup | None:
-    """Fill `answer` from memory, or say what to look up."""
+    """Fill `answer` from memory, or return the look-up that it needs."""
     leader = partition.serving(query.current_leader_epoch)
     asked = query.timestamp_ms
     if asked < TIERED_END:
@@ -161,7 +164,7 @@ async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
     for disk, mine in by_disk.values():
         found = await disk.read(partial(_look_up_all, mine))
         for (answer, partition, leader, *_), outcome in zip(mine, found, strict=True):
-            if partition.leader is not leader:  # the log may have been cut under the look-up
+            if partition.leader is not leader:  # the log may have been truncated during the look-up
                 gone = errors.NotLeaderOrFollower(
                     f"{partition}: its leader epoch ended while it looked"
                 )
@@ -178,7 +181,7 @@ async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
 
 
 def _look_up_all(lookups: list[_Lookup]) -> list[TimeOffset | errors.PkError | None]:
-    """In the read lane."""
+    """Look up times in the indexes of one directory; runs in a reader thread."""
     return [_look_up(lookup) for lookup in lookups]
 
 
@@ -196,7 +199,7 @@ def _look_up(lookup: _Lookup) -> TimeOffset | errors.PkError | None:
 
 
 async def byte_offsets(core: BrokerCore, request: wire.ByteOffsetsRequest) -> wire.ByteOffsetsReply:
-    """Cumulative bytes at sampled offsets: what readers split ranges by."""
+    """Return cumulative bytes at sampled offsets, by which readers split ranges."""
     if len(request.queries) > QUERIES_MAX:
         raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
     reply = wire.ByteOffsetsReply()
@@ -223,7 +226,7 @@ async def _sample(
         return
     points = [(start, 0)]
     hot = max(start, min(log.local_log_start, end))
-    if start < hot:  # in the tier: its files are even enough for a straight line
+    if start < hot:  # in the tier: bytes are taken to be spread evenly
         covered = max(1, partition.tier.tiered_end - partition.tier.start)
         per_offset = partition.tier.tier_bytes / covered
         steps = max(1, wanted // 2)
@@ -248,7 +251,7 @@ async def _sample(
 async def delete_records(
     core: BrokerCore, request: wire.DeleteRecordsRequest
 ) -> wire.DeleteRecordsReply:
-    """Move log starts forward; the data below is dropped by retention (KIP-107)."""
+    """Move log starts forward; retention deletes the data below them (KIP-107)."""
     reply = wire.DeleteRecordsReply()
     moved: dict[Partition, Offset] = {}
     for item in request.items:
@@ -284,14 +287,17 @@ async def delete_records(
             core.retain_soon(partition.key)
     asked = zip(request.items, reply.results, strict=True)
     waits = (_until_known(core, *each) for each in asked if not each[1].HasField("error"))
-    await asyncio.gather(*waits)  # side by side: a silent replica costs all of them one wait
+    await asyncio.gather(*waits)  # concurrently: a silent replica costs one wait in all
     return reply
 
 
 async def _until_known(
     core: BrokerCore, item: wire.DeleteRecordsItem, result: wire.DeleteRecordsResult
 ) -> None:
-    """T9: an acknowledged deletion is not undone by the next leader."""
+    """Wait until every in-sync replica knows the new log start (rule T9).
+
+    Otherwise the next leader could undo an acknowledged deletion.
+    """
     try:
         partition = core.find(PartitionKey(item.topic_id, item.partition))
         async with asyncio.timeout(DELETE_WAIT_MS / 1000):

@@ -1,24 +1,25 @@
-"""The produce stream: frames in, answers out, as many stages at once as order allows.
+"""The produce stream: receives frames of batches, validates and appends them, sends answers.
 
-World-generic.  A stream has three tasks however many batches it carries: the *reader* takes frames
-off the socket and starts their checks, the *appender* decides the checked frames in the order they
-came, the *replier* sends what was answered meanwhile.  Heavy frames are checked off the loop (CRC,
-structure, decompression, every length: rule L13), light ones at once.  No byte of a payload is
-copied here: the batches are views into the frame until the directory's writer writes them.  So a
-byte is copied twice in this process, both times by the kernel: the socket into the frame, the frame
-into the page cache.
+World-generic.  A stream has three tasks.  The *reader* reads frames from the socket and starts
+their validation.  The *appender* appends the validated frames in the order of arrival.  The
+*replier* sends the answers.  Heavy frames are validated off the loop (CRC, structure,
+decompression, every length: rule L13), light ones on the loop.  No byte of a payload is copied
+here: batches are views into the frame until the writer of the directory writes them.  So the
+process copies a byte twice, both times in the kernel: from the socket into the frame, and from the
+frame into the page cache.
 
 Invariants
-  D1  FIFO per stream: batches are decided in the order they came, hence FIFO per partition; answers
-      may overtake each other between partitions (rule L7)
-  D2  each entry is answered exactly once, unless acks=0: then never
-  D3  at most PRODUCE_FRAMES_QUEUED_MAX frames and OWED_MAX answers per stream; beyond, the socket
-      is not read. The same while the directory's write queue is full
-  D4  a stream that breaks cancels what was not decided; what was decided is written, its answers
-      are dropped. A stream that ends cleanly has everything decided (acks=0 has no other way to be
-      sure), but for D5
-  D5  a producer speaks on one stream: after its newer one was heard, what an older one still holds
-      is refused. It was given up; the answers on the newer one are its last word (rule L6)
+  D1  A stream is FIFO: batches are decided in the order of arrival, hence in order per partition.
+      Answers of different partitions may overtake each other (rule L7).
+  D2  Each entry is answered exactly once; with acks=0 never.
+  D3  A stream has at most PRODUCE_FRAMES_QUEUED_MAX frames and OWED_MAX answers.  Beyond that the
+      socket is not read, nor while the write queue of the directory is full.
+  D4  When a stream breaks, batches that are not decided are cancelled.  Decided batches are
+      written, and their answers dropped.  When a stream ends cleanly, all its batches are decided
+      (acks=0 has no other confirmation), except for D5.
+  D5  A producer uses one stream.  Once a newer stream of the producer was heard, batches of an
+      older one are refused: the producer gave that stream up, and only answers on the newer one
+      count (L6).
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import error_head, head_of
 from pk.world import Disconnected, Stream
 
-#: Frames up to this weight are checked on the loop.  Measured: 70 µs for 1 MiB as it is, 400–500 µs
-#: for 1 MiB to be decompressed, 300 µs and a contended GIL for a thread.
+#: Frames up to this weight are validated on the loop.  Measured: 70 µs for 1 MiB uncompressed,
+#: 400–500 µs for 1 MiB to decompress, 300 µs and a contended GIL for a thread.
 INLINE_WEIGHT = 2 * limits.MIB
-COMPRESSED_WEIGHT = 16  #: of one decoded byte
-#: Answers one stream may be owed before it is read on.
+COMPRESSED_WEIGHT = 16  #: weight of one decoded byte
+#: Most answers outstanding of one stream before its socket is read again.
 OWED_MAX = 4_096
 ENTRIES_MAX = 10_000
 TIMEOUT_DEFAULT_MS = 30_000
@@ -55,7 +56,7 @@ Checked = Header | errors.PkError
 
 
 class _Entry(NamedTuple):
-    """One batch of a frame and what it is checked against."""
+    """One batch of a frame, and the topic settings for its validation."""
 
     key: PartitionKey
     leader_epoch: int
@@ -81,7 +82,10 @@ class _Job:
 
 
 def weight(entries: list[_Entry]) -> int:
-    """What checking costs, in bytes of an uncompressed batch; from fields not checked yet."""
+    """The cost of validation in bytes of an uncompressed batch.
+
+    It is computed from unvalidated fields.
+    """
     total = 0
     for entry in entries:
         raw = entry.batch
@@ -94,7 +98,7 @@ def weight(entries: list[_Entry]) -> int:
 
 
 def check_entries(entries: list[_Entry]) -> list[Checked]:
-    """Each entry's trusted header, or why it is refused.  Safe in any thread."""
+    """Return each entry's validated header, or the reason to refuse it.  Thread-safe."""
     found: list[Checked] = []
     for entry in entries:
         try:
@@ -124,10 +128,10 @@ class ProduceStream:
         self._answer_sent = asyncio.Event()
         self._delayed: dict[
             DelayedProduce, None
-        ] = {}  #: parked or under way; forgotten when the stream ends
+        ] = {}  #: parked or running; dropped when the stream ends
 
     async def serve(self) -> None:
-        """Until the stream ends."""
+        """Serve until the stream ends."""
         loop = asyncio.get_running_loop()
         appender = loop.create_task(self._append_jobs())
         replier = loop.create_task(self._send_answers())
@@ -135,7 +139,7 @@ class ProduceStream:
             await self._read()
             self._finished = True
             self._job_ready.set()
-            await appender  # D4: a clean end has everything decided
+            await appender  # D4: after a clean end every batch is decided
         except Disconnected:
             pass
         except errors.PkError as refusal:
@@ -155,7 +159,7 @@ class ProduceStream:
             self._stream.close()
 
     async def _refuse(self, refusal: errors.PkError) -> None:
-        """The stream itself is unusable: say why, and end it."""
+        """End an unusable stream with an error."""
         try:
             await self._stream.send(frames.encode(error_head(0, refusal)))
         except Disconnected:
@@ -190,9 +194,9 @@ class ProduceStream:
             await self._answer_sent.wait()
 
     def _job_of(self, frame: frames.Frame) -> _Job:
-        """The frame's entries as views.
+        """Return the entries of a frame as views.
 
-        Raises what ends the stream: sizes that do not add up (D1 would be lost).
+        Raises if the sizes do not add up, which ends the stream: D1 could not be kept.
         """
         if frame.head.WhichOneof("body") != "produce":
             raise errors.InvalidRequest("a produce stream carries produce requests only")
@@ -230,7 +234,7 @@ class ProduceStream:
     # -- appender --------------------------------------------------------------------------------
 
     def _append_at_once(self, job: _Job) -> bool:
-        """The short cut of small frames; False if some directory's queue is full."""
+        """Append a small frame at once; False if the write queue of a directory is full."""
         if any(self._core.writer_full(entry.key) for entry in job.entries):
             return False
         for index in range(len(job.entries)):
@@ -250,7 +254,7 @@ class ProduceStream:
                 job.checked = await job.checking
             for index, entry in enumerate(job.entries):
                 if self._core.writer_full(entry.key):
-                    # D3: meanwhile nobody reads this socket
+                    # D3: the socket is not read meanwhile
                     await self._core.writer_room(entry.key)
                 self._append(job, index)
             self._jobs.popleft()
@@ -278,7 +282,7 @@ class ProduceStream:
             delayed.answer(errors.InternalError(f"append: {bug!r}"))
 
     def _hear(self, producer_id: int) -> None:
-        """D5.  Raises `BrokerUnavailable`."""
+        """Note the stream of a producer (D5).  Raises `BrokerUnavailable` on an older stream."""
         if producer_id == NONE:
             return
         mine, speakers = self._speaker, self._core.speakers

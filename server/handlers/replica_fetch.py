@@ -1,18 +1,18 @@
-"""A follower's end of a fetch stream: what a leader sends to replicas, and what it learns.
+"""The leader's side of a follower's fetch stream.
 
-World-generic.  The same stream and turns as for consumers (fetch.py), with three differences: a
-replica reads to the log's end, not to the watermark; before anything else the two logs are compared
-(rule R4), or the replica is told where to begin anew (rule R5); and what it confirms moves the high
-watermark.
+World-generic.  The stream and its turns are as for consumers (fetch.py), with three differences.  A
+replica reads to the log end, not to the high watermark.  Before its first read both logs are
+compared (rule R4), or the replica gets START_AT (rule R5).  The offsets that a replica confirms
+move the high watermark.
 
 Invariants
-  F1  nothing a replica says counts before its log was compared with this one in this leader epoch,
-      and only for the position that was compared; who left the ISR since is compared again; a newer
-      registration silences an older one, and a newer position, on whatever stream, older ones; who
-      comes back with less than what an ISR was asked for is not compared before that is decided
-      (R2)
-  F2  a replica is told of a watermark that moved within TELL_MS, with data or without
-  F3  a replica that retention passes, while it is filled perhaps, is told where to begin (R5)
+  F1  A replica's offsets count only after its log was compared with this one in this leader epoch,
+      and only for the compared position.  A replica that has left the ISR is compared again.  A
+      newer registration of the broker invalidates an older one, and a newer position invalidates
+      older ones on any stream.  If an ISR change is pending that counts on a larger log end than a
+      returning replica has, its log is compared only after that change is decided (R2).
+  F2  A replica learns of a new high watermark within TELL_MS, with data or without.
+  F3  A replica that retention passes, for example while it is filled, gets START_AT (R5).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from pk.log.divergence import StartAt
 from pk.server.broker.core import BrokerCore
 
-#: A watermark that moves alone waits so long for data to travel with.
+#: Longest wait of a new watermark for data with which it can be sent.
 TELL_MS = 20
 
 
-#: Watermark, log start, and what of the local log may go.
+#: High watermark, log start, and the offset below which local segments may be dropped.
 _Marks = tuple[Offset, Offset, Offset]
 
 
-#: Whose log, and where it began then.
+#: Leader epoch of the log, and its local start at that time.
 _Asked = tuple[Leader, Offset]
 
 
@@ -52,7 +52,7 @@ def _marks(partition: Partition) -> _Marks:
 
 
 class FollowerStream(Protocol):
-    """The fetch stream as the end of a follower sees it (fetch.py)."""
+    """The interface of the fetch stream (fetch.py) that a follower's end uses."""
 
     def position(self, key: PartitionKey) -> Position | None: ...
 
@@ -72,7 +72,7 @@ class FollowerStream(Protocol):
 
 
 class ReplicaEnd:
-    """One follower's stream, seen from the leader."""
+    """The stream of one follower at its leader."""
 
     def __init__(
         self, core: BrokerCore, stream: FollowerStream, replica: NodeId, broker_epoch: int
@@ -82,7 +82,7 @@ class ReplicaEnd:
         self.replica = replica
         self.broker_epoch = broker_epoch
         self._compared: dict[PartitionKey, Position] = {}  #: F1
-        self._told: dict[PartitionKey, _Marks] = {}  #: what it was told last beside data
+        self._told: dict[PartitionKey, _Marks] = {}  #: the values that it was last sent
         self._untold: dict[PartitionKey, None] = {}
         self._telling: asyncio.TimerHandle | None = None
 
@@ -93,7 +93,7 @@ class ReplicaEnd:
     # -- the replica speaks ------------------------------------------------------------------------
 
     def check(self, request: wire.FetchRequest) -> None:
-        """Raises `InvalidRequest` if somebody else speaks on this stream."""
+        """Raise `InvalidRequest` if the request names another replica than the stream's."""
         said = (request.replica_id, request.replica_epoch)
         if said != (self.replica, self.broker_epoch):
             raise errors.InvalidRequest(
@@ -105,7 +105,7 @@ class ReplicaEnd:
             key = PartitionKey(item.topic_id, item.partition)
             position, asked = self._compared.get(key), self._stream.position(key)
             if asked is not None and asked is not position:
-                if asked.position_id == item.position_id:  # it counts when they are compared
+                if asked.position_id == item.position_id:  # counts once the logs are compared
                     asked.log_start = item.log_start
             elif (
                 position is not None
@@ -115,7 +115,7 @@ class ReplicaEnd:
                 self._confirm(key, position, item.log_end, item.log_start)
 
     def full(self, request: wire.FetchRequest) -> None:
-        """L16: replicas that cannot store what they fetch must not hold the watermark back."""
+        """Let replicas with full disks leave the ISR: they would hold the watermark back (L16)."""
         for item in request.full:
             partition = self._core.partitions.get(PartitionKey(item.topic_id, item.partition))
             leader = None if partition is None else partition.leader
@@ -129,8 +129,10 @@ class ReplicaEnd:
                 self._core.alter_partition.consider(partition)
 
     def forgotten(self, keys: list[PartitionKey]) -> None:
-        """It does not follow these any more: not as it did on this stream.  On a newer one it may
-        do so again, and at rest would not be heard a second time (F1).
+        """Note that the replica no longer fetches these partitions on this stream.
+
+        A newer stream of the replica stays valid: an idle replica would not send its position again
+        (F1).
         """
         for key in keys:
             position = self._compared.pop(key, None)
@@ -145,7 +147,7 @@ class ReplicaEnd:
                 leader.on_follower_gone(self.replica)
 
     def _heard_of(self, key: PartitionKey) -> int:
-        """The registration whose log was compared last; NONE = none since it left the ISR."""
+        """The registration that was compared last; NONE = none since the replica left the ISR."""
         partition = self._core.partitions.get(key)
         leader = None if partition is None else partition.leader
         return NONE if leader is None else leader.broker_epoch_of(self.replica)
@@ -156,7 +158,7 @@ class ReplicaEnd:
         partition = self._core.partitions.get(key)
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
-            return  # F1: of another epoch; the pump tells the replica
+            return  # F1: another leader epoch; the pump answers the replica
         if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
             return
         try:
@@ -175,7 +177,7 @@ class ReplicaEnd:
     # -- the partition speaks ----------------------------------------------------------------------
 
     def watermark_moved(self, key: PartitionKey) -> None:
-        """Send the high watermark of `key` within TELL_MS (F2)."""
+        """The high watermark moved: answer within TELL_MS (F2)."""
         self._untold[key] = None
         if self._telling is None:
             loop = asyncio.get_running_loop()
@@ -194,9 +196,9 @@ class ReplicaEnd:
     def compare(
         self, position: Position, reply: wire.FetchReply
     ) -> tuple[Partition, Offset] | None:
-        """The partition and how far to read; None = answered, or nothing to send.
+        """Return the partition and the end of the read; None = answered, or nothing to send.
 
-        Raises typed errors for the replica.
+        Raises typed errors, which are sent to the replica.
         """
         if position.cold:
             return None  # the producer state is being read
@@ -204,7 +206,7 @@ class ReplicaEnd:
         if position.leader_epoch == NONE:
             raise errors.InvalidRequest("a replica fetches under a leader epoch")
         leader = partition.serving(position.leader_epoch)
-        if self.replica not in leader.replicas:  # not known here yet: it asks again (F1)
+        if self.replica not in leader.replicas:  # not in this image yet: asked again (F1)
             raise errors.NotLeaderOrFollower(f"broker {self.replica} is no follower of {partition}")
         heard = leader.broker_epoch_of(self.replica)
         if heard > self.broker_epoch:
@@ -243,7 +245,7 @@ class ReplicaEnd:
         return None
 
     def describe(self, entry: wire.FetchedPartition, partition: Partition) -> None:
-        """What replicas are told beside what everybody is (rule R5)."""
+        """Add the fields that only replicas get (rule R5)."""
         log = partition.log
         entry.local_log_start = log.local_log_start
         entry.droppable_end = log.droppable_end
@@ -252,12 +254,12 @@ class ReplicaEnd:
     async def _read_start(
         self, position: Position, partition: Partition, offset: Offset, asked: _Asked
     ) -> None:
-        """Rule R5: the producer state travels along, so that idempotence goes on."""
+        """Send START_AT with the producer state, so that duplicates are still recognised (R5)."""
         disk = partition.writer.disk
         snapshot = await disk.read(partial(partition.log.snapshot_at, offset))
         leader, first = asked
         if partition.leader is not leader or partition.log.first_offset != first:
-            # It went, maybe before it was read.
+            # Retention removed it, perhaps before the read.
             position.cold = False
             self._stream.moved(position.key, urgent=True)
             return

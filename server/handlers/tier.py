@@ -1,13 +1,12 @@
-"""The broker's side of the tier: what the copier must know, what it reports, what people ask.
+"""Requests between broker and tier process: partitions to copy, progress reports, describe.
 
-World-generic.  `tier_partitions` is a long poll with generations (rule P6): it answers when
-something changed, at most every REPORT_INTERVAL_MS, so that a busy log does not become a busy poll.
+World-generic.  `tier_partitions` is a long poll with generations (rule P6).  It answers when
+something changed, at most every REPORT_INTERVAL_MS, so that a busy log does not cause a busy poll.
 
 Invariants
-  Y1  a partition is described by its leader only, and `ready` says that its watermark has caught up
-      (rule T1)
-  Y2  a report moves `tiered_end` and `droppable_end` forward only, and never past the last stable
-      offset
+  Y1  Only the leader describes a partition.  `ready` means that its watermark has caught up (T1).
+  Y2  A report moves `tiered_end` and `droppable_end` only forward, and never past the last stable
+      offset.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from pk.server.broker.core import BrokerCore
 
 WAIT_MAX_MS = 30_000
-#: Settings of a topic that the copier and the owner act on.
+#: Settings of a topic that the copier and the owner use.
 _FOR_TIER = (
     "cleanup_policy",
     "file_delete_delay_ms",
@@ -46,7 +45,7 @@ _FOR_TIER = (
 async def tier_partitions(
     core: BrokerCore, request: wire.TierPartitionsRequest
 ) -> wire.TierPartitionsReply:
-    """The partitions that changed since the request's generation; waits for news."""
+    """Return the partitions that changed since the request's generation; wait if none did."""
     feed = core.feed
     deadline_ms = core.clock.monotonic_ms() + min(max(0, request.max_wait_ms), WAIT_MAX_MS)
     waited = False
@@ -62,9 +61,7 @@ async def tier_partitions(
         except TimeoutError:
             break
     if waited or request.session_id == feed.session_id:
-        await core.clock.sleep_ms(
-            REPORT_INTERVAL_MS
-        )  # gather what a busy log adds in the next moments
+        await core.clock.sleep_ms(REPORT_INTERVAL_MS)  # gather the changes of the next moments
     reply = feed.reply(request, lambda key: _describe(core, key))
     reply.clock_doubted = core.clocks.trusted_ms() is None
     return reply
@@ -110,7 +107,7 @@ def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:
 
 
 def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.TierProgressReply:
-    """Take the tier's reports over; the local log may then drop what they cover (rule T6)."""
+    """Apply the reports of the tier; the local log may then drop covered segments (rule T6)."""
     for progress in request.partitions:
         partition = core.partitions.get(PartitionKey(progress.topic_id, progress.partition))
         if partition is None or partition.leader is None or not partition.tiered:
@@ -120,15 +117,17 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
                 progress, partition.leader.leader_epoch, partition.last_stable_offset
             )
         except errors.TierTableChanged as changed:
-            # Not ready it does not know yet what is stable: it is told again when it does.
+            # A partition that is not ready does not know its stable end; the report comes again.
             partition.tier.problem = changed if partition.leader.ready else None
             continue
-        # T9: a former leader moved log_start and died before this broker heard of it; the rows
-        # below are gone.
+        # T9: a former leader moved log_start and died before this broker learned of it.  The rows
+        # below it are deleted.
         partition.heard_log_start(partition.tier.start)
         problem = partition.tier.problem
         if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
-            core.suspect(partition, problem)  # L9: it cannot find what it was told is there
+            core.suspect(
+                partition, problem
+            )  # L9: the copier did not find records that the broker listed
         if not moved:
             continue
         log = partition.log
@@ -141,7 +140,7 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
 
 
 async def tier_rows(core: BrokerCore, request: wire.TierRowsRequest) -> wire.TierRowsReply:
-    """Missing rows are brought back, or settled, where the partition is led (rule T17)."""
+    """Repair or accept missing rows of partitions that this broker leads (rule T17)."""
     partition = core.find(PartitionKey(request.topic_id, request.partition))
     partition.serving()
     if not partition.tiered:
@@ -152,7 +151,7 @@ async def tier_rows(core: BrokerCore, request: wire.TierRowsRequest) -> wire.Tie
 async def describe_tier(
     core: BrokerCore, request: wire.DescribeTierRequest
 ) -> wire.DescribeTierReply:
-    """The topic's table as its owner knows it, with this broker's view of what is missing."""
+    """Describe the table of a topic: the owner's view, and this broker's view of damage."""
     topic = core.publisher.image.topic(request.topic)
     if topic is None:
         raise errors.UnknownTopicOrPartition(f"topic {request.topic!r} does not exist")
@@ -172,7 +171,7 @@ async def describe_tier(
         reply = wire.DescribeTierReply(
             version=-1, status="unavailable", problem=frames.error_of(error)
         )
-    if reply.topic_id not in ("", topic.topic_id):  # of a deleted topic of that name: other rows
+    if reply.topic_id not in ("", topic.topic_id):  # the table of a deleted topic with this name
         reply = wire.DescribeTierReply(version=-1, status="nothing tiered yet")
     reply.topic, reply.topic_id = request.topic, topic.topic_id
     described = {each.partition: each for each in reply.partitions}
@@ -200,7 +199,7 @@ def _add_view(
     state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
     if not reply.uri:
         reply.uri = tier.uri
-    problem = partition.problem  # the cause; what the tier says follows from it
+    problem = partition.problem  # the cause of the tier's problem
     # the copier stops there (L9)
     if problem is None and corruption.unreadable(partition, state.end):
         problem = core.corruption.problem_of(partition)

@@ -1,28 +1,31 @@
-"""The directories of one node: who they belong to, and what a start finds in them.
+"""The directories of one node: their identity, and the checks of a start.
 
-A node that is alone formats what is empty when it starts.  A node of a cluster is formatted by
-`pk server format`, as Kafka's are by kafka-storage: an empty directory where data was expected
-must be noticed by a person, above all the metadata's (rule Q1).
+A node that is alone formats empty directories when it starts.  The directories of a cluster's node
+are formatted by `pk server format`, as Kafka's are by kafka-storage.  So an operator notices an
+empty directory where data was expected, above all an empty metadata directory (rule Q1).
 
     DIR/pk.json                   cluster, node, uuid of the directory (pk.log.directory)
     DIR/metadata/directory.json   the same for the metadata log, of the first directory only
-    DIR/metadata/quorum-state     the vote; there from the format on, or from the first election of
-                                  a node that is alone
+    DIR/metadata/quorum-state     the vote; exists after the format, or after the first election of
+    a
+                                  node that is alone
 
 Rules
-  F1  a first voter's uuid follows from cluster and node, so that all of them know each other from
-      the settings alone; any other controller's is drawn, and the quorum has to add it (KIP-853)
-  F2  data directories always have drawn uuids: an emptied one is not the one that was lost (L3)
-  F3  metadata that was formatted and is not there any more is a loss, not a beginning; nor is what
-      a node that is alone finds beside partitions: it would take all of them for strays, and remove
-      them (log/strays.py)
-  F4  a directory that the last start had is there, or a person has said that it is gone: what it
-      holds would begin anew elsewhere, empty.  DIR/run/config.json remembers
-  F5  a controller that was formatted for a cluster never begins one of its own
-  F6  a directory that holds pk's data is not formatted because its pk.json is gone or damaged, and
-      nothing is formatted beside such a one (rule L18)
-  F7  metadata that a person took away are formatted again only for a node of a cluster, and never
-      as a first voter's (rule Q5)
+  F1  The uuid of a first voter is computed from cluster and node, so that all first voters know
+      each other from the settings alone.  The uuid of any other controller is random, and the
+      quorum has to add it (KIP-853).
+  F2  Data directories always have random uuids.  So an emptied directory is not taken for the lost
+      one (L3).
+  F3  Missing metadata that was formatted before is a loss, not a new node.  A node that is alone
+      also refuses to begin new metadata beside partitions: the new metadata do not name them, and
+      they would be removed as strays (log/strays.py).
+  F4  Every directory of the last start must exist, unless the operator says that it is lost.
+      Otherwise its partitions would begin again elsewhere, empty.  DIR/run/config.json lists them.
+  F5  A controller that was formatted for a cluster never begins a cluster of its own.
+  F6  A directory with pk's data is not formatted when its pk.json is missing or damaged, and no
+      other directory is formatted beside it (rule L18).
+  F7  Metadata that an operator removed are formatted again only for a node of a cluster, and never
+      as a first voter (rule Q5).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from pk.server.raft.recovery import (
 
 METADATA_FILE = "directory.json"
 METADATA_FORMAT = 0
-#: Of a data directory (pk.log.directory).
+#: Name of the identity file of a data directory (pk.log.directory).
 PARTITIONS = "topics"
 LOCK_ATTEMPTS = 10
 LOCK_WAIT_S = 0.05
@@ -59,13 +62,13 @@ LOCK_WAIT_S = 0.05
 
 @dataclass(slots=True, frozen=True)
 class Formatted:
-    """What `pk server format` made or found."""
+    """The result of `pk server format`."""
 
     cluster_id: str
     node_id: int
-    made: tuple[str, ...]  #: directories that were formatted now
+    made: tuple[str, ...]  #: directories that this call formatted
     metadata_directory_id: str  #: '' = this node has no controller
-    voter: bool  #: it is one of the first voters
+    voter: bool  #: the controller is one of the first voters
 
 
 def new_id() -> str:
@@ -77,8 +80,10 @@ def new_id() -> str:
 
 
 def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealStorage]:
-    """Format what is empty if the node is alone, check what is not, take the run directory's lock,
-    save the configuration.
+    """Prepare the directories for a start.
+
+    Formats empty directories if the node is alone, checks the others, locks the run directory, and
+    saves the configuration.
 
     Raises `DirectoryLocked`, `DirectoryNotFormatted`, `DirectoryOfAnotherCluster`,
     `DirectoryOfAnotherBuild`, `NewerFormat`, `CorruptLog`, `StorageFailed`, `StorageFull`,
@@ -135,7 +140,7 @@ def _make(path: str) -> None:
 
 
 def _require_free(paths: Sequence[str]) -> None:
-    """Raises `DirectoryLocked`: what is in use is told as that, whatever else is wrong with it."""
+    """Raise `DirectoryLocked` for a directory in use, before any other check of it."""
     for path in paths:
         if os.path.isdir(path) and directories.read_format(RealStorage(path)) is not None:
             storage = RealStorage(path)
@@ -144,7 +149,7 @@ def _require_free(paths: Sequence[str]) -> None:
 
 
 def _require_identities(paths: Sequence[str]) -> None:
-    """F6.  Raises `CorruptLog`."""
+    """Raise `CorruptLog` for a directory with data whose pk.json is missing or damaged (F6)."""
     for path in paths:
         if os.path.isdir(path):
             storage = RealStorage(path)
@@ -164,7 +169,7 @@ def _require_formatted(paths: Sequence[str]) -> None:
 
 
 def _require_known(paths: Sequence[str]) -> None:
-    """F4, and that no directory is a copy of another.
+    """Check that every directory of the last start exists (F4), and that none is a copy.
 
     Raises `StorageFailed` for one that is missing, `InvalidConfig` for a copy.
     """
@@ -194,7 +199,7 @@ def _require_known(paths: Sequence[str]) -> None:
 
 
 def _last_start(file: str, owner: directories.Format) -> dict[str, str]:
-    """The directories that `file` names: uuid → path; {} if it says nothing of this node's."""
+    """Return the directories that `file` names: uuid → path; {} if it is of another node."""
     try:
         with open(file, encoding="utf-8") as known:
             last = json.load(known)
@@ -206,11 +211,13 @@ def _last_start(file: str, owner: directories.Format) -> dict[str, str]:
 
 
 def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
-    """F3: the first of a node's directories has the metadata of all.
+    """Check that the first directory has the metadata (F3).
 
     Raises `InvalidConfig` if another one has them, `CorruptLog` if none of a node that is alone.
     """
-    found = [RealStorage(path) for path in paths if os.path.isdir(path)]  # it makes the others
+    found = [
+        RealStorage(path) for path in paths if os.path.isdir(path)
+    ]  # formatting creates the others
     held = {
         each.root: [name for name in each.list("metadata") if name != ".lock"] for each in found
     }
@@ -224,7 +231,7 @@ def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
                 option="dir",
             )
     if clustered:
-        return  # what is missing is told with what is there (`_metadata_id`)
+        return  # `_metadata_id` reports missing files
     formatted = {each.root: each for each in found if directories.read_format(each) is not None}
     for root, each in formatted.items():
         if each.list(PARTITIONS):
@@ -232,7 +239,7 @@ def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
                 f"{root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
                 "lost, or in a directory that was not given. Give all directories, that one first"
             )
-    if formatted and paths[0] not in formatted:  # it is the first that is formatted
+    if formatted and paths[0] not in formatted:  # the first directory is formatted
         raise errors.CorruptLog(
             f"{next(iter(formatted))} belongs to a node whose metadata are not in {paths[0]}, which"
             " is empty: mount it, or give the directory with the metadata first"
@@ -240,9 +247,9 @@ def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
 
 
 def _format_all(paths: Sequence[str], node_id: int, cluster_id: str) -> list[directories.Format]:
-    """The format of every directory; empty ones get one of the cluster of the others.
+    """Return the identity of every directory; format empty ones for the cluster of the others.
 
-    All are locked meanwhile, so that nothing is formatted beside a directory that is in use.
+    All directories are locked meanwhile, so that none is formatted beside a directory in use.
     """
     locked: list[RealStorage] = []
     try:
@@ -274,7 +281,7 @@ def _format(storage: RealStorage, cluster_id: str, node_id: int) -> directories.
 
 
 def lock(storage: RealStorage) -> None:
-    """A process that is dying with its supervisor may hold the lock a moment longer."""
+    """Lock a directory; wait a moment for a process that is ending with its supervisor."""
     for _ in range(LOCK_ATTEMPTS):
         try:
             storage.lock()
@@ -288,7 +295,7 @@ def lock(storage: RealStorage) -> None:
 
 
 def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
-    """The uuid of `path/metadata`; '' = it has none of its own.  Raises `CorruptLog` (F3)."""
+    """Return the uuid of `path/metadata`; '' = none of its own.  Raises `CorruptLog` (F3)."""
     if "controller" not in roles_of(server):
         return ""
     storage = RealStorage(os.path.join(path, "metadata"))
@@ -320,14 +327,15 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
             "start it with the --config that it was formatted with",
             option="controller_quorum_voters",
         )
-    if vote is None and is_clustered(server):  # of a node that is alone the log decides (Q5)
+    if vote is None and is_clustered(server):  # for a node that is alone the log decides (Q5)
         raise vote_lost(storage)
     return directory_id
 
 
 def controller_identity(dirs: Sequence[str], resolved: Resolved) -> tuple[int, str, str]:
-    """(node id, uuid of its metadata directory, address) of the controller that these settings
-    describe.  Raises `DirectoryNotFormatted`, and what `prepare` raises for a damaged one.
+    """Return (node id, uuid of the metadata directory, address) of the controller of `settings`.
+
+    Raises `DirectoryNotFormatted`, and for damaged directories the errors of `prepare`.
     """
     path, server = _absolute(dirs)[0], resolved.server
     node_id = int(server["node_id"])
@@ -354,8 +362,8 @@ def format_node(
 ) -> Formatted:
     """Format the node's directories.
 
-    Raises `InvalidConfig` for what contradicts, `DirectoryFormatted` for what is there already, and
-    what `prepare` raises.
+    Raises `InvalidConfig` for contradictions, `DirectoryFormatted` for existing directories, and
+    the errors of `prepare`.
     """
     paths, server = _absolute(dirs), resolved.server
     node_id, controls = int(server["node_id"]), "controller" in roles_of(server)
@@ -399,7 +407,7 @@ def format_node(
 
 
 def _require_ours(paths: Sequence[str], cluster_id: str, node_id: int) -> None:
-    """Nothing is made beside another node's.  Raises what `check_format` raises."""
+    """Refuse to format beside a directory of another node.  Raises as `check_format`."""
     for path in paths:
         storage = RealStorage(path)
         found = directories.read_format(storage)
@@ -427,7 +435,7 @@ def _cluster_id(given: str, server: Any) -> str:
 def _format_metadata(
     path: str, cluster_id: str, node_id: int, initial: bool, *, fresh: bool, clustered: bool
 ) -> str:
-    """Before the directory itself: what is formatted is formatted wholly."""
+    """Format the metadata, before the data directory, so that a formatted directory is complete."""
     root = os.path.join(path, "metadata")
     _make(root)
     storage = RealStorage(root)

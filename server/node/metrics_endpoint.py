@@ -1,8 +1,8 @@
-"""Where a node's metrics are served: one address for its users, a socket per process behind it.
+"""The metrics endpoint of a node: one address for users, one socket per process behind it.
 
-The broker listens on the option `metrics`; the other roles on sockets in the run directory, which
-the broker asks whenever it is asked (`tracing.serve_http`).  The controller of a node without a
-broker listens itself.  Without the option nobody listens.
+The broker listens on the address of the option `metrics`.  The other roles listen on sockets in the
+run directory, which the broker reads for each request (`tracing.serve_http`).  On a node without a
+broker the controller listens.  Without the option no process listens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BROKER = "broker"
 
 
 def socket_names(run: RunConfig) -> Mapping[str, str]:
-    """The name of each role's socket for metrics in the run directory."""
+    """Return the name of each role's metrics socket in the run directory."""
     if BROKER not in run.roles:
         return {}
     tier = ("tier",) if run.tier_url else ()
@@ -28,7 +28,7 @@ def socket_names(run: RunConfig) -> Mapping[str, str]:
 
 
 async def serve_metrics(process: Process) -> asyncio.Server | None:
-    """Serve this process's metrics if the option asks for it.  Raises `AddressInUse`."""
+    """Serve the metrics of this process if the option is set.  Raises `AddressInUse`."""
     from pk.server.node.run_config import socket_address
 
     run = process.run

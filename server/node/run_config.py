@@ -1,4 +1,4 @@
-"""What a child process of `pk server start` is told, and the frame its `main` runs in.
+"""The configuration of a child process of `pk server start`, and the frame of its `main`.
 
 The supervisor resolves all settings once and writes them to `DIR/run/config.json` (mode 0600: it
 may hold store credentials); a child is started as `python -m pk.server ROLE --run DIR/run` and
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_OPERATOR = 3
-#: sockaddr_un holds 108 bytes; longer paths move to /tmp.
+#: sockaddr_un holds 108 bytes; a socket with a longer path is created in /tmp.
 UNIX_PATH_MAX = 100
 GC_TICK_MS = 1_000
 TIER_NICENESS = 5
@@ -61,10 +61,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(slots=True, frozen=True)
 class RunConfig:
-    """Everything one node's processes share.  Settings are complete and checked."""
+    """The configuration that the processes of one node share.  Settings are complete and
+    checked.
+    """
 
     dirs: tuple[str, ...]  #: absolute data directories; the first also holds `metadata/` and `run/`
-    directory_ids: tuple[str, ...]  #: their uuids, in the same order
+    directory_ids: tuple[str, ...]  #: uuids of the directories, in the same order
     run_dir: str
     cluster_id: str
     node_id: int
@@ -75,30 +77,28 @@ class RunConfig:
 
     @property
     def controller_address(self) -> str:
-        """The controller's unix socket, if it is alone."""
+        """The unix socket of the controller of a node that is alone."""
         return socket_address(self.run_dir, "controller")
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of `controller` and `broker`."""
+        """The roles of this node, of `controller` and `broker`."""
         return roles_of(self.server)
 
     @property
     def voters(self) -> dict[NodeId, str]:
-        """The first voters by node id, with their addresses; {} = this node alone."""
+        """The addresses of the first voters by node id; {} = this node alone."""
         return voters_of(self.server)
 
     @property
     def controller_listen(self) -> str:
-        """What this node's controller binds."""
+        """The address on which this node's controller listens."""
         given = str(self.server["controller_listen"])
         return given or self.voters.get(self.node_id) or self.controller_address
 
     @property
     def controller_addresses(self) -> tuple[str, ...]:
-        """Where this node's broker finds controllers, any of which knows the active one; its own
-        first.
-        """
+        """The controllers that this node's broker asks for the active one, its own first."""
         peers = self.peer_controller_addresses
         known = {node: peers.get(node, address) for node, address in self.voters.items()}
         if "controller" in self.roles:
@@ -107,12 +107,12 @@ class RunConfig:
 
     @property
     def peer_addresses(self) -> dict[NodeId, str]:
-        """By node id: what this node connects to instead of what a broker advertises."""
+        """Addresses by node id that replace the advertised addresses of brokers."""
         return peers_of(self.server, "peer_addresses")
 
     @property
     def peer_controller_addresses(self) -> dict[NodeId, str]:
-        """By node id: what this node connects to instead of a controller's known address."""
+        """Addresses by node id that replace the known addresses of controllers."""
         return peers_of(self.server, "peer_controller_addresses")
 
     @property
@@ -121,12 +121,12 @@ class RunConfig:
 
     @property
     def broker_address(self) -> str:
-        """What the broker binds."""
+        """The address on which the broker listens."""
         return str(self.server["listen"])
 
     @property
     def advertise(self) -> str:
-        """What clients are told; '' = the address that was bound."""
+        """The address that clients get; '' = the address on which the broker listens."""
         return str(self.server["advertise"])
 
     @property
@@ -140,7 +140,7 @@ class RunConfig:
     def save(self) -> Path:
         """Write `config.json` into the run directory, readable by the owner only.
 
-        One that says the same stays: a full disk is no reason not to start.  Raises `StorageFull`,
+        An equal file stays as it is, so that a node starts on a full disk.  Raises `StorageFull`,
         `StorageFailed`.
         """
         path = Path(self.run_dir) / "config.json"
@@ -161,7 +161,7 @@ class RunConfig:
 
     @staticmethod
     def load(run_dir: str) -> RunConfig:
-        """The configuration the supervisor wrote.  Raises `InvalidConfig`."""
+        """Read the configuration that the supervisor wrote.  Raises `InvalidConfig`."""
         path = Path(run_dir) / "config.json"
         try:
             known = json.loads(path.read_text())
@@ -173,7 +173,7 @@ class RunConfig:
 
 
 def socket_address(run_dir: str, role: str) -> str:
-    """`unix:PATH` of a role's socket; a path too long for the kernel is replaced by one in /tmp."""
+    """Return `unix:PATH` of a role's socket, in /tmp if the path is too long for the kernel."""
     path = os.path.join(os.path.abspath(run_dir), f"{role}.sock")
     if len(os.fsencode(path)) > UNIX_PATH_MAX:
         home = f"/tmp/pk-{sha1(os.fsencode(os.path.abspath(run_dir))).hexdigest()}"
@@ -185,7 +185,7 @@ def socket_address(run_dir: str, role: str) -> str:
 
 
 def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
-    """Clean up behind children that were killed; a live supervisor owns the names."""
+    """Remove the sockets of killed children.  The live supervisor owns these names."""
     for role in roles:
         path = Path(socket_address(run_dir, role).removeprefix("unix:"))
         path.unlink(missing_ok=True)
@@ -195,13 +195,13 @@ def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
 
 
 def write_pid(run_dir: str, role: str) -> None:
-    """For people; a full disk is no reason to go without the process."""
+    """Write the pid file, for operators.  A full disk does not prevent the start."""
     with contextlib.suppress(OSError):
         (Path(run_dir) / f"{role}.pid").write_text(f"{os.getpid()}\n")
 
 
 def boot_id() -> str:
-    """The kernel's boot id (rule L3); without one, a fresh id: then no stop counts as clean."""
+    """Return the kernel's boot id (rule L3), or a fresh id, after which no stop counts as clean."""
     with contextlib.suppress(OSError):
         if found := _BOOT_ID.read_text().strip():
             return found
@@ -211,7 +211,7 @@ def boot_id() -> str:
 def real_world(
     on_error: Callable[[str, BaseException], None] | None = None, memory: Memory | None = None
 ) -> World:
-    """The operating system as a World; `memory`: the budget of inbound frames."""
+    """Return the World of the operating system; `memory`: the budget of inbound frames."""
     from pk.wire.socket_network import PkNetwork  # the supervisor needs no grpc
 
     return World(
@@ -223,7 +223,7 @@ def real_world(
 
 
 class Process:
-    """What a role's coroutine gets."""
+    """The argument of a role's coroutine."""
 
     def __init__(self, role: str, run: RunConfig) -> None:
         from pk.wire.socket_network import inbound_memory
@@ -240,10 +240,10 @@ class Process:
         self.health = tracing.Health()
         self.stopping = asyncio.Event()  #: set by SIGTERM or SIGINT: drain, then return
         self.boot_id = boot_id()
-        self.incarnation_id = self.world.new_id()  #: of this start of the process
+        self.incarnation_id = self.world.new_id()  #: id of this start of the process
 
     def ready(self, address: str, **facts: object) -> None:
-        """Say once that the role serves: pid file, ready line, /readyz; freeze the heap."""
+        """Report that the role serves: pid file, ready line, /readyz.  Freezes the heap."""
         write_pid(self.run.run_dir, self.role)
         gc.collect()
         gc.freeze()  # P7: what is loaded now is never scanned again
@@ -252,7 +252,7 @@ class Process:
         self.log.info("ready", address=address, pid=os.getpid())
 
     async def close(self) -> None:
-        """Drop the network's connections."""
+        """Close the network connections."""
         from pk.wire.socket_network import PkNetwork
 
         if isinstance(self.world.network, PkNetwork):
@@ -260,7 +260,7 @@ class Process:
 
 
 def print_line(facts: Mapping[str, object]) -> None:
-    """One JSON line for the supervisor; its death must not raise here."""
+    """Print one JSON line for the supervisor; ignore that the supervisor may be dead."""
     try:
         sys.stdout.write(json.dumps(dict(facts)) + "\n")
         sys.stdout.flush()
@@ -269,7 +269,7 @@ def print_line(facts: Mapping[str, object]) -> None:
 
 
 def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> int:
-    """Run `serve` until it returns; the exit code says what happened (see the module)."""
+    """Run `serve` until it returns.  Returns the exit code (see the module)."""
     die_with_parent()
     raise_descriptor_limit()
     if role == "tier":
@@ -309,7 +309,7 @@ async def _run(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[N
 
 
 async def _collect_garbage(clock: Clock) -> None:
-    """P7: collections happen on a tick, the youngest generation often, the oldest rarely."""
+    """Collect garbage on a tick, the youngest generation often, the oldest rarely (rule P7)."""
     gc.disable()
     turn = 0
     try:
@@ -330,21 +330,22 @@ def _report(log: tracing.Log, context: dict[str, Any]) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """As many files and connections as the operator allows: the soft limit, often 1024, is for
-    programs that call `select`.
+    """Raise the soft limit of descriptors to the hard limit.
+
+    The soft limit, often 1024, protects programs that call `select`.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # not everywhere may it be had: then as it is
+    with contextlib.suppress(OSError, ValueError):  # not allowed everywhere: the limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def die_with_parent() -> None:
-    """Linux: SIGKILL for this process when the supervisor dies (rule P1); elsewhere nothing."""
+    """On Linux, have the kernel kill this process when the supervisor dies (rule P1)."""
     if sys.platform != "linux":
         return
     parent = os.environ.get("PK_SUPERVISOR_PID")
     if parent is None:  # started by hand
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died between the spawn and this line
+    if os.getppid() != int(parent):  # the supervisor died between the spawn and this line
         os._exit(EXIT_FAILED)

@@ -1,9 +1,10 @@
-"""Where a server's settings come from: file, then environment, then flags; the later wins.  And
-what those of a cluster say: roles, voters, addresses.
+"""The settings of a server: file, then environment, then flags; the later source wins.
 
-One flat space of names holds the server's own settings and the topic settings that shall be the
-cluster's defaults; Kafka's dotted names are the same names.  In a TOML file `retention.ms = 1`
-may also be written dotted or under `[server]` and `[topic]`.  Of the environment only
+The module also reads the settings of a cluster: roles, voters, addresses.
+
+One flat space of names has the server's own settings and the topic settings that become the
+cluster's defaults.  Kafka's dotted names are the same names.  In a TOML file `retention.ms = 1` may
+also be written as a table, or under `[server]` and `[topic]`.  From the environment only
 `PK_<NAME>` of known names is read.
 """
 
@@ -25,8 +26,9 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 @dataclass(slots=True, frozen=True)
 class Resolved:
-    """`server` is complete; `topic_defaults` holds only what was given; `dirs` as the file names
-    them.
+    """Resolved settings.
+
+    `server` is complete.  `topic_defaults` has only the given settings.  `dirs`: as in the file.
     """
 
     server: Mapping[str, Any]
@@ -37,7 +39,7 @@ class Resolved:
 def resolve(
     file: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> Resolved:
-    """All three layers checked together.  Raises `InvalidConfig` with the nearest right name."""
+    """Merge and check all three sources.  Raises `InvalidConfig`, with the nearest known name."""
     given = dict(file)
     dirs = _dirs(given)
     server: dict[str, Any] = {}
@@ -65,7 +67,7 @@ def _dirs(given: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"retention": {"ms": 1}}`, as TOML reads a dotted name, to `{"retention.ms": 1}`."""
+    """Turn `{"retention": {"ms": 1}}`, as TOML reads a dotted name, into `{"retention.ms": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -96,7 +98,7 @@ def _scope(name: str) -> tuple[settings.Options, str]:
 
 
 def host_of(address: str) -> str:
-    """The host of HOST:PORT.  Raises `InvalidConfig` if it is not one."""
+    """Return the host of HOST:PORT.  Raises `InvalidConfig` for anything else."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65_535 or ("]" not in host and ":" in host):
         raise errors.InvalidConfig(f"{address!r} is not HOST:PORT")
@@ -132,7 +134,7 @@ _FIRST_VOTERS = uuid.UUID("6f1dcb0a-5a0c-4b1e-9c63-1d5a3c2f7e11")
 
 
 def roles_of(server: Mapping[str, Any]) -> tuple[str, ...]:
-    """The roles of this node.  Raises `InvalidConfig`."""
+    """Return the roles of this node.  Raises `InvalidConfig`."""
     given = [each.strip() for each in str(server["process_roles"]).split(",")]
     if not set(given) <= set(ROLES) or len(set(given)) < len(given):
         raise errors.InvalidConfig(
@@ -144,28 +146,28 @@ def roles_of(server: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def voters_of(server: Mapping[str, Any]) -> dict[NodeId, str]:
-    """Node id → HOST:PORT of the first voters; {} = this node alone.  Raises `InvalidConfig`."""
+    """Return node id → HOST:PORT of the first voters; {} = alone.  Raises `InvalidConfig`."""
     return _by_node(server, "controller_quorum_voters", "@")
 
 
 def voter_directory_id(cluster_id: str, node_id: NodeId) -> str:
-    """The uuid of a first voter's metadata directory: all first voters can name all of them."""
+    """Compute the uuid of a first voter's metadata directory, which every node can compute."""
     return str(uuid.uuid5(_FIRST_VOTERS, f"{cluster_id}/{node_id}"))
 
 
 def peers_of(server: Mapping[str, Any], option: str) -> dict[NodeId, str]:
-    """`peer_addresses` or `peer_controller_addresses`.  Raises `InvalidConfig`."""
+    """Parse `peer_addresses` or `peer_controller_addresses`.  Raises `InvalidConfig`."""
     return _by_node(server, option, "=")
 
 
 def is_clustered(server: Mapping[str, Any]) -> bool:
-    """The node is one of several, or is to become one: nothing of it is made up at its start."""
+    """Whether the node belongs to a cluster, so that its start creates no metadata."""
     names = ("controller_quorum_voters", "controller_quorum_bootstrap_servers")
     return any(server[name] for name in names)
 
 
 def bootstrap_of(server: Mapping[str, Any]) -> tuple[str, ...]:
-    """The addresses in `controller_quorum_bootstrap_servers`.  Raises `InvalidConfig`."""
+    """Return the addresses in `controller_quorum_bootstrap_servers`.  Raises `InvalidConfig`."""
     given = str(server["controller_quorum_bootstrap_servers"])
     found = tuple(each.strip() for each in given.split(",") if each.strip())
     for each in found:
@@ -190,13 +192,13 @@ def _by_node(server: Mapping[str, Any], option: str, sign: str) -> dict[NodeId, 
 
 
 def _reachable(address: str, option: str) -> None:
-    """Other nodes are told this address as it stands."""
+    """Raise if an address that other nodes will use cannot be reached from them."""
     if host_of(address) in _WILDCARDS or address.endswith(":0"):
         raise errors.InvalidConfig(f"{option}: nobody can connect to {address}", option=option)
 
 
 def _check_cluster(server: Mapping[str, Any]) -> None:
-    """What must agree among the settings of a cluster."""
+    """Check relations between the settings of a cluster."""
     roles, voters, bootstrap = roles_of(server), voters_of(server), bootstrap_of(server)
     for option in ("peer_addresses", "peer_controller_addresses"):
         peers_of(server, option)
@@ -229,7 +231,7 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
             f"node {node_id} is no voter: give controller_listen HOST:PORT",
             option="controller_listen",
         )
-    if listen and node_id not in voters:  # as its voters' record will have it
+    if listen and node_id not in voters:  # as the voters record will name it
         _reachable(listen, "controller_listen")
     if "broker" not in roles and not voters and not listen:
         raise errors.InvalidConfig(
@@ -242,7 +244,7 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
 
 
 def check_settings(given: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
-    """`given` checked and canonical, as text.  Raises `InvalidConfig`, `UnsupportedFeature`."""
+    """Check settings, return canonical text.  Raises `InvalidConfig`, `UnsupportedFeature`."""
     settings.TOPIC.resolve(given, base)
     parsed = settings.TOPIC.parse(given)
     if "compact" in str(parsed.get("cleanup_policy", "")):
@@ -251,5 +253,5 @@ def check_settings(given: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
 
 
 def as_text(value: Any) -> str:
-    """A typed setting as it is stored and shown."""
+    """Return a typed setting as the text that is stored and shown."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,17 +1,17 @@
-"""The supervisor: one node's child processes, their deaths and the drain (rule P1).
+"""The supervisor: starts, restarts and drains the child processes of one node (rule P1).
 
-It holds no data and speaks no protocol; children are spawned, never forked, and die with it.
+It holds no data and speaks no protocol.  Children are spawned, never forked, and die with it.
 
     prepare ──► spawn controller, broker, tier ──► all ready ──► one ready line ──► watch
-    a child dies: before the ready line its cause ends the start (a typed error), afterwards it is
-    started again after 50 ms … 5 s with jitter; one that lived 10 s begins with the short wait
+    a child dies: before the ready line its cause ends the start (a typed error).  Afterwards it is
+    started again after 50 ms … 5 s with jitter; a child that lived 10 s begins with the short wait
     SIGTERM, Ctrl-C: broker and tier drain, then the controller; a second Ctrl-C kills
 
 Rules
-  O1  one supervisor a node: it holds the lock of DIR/run as long as it lives
-  O2  settings reach children only through DIR/run/config.json
-  O3  before the ready line nothing is retried that the operator must mend; other deaths are, a
-      few times
+  O1  A node has one supervisor, which holds the lock of DIR/run while it lives.
+  O2  Settings reach children only through DIR/run/config.json.
+  O3  Before the ready line an error that the operator must mend ends the start.  Other deaths of
+      children are retried a few times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACKOFF_MS = (50, 5_000)
 STABLE_MS = 10_000
 START_ATTEMPTS = 3
 START_TIMEOUT_MS = 60_000
-#: A tier whose store does not answer does not hold the ready line back for longer.
+#: Longest wait of the ready line for a tier whose store does not answer.
 TIER_START_MS = 5_000
 CONTROLLER_STOP_MS = 3_000
 KILLED = 137
@@ -56,9 +56,9 @@ class Child:
     backoff: Backoff
     process: asyncio.subprocess.Process | None = None
     ready: dict[str, Any] | None = None  #: its ready line
-    failure: errors.PkError | None = None  #: why its last process ended, if it said so
+    failure: errors.PkError | None = None  #: the error that its last process reported
     deaths: int = 0
-    told: signal.Signals | None = None  #: to end: also a process that is only being started
+    told: signal.Signals | None = None  #: asked to stop; also a process that is being started
 
     @property
     def pid(self) -> int | None:
@@ -91,15 +91,16 @@ class Supervisor:
         self._served = False
 
     def request_stop(self) -> None:
-        """The first asks for a drain, the second kills."""
+        """Handle a stop signal: the first one drains, the second one kills."""
         if self._stopping.is_set():
             self._killing.set()
         self._stopping.set()
         self._progress.set()
 
     async def run(self) -> int:
-        """Start, serve until asked to stop, drain.  Raises the typed error that prevented the
-        start.
+        """Start the children, serve until asked to stop, then drain.
+
+        Raises the typed error that prevented the start.
         """
         pid_file = Path(self.config.run_dir) / "supervisor.pid"
         write_pid(self.config.run_dir, "supervisor")
@@ -139,7 +140,7 @@ class Supervisor:
         return str((child.ready or {}).get("address", "")) if child is not None else ""
 
     def _pin_address(self) -> None:
-        """Port 0 means any port once, not another one after each restart."""
+        """Keep the port that the kernel chose for port 0, so that a restart uses it again."""
         address = self._address("broker")
         if self.config.broker_address.endswith(":0") and address and not self.config.advertise:
             self.config = replace(self.config, server={**self.config.server, "listen": address})
@@ -168,8 +169,9 @@ class Supervisor:
                 continue
 
     def _late(self, role: str) -> None:
-        """A node of a cluster waits for the others, however long: its controller may be the one
-        that they wait for.
+        """Whether the start took too long.  A cluster's node waits for the others without limit.
+
+        The other nodes may wait for its controller.
         """
         if not is_clustered(self.config.server):
             raise errors.RequestTimedOut(
@@ -188,12 +190,12 @@ class Supervisor:
             )
 
     async def _keep(self, child: Child) -> None:
-        """Run a role's process again and again until the supervisor stops."""
+        """Run the process of a role, and restart it, until the supervisor stops."""
         while not self._stopping.is_set():
             started_ms = self._clock.monotonic_ms()
             try:
                 code = await self._run_once(child)
-            except OSError as cause:  # no memory or descriptors for it now: no reason to give up
+            except OSError as cause:  # no memory or descriptors now: try again
                 code = EXIT_FAILED
                 child.failure = errors.BrokerUnavailable(f"the {child.role} did not start: {cause}")
             if self._stopping.is_set():
@@ -241,7 +243,7 @@ class Supervisor:
             (Path(self.config.run_dir) / f"{child.role}.pid").unlink(missing_ok=True)
 
     def _heard(self, child: Child, line: bytes) -> None:
-        """A line a child says on stdout: ready, or why it failed."""
+        """Handle a line that a child printed: the ready line, or the error that ended it."""
         try:
             said = json.loads(line)
         except ValueError:
@@ -260,7 +262,7 @@ class Supervisor:
     # -- stopping ----------------------------------------------------------------------------------
 
     async def _drain(self) -> int:
-        """Broker and tier first: a controlled shutdown needs the controller (L3: then clean)."""
+        """Stop broker and tier, then the controller, which a controlled shutdown needs (L3)."""
         timeout_ms = int(self.config.server["shutdown_timeout_ms"])
         first = [role for role in self.children if role != "controller"]
         drained = await self._stop(first, timeout_ms)
@@ -272,7 +274,7 @@ class Supervisor:
         return EXIT_OK if drained else 1
 
     async def _stop(self, roles: Sequence[str], timeout_ms: int) -> bool:
-        """SIGTERM and wait; False if one had to be killed."""
+        """Send SIGTERM and wait; return False if a process had to be killed."""
         for role in roles:
             self._signal(role, signal.SIGTERM)
         keepers = [self._keepers[role] for role in roles if role in self._keepers]
@@ -302,7 +304,7 @@ class Supervisor:
             child.process.send_signal(number)
 
     async def _kill_all(self) -> None:
-        """Nothing outlives the supervisor, however it ends."""
+        """Kill every child, so that none outlives the supervisor."""
         self._stopping.set()
         for role in self.children:
             self._signal(role, signal.SIGKILL)
@@ -310,8 +312,9 @@ class Supervisor:
 
 
 async def _line(out: asyncio.StreamReader) -> bytes:
-    """The next, empty at the end.  One that is too long is nothing a child of ours says: the rest
-    of it reads as another.
+    """Read the next line; empty at the end.
+
+    No child prints a line beyond the limit; the rest of such a line is read as another line.
     """
     try:
         return await out.readline()
@@ -348,7 +351,7 @@ def _warn_if_open(log: tracing.Log, resolved: Resolved) -> None:
 def serve(
     dirs: Sequence[str], resolved: Resolved, on_ready: Callable[[dict[str, Any]], None]
 ) -> int:
-    """`pk server start`: returns the exit code, raises the typed error that prevented the start."""
+    """Run `pk server start`; return the exit code.  Raises the error that prevented the start."""
     log = tracing.Log("supervisor", SystemClock().wall_ms)
     _warn_if_open(log, resolved)
     config, lock = prepare(dirs or resolved.dirs, resolved)

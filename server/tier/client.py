@@ -1,13 +1,13 @@
-"""The broker's calls to the tier process.  The store may be slow or dead; the hot log never waits
-for it.
+"""The broker's calls to the tier process.
 
-World-generic.  Every call has a timeout and a typed end; at most CALLS_MAX run at once, and the
-time a call waits for its turn counts against its timeout, so that a dead store costs each reader
-`remote_fetch_max_wait_ms` and nobody else anything.
+World-generic.  The store may be slow or dead; the hot log never waits for it.  Every call has a
+timeout and ends with a result or a typed error.  At most CALLS_MAX run at once, and the wait for a
+turn counts against the timeout.  So a dead store costs each cold reader `remote_fetch_max_wait_ms`,
+and costs other readers nothing.
 
 Invariants
-  B1  what leaves here is `TierUnavailable`, or the typed error the tier answered
-  B2  a fetch that answers without progress is an error: a reader never spins (rule L12)
+  B1  A call raises `TierUnavailable`, or the typed error that the tier answered.
+  B2  A fetch that answers without progress is an error, so that a reader never spins (rule L12).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pk.wire.calls import Caller
 from pk.world import World
 
 CALLS_MAX = 64
-#: A claim reads and commits a table (rule T4), a confirmation HEADs files (rule T6).
+#: Timeout of a claim, which reads and commits a table (T4), and of a confirmation by HEAD (T6).
 STORE_CALL_TIMEOUT_MS = 30_000
-#: Rows are copied from the local log again (rule T17).
+#: Timeout of a repair, which copies rows from the local log again (rule T17).
 ROWS_TIMEOUT_MS = 300_000
 
 
@@ -38,7 +38,7 @@ class TierClient:
     def __init__(
         self, world: World, address: str, hello: wire.Hello, *, enabled: bool, fetch_wait_ms: int
     ) -> None:
-        self.enabled = enabled  #: the server has an object store
+        self.enabled = enabled  #: whether the server has an object store
         self._fetch_wait_ms = fetch_wait_ms
         self._clock = world.clock
         self._caller = Caller(world.network, world.clock, address, hello)
@@ -47,10 +47,7 @@ class TierClient:
     async def fetch(
         self, partition: Partition, offset: Offset, max_bytes: int
     ) -> tuple[memoryview, Offset]:
-        """Batches from `offset` on and where the next read starts;
-
-        ends at the local log's start.
-        """
+        """Return batches from `offset` on, and the next offset; ends at the local log start."""
         local = partition.log.local_log_start
         request = wire.TierFetchRequest(
             topic_id=partition.key.topic_id,
@@ -69,8 +66,9 @@ class TierClient:
     async def offset_for_time(
         self, partition: Partition, timestamp_ms: int
     ) -> wire.TierOffsetForTimeReply:
-        """The first tiered offset at or above log_start whose timestamp is at least `timestamp_ms`
-        (rule T11); NONE only if the tier has looked at everything below the local log.
+        """Return the first tiered offset >= log_start with a timestamp >= `timestamp_ms` (T11).
+
+        NONE only if the tier has searched everything below the local log.
         """
         request = wire.TierOffsetForTimeRequest(
             topic_id=partition.key.topic_id,
@@ -86,9 +84,9 @@ class TierClient:
     async def claim(
         self, partition: Partition, epoch: Epoch, *, commit: bool
     ) -> wire.TierClaimReply:
-        """Rule T4: what the table covers;
+        """Return what the table covers (rule T4).
 
-        with `commit`, `epoch` is the table's claim from now on.
+        With `commit`, `epoch` becomes the claim of the table.
         """
         request = wire.TierClaimRequest(
             topic_id=partition.key.topic_id,
@@ -100,7 +98,7 @@ class TierClient:
         return (await self._call(request, STORE_CALL_TIMEOUT_MS)).head.tier_claim_reply
 
     async def confirm(self, partition: Partition, start: Offset, end: Offset) -> list[str]:
-        """Rule T6: which files of `[start, end)` are missing in the store; [] = all are there."""
+        """Return the files of `[start, end)` that are missing in the store (rule T6)."""
         request = wire.TierConfirmRequest(
             topic_id=partition.key.topic_id,
             topic=partition.topic,
@@ -112,13 +110,13 @@ class TierClient:
         return list(frame.head.tier_confirm_reply.missing)
 
     async def describe(self, topic: str, suspects: Sequence[str] = ()) -> wire.DescribeTierReply:
-        """The table of a topic as its owner knows it, who has a look at the suspects."""
+        """Describe the table of a topic; the owner examines suspected files first."""
         request = wire.DescribeTierRequest(topic=topic, suspects=suspects)
         frame = await self._call(request, STORE_CALL_TIMEOUT_MS)
         return frame.head.describe_tier_reply
 
     async def rows(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
-        """Bring missing rows back, or settle them (rule T17)."""
+        """Repair or accept missing rows (rule T17)."""
         return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_rows_reply
 
     async def purge(self, topic_id: str, topic: str) -> wire.TierPurgeReply:

@@ -1,4 +1,4 @@
-"""The broker as the parts of its tier see it (replica/context.py)."""
+"""The interface of the broker that the parts of its tier use (see replica/context.py)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""When the broker's log says that tiering fails, and that it works again.
+"""Log lines for failures and recoveries of tiering.
 
-Pure.  The broker knows the last problem of each partition it leads (view.py).  A store that is
-away fails every topic at once, and every retry fails again.  So lines are gathered: one line for
-each kind of error, with the number of topics and the first names.
+Pure.  The broker knows the last problem of each partition that it leads (view.py).  An unavailable
+store fails every topic at once, and every retry fails again.  So one line reports one kind of
+error, with the number of topics and the first names.
 
 Invariants
-  H1  a kind of error has at most one line a minute (`REPEAT_MS`), however many topics it hits
-  H2  a topic that a line called failing is called recovered by a later line, once its problem ends
+  H1  A kind of error has at most one line a minute (`REPEAT_MS`), for any number of topics.
+  H2  A topic that a line reported as failing is reported as recovered once its problem has ended.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 from pk.errors import PkError
 
 REPEAT_MS = 60_000
-#: Topics that one line names.
+#: Most topics that one line names.
 NAMED_MAX = 10
 
 
 class TierHealth:
-    """What was said of the tier so far."""
+    """The topics and errors that log lines have reported so far."""
 
     def __init__(self) -> None:
-        self._said: dict[str, None] = {}  #: topics that a line called failing
-        self._said_ms: dict[str, int] = {}  #: kind of error → when it last had a line
+        self._said: dict[str, None] = {}  #: topics reported as failing
+        self._said_ms: dict[str, int] = {}  #: kind of error → time of its last line
 
     def observe(
         self, failing: Mapping[str, PkError], now_ms: int
     ) -> list[tuple[str, dict[str, Any]]]:
-        """The lines (event, facts) that are due at `now_ms` (monotonic).
+        """Return the lines (event, facts) that are due at `now_ms` (monotonic).
 
-        failing: topic → the problem of one of its partitions; every topic that has one.
+        failing: every topic with a problem → the problem of one of its partitions.
         """
         lines = []
         kinds: dict[str, list[str]] = {}
@@ -53,7 +53,7 @@ class TierHealth:
                 del self._said[topic]
             lines.append(("tier_recovered", _named(over)))
         if not failing:
-            self._said_ms.clear()  # the next failure is news
+            self._said_ms.clear()  # the next failure is reported at once
         return lines
 
 

@@ -1,20 +1,19 @@
-"""The tier process: copies stable data of this node's partitions to their tables and serves cold
-reads.
+"""The tier process: copies stable data of led partitions to their tables, and serves cold reads.
 
 `TierNode` is world-generic; `main` gives it threads, the real store and deltalake.  It asks the
-broker which partitions changed (long poll with generations, rule P6), reports what the tables
-cover, and answers the broker's calls on its own socket: cold fetches, look-ups by time, claims,
+broker which partitions changed (long poll with generations, rule P6) and reports what the tables
+cover.  On its own socket it answers the broker's calls: cold fetches, look-ups by time, claims,
 confirmations, purges.
 
-Before anything is copied the store is probed (rule T14).  A store that refuses or is away is probed
-again with back-off; meanwhile every partition's problem is reported and every call that may write
-is answered with it, and the broker goes on without the tier.  Cold reads write nothing: they ask
-the store itself.
+The process probes the store before it copies anything (rule T14).  After a failed probe it probes
+again with back-off.  Meanwhile it reports the problem for every partition and answers every writing
+call with it, and the broker goes on without the tier.  Cold reads do not write, so they do not wait
+for a probe.
 
 Invariants
-  Y1  nothing is written to a store whose put-if-absent was not seen to work
-  Y2  a lost broker session is told everything again; nothing is copied for partitions it does not
-      name
+  Y1  The process writes only to a store whose put-if-absent has passed the probe.
+  Y2  After a lost broker session it reports everything again.  It copies nothing for partitions
+      that the broker does not name.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ if TYPE_CHECKING:
 POLL_WAIT_MS = 10_000
 CALL_TIMEOUT_MS = 10_000
 BACKOFF_MS = (200, 10_000)
-#: How often the log repeats that the store does not pass its probe.
+#: Interval at which the log repeats that the store fails its probe.
 REPEAT_MS = 60_000
 PROGRESS_GATHER_MS = 50
 METRICS_TICK_MS = 1_000
 GRACE_MS = 500
 FETCH_BYTES_MAX = 32 * limits.MIB
-#: Cold fetches under way at once; more wait in line, their callers' deadlines run.
+#: Most concurrent cold fetches; others wait, and the wait counts against their deadlines.
 FETCHES_MAX = 32
 
 
@@ -112,7 +111,7 @@ class TierNode:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when the socket serves; probing and copying begin behind it."""
+        """Start; return when the socket serves.  Probing and copying begin afterwards."""
         try:
             self._listener = await self.world.network.listen(self.run.tier_address, self._accept)
         except OSError as cause:
@@ -120,7 +119,7 @@ class TierNode:
         self._spawn(self._run())
 
     async def close(self) -> None:
-        """Stop; a commit under way lands or does not, the next start looks (rule T5)."""
+        """Stop.  A commit under way may land or not; the next start reads the table (rule T5)."""
         if self._listener is not None:
             await self._listener.close(GRACE_MS)
         tasks = list(self._tasks)
@@ -145,7 +144,7 @@ class TierNode:
             self._log.bug(where, bug)
 
     def _tell_rows_missing(self, topic: TopicTier) -> None:
-        """Rule T17: one line for each change."""
+        """Log one line for each change of missing rows (rule T17)."""
         if self._log is None:
             return
         if not topic.missing:
@@ -168,7 +167,7 @@ class TierNode:
         await self._poll()
 
     async def _probe(self) -> None:
-        """Rule T14 (Y1): until the store passes, say why to everybody."""
+        """Probe the store until it passes; report its problem meanwhile (rule T14, Y1)."""
         backoff = Backoff(BACKOFF_MS, equal_jitter(self.world.rng))
         said_ms: int | None = None
         while True:
@@ -208,7 +207,7 @@ class TierNode:
                 progress = wire.TierProgressRequest(partitions=reports)
                 await self._broker.call(progress, timeout_ms=CALL_TIMEOUT_MS)
         except errors.PkError:
-            pass  # the broker is away too: it is told after its start
+            pass  # the broker is away too; it gets the report after its start
 
     # -- the broker's partitions -------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class TierNode:
             self.worker.partitions(reply)
 
     async def _report(self) -> None:
-        """Send what the outbox gathered; a report that was lost is sent again unless superseded."""
+        """Send the gathered reports; a lost report is sent again unless a newer one replaced it."""
         backoff = Backoff(BACKOFF_MS, equal_jitter(self.world.rng))
         outbox = self.worker.outbox
         while True:
@@ -296,11 +295,13 @@ class TierNode:
 
     def _check_probed(self) -> None:
         if self.problem is not None:
-            raise self.problem.with_traceback(None)  # Y1; its trace must not grow
+            raise self.problem.with_traceback(None)  # Y1; drop the traceback, which would grow
 
     async def _fetch(self, request: wire.TierFetchRequest, frame: frames.Frame) -> Any:
         clock = self.world.clock
-        late_ms = clock.monotonic_ms() + frame.head.timeout_ms // 2  # the rest is for the answer
+        late_ms = (
+            clock.monotonic_ms() + frame.head.timeout_ms // 2
+        )  # the rest of the time is for the answer
         wanted = min(max(1, request.max_bytes), FETCH_BYTES_MAX)
         async with self._fetches:
             fetched = await self.worker.fetch(
@@ -360,7 +361,7 @@ class TierNode:
             topic=request.topic, version=NONE, storage_options=self._tables.describe()
         )
         known = [each for each in self.worker.topics.values() if each.topic == request.topic]
-        known.sort(key=lambda each: not each.led)  # a re-created topic: the live one
+        known.sort(key=lambda each: not each.led)  # of a re-created topic: the live one
         problem = self.problem
         if known:
             self.worker.suspect(known[0], request.suspects)
@@ -380,7 +381,7 @@ class TierNode:
     # -- metrics -----------------------------------------------------------------------------------
 
     async def _count(self, metrics: tracing.Metrics) -> None:
-        """Copy the worker's totals into the registry, once a second."""
+        """Copy the totals of the worker into the metrics registry, once a second."""
         worker = self.worker
         cached = metrics.gauge("tier_cache_bytes", "bytes of the cold-read cache")
         totals = {
@@ -400,7 +401,7 @@ class TierNode:
 
 
 def owner_settings(server: Mapping[str, Any]) -> OwnerSettings:
-    """The server's options that concern the table's owner."""
+    """Return the server's options for the table's owner."""
     return OwnerSettings(
         retry_backoff_ms=int(server["tier_retry_backoff_ms"]),
         vacuum_interval_ms=int(server["tier_vacuum_interval_ms"]),
@@ -471,7 +472,7 @@ async def _serve_process(process: Process) -> None:
         real.view,
         real.executors,
         run,
-        # read anew: a broker that was given port 0 is known only after its start
+        # read again: with port 0 the broker's address is known only after its start
         broker_address=lambda: RunConfig.load(run.run_dir).broker_address,
         metrics=process.metrics,
         log=process.log,

@@ -1,18 +1,19 @@
-"""The tables of deleted topics go from the tier (rule T7).
+"""Purges: removes the tables of deleted topics from the tier (rule T7).
 
 World-generic.  A topic deleted with `purge_tier` leaves a mark in the metadata (`image.purges`), in
-snapshots too.  Every broker with a tier that comes to it, live, by a snapshot or when it starts,
-has its tier remove what there is under the topic's id; the mark ends when one of them has seen
-that nothing is left.  So a purge survives restarts of everything and a store that is away; one
-that was carried out twice finds nothing the second time.  A broker that heard of the deletion goes
-on after the mark has ended: what it had on its own way to the store may have come later.  What a
-broker that was cut off stores after that stays if it is restarted before it has heard.
+snapshots too.  Every broker with a tier that applies the mark, from the log, from a snapshot or at
+a start, has its tier remove everything under the topic id.  The mark ends when one broker has seen
+that nothing is left.  So a purge survives restarts and an unavailable store.  A repeated purge
+finds nothing.  A broker that has learned of the deletion continues after the mark has ended,
+because its own uploads may arrive later.  Uploads of a broker that was cut off and is restarted
+before it learns of the deletion stay in the store.
 
 Invariants
-  D1  nothing goes before `file_delete_delay_ms` after this process has heard of the deletion
-  D2  only what lies under the deleted topic's id goes: another life of the name has an id of its
-      own
-  D3  the mark ends only after the tier saw nothing left
+  D1  Nothing is removed before `file_delete_delay_ms` after this process has learned of the
+      deletion.
+  D2  Only objects under the id of the deleted topic are removed.  A re-created topic has another
+      id.
+  D3  The mark ends only after the tier saw that nothing is left.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from pk.server.tier.context import TierContext
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
 
-#: Calls to the tier at once: cold reads share them.
+#: Most concurrent purge calls to the tier; cold reads share its calls.
 PURGES_AT_ONCE = 4
 REPORT_TIMEOUT_MS = 6_000
 BACKOFF_MS = (1_000, 60_000)
 
 
 class Purges:
-    """One task for each table that is to go; tried until it is gone and the controller knows."""
+    """One task per table; it repeats until the table is gone and the mark has ended."""
 
     def __init__(self, core: TierContext) -> None:
         self._core = core
@@ -75,7 +76,7 @@ class Purges:
                 delay_ms = backoff.next_ms()
 
     async def _report(self, topic_id: TopicId) -> None:
-        """D3; nothing to say once the mark has ended."""
+        """Report to the controller that nothing is left (D3), unless the mark has ended."""
         lifecycle = self._core.lifecycle
         if topic_id in self._core.publisher.image.purges:
             request = wire.TierPurgedRequest(

@@ -1,10 +1,10 @@
-"""What the tier is told of the broker's partitions.
+"""The feed of partition changes from the broker to its tier process.
 
 Sans-IO.  `TierFeed` answers the tier's long poll with the partitions that changed since the
-generation it names (rule P6): a poll costs what changed, not what exists.
+generation of the request (rule P6).  So a poll costs O(changes), not O(partitions).
 
 Invariants
-  Y4  a session that names a generation older than the oldest forgotten tombstone gets the full list
+  Y4  A request with a generation older than the oldest dropped tombstone gets the full list.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: Partitions that are gone and still told to a poll; more, and old sessions get the full list.
+#: Most tombstones of removed partitions; beyond that, old sessions get the full list.
 TOMBSTONES_MAX = 10_000
-#: The copier works in seconds: many appends become one report (P6).
+#: Least interval of reports, which gathers many appends; the copier works in seconds (P6).
 REPORT_INTERVAL_MS = 200
 
 
 class TierFeed:
-    """Which partitions changed since a generation."""
+    """Tracks which partitions changed since a generation."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = (
-            session_id  #: of this broker process; another one means: take the full list
+            session_id  #: id of this broker process; a new id means: get the full list
         )
         self.generation = 1
         self._changed: dict[PartitionKey, int] = {}  #: oldest change first
@@ -33,13 +33,13 @@ class TierFeed:
         self._oldest_complete = 0
 
     def touch(self, key: PartitionKey) -> None:
-        """Something the tier must know about `key` changed."""
+        """Note a change of `key` that the tier must learn."""
         self.generation += 1
         self._changed.pop(key, None)
         self._changed[key] = self.generation
 
     def remove(self, key: PartitionKey, topic: str) -> None:
-        """This broker does not lead `key` any more."""
+        """Note that this broker no longer leads `key`."""
         self.touch(key)
         self._gone[key] = topic
         while len(self._gone) > TOMBSTONES_MAX:
@@ -48,12 +48,12 @@ class TierFeed:
             self._oldest_complete = max(self._oldest_complete, self._changed.pop(oldest, 0))  # Y4
 
     def restore(self, key: PartitionKey) -> None:
-        """This broker leads `key` (again)."""
+        """Note that this broker leads `key` again."""
         self._gone.pop(key, None)
         self.touch(key)
 
     def news(self, session_id: str, generation: int) -> bool:
-        """Whether `reply` would name anything."""
+        """Whether `reply` would name a partition."""
         return session_id != self.session_id or generation < self.generation
 
     def reply(
@@ -61,7 +61,7 @@ class TierFeed:
         request: wire.TierPartitionsRequest,
         describe: Callable[[PartitionKey], wire.TierPartition | None],
     ) -> wire.TierPartitionsReply:
-        """The partitions changed since the request's generation, oldest change first."""
+        """Return the partitions changed since the request's generation, oldest change first."""
         full = request.session_id != self.session_id or request.generation < self._oldest_complete
         since = 0 if full else request.generation
         found: list[wire.TierPartition] = []
