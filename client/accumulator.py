@@ -1,22 +1,24 @@
-"""Where `send` leaves its records: the only place a user's thread and the client's loop meet.
+"""Where `send` leaves its records: the only place a caller's thread and the client's loop meet.
 
-`send` appends to plain lists behind a turnstile, for a few hundred nanoseconds; nothing else
-happens on the user's thread.  The loop takes whole chunks: full ones at once, an open one after a
-moment.  A chunk's create time is taken when it opens, so it is right to within `FRONT_MS`.
+`send` appends to the lists of an open record set behind a spin lock, for a few hundred nanoseconds;
+nothing else happens on the caller's thread.  The loop takes whole record sets: full ones at once,
+an open one after a moment.  A record set's create time is taken when it opens, so it is right to
+within `OPEN_MS`.
 
 Invariants
-  I1  chunks of a topic are taken in the order they opened; a record is in exactly one chunk.
+  I1  record sets of a topic are taken in the order they opened; a record is in exactly one.
   I2  the bytes of all records not yet resolved never exceed `buffer_memory` by more than one
       record, which is let through when nothing else is held: memory is reserved before a record is
       accepted.
-  I3  a chunk that was taken is never appended to: taking and appending hold the same lock.
+  I3  a record set that was taken is never appended to: taking and appending hold the same lock.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,24 +26,31 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.client.futures import Delivery, OnDelivery, SendFuture
-from pk.client.partitioner import Sticky
-from pk.client.rows import RECORD_OVERHEAD, absent, binary_column, rows_of
-from pk.client.waiting import Monitor
-from pk.clock import Clock, block_s
-from pk.log.columns import HEADER_TYPE
+from pk.client.futures import SendFuture
+from pk.client.metadata import Topic
+from pk.client.partitioner import Sticky, ordered_by_partition, place
+from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
+from pk.client.rows import (
+    RECORD_OVERHEAD,
+    batch_limit,
+    cuts_by_size,
+    size_of,
+    sizes,
+)
+from pk.client.waiting import Monitor, SpinLock
+from pk.clock import Clock
 from pk.types import NONE
 
-#: An open chunk is taken after this much, or after linger_ms if that is less.
-FRONT_MS = 5
+#: An open record set is taken after this much, or after linger_ms if that is less.
+OPEN_MS = 5
 #: Memory is reserved this much at a time, so that `send` need not reckon per record.
 GRANT_BYTES = 256 * 1024
+#: A batch to which less than 1/8 of its size could be added counts as full.
+FULL_SHARE = 8
 
-Headers = Sequence[tuple[str, bytes | None]]
 
-
-class Budget:
-    """buffer_memory: what is held and not yet resolved."""
+class BufferPool:
+    """buffer_memory: the bytes of records that are not resolved yet."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -49,12 +58,15 @@ class Budget:
         self._space = Monitor()
         self._closed: errors.PkError | None = None
 
+    def _has(self, size: int) -> bool:
+        return not self.used or self.used + size <= self.limit
+
     def try_reserve(self, size: int) -> bool:
         """Take `size` bytes if they are there; a request larger than the limit needs it empty."""
         with self._space.lock:
             if self._closed is not None:
                 raise self._closed
-            if self.used and self.used + size > self.limit:
+            if not self._has(size):
                 return False
             self.used += size
             return True
@@ -62,10 +74,7 @@ class Budget:
     def wait(self, size: int, timeout_s: float) -> None:
         """Block until `size` bytes may be there, or time is up: then try again."""
         with self._space.lock:
-            self._space.wait_for(
-                lambda: self._closed is not None or not self.used or self.used + size <= self.limit,
-                timeout_s,
-            )
+            self._space.wait_for(lambda: self._closed is not None or self._has(size), timeout_s)
 
     def release(self, size: int) -> None:
         with self._space.lock:
@@ -74,226 +83,214 @@ class Budget:
             self._space.notify_all()
 
     def close(self, error: errors.PkError) -> None:
+        """Refuse every further reservation with `error`."""
         with self._space.lock:
             self._closed = error
             self._space.notify_all()
 
 
-class Turnstile:
-    """A mutex for sections of a few instructions, as `send` has one per record.
-
-    Whoever takes the one token out of the list is inside.  That is a fifth faster than a `Lock`,
-    whose methods parse keyword arguments, and unlike behind `acquire()` no signal is handled
-    between the taking and the `try` that gives back, so that Ctrl-C cannot leave it shut.  Who
-    finds it shut lets the other threads run and looks again.
-    """
-
-    __slots__ = ("tokens",)
-
-    def __init__(self) -> None:
-        self.tokens: list[None] = [None]
-
-    def __enter__(self) -> None:
-        while True:
-            try:
-                del self.tokens[0]
-            except IndexError:
-                block_s(0)
-            else:
-                return
-
-    def __exit__(self, *_: object) -> None:
-        self.tokens.append(None)
-
-
-class Chunk(Delivery):
-    """Records of one topic as `send` left them: parallel columns, the rare ones by index."""
-
-    __slots__ = (
-        "created", "granted", "headers", "keys", "on_delivery", "opened_ms", "partitions",
-        "ready", "size", "values",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, monitor: Monitor) -> None:
-        super().__init__(topic, monitor)
-        self.values: list[bytes | None] = []
-        self.keys: list[bytes | None] | None = None  #: None until the first key
-        self.headers: dict[int, Headers] | None = None
-        self.partitions: dict[int, int] | None = None
-        self.created: dict[int, int] | None = None  #: create times the caller gave
-        self.size = 0
-        self.granted = 0  #: bytes reserved for this chunk
-        self.opened_ms = 0  #: monotonic
-        self.ready = False  #: do not wait for linger_ms
-
-    def rows(self) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
-        """The records as columns, and the partitions callers chose (-1 = none); the lists are
-        dropped.
-        """
-        count = self.count = len(self.values)
-        value = binary_column(self.values, count)
-        key = binary_column(self.keys, count)
-        if self.headers is None:
-            headers = absent(count, HEADER_TYPE)
-        else:
-            given = self.headers
-            headers = pa.array(
-                [[{"key": k, "value": v} for k, v in given.get(i, ())] for i in range(count)],
-                HEADER_TYPE,
-            )
-        stamps = None
-        if self.created is not None:
-            stamps = np.full(count, self.stamp_ms, np.int64)
-            stamps[list(self.created)] = list(self.created.values())
-            self.stamps = stamps
-        explicit = None
-        if self.partitions is not None:
-            explicit = np.full(count, NONE, np.int32)
-            explicit[list(self.partitions)] = list(self.partitions.values())
-        self.values, self.keys, self.headers = [], None, None
-        return rows_of(key, value, headers, stamps), explicit
-
-
-class Columns(Delivery):
-    """A `send_batch`, already split: (partition, first position, rows, bytes) in order."""
-
-    __slots__ = ("opened_ms", "pieces", "ready")
-
-    def __init__(self, topic: str, monitor: Monitor) -> None:
-        super().__init__(topic, monitor)
-        self.pieces: list[tuple[int, int, pa.RecordBatch, int]] = []
-        self.opened_ms = 0
-        self.ready = False
-
-
 class RecordAccumulator:
-    """One topic's door."""
+    """The records of one topic that the loop has not taken yet."""
 
     __slots__ = (
-        "budget", "chunk", "chunk_bytes", "closed", "done", "lock", "room", "sealed", "sticky",
-        "sticky_lock", "tokens", "topic",
+        "_clock", "_linger_ms", "_monitor", "_pool", "_set_bytes", "_size_max", "_sticky",
+        "_sticky_lock", "batch_size", "closed", "lock", "open", "room", "sealed", "tokens", "topic",
     )  # fmt: skip
 
     def __init__(
         self,
         topic: str,
-        chunk_bytes: int,
+        options: Mapping[str, Any],
         sticky: Sticky,
-        budget: Budget,
-        done: Monitor,
+        pool: BufferPool,
+        monitor: Monitor,
+        clock: Clock,
     ) -> None:
         self.topic = topic
-        self.chunk_bytes = chunk_bytes
-        self.sticky = sticky  #: under `sticky_lock`
-        self.sticky_lock = threading.Lock()
-        self.budget = budget
-        self.done = done  #: what deliveries notify
-        self.lock = Turnstile()
+        self.batch_size: int = options["batch_size"]
+        self._size_max: int = min(options["max_request_size"], pool.limit)
+        self._linger_ms: float = options["linger_ms"]
+        self._set_bytes = min(self.batch_size, max(pool.limit // 4, 1024))
+        self._sticky = sticky  #: under `_sticky_lock`
+        self._sticky_lock = threading.Lock()
+        self._pool = pool
+        self._monitor = monitor  #: of the record sets
+        self._clock = clock
+        self.lock = SpinLock()
         self.tokens = self.lock.tokens  #: for the fast path of `send`
-        self.chunk: Chunk | None = None
-        self.room = 0  #: bytes the open chunk may still take without asking; 0 without one
-        self.sealed: deque[Chunk | Columns] = deque()
+        self.open: RecordSet | None = None
+        self.room = 0  #: bytes the open set may still take without asking; 0 without one
+        self.sealed: deque[RecordSet] = deque()
         self.closed: errors.PkError | None = None
 
-    def offer(
+    # -- a caller's thread -------------------------------------------------------------------------
+
+    def append(
         self,
         value: bytes | None,
-        key: bytes | None,
-        headers: Headers | None,
-        partition: int | None,
-        timestamp_ms: int | None,
-        on_delivery: OnDelivery | None,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: OnDelivery | None = None,
+        *,
         size: int,
-        clock: Clock,
     ) -> SendFuture | None:
-        """Accept a record of `size` bytes; None if there is no memory for it (what there was is
-        sealed).
+        """Accept a record of `size` bytes; None if there is no memory for it (the open record set
+        is then sealed).  Raises the error that the accumulator was closed with.
         """
         with self.lock:
             if self.closed is not None:
                 raise self.closed
-            chunk = self.chunk
+            records = self.open
             if (
-                chunk is not None
+                records is not None
                 and self.room < size
-                and chunk.granted - self.room + size > self.chunk_bytes
+                and records.granted - self.room + size > self._set_bytes
             ):
-                self.seal()
-            if self.room < size and not self._grow(size, clock):
-                self.seal(ready=True)
+                self._seal()
+            if self.room < size and not self._grow(size):
+                self._seal(ready=True)
                 return None
-            chunk = self.chunk
-            assert chunk is not None
+            records = self.open
+            assert records is not None
             self.room -= size
-            index = len(chunk.values)
-            chunk.values.append(value)
-            if chunk.keys is not None:
-                chunk.keys.append(key)
+            index = len(records.values)
+            records.values.append(value)
+            if records.keys is not None:
+                records.keys.append(key)
             elif key is not None:
-                chunk.keys = [None] * index
-                chunk.keys.append(key)
+                records.keys = [None] * index
+                records.keys.append(key)
             if headers:
-                chunk.headers = chunk.headers or {}
-                chunk.headers[index] = headers
+                records.headers[index] = headers
             if partition is not None:
-                chunk.partitions = chunk.partitions or {}
-                chunk.partitions[index] = partition
+                records.partitions[index] = partition
             if timestamp_ms is not None:
-                chunk.created = chunk.created or {}
-                chunk.created[index] = timestamp_ms
+                records.create_times_given[index] = timestamp_ms
             if on_delivery is not None:
-                chunk.on_delivery[index] = on_delivery
-        return SendFuture(chunk, index)
+                records.on_delivery[index] = on_delivery
+        return SendFuture(records, index)
 
-    def _grow(self, size: int, clock: Clock) -> bool:
+    def _grow(self, size: int) -> bool:
         """Reserve memory for at least `size` bytes (lock held)."""
         need = size - self.room
-        granted = 0 if self.chunk is None else self.chunk.granted
-        grant = max(need, min(GRANT_BYTES, self.chunk_bytes - granted))
-        if not self.budget.try_reserve(grant):
+        granted = 0 if self.open is None else self.open.granted
+        grant = max(need, min(GRANT_BYTES, self._set_bytes - granted))
+        if not self._pool.try_reserve(grant):
             grant = need
-            if not self.budget.try_reserve(grant):
+            if not self._pool.try_reserve(grant):
                 return False
-        if self.chunk is None:
-            self.chunk = Chunk(self.topic, self.done)
-            self.chunk.stamp_ms = clock.wall_ms()
-            self.chunk.opened_ms = clock.monotonic_ms()
-        self.chunk.granted += grant
+        if self.open is None:
+            self.open = self.new_set()
+        self.open.granted += grant
         self.room += grant
         return True
 
-    def seal(self, *, ready: bool = False) -> None:
-        """Close the open chunk (lock held)."""
-        chunk = self.chunk
-        if chunk is not None:
-            chunk.ready = ready
-            chunk.size = chunk.granted - self.room
-            self.budget.release(self.room)
-            self.sealed.append(chunk)
-            self.chunk = None
+    def new_set(self) -> RecordSet:
+        clock = self._clock
+        return RecordSet(self.topic, self._monitor, clock.wall_ms(), clock.monotonic_ms())
+
+    def append_set(self, records: RecordSet) -> bool:
+        """Accept a `send_batch`, behind everything sent before; False if memory is short."""
+        with self.lock:
+            if self.closed is not None:
+                raise self.closed
+            self._seal()
+            if not self._pool.try_reserve(records.size):
+                return False
+            records.ready_ms = int(records.opened_ms + self._linger_ms)
+            self.sealed.append(records)
+            return True
+
+    def _seal(self, *, ready: bool = False) -> None:
+        """Close the open record set (lock held)."""
+        records = self.open
+        if records is not None:
+            records.ready_ms = 0 if ready else int(records.opened_ms + self._linger_ms)
+            records.size = records.granted - self.room
+            self._pool.release(self.room)
+            self.sealed.append(records)
+            self.open = None
             self.room = 0
 
-    def take(self, opened_before_ms: int, *, ready: bool = False) -> list[Chunk | Columns]:
-        """Everything sealed, and the open chunk if it is old enough: only then a sender may have
-        to wait.
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def seal(self, opened_before_ms: int, *, ready: bool = False) -> None:
+        """Close the open record set if it is old enough: only then a caller may have to wait.
+
+        `ready`: its records do not wait for linger_ms.
         """
-        chunk = self.chunk
-        if chunk is not None and (ready or chunk.opened_ms <= opened_before_ms):
+        records = self.open
+        if records is not None and (ready or records.opened_ms <= opened_before_ms):
             with self.lock:
-                if self.chunk is chunk:  # else whoever filled it has sealed it meanwhile
-                    self.seal(ready=ready)
-        return [self.sealed.popleft() for _ in range(len(self.sealed))]
+                if self.open is records:  # else the thread that filled it has sealed it meanwhile
+                    self._seal(ready=ready)
 
     def close(self, error: errors.PkError) -> None:
         """Refuse all further records with `error`."""
         with self.lock:
             self.closed = error
-            self.seal()
+            self._seal()
 
-    @property
-    def open_since(self) -> int | None:
-        chunk = self.chunk
-        return None if chunk is None else chunk.opened_ms
+    # -- either ------------------------------------------------------------------------------------
+
+    def split(
+        self,
+        records: RecordSet,
+        rows: pa.RecordBatch,
+        chosen: npt.NDArray[np.int32] | None,
+        topic: Topic,
+        available: Sequence[int],
+    ) -> None:
+        """Split `rows` by partition, each slice within the size of a batch, without touching a row.
+
+        chosen: the partitions that callers chose, NONE = no choice.  available: those with a
+        leader.  Raises `InvalidPartitions`, `RecordTooLarge`.
+        """
+        limit = batch_limit(self.batch_size, topic.configs)
+        keyless = chosen is None and rows.column("key").null_count == rows.num_rows
+        whole = records.size or size_of(rows)
+        reserved = bool(records.size)
+        if keyless and whole is not None and whole <= min(limit, self._size_max):
+            records.size = whole
+            partition = self._turn(topic, available, whole)
+            records.split([RecordSlice(records, partition, 0, rows, whole)])
+            return
+        row_sizes = sizes(rows)
+        if not reserved and int(row_sizes.max()) > self._size_max:
+            raise errors.RecordTooLarge(
+                f"{self.topic}: a record of {int(row_sizes.max())} bytes; "
+                f"max_request_size and buffer_memory allow {self._size_max}"
+            )
+        if keyless:
+            runs = [(NONE, 0, rows.num_rows)]
+        else:
+            total = whole if whole is not None else int(row_sizes.sum())
+            with self._sticky_lock:
+                partitions = place(rows, chosen, topic.partitions, self._sticky, available, total)
+            rows, order, runs = ordered_by_partition(rows, partitions)
+            if order is not None:
+                row_sizes = row_sizes[order]
+                records.order, records.inverse = order, np.empty(len(order), np.int64)
+                records.inverse[order] = np.arange(len(order))
+        slices = []
+        for partition, first, end in runs:
+            cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
+            for start, stop in itertools.pairwise([first, *cuts]):
+                part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
+                slices.append(RecordSlice(records, partition, start, part, size))
+        if reserved:  # together exactly the bytes that are released again
+            slices[-1].size += records.size - sum(each.size for each in slices)
+        records.size = sum(each.size for each in slices)
+        for each in slices if keyless else ():
+            each.partition = self._turn(topic, available, each.size)
+        records.split(slices)
+
+    def _turn(self, topic: Topic, available: Sequence[int], size: int) -> int:
+        """The partition for `size` bytes of records without a key."""
+        with self._sticky_lock:
+            return 0 if topic.partitions == 1 else self._sticky.take(available, size)
 
 
 def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:

@@ -37,8 +37,8 @@ from pk.client.metadata import Metadata, Topic
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, Caller
-from pk.world import World
+from pk.wire.calls import PROTOCOL, Caller, open_stream
+from pk.world import Stream, StreamKind, World
 
 T = TypeVar("T")
 
@@ -51,6 +51,8 @@ NOBODY = "-"
 #: So many brokers push changes; one more is asked whenever those asked are silent for HEDGE_MS.
 WATCHES = 2
 HEDGE_MS = 500
+#: A broker that lives answers a hello at once.
+HELLO_TIMEOUT_MS = 5_000
 #: How long a broker that did not answer is tried last, and one that did is trusted to answer again.
 DOUBT_MS = 10_000
 TRUST_MS = 1_000
@@ -135,6 +137,20 @@ class Cluster:
         self._heard[address] = self.world.clock.monotonic_ms()
         self.reached = True
         return reply
+
+    async def open_stream(self, node: int, kind: StreamKind, timeout_ms: int) -> tuple[Stream, str]:
+        """A stream to a broker, and its address.  Raises `BrokerUnavailable`, or what the broker
+        answers to the hello.
+        """
+        address = self.metadata.brokers.get(node)
+        if address is None:
+            raise errors.BrokerUnavailable(f"broker {node} is not known any more")
+        try:
+            async with asyncio.timeout(min(HELLO_TIMEOUT_MS, timeout_ms) / 1000):
+                stream, _ = await open_stream(self.world.network, address, kind, self.hello)
+        except TimeoutError:
+            raise errors.BrokerUnavailable(f"{address}: no answer to the hello") from None
+        return stream, address
 
     def _doubt(self, address: str) -> None:
         self._doubted[address] = self.world.clock.monotonic_ms()

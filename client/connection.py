@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pk import errors
-from pk.client.waiting import FOREVER_S, Bell
+from pk.client.waiting import FOREVER_S, WakeupSignal
 from pk.clock import SystemClock
 from pk.wire.socket_network import PkNetwork
 from pk.world import World
@@ -81,6 +81,13 @@ class LoopThread:
                 "this client was opened before a fork; open it in the child process"
             )
 
+    def must_not_block(self) -> None:
+        """Refuse to wait on the thread that would have to end the wait."""
+        if threading.current_thread() is self.thread:
+            raise errors.InvalidRequest(
+                "a delivery callback must not block: it runs on the sending thread"
+            )
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and wait for it; Ctrl-C cancels it.
 
@@ -113,14 +120,11 @@ class LoopThread:
 
         try:
             self.check_process()
-            if threading.current_thread() is self.thread:
-                raise errors.InvalidRequest(
-                    "a delivery callback must not block: it runs on the sending thread"
-                )
+            self.must_not_block()
         except errors.PkError:
             drop()
             raise
-        bell = Bell()
+        wakeup = WakeupSignal()
         begun: list[asyncio.Task[T]] = []
         given_up = threading.Event()
 
@@ -129,7 +133,7 @@ class LoopThread:
                 drop()
                 return
             task = self.loop.create_task(runs)
-            task.add_done_callback(lambda _: bell.ring())
+            task.add_done_callback(lambda _: wakeup.set())
             begun.append(task)
 
         def ended() -> bool:
@@ -142,7 +146,7 @@ class LoopThread:
             raise errors.ClosedError("the client was closed meanwhile") from None
         patience = FOREVER_S if timeout_s is None else timeout_s + _BUSY_S
         try:
-            if not bell.wait_for(ended, patience):
+            if not wakeup.wait_for(ended, patience):
                 raise errors.RequestTimedOut(
                     f"not within {timeout_s:g} s: the client's own thread is busy"
                 )

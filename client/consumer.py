@@ -29,12 +29,11 @@ from pk.client.backlog import Backlog, Rows, Undecodable
 from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause, Seek
-from pk.client.futures import must_not_block
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options
 from pk.client.records import Lines
 from pk.client.serializers import deserializer
-from pk.client.waiting import Bell, OneThread, one_thread
+from pk.client.waiting import OneThread, WakeupSignal, one_thread
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
@@ -69,7 +68,7 @@ class Consumer:
         self._options = o = consumer_options(options)
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
-        self._bell = Bell()
+        self._wakeup = WakeupSignal()
         self._one_thread = OneThread()
         self._lines: deque[Lines] = deque()  #: handed out record by record
         self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
@@ -90,7 +89,7 @@ class Consumer:
             connection.release(self._thread)
             raise
         engine = self._engine
-        engine.on_ready = self._bell.ring
+        engine.on_ready = self._wakeup.set
         self._backlog = Backlog(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
@@ -181,7 +180,7 @@ class Consumer:
     def resume(self, *partitions: TopicPartition) -> None:
         places = arguments.places(partitions)
         self._call(lambda: self._engine.step(Pause(places, False)))
-        self._bell.ring()
+        self._wakeup.set()
 
     def paused(self) -> list[TopicPartition]:
         self._check_open()
@@ -400,7 +399,7 @@ class Consumer:
         engine, backlog = self._engine, self._backlog
         for node in self._owing():
             self._post(Consumed(node, self._eaten.pop(node)))
-        self._bell.wait_for(
+        self._wakeup.wait_for(
             lambda: (
                 engine.problems
                 or self._closed
@@ -447,7 +446,7 @@ class Consumer:
             left = deadline - monotonic_s()
             if left <= 0:
                 raise errors.RequestTimedOut(f"{place}: no position within {seconds:g} s")
-            self._bell.wait_for(
+            self._wakeup.wait_for(
                 lambda: (
                     self._closed
                     or self._engine.complains(place)
@@ -518,13 +517,13 @@ class Consumer:
         """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery
         callback.
         """
-        must_not_block(self._thread.thread)
+        self._thread.must_not_block()
         with self._ending:  # of several threads that close, one does it
             if self._closed:
                 return
             self._closed = True
         connection.closed(self)
-        self._bell.ring()
+        self._wakeup.set()
         try:
             self._thread.finish(self._engine.close())
         finally:

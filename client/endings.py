@@ -1,5 +1,7 @@
-"""How a client's call ends that does not succeed: which errors another broker may spare the caller,
-what an error says once the client has stopped retrying, and which reply answers which request.
+"""How a client's call ends that does not succeed.
+
+Which errors another broker may spare the caller, what an error says of a batch, what an error says
+once the client has stopped retrying, and which reply answers which request.
 """
 
 from __future__ import annotations
@@ -14,6 +16,24 @@ from pk.wire import pk_pb2 as wire
 
 #: The broker could not answer, another one may.
 ELSEWHERE = (errors.BrokerUnavailable, errors.RequestTimedOut, errors.ControllerUnavailable)
+
+OUT_OF_SIGHT = (
+    "a leader was elected uncleanly meanwhile: it may have been stored before, so it is not sent "
+    "again"
+)
+#: The answer says that the batch was not appended, and that it may be tried again; unless its
+#: details say that it was, as parked replies do when leadership goes (rule L5).
+NOT_STORED = (
+    errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.NotEnoughReplicas,
+    errors.FencedLeaderEpoch, errors.UnknownLeaderEpoch, errors.ThrottledError,
+    errors.StorageFull, errors.UnknownTopicId,
+    errors.BrokerUnavailable, errors.ControllerUnavailable,  # shutting down; rule R6
+)  # fmt: skip
+#: The answer says that leadership moved or the topic did: ask for metadata.
+STALE = (
+    errors.NotLeaderOrFollower, errors.UnknownTopicOrPartition, errors.FencedLeaderEpoch,
+    errors.UnknownLeaderEpoch, errors.UnknownTopicId, errors.BrokerUnavailable,
+)  # fmt: skip
 
 _WITHIN = re.compile(r" within (\d+) ms")
 
@@ -83,3 +103,23 @@ def check_answers(address: str, request: Message, reply: Message) -> None:
         raise errors.BrokerUnavailable(
             f"{address} answers {asked} with {came}: it does not speak this protocol"
         )
+
+
+def perhaps_stored(error: errors.PkError) -> errors.PkError:
+    """`error` as the end of a batch that an earlier attempt may have stored."""
+    return type(error)(f"{error.message}; it may have been stored", **error.details)
+
+
+def refusal(error: errors.PkError, *, unknown: bool) -> errors.PkError:
+    """What it means for a batch that a broker refuses it for good.
+
+    `unknown`: an earlier attempt may have stored the batch; the refusal says nothing of that one
+    (settings change), nor of this one if the broker had begun to write (rule L5).
+    """
+    if unknown:
+        why = "an earlier attempt, whose answer was lost, may have stored it"
+    elif "appended" in error.details:
+        why = "it may have been stored"
+    else:
+        return error
+    return errors.OutcomeUnknown(f"{error.message}; {why}", **error.details)

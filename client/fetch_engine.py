@@ -45,13 +45,11 @@ from pk.effects import Effect, Publish, Send, SetTimer
 from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import head_of, open_stream
+from pk.wire.calls import head_of
 from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
-#: A broker that lives says hello at once.
-HELLO_TIMEOUT_MS = 5_000
 #: From so many complaints on, one that waits to be told is not added again.
 PROBLEMS_MANY = 1_000
 
@@ -365,19 +363,14 @@ class _FetchLink:
         engine = self._engine
         writer: asyncio.Task[None] | None = None
         try:
-            address = engine.cluster.metadata.brokers.get(self._node)
-            if address is None:
-                raise errors.BrokerUnavailable(f"broker {self._node} is not known any more")
-            self._address = address
-            patience_ms = min(HELLO_TIMEOUT_MS, engine.options["request_timeout_ms"])
-            async with asyncio.timeout(patience_ms / 1000):
-                self._stream, _ = await open_stream(
-                    engine.world.network, address, StreamKind.FETCH, engine.cluster.hello
-                )
+            timeout_ms = engine.options["request_timeout_ms"]
+            self._stream, self._address = await engine.cluster.open_stream(
+                self._node, StreamKind.FETCH, timeout_ms
+            )
             writer = asyncio.get_running_loop().create_task(self._write(self._stream))
             while (raw := await self._stream.recv()) is not None:
                 self._take(frames.decode(raw))
-        except (Disconnected, TimeoutError, errors.PkError) as cause:
+        except (Disconnected, errors.PkError) as cause:
             _log.debug("fetch stream to broker %d: %s", self._node, cause)
         except Exception:
             _log.exception("fetch stream to broker %d", self._node)

@@ -14,12 +14,17 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from pk import errors
+from pk.client.rows import int64_column
+from pk.types import NONE
 
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -159,8 +164,10 @@ class Sticky:
         self._partitions: list[int] = []
         self._current: int | None = None
 
-    def current(self, partitions: Sequence[int]) -> int:
-        """One of `partitions` (those with a leader, or all if none has one)."""
+    def take(self, partitions: Sequence[int], size: int) -> int:
+        """Put `size` bytes on one of `partitions` (those with a leader, or all if none has one).  A
+        full batch ends the turn of its partition.
+        """
         if list(partitions) != self._partitions:
             self._partitions = list(partitions)
             self._round = []
@@ -168,17 +175,79 @@ class Sticky:
                 self._current = None
         if self._current is None:
             self._current = self._next()
-        return self._current
-
-    def filled(self, size: int) -> None:
-        """`size` bytes went to the current partition; a full batch ends its turn."""
+        current = self._current
         self._filled += size
         if self._filled >= self._batch_size:
             self._filled = 0
             self._current = None
+        return current
 
     def _next(self) -> int:
         if not self._round:
             self._round = list(self._partitions)
             self._rng.shuffle(self._round)
         return self._round.pop()
+
+
+def place(
+    rows: pa.RecordBatch,
+    explicit: npt.NDArray[np.int32] | None,
+    partitions: int,
+    sticky: Sticky,
+    available: Sequence[int],
+    size: int,
+) -> int | npt.NDArray[np.int32]:
+    """The partition of every row, or the one of them all.  `explicit`: chosen by the caller, -1 =
+    not.
+
+    Raises `InvalidPartitions` if a chosen one does not exist.
+    """
+    if explicit is not None and len(explicit):
+        low, high = int(explicit.min()), int(explicit.max())
+        if low < NONE or high >= partitions:
+            raise errors.InvalidPartitions(
+                f"partition {low if low < NONE else high} does not exist: there are {partitions}"
+            )
+        if low == high and low != NONE:
+            return low
+    if partitions == 1:
+        return 0
+    keys = rows.column("key")
+    keyless = keys.null_count == len(keys)
+    if keyless and explicit is None:
+        return sticky.take(available, size)
+    stuck = NONE
+    if keys.null_count and (explicit is None or NONE in explicit):
+        stuck = sticky.take(available, size * keys.null_count // len(keys))
+    if keyless:
+        spread = np.full(len(keys), stuck, np.int32)
+    else:
+        spread = partitions_of(keys, partitions, stuck)
+    if explicit is not None:
+        spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
+    return spread
+
+
+def ordered_by_partition(
+    rows: pa.RecordBatch, chosen: int | npt.NDArray[np.int32]
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int64] | None, list[tuple[int, int, int]]]:
+    """The rows sorted by partition, those of a partition in their order; which row stands where
+    (None: none was moved); and the runs: `(partition, start, end)`.
+    """
+    if isinstance(chosen, int) or chosen.min() == chosen.max():
+        partition = chosen if isinstance(chosen, int) else int(chosen[0])
+        return rows, None, [(partition, 0, rows.num_rows)]
+    order = np.argsort(chosen.astype(np.uint16), kind="stable")  # 16 bits: radix sort
+    ordered = chosen[order]
+    cuts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(order)]
+    runs = [(int(ordered[start]), start, end) for start, end in itertools.pairwise(cuts)]
+    return _take(rows, int64_column(order)), order, runs
+
+
+def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:
+    """`rows` in another order; columns without values need none."""
+    columns = [
+        column if column.null_count == len(column) else column.take(order)
+        for column in rows.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)

@@ -17,23 +17,22 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
-from pk.client.accumulator import Columns, Headers, RecordAccumulator, record_size
+from pk.client.accumulator import RecordAccumulator, record_size
 from pk.client.cluster import Cluster
 from pk.client.endings import no_partition
-from pk.client.futures import BatchFuture, Delivery, OnDelivery, SendFuture, must_not_block
+from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import Topic
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
-from pk.client.rows import batch_limit, cuts_by_size, normalise, place, size_of, sizes, split
+from pk.client.record_set import Headers, OnDelivery, RecordSet
+from pk.client.rows import normalise
 from pk.client.serializers import serializer
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
-from pk.log.encoding import numbers
 
 _CLOSE_S = 30.0
 
@@ -54,12 +53,13 @@ class Producer:
         **options: Any,
     ) -> None:
         bootstrap = bootstrap_of(bootstrap, options)
-        self._options, idempotent = producer_options(options)
+        self._options, _ = producer_options(options)
         self._key_serializer = serializer(key_serializer, "key_serializer")
         self._value_serializer = serializer(value_serializer, "value_serializer")
-        self._plain = self._key_serializer is None and self._value_serializer is None
         self._accumulators: dict[str, RecordAccumulator] = {}
-        self._fast: dict[str, RecordAccumulator] = {}  #: what the fast path may use
+        #: What the fast path of `send` may use.
+        plain = self._key_serializer is None and self._value_serializer is None
+        self._fast: dict[str, RecordAccumulator] = self._accumulators if plain else {}
         self._poked = False
         self._closed = False
         self._ending = threading.Lock()
@@ -74,17 +74,15 @@ class Producer:
                 retry_backoff_ms=o["retry_backoff_ms"],
                 retry_backoff_max_ms=o["retry_backoff_max_ms"],
             )  # fmt: skip
-            self._engine = ProduceEngine(
-                world, self._cluster, o, idempotent=idempotent, compute=self._thread.compute
-            )
+            self._engine = ProduceEngine(world, self._cluster, o, compute=self._thread.compute)
         except BaseException:
             connection.release(self._thread)
             raise
         connection.close_at_exit(self, self.close, self._forked)
 
     def _forked(self) -> None:
-        """In a child: nobody would send what is handed over, so every call asks the loop first."""
-        self._accumulators, self._fast = {}, {}
+        """In a child process no loop would send the records, so every call asks the loop first."""
+        self._accumulators.clear()
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -121,19 +119,19 @@ class Producer:
                 try:
                     room = accumulator.room - size
                     if room >= 0:
-                        chunk = accumulator.chunk
-                        values = chunk.values  # type: ignore[union-attr]
+                        records: RecordSet = accumulator.open  # type: ignore[assignment]
+                        values = records.values
                         index = len(values)
-                        future = SendFuture(chunk, index)  # type: ignore[arg-type]
+                        future = SendFuture(records, index)
                         if on_delivery is not None:
                             call = arguments.function(on_delivery, "on_delivery")
-                            chunk.on_delivery[index] = call  # type: ignore[union-attr]
-                        keys = chunk.keys  # type: ignore[union-attr]
+                            records.on_delivery[index] = call
+                        keys = records.keys
                         if keys is not None:
                             keys.append(key)
                         elif key is not None:
-                            chunk.keys = [None] * index  # type: ignore[union-attr]
-                            chunk.keys.append(key)  # type: ignore[union-attr]
+                            records.keys = [None] * index
+                            records.keys.append(key)
                         values.append(value)
                         accumulator.room = room
                         return future
@@ -146,7 +144,7 @@ class Producer:
         headers: Headers | Mapping[str, bytes | None] | None, partition: int | None,
         timestamp_ms: int | None, on_delivery: OnDelivery | None,
     ) -> SendFuture:  # fmt: skip
-        """The whole of `send`: serializers, checks, memory, a new chunk."""
+        """The whole of `send`: serializers, checks, memory, a new record set."""
         if type(topic) is not str:  # it may not be hashable
             topic = arguments.topic(topic)
         if on_delivery is not None:
@@ -172,15 +170,13 @@ class Producer:
         accumulator = self._accumulators.get(topic) or self._open(topic)
         if partition is not None:
             self._check_partition(topic, partition)
-        clock = self._thread.world.clock
         deadline: float | None = None
         while True:
-            before = accumulator.chunk
-            future = accumulator.offer(
-                value, key, headers, partition, timestamp_ms, on_delivery, size, clock
+            before = accumulator.open
+            future = accumulator.append(
+                value, key, headers, partition, timestamp_ms, on_delivery, size=size
             )
-            if accumulator.chunk is not before or accumulator.sealed:
-                self._engine.marked[topic] = accumulator
+            if accumulator.open is not before or accumulator.sealed:
                 self._poke()
             if future is not None:
                 return future
@@ -197,7 +193,7 @@ class Producer:
                 f"{self._options['max_block_ms']} ms: the broker is slower than this producer, "
                 "or gone"
             )
-        self._engine.budget.wait(size, deadline - now)
+        self._engine.pool.wait(min(size, self._engine.pool.limit), deadline - now)
         return deadline
 
     def _open(self, topic: str) -> RecordAccumulator:
@@ -207,8 +203,6 @@ class Producer:
         wait_ms = max(self._options["max_block_ms"], 1)
         accumulator = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
         self._accumulators[topic] = accumulator
-        if self._plain:
-            self._fast[topic] = accumulator
         return accumulator
 
     def _check_partition(self, topic: str, partition: int) -> None:
@@ -226,7 +220,7 @@ class Producer:
         return known
 
     def _poke(self) -> None:
-        """Have the loop look at the doors; many pokes, one look."""
+        """Have the loop look at the accumulators; many pokes, one look."""
         if not self._poked:
             self._poked = True
             try:
@@ -258,101 +252,20 @@ class Producer:
                 "send_batch takes bytes columns; this producer has serializers"
             )
         accumulator = self._accumulators.get(topic) or self._open(topic)
-        delivery = Columns(topic, self._engine.done)
-        clock = self._thread.world.clock
-        delivery.stamp_ms, delivery.opened_ms = clock.wall_ms(), clock.monotonic_ms()
-        delivery.count = batch.num_rows
+        records = accumulator.new_set()
+        records.count = batch.num_rows
         if not batch.num_rows:
-            delivery.split = True
-            return BatchFuture(delivery)
-        pieces = self._cut(accumulator, batch, delivery)
-        total = sum(piece[3] for piece in pieces)
+            records.split([])
+            return BatchFuture(records)
+        rows, chosen = normalise(batch, records.stamp_ms)
+        known = self._topic(topic)
+        accumulator.split(records, rows, chosen, known, self._cluster.metadata.available(known))
         deadline: float | None = None
-        while not self._reserve_and_put(accumulator, delivery, pieces, total):
+        while not accumulator.append_set(records):
             self._poke()
-            deadline = self._wait_for_memory(min(total, self._engine.budget.limit), deadline)
-        self._engine.marked[topic] = accumulator
+            deadline = self._wait_for_memory(records.size, deadline)
         self._poke()
-        return BatchFuture(delivery)
-
-    def _cut(
-        self, accumulator: RecordAccumulator, batch: pa.RecordBatch, delivery: Delivery
-    ) -> list[tuple[int, int, pa.RecordBatch, int]]:
-        """`(partition, first position, rows, bytes)` runs of at most batch_size."""
-        topic = self._topic(accumulator.topic)
-        rows, partition = normalise(batch, delivery.stamp_ms)
-        explicit = None
-        if partition is not None:
-            explicit = numbers(partition.fill_null(-1)).astype(np.int32, copy=False)
-            if explicit.min() < -1 or (explicit.min() < 0 and not partition.null_count):
-                raise errors.InvalidPartitions(f"partition {int(explicit.min())} does not exist")
-        if rows.num_columns > 3:
-            stamps = numbers(rows.column("timestamp"))
-            if int(stamps.min()) < 0 or int(stamps.max()) > TIMESTAMP_MS_MAX:
-                raise errors.SerializationError(
-                    "column timestamp: a value is out of range", column="timestamp"
-                )
-        available = self._cluster.metadata.available(topic)
-        limit = batch_limit(self._options["batch_size"], topic.configs)
-        keyless = rows.column("key").null_count == rows.num_rows
-        whole = size_of(rows)
-        if (
-            keyless
-            and explicit is None
-            and whole is not None
-            and whole <= min(limit, self._size_max)
-        ):
-            with accumulator.sticky_lock:
-                turn = accumulator.sticky.current(available)
-                accumulator.sticky.filled(whole)
-            return [(turn, 0, rows, whole)]
-        row_sizes = sizes(rows)
-        if int(row_sizes.max()) > self._size_max:
-            raise errors.RecordTooLarge(
-                f"{accumulator.topic}: a record of {int(row_sizes.max())} bytes; "
-                f"max_request_size and buffer_memory allow {self._size_max}"
-            )
-        pieces = []
-        if keyless and explicit is None:
-            runs = [(-1, 0, rows)]  # whole batches, each to the partition whose turn it is
-        else:
-            with accumulator.sticky_lock:
-                total = int(row_sizes.sum())
-                chosen = place(
-                    rows, explicit, topic.partitions, accumulator.sticky, available, total
-                )
-            runs = split(rows, chosen, delivery)
-        for target, first, run in runs:
-            run_sizes = row_sizes if len(runs) == 1 else sizes(run)
-            start = 0
-            for end in cuts_by_size(run_sizes, limit):
-                size = int(run_sizes[start:end].sum())
-                part = target
-                if target < 0:
-                    with accumulator.sticky_lock:
-                        part = accumulator.sticky.current(available)
-                        accumulator.sticky.filled(size)
-                pieces.append((part, first + start, run.slice(start, end - start), size))
-                start = end
-        return pieces
-
-    def _reserve_and_put(
-        self,
-        accumulator: RecordAccumulator,
-        delivery: Columns,
-        pieces: list[tuple[int, int, pa.RecordBatch, int]],
-        total: int,
-    ) -> bool:
-        """Behind everything sent before (rule: order per thread); False if memory is short."""
-        with accumulator.lock:
-            if accumulator.closed is not None:
-                raise accumulator.closed
-            accumulator.seal()
-            if not self._engine.budget.try_reserve(total):
-                return False
-            delivery.pieces = pieces
-            accumulator.sealed.append(delivery)
-            return True
+        return BatchFuture(records)
 
     # -- the rest ----------------------------------------------------------------------------------
 
@@ -383,7 +296,7 @@ class Producer:
 
         Raises `TimeoutError` after `timeout_s`, `InvalidRequest` in a callback.
         """
-        must_not_block(self._thread.thread)
+        self._thread.must_not_block()
         deadline = None if timeout_s is None else monotonic_s() + arguments.seconds(timeout_s)
         if self._closed:
             return
@@ -391,13 +304,13 @@ class Producer:
             begun = self._thread.run(self._begin_flush(), timeout_s)
         except errors.RequestTimedOut as cause:
             raise TimeoutError(cause.message) from None
-        with self._engine.done.lock:
-            left = [delivery for delivery in begun if not delivery.settled]
+        with self._engine.monitor.lock:
+            left = [records for records in begun if not records.settled]
             rest_s = None if deadline is None else max(0.0, deadline - monotonic_s())
-            if not self._engine.done.wait_for(lambda: _all_settled(left), rest_s):
+            if not self._engine.monitor.wait_for(lambda: _all_settled(left), rest_s):
                 raise TimeoutError(f"{len(left)} sends have no outcome within {timeout_s} s")
 
-    async def _begin_flush(self) -> list[Delivery]:
+    async def _begin_flush(self) -> list[RecordSet]:
         return self._engine.begin_flush()
 
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
@@ -406,7 +319,7 @@ class Producer:
         Idempotent; all callbacks have returned then, unless they take so long that a warning is
         logged.  Raises `InvalidRequest` in a callback.
         """
-        must_not_block(self._thread.thread)
+        self._thread.must_not_block()
         if timeout_s is not None:
             arguments.seconds(timeout_s)
         if self._closed:
@@ -424,7 +337,7 @@ class Producer:
             if self._closed:
                 return
             self._closed = True
-        self._accumulators, self._fast = {}, {}
+        self._accumulators.clear()
         connection.closed(self)
         try:
             self._thread.finish(self._engine.close())
@@ -464,6 +377,6 @@ def _stamp(topic: str, timestamp_ms: int) -> int:
     return stamp
 
 
-def _all_settled(left: list[Delivery]) -> bool:
-    left[:] = [delivery for delivery in left if not delivery.settled]
+def _all_settled(left: list[RecordSet]) -> bool:
+    left[:] = [records for records in left if not records.settled]
     return not left

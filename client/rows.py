@@ -1,4 +1,4 @@
-"""Records as rows of Arrow columns: built, counted, placed on partitions, split and cut.
+"""Records as rows of Arrow columns: built, counted and cut by size.
 
 Invariants
   A3  nothing is done per record: columns are built, hashed, sorted and cut by numpy and Arrow.
@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pk import errors, limits
-from pk.client.futures import Delivery
-from pk.client.partitioner import Sticky, partitions_of
+from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.log.columns import HEADER_TYPE
 from pk.log.encoding import numbers
 from pk.types import NONE
@@ -29,7 +28,7 @@ RECORD_OVERHEAD = 16
 COLUMN_OVERHEAD = 4
 _BINARY = pa.binary()
 _OFFSET = struct.Struct("<i")
-#: Columns of a piece; `timestamp` is there only if rows of it differ.
+#: Columns of rows; `timestamp` is there only if the create times differ.
 ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
 _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
@@ -90,8 +89,13 @@ def rows_of(
     return pa.RecordBatch.from_arrays([key, value, headers, int64_column(stamps)], schema=_STAMPED)
 
 
-def normalise(batch: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, pa.Array | None]:
-    """A caller's columns as rows, and its partition column.  Raises `SerializationError`."""
+def normalise(
+    batch: pa.RecordBatch, now_ms: int
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
+    """The columns of a caller as rows, and the partitions it chose (NONE = no choice).
+
+    Raises `SerializationError`, `InvalidPartitions`.
+    """
     names = batch.schema.names
     unknown = [n for n in names if n not in ("key", "value", "timestamp", "headers", "partition")]
     if unknown or len(set(names)) != len(names):
@@ -122,8 +126,13 @@ def normalise(batch: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, pa.Ar
     rows = rows_of(
         column("key", _BINARY), column("value", _BINARY), column("headers", HEADER_TYPE), stamps
     )
-    partition = column("partition", pa.int32()) if "partition" in names else None
-    return rows, partition
+    if "partition" not in names:
+        return rows, None
+    partition = column("partition", pa.int32())
+    chosen = numbers(partition.fill_null(NONE)).astype(np.int32, copy=False)
+    if chosen.min() < NONE or (chosen.min() < 0 and not partition.null_count):
+        raise errors.InvalidPartitions(f"partition {int(chosen.min())} does not exist")
+    return rows, chosen
 
 
 def _bytes_like(kind: pa.DataType) -> bool:
@@ -150,6 +159,10 @@ def _stamps(column: pa.Array, now_ms: int) -> I64:
     if column.null_count:
         column = pc.fill_null(column, now_ms)
     stamps: I64 = numbers(column)
+    if int(stamps.min()) < 0 or int(stamps.max()) > TIMESTAMP_MS_MAX:
+        raise errors.SerializationError(
+            "column timestamp: a value is out of range", column="timestamp"
+        )
     return stamps
 
 
@@ -202,82 +215,7 @@ def sizes(rows: pa.RecordBatch) -> I64:
     return total
 
 
-# -- partitions ------------------------------------------------------------------------------------
-
-
-def place(
-    rows: pa.RecordBatch,
-    explicit: npt.NDArray[np.int32] | None,
-    partitions: int,
-    sticky: Sticky,
-    available: Sequence[int],
-    size: int,
-) -> int | npt.NDArray[np.int32]:
-    """The partition of every row, or the one of them all.  `explicit`: chosen by the caller, -1 =
-    not.
-
-    Raises `InvalidPartitions` if a chosen one does not exist.
-    """
-    if explicit is not None and len(explicit):
-        low, high = int(explicit.min()), int(explicit.max())
-        if low < NONE or high >= partitions:
-            raise errors.InvalidPartitions(
-                f"partition {low if low < NONE else high} does not exist: there are {partitions}"
-            )
-        if low == high and low != NONE:
-            return low
-    if partitions == 1:
-        return 0
-    keys = rows.column("key")
-    keyless = keys.null_count == len(keys)
-    if keyless and explicit is None:
-        chosen = sticky.current(available)
-        sticky.filled(size)
-        return chosen
-    stuck = NONE
-    if keys.null_count and (explicit is None or NONE in explicit):
-        stuck = sticky.current(available)
-        sticky.filled(size * keys.null_count // len(keys))
-    if keyless:
-        spread = np.full(len(keys), stuck, np.int32)
-    else:
-        spread = partitions_of(keys, partitions, stuck)
-    if explicit is not None:
-        spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
-    return spread
-
-
-def split(
-    rows: pa.RecordBatch, chosen: int | npt.NDArray[np.int32], delivery: Delivery
-) -> list[tuple[int, int, pa.RecordBatch]]:
-    """`(partition, first position, rows)` runs, a partition's rows in their order."""
-    if not isinstance(chosen, int):
-        if chosen.min() == chosen.max():
-            chosen = int(chosen[0])
-        else:
-            order = np.argsort(chosen.astype(np.uint16), kind="stable")  # 16 bits: radix sort
-            inverse = np.empty(len(order), np.int64)
-            inverse[order] = np.arange(len(order))
-            delivery.order, delivery.inverse = order, inverse
-            rows = _take(rows, int64_column(order))
-            ordered = chosen[order]
-            cuts = np.flatnonzero(np.diff(ordered)) + 1
-            starts = [0, *cuts.tolist()]
-            ends = [*cuts.tolist(), len(order)]
-            return [
-                (int(ordered[start]), start, rows.slice(start, end - start))
-                for start, end in zip(starts, ends, strict=True)
-            ]
-    return [(chosen, 0, rows)]
-
-
-def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:
-    """`rows` in another order; columns without values need none."""
-    columns = [
-        column if column.null_count == len(column) else column.take(order)
-        for column in rows.columns
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
+# -- batches ---------------------------------------------------------------------------------------
 
 
 def batch_limit(batch_size: int, configs: Mapping[str, str]) -> int:
@@ -298,15 +236,3 @@ def cuts_by_size(row_sizes: I64, batch_size: int) -> list[int]:
         cuts.append(end)
         start = end
     return cuts
-
-
-def cut(
-    run: tuple[int, int, pa.RecordBatch], batch_size: int
-) -> list[tuple[int, int, pa.RecordBatch]]:
-    """A run of `split` as consecutive ones of at most `batch_size` bytes."""
-    partition, first, rows = run
-    ends = cuts_by_size(sizes(rows), batch_size)
-    return [
-        (partition, first + start, rows.slice(start, end - start))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]

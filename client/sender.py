@@ -1,105 +1,160 @@
-"""The producer's peer: which batch goes when to whom, and what each answer means.
+"""The producer's peer: which batch goes when to which broker, and what each answer means.
 
-A Machine: pieces, replies, breaks and metadata in; in-flight requests and results out.  It never
-sees bytes: a shell encodes the batches of an `InFlightRequest` when it writes it, requests to one
-broker in the order they were sent.
+A Machine: record slices, responses, lost connections and metadata in; requests and outcomes out.
+It never sees bytes: a shell encodes the batches of an `InFlightRequest` when it writes it, requests
+to one broker in the order they were sent.
 
 Per partition, batches without a sequence wait; batches with one are *unresolved* until acknowledged
 or failed, in sequence order.  Re-sends go first, in order; new batches follow while they are at
 most five from the oldest unresolved one on, which is as many as the broker remembers (KIP-98).
 
-Idempotence (rule L6).  A failed batch that had a sequence leaves a *gap*: nothing new is sent; what
-is in flight is awaited; batches whose earlier attempt may have been stored are asked for again
-under their old sequence until the answer is definite; only then does the partition begin a new
-epoch at sequence 0 and the rest is sent again in order (KIP-360).  A gap behind an acknowledged
-batch means the broker lost it: fatal.
+Idempotence (rule L6).  A failed batch that had a sequence leaves a *gap*.  Nothing new is sent, and
+what is in flight is awaited.  Batches that an earlier attempt may have stored are sent again under
+their old sequence until the answer is definite.  Only then does the partition begin a new epoch at
+sequence 0, and the rest is sent again in order (KIP-360).  A gap behind an acknowledged batch means
+that the broker lost it: fatal.
 
-A partition whose leadership moved is not waited for at its old leader: what is in flight there is
-unknown, and asked for again from the new one.  Should the old one still get to it, the leader epoch
-that it was sent under refuses it.  Without idempotence the old leader has MOVED_GRACE_MS to answer.
+When the leadership of a partition moves, its old leader is not waited for: what is in flight there
+is unknown, and sent again to the new leader.  If the old leader still gets to it, the leader epoch
+of the request refuses it.  Without idempotence the old leader has MOVED_GRACE_MS to answer.
 
 Invariants
-  N1  batches of a partition are appended in the order their pieces came (idempotent; else with one
+  N1  batches of a partition are appended in the order their slices came (idempotent; else with one
       in flight).
   N2  a batch that may have been stored is never sent again under another sequence, and without
       idempotence never sent again at all (rule L7).
-  N3  at most `max_in_flight` frames per broker that are not stuck (`Node.free_ms`); a partition has
+  N3  at most `max_in_flight` requests per broker that are not stuck (`_free_ms`); a partition has
       batches in flight to one broker only: the leader that the metadata names.
-  N4  every piece is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
+  N4  every slice is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pk import errors, limits
 from pk.backoff import Backoff, client_jitter, exponential_ms
+from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refusal
 from pk.client.metadata import Leader, Metadata
-from pk.client.producer_batch import ProducerBatch
-from pk.client.sender_events import (
-    Add,
-    Broken,
-    Event,
-    Fail,
-    IdGranted,
+from pk.client.producer_batch import (
     InFlightRequest,
-    Replied,
-    Result,
-    SenderOptions,
-    Wake,
-    Written,
+    PartitionBatches,
+    PartitionResponse,
+    ProducerBatch,
+    Retry,
 )
-from pk.client.sender_state import NOT_STORED, OUT_OF_SIGHT, STALE, Node, Partition, ending, refusal
+from pk.client.record_set import RecordSlice
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
 EPOCH_MAX = 2**15 - 1
 #: How long a deposed leader may still say what became of a batch that cannot be sent again.
 MOVED_GRACE_MS = 1_000
-#: The first back-off from a leader that does not know of its office yet.
+#: The first back-off from a leader that has not learned of its election yet.
 EARLY_MS = 20
+#: A request that was not answered for so long waits for a replica of one of its partitions.
+STUCK_MS = 500
 #: "Offer this partition once more": not a time.
 _AGAIN = -1
+#: "No time": later than every deadline.
+_NEVER = 1 << 62
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Append:
+    """A slice for a partition, whose batches have at most `batch_size` bytes."""
+
+    key: PartitionKey
+    records: RecordSlice
+    batch_size: int
+
+
+@dataclass(slots=True)
+class ProduceResponse:
+    """Answers for batches of a request; several may come for one request (rule L7)."""
+
+    correlation_id: int
+    partitions: Sequence[PartitionResponse]
+
+
+@dataclass(slots=True)
+class ConnectionLost:
+    """The stream to a broker is gone; the requests `unsent` were never handed to it."""
+
+    node: int
+    error: errors.PkError
+    unsent: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class ProducerIdGranted:
+    """The answer to `Publish("producer_id")`."""
+
+    producer_id: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Close:
+    """Nothing more can be sent: the producer closes, or met an error that concerns all batches."""
+
+    error: errors.PkError
+
+
+@dataclass(slots=True)
+class Wakeup:
+    """A timer fired, metadata changed, a flush began."""
+
+    flush: bool = False
+
+
+SenderEvent = Append | ProduceResponse | ConnectionLost | ProducerIdGranted | Close | Wakeup
+
+# -- the machine -----------------------------------------------------------------------------------
 
 
 class Sender:
-    """The machine.  `metadata` is shared with the shell, which tells of changes by `Wake`."""
+    """`options` are resolved (settings.PRODUCER); the shell tells of changes of `metadata` by
+    `Wakeup`.
+    """
 
-    def __init__(self, options: SenderOptions, metadata: Metadata, rng: random.Random) -> None:
-        self.options = options
+    def __init__(self, options: Mapping[str, Any], metadata: Metadata, rng: random.Random) -> None:
         self.metadata = metadata
-        bounds_ms = (options.retry_backoff_ms, options.retry_backoff_max_ms)
-        self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
-        self._active: dict[PartitionKey, Partition] = {}  #: with anything to do, fair order
-        self._idle: dict[PartitionKey, Partition] = {}  #: remembered for their sequences
-        self._nodes: dict[int, Node] = {}
-        self._flights: dict[int, InFlightRequest] = {}
-        self._next_correlation = 1
-        self.producer_id = NONE
-        self.epoch = NONE
-        self.granted = (NONE, NONE)  #: both, as they came last; replaced at once
-        self._id_wanted = False
         self.fatal: errors.PkError | None = None
+        self.granted = (NONE, NONE)  #: producer id and epoch as granted last; replaced at once
+        self._idempotent: bool = options["enable_idempotence"]
+        self._max_in_flight: int = options["max_in_flight"]
+        self._request_timeout_ms: int = options["request_timeout_ms"]
+        self._delivery_timeout_ms: int = options["delivery_timeout_ms"]
+        bounds_ms = (options["retry_backoff_ms"], options["retry_backoff_max_ms"])
+        self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
+        self._active: dict[PartitionKey, PartitionBatches] = {}  #: with anything to do, fair order
+        self._idle: dict[PartitionKey, PartitionBatches] = {}  #: remembered for their sequences
+        self._nodes: dict[int, Retry] = {}  #: brokers
+        self._in_flight: dict[int, InFlightRequest] = {}  #: by correlation id, oldest first
+        self._next_correlation = 1
+        self._producer_id, self._epoch = NONE, NONE
+        self._id_wanted = False
         self._flushing = False
         self._effects: list[Effect] = []
         self._timer: int | None = None
         self._steps: dict[type, Callable[..., None]] = {
-            Add: self._on_add, Replied: self._on_replied, Broken: self._on_broken,
-            Written: self._on_written, IdGranted: self._on_id, Fail: self._on_fail,
-            Wake: self._on_wake,
+            Append: self._on_append, ProduceResponse: self._on_response,
+            ConnectionLost: self._on_lost, ProducerIdGranted: self._on_producer_id,
+            Close: self._on_close, Wakeup: self._on_wakeup,
         }  # fmt: skip
 
-    @property
-    def empty(self) -> bool:
-        """Nothing waits and nothing is unresolved."""
-        return not self._active
-
-    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+    def step(self, event: SenderEvent, now_ms: int) -> Sequence[Effect]:
+        """Handle `event`; returns the effects that the shell performs in order."""
         self._effects = []
         self._steps[type(event)](event, now_ms)
-        if not isinstance(event, Add):  # pieces come in bursts, each burst is followed by a Wake
+        if not isinstance(event, Append):  # slices come in bursts, each followed by a Wakeup
             if self._timer is not None and self._timer <= now_ms:
                 self._timer = None
                 self._expire(now_ms)  # every deadline is in the timer
@@ -108,273 +163,204 @@ class Sender:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _on_add(self, event: Add, now_ms: int) -> None:
-        if self.fatal is not None:
-            refused = ProducerBatch(event.topic, event.key, event.piece)
-            self._respond(refused, Result(error=self.fatal))
-            return
-        partition = self._active.get(event.key)
-        if partition is None:
-            partition = self._idle.pop(event.key, None) or Partition(
-                event.topic, event.key, event.batch_size, self._new_backoff()
+    def _on_append(self, event: Append, now_ms: int) -> None:
+        assert self.fatal is None
+        found = self._active.get(event.key)
+        if found is None:
+            found = self._idle.pop(event.key, None) or PartitionBatches(
+                event.records.records.topic, event.key, Retry(self._new_backoff())
             )
-            self._active[event.key] = partition
-        partition.batch_size = event.batch_size
-        partition.add(event.piece)
+            self._active[event.key] = found
+        found.add(event.records, event.batch_size)
 
-    def _on_wake(self, event: Wake, now_ms: int) -> None:
+    def _on_wakeup(self, event: Wakeup, now_ms: int) -> None:
         self._flushing = self._flushing or event.flush
 
-    def _on_id(self, event: IdGranted, now_ms: int) -> None:
-        self.producer_id, self.epoch = self.granted = event.producer_id, event.epoch
+    def _on_producer_id(self, event: ProducerIdGranted, now_ms: int) -> None:
+        self._producer_id, self._epoch = self.granted = event.producer_id, event.epoch
         self._id_wanted = False
 
-    def _on_written(self, event: Written, now_ms: int) -> None:
-        frame = self._flights.get(event.correlation_id)
-        if frame is not None and self.options.acks == 0:
-            for index in sorted(frame.open):
-                self._settle(frame, Result(index), now_ms)
-            self._close_frame(frame)
+    def _on_response(self, event: ProduceResponse, now_ms: int) -> None:
+        request = self._in_flight.get(event.correlation_id)
+        if request is None:
+            return  # late: the request was given up
+        self._nodes[request.node].reset()
+        for response in event.partitions:
+            at = response.index
+            batch = request.batches[at] if 0 <= at < len(request.batches) else None
+            if batch is not None and batch.request is request and self.fatal is None:
+                self._settle(batch, response, now_ms)
 
-    def _on_replied(self, event: Replied, now_ms: int) -> None:
-        frame = self._flights.get(event.correlation_id)
-        if frame is None:
-            return  # late: the frame was given up
-        node = self._nodes[frame.node]
-        node.backoff.reset()
-        for result in event.results:
-            if result.index in frame.open and self.fatal is None:
-                self._settle(frame, result, now_ms)
-        if not frame.open:
-            self._close_frame(frame)
-
-    def _on_broken(self, event: Broken, now_ms: int) -> None:
-        node = self._nodes.get(event.node)
-        if node is None:
-            return
-        node.retry_ms = now_ms + int(node.backoff.next_ms())
+    def _on_lost(self, event: ConnectionLost, now_ms: int) -> None:
+        self._nodes[event.node].postpone(now_ms)
         self._want_metadata()
-        for frame in list(node.frames.values()):
-            for index in sorted(frame.open):
-                batch = frame.batches[index]
-                frame.open.discard(index)
-                batch.flight = None
-                if frame.correlation_id in event.unsent:
+        for request in [each for each in self._in_flight.values() if each.node == event.node]:
+            for batch in [each for each in request.batches if each.request is request]:
+                self._take_back(batch)
+                if request.correlation_id in event.unsent:
                     self._retry(batch, errors.BrokerUnavailable(event.error.message), now_ms)
                 else:
                     self._unknown(batch, event.error, now_ms)
-            self._close_frame(frame)
 
-    def _on_fail(self, event: Fail, now_ms: int) -> None:
+    def _on_close(self, event: Close, now_ms: int) -> None:
         self.fatal = event.error
-        for partition in list(self._active.values()):
+        for partition in self._active.values():
             for batch in [*partition.unresolved, *partition.waiting]:
-                if not batch.expired:
-                    self._respond(batch, Result(error=ending(batch, event.error)))
-            partition.unresolved.clear()
-            partition.waiting.clear()
-        self._active.clear()
-        self._idle.clear()
-        for frame in list(self._flights.values()):
-            self._close_frame(frame)
+                sent = batch.request is not None or batch.unknown
+                error = perhaps_stored(event.error) if sent else event.error
+                self._respond(batch, PartitionResponse(error=error))
+        for known in (self._active, self._idle, self._in_flight):
+            known.clear()
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _settle(self, frame: InFlightRequest, result: Result, now_ms: int) -> None:
-        batch = frame.batches[result.index]
-        frame.open.discard(result.index)
-        batch.flight = None
-        partition = self._active[batch.key]
-        error = result.error
+    def _take_back(self, batch: ProducerBatch) -> InFlightRequest:
+        """`batch` is in flight no more; a request without such batches is closed."""
+        request: InFlightRequest = batch.request
+        batch.request = None
+        request.open -= 1
+        if not request.open:
+            self._in_flight.pop(request.correlation_id, None)
+        return request
+
+    def _settle(self, batch: ProducerBatch, response: PartitionResponse, now_ms: int) -> None:
+        """What a broker's answer means for a batch."""
+        self._take_back(batch)
+        partition, error = batch.partition, response.error
         if error is None:
-            self._stored(partition, batch, result)
+            partition.acknowledge(batch, response.base_offset)
+            self._respond(batch, response)
         elif isinstance(error, errors.OutOfOrderSequence | errors.UnknownProducerId):
-            batch.unknown = False  # the broker does not have it
-            self._out_of_order(partition, batch, error, result.log_start, now_ms)
-        elif isinstance(error, errors.InvalidProducerEpoch) and self.options.idempotent:
-            batch.unknown = False
-            self.producer_id = NONE  # this id is spoilt: begin with another
-            self._keep_or_drop(partition, batch)
+            batch.unknown_epoch = None  # the broker does not have it
+            self._out_of_order(batch, error, response.log_start, now_ms)
+        elif isinstance(error, errors.InvalidProducerEpoch) and self._idempotent:
+            batch.unknown_epoch = None
+            self._producer_id = NONE  # this id is spoilt: begin with another
+            self._keep_or_drop(batch)
             partition.gap = True
         elif isinstance(error, NOT_STORED) and "appended" not in error.details:
-            self._retry(batch, error, now_ms, frame.epochs[result.index])
+            self._retry(batch, error, now_ms, batch.asked_epoch)
         elif error.retriable:
             self._unknown(batch, error, now_ms)
         else:
-            self._failed(partition, batch, refusal(batch, error))
+            self._failed(batch, refusal(error, unknown=batch.unknown))
 
-    def _stored(self, partition: Partition, batch: ProducerBatch, result: Result) -> None:
-        partition.unresolved.remove(batch)
-        partition.backoff.reset()
-        partition.retry_ms = 0
-        partition.problem = None
-        if batch.sequence != NONE and batch.epoch == partition.epoch:
-            partition.acked_sequence = (batch.next_sequence - 1) & 0x7FFFFFFF
-            partition.acked_offset = max(
-                partition.acked_offset, result.base_offset + batch.count - 1
-            )
-        if not batch.expired:
-            self._respond(batch, result)
+    def _failed(self, batch: ProducerBatch, error: errors.PkError) -> None:
+        batch.partition.remove(batch)
+        self._respond(batch, PartitionResponse(error=error))
 
-    def _failed(self, partition: Partition, batch: ProducerBatch, error: errors.PkError) -> None:
-        if batch in partition.unresolved:
-            partition.unresolved.remove(batch)
-            if batch.sequence != NONE:
-                partition.gap = True
-        else:
-            partition.waiting.remove(batch)
-        if not batch.expired:
-            self._respond(batch, Result(error=error))
-
-    def _keep_or_drop(self, partition: Partition, batch: ProducerBatch) -> None:
+    def _keep_or_drop(self, batch: ProducerBatch) -> None:
         """A batch that was not stored stays for its next attempt, unless its caller gave it up."""
         if batch.expired:
-            self._failed(partition, batch, errors.DeliveryTimedOut())
+            batch.partition.remove(batch)
 
     def _retry(
         self, batch: ProducerBatch, error: errors.PkError, now_ms: int, epoch: int = NONE
     ) -> None:
-        """`batch` was not stored by this attempt, which was made under that leader epoch."""
-        partition = self._active[batch.key]
+        """`batch` was not stored by this attempt, which was made under leader epoch `epoch`."""
+        partition = batch.partition
         partition.problem = error
         if isinstance(error, STALE):
             self._want_metadata()
-        loss = self.metadata.loss_of(batch.key)
+        loss = self.metadata.loss_of(partition.key)
         if loss is not None:
-            self._failed(partition, batch, loss)
+            self._failed(batch, loss)
             return
-        self._keep_or_drop(partition, batch)
-        if partition.retry_ms > now_ms:
+        self._keep_or_drop(batch)
+        retry = partition.retry
+        if retry.at_ms > now_ms:
             return  # of the same round as one that failed before
-        wait = int(partition.backoff.next_ms())
-        leader = self.metadata.leader(batch.key)
+        wait = int(retry.backoff.next_ms())
+        leader = self.metadata.leader(partition.key)
         if isinstance(error, STALE) and leader is not None and epoch != NONE:
-            # Who was asked was deposed: on to the next one; or it will hear soon that it leads.
-            early = exponential_ms(EARLY_MS, wait, partition.backoff.attempts)
+            # Either another leader was elected already, or this one learns soon that it leads.
+            early = exponential_ms(EARLY_MS, wait, retry.backoff.attempts)
             wait = 0 if epoch < leader.epoch else early
-        partition.retry_ms = now_ms + wait
+        retry.at_ms = now_ms + wait
 
     def _unknown(self, batch: ProducerBatch, error: errors.PkError, now_ms: int) -> None:
         """`batch` may have been stored."""
-        partition = self._active[batch.key]
-        if not self.options.idempotent:
-            self._failed(
-                partition, batch,
-                errors.OutcomeUnknown(
-                    f"{error.message}; it may have been stored, so it is not sent again"
-                ),
-            )  # fmt: skip
+        if not self._idempotent:
+            message = f"{error.message}; it may have been stored, so it is not sent again"
+            self._failed(batch, errors.OutcomeUnknown(message))
             return
         if not batch.unknown:
-            batch.unknown, batch.unknown_epoch = True, batch.asked_epoch
+            batch.unknown_epoch = batch.asked_epoch
         self._retry(batch, error, now_ms)
 
     def _out_of_order(
-        self,
-        partition: Partition,
-        batch: ProducerBatch,
-        error: errors.PkError,
-        log_start: int,
-        now_ms: int,
+        self, batch: ProducerBatch, error: errors.PkError, log_start: int, now_ms: int
     ) -> None:
-        first = partition.unresolved[0] is batch
-        if first and not partition.gap:
-            acked = partition.acked_sequence != NONE
+        """The broker does not have the batch before `batch`: was it acknowledged (rule L6)?"""
+        partition = batch.partition
+        if partition.unresolved[0] is batch and not partition.gap:
             forgotten = isinstance(error, errors.UnknownProducerId) or (
                 log_start > partition.acked_offset  # retention or delete-records took the rest
             )
-            if acked and not forgotten:
-                self._fatal(
-                    errors.OutOfOrderSequence(
-                        f"acknowledged records of {partition.topic}-{partition.key.partition} up "
-                        f"to offset {partition.acked_offset} are no longer in the log (the broker "
-                        f"lost them, for instance with its page cache): {error.message}",
-                        topic=partition.topic, partition=str(partition.key.partition),
-                    ),
-                    now_ms,
+            if partition.acked_sequence != NONE and not forgotten:
+                lost = errors.OutOfOrderSequence(
+                    f"acknowledged records of {partition} up to offset {partition.acked_offset} "
+                    "are no longer in the log (the broker lost them, for instance with its page "
+                    f"cache): {error.message}",
+                    topic=partition.topic, partition=str(partition.key.partition),
                 )  # fmt: skip
+                self._on_close(Close(lost), now_ms)
                 return
             partition.gap = True
-            if partition.backoff.attempts:  # the first gap is closed at once
-                partition.retry_ms = now_ms + int(partition.backoff.wait_ms())
-            partition.backoff.failed()
-        self._keep_or_drop(partition, batch)
+            backoff = partition.retry.backoff
+            if backoff.attempts:  # the first gap is closed at once
+                partition.retry.at_ms = now_ms + int(backoff.wait_ms())
+            backoff.failed()
+        self._keep_or_drop(batch)
 
-    # -- leaders -----------------------------------------------------------------------------------
+    def _respond(self, batch: ProducerBatch, response: PartitionResponse) -> None:
+        if not batch.expired:  # else its caller has an answer
+            self._effects.append(Respond(batch, response))
 
-    def _new_leader(self, partition: Partition, leader: Leader) -> None:
-        """Whoever was just elected is alive: no back-off of before counts any more."""
-        partition.leader = leader
-        partition.retry_ms = 0
-        partition.backoff.reset()
-        node = self._nodes.get(leader.node)
-        if node is not None:
-            node.retry_ms = 0
-            node.backoff.reset()
+    # -- leaders and epochs ------------------------------------------------------------------------
 
-    def _leave(self, partition: Partition, leader: Leader, now_ms: int) -> int | None:
-        """Do not wait for brokers that lead no more; a time = only from then on."""
+    def _leave(self, partition: PartitionBatches, leader: Leader, now_ms: int) -> int:
+        """Take batches back from brokers that lead no more; returns until when to wait for their
+        answers instead.
+        """
         away = [
-            (batch, frame)
+            batch
             for batch in partition.unresolved
-            if batch.flight is not None
-            and (frame := self._flights[batch.flight]).node != leader.node
+            if batch.request is not None and batch.request.node != leader.node
         ]
         if not away:
             partition.left_ms = None
-            return None
+            return now_ms
         if partition.left_ms is None:
             partition.left_ms = now_ms
-        patience_ms = 0 if self.options.idempotent else MOVED_GRACE_MS
-        if now_ms < partition.left_ms + patience_ms:
-            return partition.left_ms + patience_ms
-        for batch, frame in away:
-            frame.open.discard(frame.batches.index(batch))
-            if not frame.open:
-                self._close_frame(frame)
-            batch.flight = None
-            why = f"broker {frame.node} leads {partition.topic}-{partition.key.partition} no more"
+        until_ms = partition.left_ms + (0 if self._idempotent else MOVED_GRACE_MS)
+        if now_ms < until_ms:
+            return until_ms
+        for batch in away:
+            why = f"broker {self._take_back(batch).node} leads {partition} no more"
             self._unknown(batch, errors.NotLeaderOrFollower(why), now_ms)
         partition.left_ms = None
-        partition.retry_ms = 0
-        partition.backoff.reset()
-        return None
+        partition.retry.reset()
+        return now_ms
 
-    def _fatal(self, error: errors.PkError, now_ms: int) -> None:
-        self._on_fail(Fail(error), now_ms)
-
-    # -- epochs ------------------------------------------------------------------------------------
-
-    def _mend(self, partition: Partition) -> bool:
+    def _mend(self, partition: PartitionBatches) -> bool:
         """Close a gap if nothing is uncertain any more; True if the partition may send new
         sequences.
         """
         if not partition.gap:
             return True
-        if partition.in_flight or any(batch.unknown for batch in partition.unresolved):
+        if any(batch.request is not None or batch.unknown for batch in partition.unresolved):
             return False
-        if partition.producer_id == self.producer_id and partition.epoch < EPOCH_MAX:
-            partition.epoch += 1
-        else:
-            if partition.producer_id == self.producer_id:
-                self.producer_id = NONE
-            if self.producer_id == NONE:
-                self._want_id()
-                return False
-            partition.producer_id, partition.epoch = self.producer_id, self.epoch
-        partition.gap = False
-        partition.acked_sequence = NONE
-        partition.sequence = 0
-        for batch in partition.unresolved:
-            self._number(partition, batch)
+        if partition.producer_id == self._producer_id and partition.epoch < EPOCH_MAX:
+            partition.begin_epoch(partition.producer_id, partition.epoch + 1)
+            return True
+        if partition.producer_id == self._producer_id:
+            self._producer_id = NONE
+        if self._producer_id == NONE:
+            self._want_id()
+            return False
+        partition.begin_epoch(self._producer_id, self._epoch)
         return True
-
-    def _number(self, partition: Partition, batch: ProducerBatch) -> None:
-        batch.producer_id, batch.epoch = partition.producer_id, partition.epoch
-        batch.sequence = partition.sequence
-        batch.number = partition.number
-        partition.sequence = batch.next_sequence
-        partition.number += 1
 
     def _want_id(self) -> None:
         if not self._id_wanted:
@@ -387,214 +373,162 @@ class Sender:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def _node(self, node_id: int) -> Node:
-        found = self._nodes.get(node_id)
-        if found is None:
-            found = self._nodes[node_id] = Node(self._new_backoff())
-        return found
-
     def _expire(self, now_ms: int) -> None:
-        for frame in list(self._flights.values()):
-            if frame.deadline_ms <= now_ms:
-                reason = f"no answer within {self.options.request_timeout_ms} ms"
-                self._effects.append(Publish("reset", frame.node))
-                self._on_broken(Broken(frame.node, errors.RequestTimedOut(reason)), now_ms)
-        horizon = now_ms - self.options.delivery_timeout_ms
+        for request in list(self._in_flight.values()):
+            if request.deadline_ms <= now_ms:
+                self._effects.append(Publish("reset", request.node))
+                error = errors.RequestTimedOut(f"no answer within {self._request_timeout_ms} ms")
+                self._on_lost(ConnectionLost(request.node, error), now_ms)
+        horizon = now_ms - self._delivery_timeout_ms
         for partition in list(self._active.values()):
             while partition.waiting and partition.waiting[0].created_ms <= horizon:
-                self._failed(
-                    partition,
-                    partition.waiting[0],
-                    self._timed_out(partition, "never sent"),
-                )
+                late = self._timed_out(partition, "never sent")
+                self._failed(partition.waiting[0], late)
             for batch in [b for b in partition.unresolved if b.created_ms <= horizon]:
                 if batch.expired:
                     continue
-                known = not batch.unknown and batch.flight is None
-                error = self._timed_out(
-                    partition, "not stored" if known else "it may have been stored"
-                )
-                if batch.flight is None:
-                    self._failed(partition, batch, error)
-                else:  # its frame is still out: keep the place in the sequence
-                    batch.expired = True
-                    self._respond(batch, Result(error=error))
+                known = batch.request is None and not batch.unknown
+                what = "not stored" if known else "it may have been stored"
+                self._respond(batch, PartitionResponse(error=self._timed_out(partition, what)))
+                batch.expired = True
+                if batch.request is None:
+                    partition.remove(batch)  # else it keeps its place in the sequence
 
-    def _timed_out(self, partition: Partition, what: str) -> errors.DeliveryTimedOut:
-        idless = self.options.idempotent and self.producer_id == NONE
-        cause = partition.obstacle(self.metadata, idless=idless)
+    def _timed_out(self, partition: PartitionBatches, what: str) -> errors.DeliveryTimedOut:
+        without_id = self._idempotent and self._producer_id == NONE
+        cause = partition.obstacle(self.metadata, without_id=without_id)
         error = errors.DeliveryTimedOut(
-            f"{partition.topic}-{partition.key.partition}: no acknowledgement within "
-            f"delivery_timeout_ms={self.options.delivery_timeout_ms}: {what}"
+            f"{partition}: no acknowledgement within "
+            f"delivery_timeout_ms={self._delivery_timeout_ms}: {what}"
             + (f"; {cause}" if cause else "")
         )
         if cause:  # the cluster's own failure, and it lasts
             setattr(error, "acts", "operator")  # noqa: B010 - the class says what holds otherwise
         return error
 
+    def _free_ms(self, node: int) -> int:
+        """From when on another request may be sent to a broker; 0 = now.
+
+        A stuck request does not count.  A partition whose replica has stopped would otherwise fill
+        every place, and all other partitions of the broker would wait for it.  The number of stuck
+        requests is bounded by the batches that a partition may have in flight.
+        """
+        deadlines = [r.deadline_ms for r in self._in_flight.values() if r.node == node]
+        if len(deadlines) < self._max_in_flight:
+            return 0
+        return deadlines[-self._max_in_flight] - self._request_timeout_ms + STUCK_MS
+
+    def _set_timer(self, wake: int, now_ms: int) -> None:
+        wake = min([wake, *(request.deadline_ms for request in self._in_flight.values())])
+        at_ms = None if wake == _NEVER else max(wake, now_ms + 1)
+        if at_ms != self._timer:
+            self._timer = at_ms
+            self._effects.append(SetTimer("sender", at_ms))
+
     # -- sending -----------------------------------------------------------------------------------
 
     def _pump(self, now_ms: int) -> None:
-        wake: int | None = None
-        if self.options.idempotent and self.producer_id == NONE and self._active:
+        """Send every batch that may go, and set the timer for the others."""
+        wake = _NEVER
+        if self._idempotent and self._producer_id == NONE and self._active:
             self._want_id()
         candidates = list(self._active)
-        while candidates:  # as often as there is room in another frame
-            frames: dict[int, InFlightRequest] = {}
-            used: dict[int, int] = {}
+        while candidates:  # as often as there is room in another request
+            requests: dict[int, InFlightRequest] = {}
             again: list[PartitionKey] = []
             for key in candidates:
                 partition = self._active[key]
                 if partition.idle:
                     self._idle[key] = self._active.pop(key)
                     continue
-                when = self._offer(partition, frames, used, now_ms)
+                when = self._offer(partition, requests, now_ms)
                 if when == _AGAIN:
                     again.append(key)
-                elif when is not None and (wake is None or when < wake):
-                    wake = when
-            for frame in frames.values():
-                self._launch(frame)
+                else:
+                    wake = min(wake, when, partition.created_ms() + self._delivery_timeout_ms)
+            for request in requests.values():
+                self._effects.append(Send(request.node, request))
+                for batch in request.batches:  # fair: a served partition goes to the end
+                    key = batch.partition.key
+                    self._active[key] = self._active.pop(key)
             candidates = again
-        if self._flushing and not self._active:
-            self._flushing = False
+        self._flushing = self._flushing and bool(self._active)
         self._set_timer(wake, now_ms)
 
     def _offer(
-        self,
-        partition: Partition,
-        frames: dict[int, InFlightRequest],
-        used: dict[int, int],
-        now_ms: int,
-    ) -> int | None:
-        """Put the partition's next batch into its leader's frame; or say when to look again."""
-        horizon = self._deadline(partition, now_ms)
+        self, partition: PartitionBatches, requests: dict[int, InFlightRequest], now_ms: int
+    ) -> int:
+        """Put the next batch into the request to its leader; or say when to look again."""
         leader = self.metadata.leader(partition.key)
         if leader is not None and leader != partition.leader:
-            self._new_leader(partition, leader)
-        if partition.retry_ms > now_ms:
-            return min(partition.retry_ms, horizon)
+            # The new leader is alive: back-off from before its election does not count any more.
+            partition.leader = leader
+            partition.retry.reset()
+            if leader.node in self._nodes:
+                self._nodes[leader.node].reset()
+        if partition.retry.at_ms > now_ms:
+            return partition.retry.at_ms
         if leader is None:
-            loss = self.metadata.loss_of(partition.key)
-            if loss is not None:
-                self._lost(partition, loss)
-                return None
-            self._want_metadata()
-            partition.retry_ms = now_ms + int(partition.backoff.next_ms())
-            return min(partition.retry_ms, horizon)
+            return self._without_leader(partition, now_ms)
         later = self._leave(partition, leader, now_ms)
-        if later is not None:
-            return min(later, horizon)  # N3
-        node = self._node(leader.node)
-        if node.retry_ms > now_ms:
-            return min(node.retry_ms, horizon)
-        frame = frames.get(leader.node)
-        free_ms = node.free_ms(self.options)
-        if frame is None and free_ms > now_ms:
-            return min(free_ms, horizon)
+        if later > now_ms:
+            return later  # N3
+        node = self._nodes.get(leader.node)
+        if node is None:
+            node = self._nodes[leader.node] = Retry(self._new_backoff())
+        request = requests.get(leader.node)
+        free_ms = 0 if request is not None else self._free_ms(leader.node)
+        if max(node.at_ms, free_ms) > now_ms:
+            return node.at_ms if node.at_ms > now_ms else free_ms
         for gone in partition.out_of_sight(leader):
-            self._failed(partition, gone, errors.OutcomeUnknown(OUT_OF_SIGHT))
+            self._failed(gone, errors.OutcomeUnknown(OUT_OF_SIGHT))
         batch, later = self._next_batch(partition, now_ms)
         if batch is None:
-            return horizon if later is None else min(later, horizon)
-        if frame is None:
-            frame = InFlightRequest(
-                self._next_correlation,
-                leader.node,
-                [],
-                [],
-                now_ms + self.options.request_timeout_ms,
+            return later
+        if request is None:
+            request = InFlightRequest(
+                self._next_correlation, leader.node, now_ms + self._request_timeout_ms
             )
             self._next_correlation += 1
-            frames[leader.node] = frame
-            used[leader.node] = 0
-        elif used[leader.node] + batch.size > self.options.frame_bytes:
-            return _AGAIN  # in the next frame
-        used[leader.node] += batch.size
-        self._enter(partition, frame, batch, leader.epoch)
+            self._in_flight[request.correlation_id] = requests[leader.node] = request
+        elif request.size + batch.size > limits.FRAME_BYTES:
+            return _AGAIN  # in the next request
+        if partition.waiting and partition.waiting[0] is batch:
+            partition.unresolved.append(partition.waiting.popleft())
+            if self._idempotent:
+                partition.number_batch(batch)
+        request.add(batch, leader.epoch)
         return _AGAIN
 
+    def _without_leader(self, partition: PartitionBatches, now_ms: int) -> int:
+        loss = self.metadata.loss_of(partition.key)
+        if loss is None:
+            self._want_metadata()
+            partition.retry.postpone(now_ms)
+            return partition.retry.at_ms
+        for batch in [*partition.unresolved, *partition.waiting]:
+            if batch.request is None:
+                self._failed(batch, loss)
+        return _NEVER
+
     def _next_batch(
-        self, partition: Partition, now_ms: int
-    ) -> tuple[ProducerBatch | None, int | None]:
-        """The batch to send now, or None and when one will be ripe."""
+        self, partition: PartitionBatches, now_ms: int
+    ) -> tuple[ProducerBatch | None, int]:
+        """The batch to send now, or None and when one will be ready."""
         whole = self._mend(partition)
         for batch in partition.unresolved:
-            if batch.flight is None and (whole or batch.unknown):
-                return batch, None
+            if batch.request is None and (whole or batch.unknown):
+                return batch, now_ms
             if not whole and batch.unknown:
-                return None, None  # one question at a time
-        if not whole or not self._room(partition):
-            return None, None
-        if self.options.idempotent and partition.producer_id == NONE:
-            if self.producer_id == NONE:
-                return None, None
-            partition.producer_id, partition.epoch = self.producer_id, self.epoch
+                return None, _NEVER  # one question at a time
+        limit = limits.IN_FLIGHT_MAX if self._idempotent else self._max_in_flight
+        if not whole or not partition.waiting or partition.numbered >= limit:
+            return None, _NEVER
+        if self._idempotent and partition.producer_id == NONE:
+            if self._producer_id == NONE:
+                return None, _NEVER
+            partition.producer_id, partition.epoch = self._producer_id, self._epoch
         ready_ms = partition.ready_ms()
-        if ready_ms is None:
-            return None, None
         if ready_ms > now_ms and not self._flushing:
             return None, ready_ms
-        return partition.waiting[0], None
-
-    def _room(self, partition: Partition) -> bool:
-        """Whether one more batch may be numbered: the broker must still know the oldest unresolved
-        one.
-        """
-        if not partition.unresolved:
-            return True
-        if not self.options.idempotent:
-            return len(partition.unresolved) < self.options.max_in_flight
-        return partition.number - partition.unresolved[0].number < limits.IN_FLIGHT_MAX
-
-    def _enter(
-        self, partition: Partition, frame: InFlightRequest, batch: ProducerBatch, epoch: int
-    ) -> None:
-        if partition.waiting and partition.waiting[0] is batch:
-            partition.waiting.popleft()
-            partition.unresolved.append(batch)
-            if self.options.idempotent:
-                self._number(partition, batch)
-        batch.flight, batch.asked_epoch = frame.correlation_id, epoch
-        self._flights[frame.correlation_id] = frame
-        frame.open.add(len(frame.batches))
-        frame.batches.append(batch)
-        frame.epochs.append(epoch)
-
-    def _launch(self, frame: InFlightRequest) -> None:
-        self._nodes[frame.node].frames[frame.correlation_id] = frame
-        self._effects.append(Send(frame.node, frame))
-        for batch in frame.batches:  # fair: who was served goes to the end of the line
-            self._active[batch.key] = self._active.pop(batch.key)
-
-    def _lost(self, partition: Partition, loss: errors.PkError) -> None:
-        for batch in [*partition.unresolved, *partition.waiting]:
-            if batch.flight is None:
-                self._failed(partition, batch, loss)
-
-    def _deadline(self, partition: Partition, now_ms: int) -> int:
-        """When the next thing of this partition expires."""
-        oldest = now_ms
-        for batch in partition.unresolved:
-            if not batch.expired:
-                oldest = min(oldest, batch.created_ms)
-        if partition.waiting:
-            oldest = min(oldest, partition.waiting[0].created_ms)
-        return oldest + self.options.delivery_timeout_ms
-
-    def _close_frame(self, frame: InFlightRequest) -> None:
-        self._flights.pop(frame.correlation_id, None)
-        self._nodes[frame.node].frames.pop(frame.correlation_id, None)
-
-    def _respond(self, batch: ProducerBatch, result: Result) -> None:
-        self._effects.append(Respond(batch, result))
-
-    def _set_timer(self, wake: int | None, now_ms: int) -> None:
-        for frame in self._flights.values():
-            if wake is None or frame.deadline_ms < wake:
-                wake = frame.deadline_ms
-        if wake is not None:
-            wake = max(wake, now_ms + 1)
-        if wake != self._timer:
-            self._timer = wake
-            self._effects.append(SetTimer("sender", wake))
+        return partition.waiting[0], now_ms

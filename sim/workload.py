@@ -16,9 +16,9 @@ from typing import Any
 from pk import errors
 from pk.client.accumulator import RecordAccumulator, record_size
 from pk.client.cluster import Cluster
-from pk.client.futures import OnDelivery
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_set import OnDelivery
 from pk.sim.options import BROKER, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, Sent, digest_of, value_of
 from pk.types import NONE
@@ -94,15 +94,13 @@ class SimProducer:
         settings, self._ordered = producer_options(
             {"batch_size": rng.choice([1_000, 20_000]), **delivery, **given}
         )
-        self.engine = ProduceEngine(
-            world, cluster_of(world, bootstrap, name), settings, idempotent=self._ordered
-        )
+        self.engine = ProduceEngine(world, cluster_of(world, bootstrap, name), settings)
         self.over = False  #: it can send no more
         self._task: asyncio.Task[None] | None = None
         self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
 
     def start(self) -> None:
-        self.engine.start()
+        self.engine.cluster.start()
         self._task = watched(self._run(), self._trouble)
 
     def stop(self) -> None:
@@ -128,7 +126,6 @@ class SimProducer:
             for _ in range(rng.randint(*options.burst)):
                 partition = rng.randrange(known.partitions) if known is not None else None
                 self._send(accumulator, topic, partition if rng.random() < 0.7 else None)
-            self.engine.marked[topic] = accumulator
             self.engine.poke()
             if self.engine.fatal is not None:
                 self._ended(self.engine.fatal)
@@ -154,8 +151,8 @@ class SimProducer:
         size = record_size(value, key, headers, topic)
         told = self._told(sent, "" if known is None else known.topic_id)
         try:
-            future = accumulator.offer(
-                value, key, headers or None, partition, None, told, size, self._world.clock
+            future = accumulator.append(
+                value, key, headers or None, partition, None, told, size=size
             )
         except errors.PkError as error:  # the producer can send no more
             self._oracle.failed(sent, repr(error))

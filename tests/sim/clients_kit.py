@@ -71,15 +71,15 @@ class Lines:
         self.acked: dict[tuple[int, int], int] = {}  #: (partition, number) -> offset
         self.newest = dict.fromkeys(range(partitions), -1)  #: the last number acknowledged
         self.failed: dict[tuple[int, int], errors.PkError] = {}
-        options, idempotent = producer_options(given)
+        options, _ = producer_options(given)
         self.world = kit.sim.world_of("producer")
         cluster = kit.cluster("producer", bootstrap)
-        self.engine = ProduceEngine(self.world, cluster, options, idempotent=idempotent)
+        self.engine = ProduceEngine(self.world, cluster, options)
         self._going = True
         self._task = kit.sim.spawn("producer", self._run())
 
     async def _run(self) -> None:
-        self.engine.start()
+        self.engine.cluster.start()
         accumulator = await self.engine.open(self.topic, 60_000)
         while self._going:
             number, self.sent = self.sent, self.sent + 1
@@ -94,8 +94,7 @@ class Lines:
                         self.failed[key] = error
 
                 size = record_size(value, None, None, self.topic)
-                accumulator.offer(value, None, None, partition, None, told, size, self.world.clock)
-            self.engine.marked[self.topic] = accumulator
+                accumulator.append(value, None, None, partition, None, told, size=size)
             self.engine.poke()
             await self.world.clock.sleep_ms(self.world.rng.randint(1, 9))
 

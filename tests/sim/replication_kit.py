@@ -252,16 +252,16 @@ class Ledger:
         self.acked: dict[int, int] = {}  #: number -> offset
         self.failed: dict[int, errors.PkError] = {}
         world = kit.sim.world_of("producer")
-        settings, idempotent = producer_options(
+        settings, _ = producer_options(
             {"linger_ms": 1, "delivery_timeout_ms": 30_000, **RETRIES, **given}
         )
-        self.engine = ProduceEngine(world, kit.cluster("producer"), settings, idempotent=idempotent)
+        self.engine = ProduceEngine(world, kit.cluster("producer"), settings)
         self._world = world
         self._going = True
         self._task = kit.sim.spawn("producer", self._run())
 
     async def _run(self) -> None:
-        self.engine.start()
+        self.engine.cluster.start()
         while self._going:
             await self._world.clock.sleep_ms(5)
             try:
@@ -279,12 +279,9 @@ class Ledger:
                     else:
                         self.failed[number] = error
 
-                offered = accumulator.offer(
-                    value, None, None, 0, None, told, size, self._world.clock
-                )
+                offered = accumulator.append(value, None, None, 0, None, told, size=size)
                 if offered is None:
                     self.failed[number] = errors.BufferExhausted("full")
-            self.engine.marked[self.topic] = accumulator
             self.engine.poke()
 
     def more(self, count: int) -> None:

@@ -30,6 +30,8 @@ class SimThread:
     def check_process(self) -> None:
         pass
 
+    must_not_block = check_process
+
     def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
         async def call() -> None:
             function(*arguments)
@@ -48,13 +50,13 @@ class SimThread:
         return self.sim.loop.time()
 
 
-class SimBell:
-    """A bell whose waiting runs the simulation, an event at a time."""
+class SimSignal:
+    """A `WakeupSignal` whose waiting runs the simulation, an event at a time."""
 
     def __init__(self, sim: SimWorld) -> None:
         self.sim = sim
 
-    def ring(self) -> None:
+    def set(self) -> None:
         pass
 
     def wait_for(self, predicate: Any, timeout_s: float) -> Any:
@@ -73,7 +75,7 @@ def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThrea
         monkeypatch.setattr(connection, "acquire", lambda: thread)
         monkeypatch.setattr(connection, "release", lambda held: None)
         monkeypatch.setattr(consumer, "monotonic_s", thread.now_s)
-        monkeypatch.setattr(consumer, "Bell", lambda: SimBell(sim))
+        monkeypatch.setattr(consumer, "WakeupSignal", lambda: SimSignal(sim))
         return thread
 
     return make

@@ -15,28 +15,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.accumulator import Budget, Chunk, RecordAccumulator, Turnstile
-from pk.client.futures import BatchFuture, Delivery, SendFuture, resolve
-from pk.client.partitioner import Sticky, partition_of
+from pk.backoff import Backoff
+from pk.client.accumulator import BufferPool, RecordAccumulator
+from pk.client.futures import BatchFuture, SendFuture
+from pk.client.metadata import Topic
+from pk.client.options import producer_options
+from pk.client.partitioner import Sticky, partition_of, place
 from pk.client.producer import Producer
-from pk.client.producer_batch import Piece, ProducerBatch
+from pk.client.producer_batch import PartitionBatches, ProducerBatch, Retry
+from pk.client.record_set import RecordSet, RecordSlice, resolve
 from pk.client.rows import (
     batch_limit,
     binary_column,
     cuts_by_size,
     normalise,
-    place,
     size_of,
     sizes,
-    split,
 )
-from pk.client.waiting import Monitor
+from pk.client.waiting import Monitor, SpinLock
 from pk.clock import SystemClock
 from pk.log.columns import decode
 from pk.types import BatchMetadata, PartitionKey, RecordMetadata
 
 BYTES = st.one_of(st.none(), st.binary(max_size=20))
-KEY = PartitionKey("00000000-0000-4000-8000-000000000001", 0)
+PARTITION = PartitionBatches(
+    "t", PartitionKey("00000000-0000-4000-8000-000000000001", 0), Retry(Backoff((1, 1)))
+)
 
 
 @given(st.lists(BYTES, max_size=50))
@@ -61,6 +65,15 @@ def sticky(seed: int = 1) -> Sticky:
     return Sticky(1 << 20, random.Random(seed))
 
 
+def accumulator_of(pool: BufferPool, batch_size: int = 1 << 20) -> RecordAccumulator:
+    options, _ = producer_options({"batch_size": batch_size})
+    return RecordAccumulator("t", options, sticky(), pool, Monitor(), SystemClock())
+
+
+def slice_of(records: RecordSet, rows: pa.RecordBatch) -> RecordSlice:
+    return RecordSlice(records, 0, 0, rows, int(sizes(rows).sum()))
+
+
 @given(st.lists(st.tuples(BYTES, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=60))
 def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
     rows: list[tuple[bytes | None, int | None]],
@@ -73,17 +86,18 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
     )
     normal, chosen = normalise(batch, 0)
     assert chosen is not None
-    explicit = chosen.fill_null(-1).to_numpy()
-    delivery = Delivery("t", Monitor())
-    delivery.count = len(rows)
-    where = place(normal, explicit, 5, sticky(), range(5), 100)
+    accumulator = accumulator_of(BufferPool(1 << 20))
+    records = accumulator.new_set()
+    records.count = len(rows)
+    accumulator.split(records, normal, chosen, Topic("t", "id", 5, False, {}), range(5))
+    assert records.slices is not None
+    assert records.size == sum(each.size for each in records.slices) > 0
     seen: dict[int, tuple[int, int]] = {}
-    for partition, first, part in split(normal, where, delivery):
-        run = [int(value) for value in part.column("value").to_pylist()]
+    for each in records.slices:
+        run = [int(value) for value in each.rows.column("value").to_pylist()]
         assert run == sorted(run)
-        seen.update({row: (partition, first + at) for at, row in enumerate(run)})
-        delivery.add_part(partition, first, part.num_rows)
-    delivery.split = True
+        seen.update({row: (each.partition, each.first + at) for at, row in enumerate(run)})
+    resolve(records.slices, 0)
     assert sorted(seen) == list(range(len(rows)))
     stuck = {seen[i][0] for i, (key, p) in enumerate(rows) if p is None and key is None}
     assert len(stuck) <= 1
@@ -92,10 +106,9 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
             assert seen[row][0] == partition
         elif key is not None:
             assert seen[row][0] == partition_of(key, 5)
-        found = delivery.part_of(row)
-        assert found is not None
-        part_found, at = found
-        assert (part_found.partition, part_found.first + at) == seen[row]
+        found = records.outcome(row)
+        assert isinstance(found, RecordMetadata)
+        assert (found.partition, found.offset) == seen[row]
 
 
 def test_a_partition_that_does_not_exist_is_refused() -> None:
@@ -128,9 +141,8 @@ def test_counted_size_covers_what_a_batch_takes(rows: list[Any]) -> None:
     total = int(sizes(normal).sum())
     whole = size_of(normal)
     assert whole is None or whole >= 1
-    delivery = Delivery("t", Monitor())
-    piece = Piece(normal, total, delivery.add_part(0, 0, len(rows)), 5, 0, 0)
-    encoded = b"".join(ProducerBatch("t", KEY, piece).encode("none", 3))
+    records = RecordSet("t", Monitor(), 5)
+    encoded = b"".join(ProducerBatch(PARTITION, slice_of(records, normal)).encode("none", 3))
     validity = 3 * (len(rows) + 7)
     assert len(encoded) - 64 <= total + 12 * len(rows) + validity
     again = decode(encoded, decoded_bytes_max=1 << 20)
@@ -156,8 +168,7 @@ def test_a_small_topic_limit_bounds_the_batch() -> None:
 
 def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
     rows, _ = normalise(pa.record_batch([pa.array([b"x"])], names=["value"]), 0)
-    part = Delivery("t", Monitor()).add_part(0, 0, 1)
-    batch = ProducerBatch("t", KEY, Piece(rows, 10, part, 7, 0, 0))
+    batch = ProducerBatch(PARTITION, slice_of(RecordSet("t", Monitor(), 7), rows))
     batch.producer_id, batch.epoch, batch.sequence = 4, 0, 9
     first = batch.encode("lz4", 3)
     batch.epoch, batch.sequence = 1, 0
@@ -171,44 +182,42 @@ def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
 
 
 def test_memory_is_reserved_before_a_record_is_taken_and_given_back_when_sealed() -> None:
-    budget = Budget(1000)
-    accumulator = RecordAccumulator("t", 400, sticky(), budget, Monitor())
-    clock = SystemClock()
+    pool = BufferPool(1000)
+    accumulator = accumulator_of(pool, 400)
 
-    def offer(size: int) -> SendFuture | None:
-        return accumulator.offer(bytes(size), None, None, None, None, None, size, clock)
+    def append(size: int) -> SendFuture | None:
+        return accumulator.append(bytes(size), size=size)
 
     taken = 0
-    while offer(100) is not None:
+    while append(100) is not None:
         taken += 1
-        assert budget.used <= 1000
+        assert pool.used <= 1000
     assert taken == 10
-    chunks = accumulator.take(0)
-    assert [(len(c.values), c.size) for c in chunks if isinstance(c, Chunk)] == [
+    assert [(len(each.values), each.size) for each in accumulator.sealed] == [
         (4, 400), (4, 400), (2, 200),
     ]  # fmt: skip
-    assert budget.used == 1000
-    budget.release(400)
-    assert offer(100) is not None
+    assert pool.used == 1000
+    pool.release(400)
+    assert append(100) is not None
     accumulator.close(errors.ClosedError("closed"))
     with pytest.raises(errors.ClosedError):
-        offer(1)
+        append(1)
 
 
 def test_one_record_larger_than_all_memory_passes_alone() -> None:
-    budget = Budget(10)
-    assert budget.try_reserve(50)
-    assert not budget.try_reserve(1)
-    budget.release(50)
-    assert budget.try_reserve(10)
+    pool = BufferPool(10)
+    assert pool.try_reserve(50)
+    assert not pool.try_reserve(1)
+    pool.release(50)
+    assert pool.try_reserve(10)
 
 
 def test_waiting_for_memory_ends_when_it_is_released() -> None:
-    budget = Budget(10)
-    assert budget.try_reserve(10)
-    waiter = threading.Thread(target=budget.wait, args=(5, 30))
+    pool = BufferPool(10)
+    assert pool.try_reserve(10)
+    waiter = threading.Thread(target=pool.wait, args=(5, 30))
     waiter.start()
-    budget.release(10)
+    pool.release(10)
     waiter.join(10)
     assert not waiter.is_alive()
 
@@ -216,38 +225,39 @@ def test_waiting_for_memory_ends_when_it_is_released() -> None:
 # -- futures ---------------------------------------------------------------------------------------
 
 
-def chunk_of(count: int) -> Chunk:
-    chunk = Chunk("t", Monitor())
-    chunk.count = count
-    chunk.stamp_ms = 5
-    return chunk
-
-
-def future_of(chunk: Chunk, index: int) -> SendFuture:
-    return SendFuture(chunk, index)
+def split(records: RecordSet, *runs: tuple[int, int]) -> list[RecordSlice]:
+    """Into slices of `(partition, count)`."""
+    slices: list[RecordSlice] = []
+    for partition, count in runs:
+        first = slices[-1].first + slices[-1].count if slices else 0
+        rows = pa.record_batch([pa.nulls(count)], names=["value"])
+        slices.append(RecordSlice(records, partition, first, rows, count))
+    records.count = sum(count for _, count in runs)
+    records.split(slices)
+    return slices
 
 
 def test_a_future_knows_its_record_through_any_split() -> None:
-    chunk = chunk_of(4)
+    monitor = Monitor()
+    records = RecordSet("t", monitor, 5)
     told: list[Any] = []
-    chunk.on_delivery = {i: lambda *each: told.append(each) for i in (0, 3)}
-    futures = [future_of(chunk, i) for i in range(4)]
+    records.on_delivery = {i: lambda *each: told.append(each) for i in (0, 3)}
+    futures = [SendFuture(records, i) for i in range(4)]
     assert not any(future.done() for future in futures)
     with pytest.raises(TimeoutError):
         futures[0].result(0)
-    chunk.order = np.array([1, 3, 0, 2])
-    chunk.inverse = np.array([2, 0, 3, 1])
-    one, two = chunk.add_part(7, 0, 2), chunk.add_part(8, 2, 2)
-    chunk.split = True
+    records.order = np.array([1, 3, 0, 2])
+    records.inverse = np.array([2, 0, 3, 1])
+    one, two = split(records, (7, 2), (8, 2))
     called: list[Any] = []
     futures[1].add_done_callback(called.append)
-    resolve([one], [100])
+    resolve([one], 100)
     assert called == [futures[1]]
     assert futures[1].result(0) == RecordMetadata("t", 7, 100, 5)
     assert futures[3].result(0) == RecordMetadata("t", 7, 101, 5)
     assert not futures[0].done()
     failure = errors.StorageFull("full")
-    resolve([two], [-1], error=failure)
+    resolve([two], error=failure)
     assert futures[0].exception(0) is failure
     with pytest.raises(errors.StorageFull):
         futures[2].result(0)
@@ -271,39 +281,36 @@ class Watched(Monitor):
 def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_returned() -> None:
     """What flush waits for: the last of a million callbacks, too."""
     told: list[Any] = []
-    lock = Watched(lambda: (chunk.done, chunk.settled, len(told)))
-    chunk = Chunk("t", lock)
-    chunk.count = 4
+    monitor = Watched(lambda: (records.done, records.settled, len(told)))
+    records = RecordSet("t", monitor, 5)
 
     def callback(*each: Any) -> None:
-        assert not chunk.settled
+        assert not records.settled
         told.append(each)
         raise SystemExit  # concerns nobody else
 
-    chunk.on_delivery = dict.fromkeys(range(3), callback)
-    parts = [chunk.add_part(0, 0, 2), chunk.add_part(1, 2, 2)]
-    chunk.split = True
-    futures = [future_of(chunk, index) for index in range(4)]
+    records.on_delivery = dict.fromkeys(range(3), callback)
+    one, two = split(records, (0, 2), (1, 2))
+    futures = [SendFuture(records, index) for index in range(4)]
     futures[3].add_done_callback(callback)
-    resolve(parts[:1], [10])
-    assert (chunk.done, chunk.settled, len(told)) == (False, False, 2)
-    resolve(parts[1:], [20])
-    assert lock.seen == [
+    resolve([one], 10)
+    assert (records.done, records.settled, len(told)) == (False, False, 2)
+    resolve([two], 20)
+    assert monitor.seen == [
         (False, False, 0), (False, False, 2), (True, False, 2), (True, True, 4),
     ]  # fmt: skip
     assert futures[2].result(0).offset == 20
 
 
 def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
-    chunk = chunk_of(3)
-    parts = [chunk.add_part(0, 0, 2), chunk.add_part(1, 2, 1)]
-    chunk.split = True
-    future = BatchFuture(chunk)
+    records = RecordSet("t", Monitor())
+    one, two = split(records, (0, 2), (1, 1))
+    future = BatchFuture(records)
     called: list[Any] = []
     future.add_done_callback(called.append)
-    resolve(parts[:1], [10], append_time_ms=99)
+    resolve([one], 10, append_time_ms=99)
     assert not future.done()
-    resolve(parts[1:], [-1], error=errors.RecordTooLarge("too large"))
+    resolve([two], error=errors.RecordTooLarge("too large"))
     assert called == [future]
     with pytest.raises(errors.PartlyStored) as told:
         future.result(0)
@@ -312,26 +319,25 @@ def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
 
 
 def test_a_batch_that_failed_as_one_raises_that_error() -> None:
-    chunk = chunk_of(2)
-    parts = [chunk.add_part(0, 0, 1), chunk.add_part(1, 1, 1)]
-    chunk.split = True
-    resolve(parts, [-1, -1], error=errors.DeliveryTimedOut("late"))
-    assert isinstance(BatchFuture(chunk).exception(0), errors.DeliveryTimedOut)
+    records = RecordSet("t", Monitor())
+    resolve(split(records, (0, 1), (1, 1)), error=errors.DeliveryTimedOut("late"))
+    assert isinstance(BatchFuture(records).exception(0), errors.DeliveryTimedOut)
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def race() -> bool:
     """Four threads send while this one takes; whether every future knows its own record."""
-    budget = Budget(1 << 40)
-    accumulator = RecordAccumulator("t", 20_000, sticky(), budget, Monitor())
-    clock = SystemClock()
+    pool = BufferPool(1 << 40)
+    accumulator = accumulator_of(pool, 20_000)
     producer = Producer.__new__(Producer)
     producer._fast = {"t": accumulator}
-    producer._send_slow = lambda topic, value, *_: accumulator.offer(  # type: ignore[method-assign]
-        value, None, None, None, None, None, len(value) + 16, clock
-    )
+
+    def slow(topic: str, value: bytes, *_: Any) -> SendFuture | None:
+        return accumulator.append(value, size=len(value) + 16)
+
+    producer._send_slow = slow  # type: ignore[method-assign, assignment]
     sent: list[list[tuple[bytes, SendFuture]]] = [[] for _ in range(4)]
 
     def send(number: int) -> None:
@@ -342,43 +348,49 @@ def race() -> bool:
     threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    taken: list[Any] = []
+    taken: list[RecordSet] = []
+
+    def take() -> None:
+        accumulator.seal(1 << 60)
+        while accumulator.sealed:
+            taken.append(accumulator.sealed.popleft())
+
     try:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            taken += accumulator.take(1 << 60)
-        taken += accumulator.take(1 << 60)
+            take()
+        take()
     finally:
         sys.setswitchinterval(before)
-    stored = [value for chunk in taken for value in chunk.values]
+    stored = [value for records in taken for value in records.values]
     ordered = [
         [value for value in stored if value.startswith(b"%d-" % number)]
         == [b"%d-%d" % (number, i) for i in range(3000)]
         for number in range(4)
     ]
     known = [
-        future._delivery.values[future._index] is value  # type: ignore[attr-defined]
+        future._records.values[future._index] is value
         for each in sent
         for value, future in each
-        if future._index < len(future._delivery.values)  # type: ignore[attr-defined]
+        if future._index is not None and future._index < len(future._records.values)
     ]
-    size = sum(chunk.size for chunk in taken)
-    return len(known) == 12_000 and all(known) and all(ordered) and size == budget.used
+    size = sum(records.size for records in taken)
+    return len(known) == 12_000 and all(known) and all(ordered) and size == pool.used
 
 
 def test_threads_that_send_at_once_and_the_one_that_takes_exclude_each_other() -> None:
     assert all(race() for _ in range(3))
 
 
-def test_a_turnstile_gives_back_whatever_was_raised() -> None:
-    turnstile = Turnstile()
+def test_a_spin_lock_is_released_whatever_was_raised() -> None:
+    lock = SpinLock()
 
     def inside() -> None:
-        with turnstile:
-            assert not turnstile.tokens
+        with lock:
+            assert not lock.tokens
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         inside()
-    assert len(turnstile.tokens) == 1
+    assert len(lock.tokens) == 1

@@ -10,7 +10,7 @@ import pytest
 from test_produce_engine import Bench
 
 from pk import errors
-from pk.client.accumulator import Columns
+from pk.client.record_set import RecordSet, RecordSlice
 from pk.client.rows import normalise
 
 
@@ -30,7 +30,7 @@ def bench():
 async def deleted(b: Bench, topic: str = "t") -> None:
     """The topic goes, and the producer has heard of it."""
     await b.send(topic, b"first")
-    await b.engine.flush(10_000)
+    await b.flush(10_000)
     b.cluster.delete(topic)
     b.engine.cluster.want_metadata()
     await b.world.clock.sleep_ms(200)
@@ -40,22 +40,19 @@ async def deleted(b: Bench, topic: str = "t") -> None:
 async def leave(b: Bench, value: bytes) -> Any:
     """`send` of an open door: the topic is not looked at."""
     accumulator = b.engine.accumulators["t"]
-    future = accumulator.offer(value, None, None, None, None, None, 64, b.world.clock)
-    b.engine.marked["t"] = accumulator
+    future = accumulator.append(value, size=64)
     b.engine.poke()
     return future
 
 
-async def leave_batch(b: Bench, value: bytes) -> Columns:
+async def leave_batch(b: Bench, value: bytes) -> RecordSet:
     rows = pa.record_batch([pa.array([value], pa.binary())], names=["value"])
-    accumulator, taken = b.engine.accumulators["t"], Columns("t", b.engine.done)
-    taken.opened_ms, taken.count = b.world.clock.monotonic_ms(), 1
-    assert b.engine.budget.try_reserve(64)
-    taken.pieces = [(0, 0, normalise(rows, 1)[0], 64)]
-    with accumulator.lock:
-        accumulator.seal()
-        accumulator.sealed.append(taken)
-    b.engine.marked["t"] = accumulator
+    accumulator = b.engine.accumulators["t"]
+    taken = accumulator.new_set()
+    taken.count = 1
+    taken.size = 64
+    taken.split([RecordSlice(taken, 0, 0, normalise(rows, 1)[0], 64)])
+    assert accumulator.append_set(taken)
     b.engine.poke()
     return taken
 
@@ -76,7 +73,7 @@ def test_a_topic_that_comes_back_gets_what_was_sent_meanwhile_in_order(bench: An
         assert not any(future.done() for future in futures)
         b.cluster.create("t")
         await leave(b, b"20")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert {future.exception(0) for future in futures} == {None}
 
     b.run(work)
@@ -98,12 +95,12 @@ def test_a_topic_that_does_not_come_back_is_told_when_time_is_up(
         taken = await leave_batch(b, b"2")
         await b.world.clock.sleep_ms(limit - 200)
         assert not future.done()
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         error = future.exception(0)
         assert type(error) is errors.UnknownTopicOrPartition
         assert "create it first" in error.message
         assert error.acts == "user"
-        assert isinstance(taken.batches(), errors.UnknownTopicOrPartition)
+        assert isinstance(taken.outcome(None), errors.UnknownTopicOrPartition)
         assert limit <= b.world.clock.monotonic_ms() - begun < limit + 100
 
     b.run(work)
@@ -119,7 +116,7 @@ def test_what_waits_for_a_topic_fails_when_the_producer_closes(bench: Any) -> No
         taken = await leave_batch(b, b"2")
         await b.engine.close()
         assert isinstance(future.exception(0), errors.ClosedError)
-        assert isinstance(taken.batches(), errors.ClosedError)
+        assert isinstance(taken.outcome(None), errors.ClosedError)
 
     b.run(work)
 

@@ -60,7 +60,7 @@ def test_what_was_sent_together_fits_a_topic_of_small_batches(bench: Any, keys: 
             value = b"%03d" % number * (700 if number == 150 else 30)
             told = lambda *_, number=number: called.append(number)  # noqa: E731
             futures.append(await b.send("t", value, key, on_delivery=told))
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         stored = {
             (place, offset): value
             for place in (0, 1)
@@ -87,7 +87,7 @@ def test_a_refusal_says_nothing_of_an_attempt_whose_answer_was_lost(bench: Any) 
         lost = await b.send("t", b"0")
         await b.world.clock.sleep_ms(500)
         refused = await b.send("t", b"1")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         error = lost.exception(0)
         assert isinstance(error, errors.OutcomeUnknown)
         assert "10 bytes are allowed; an earlier attempt" in error.message
@@ -132,7 +132,7 @@ def test_without_idempotence_what_was_merely_refused_is_sent_again(
 
     async def work() -> None:
         sent = await b.send("t", b"0")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert sent.result(0).offset == 0
 
     b.run(work)
@@ -160,7 +160,7 @@ def test_a_leader_that_fails_while_it_writes_has_not_refused(bench: Any, begun: 
 
     async def work() -> None:
         future = await b.send("t", b"x")
-        await b.engine.flush(1_000)
+        await b.flush(1_000)
         told = future.exception(0)
         assert type(told) is (errors.OutcomeUnknown if begun else errors.StorageFailed)
         assert ("may have been stored" in told.message) == begun
@@ -189,7 +189,7 @@ def test_what_a_full_disk_may_have_taken_is_not_sent_anew(bench: Any, acks: str)
         futures.append(await b.send("t", b"1"))
         await b.world.clock.sleep_ms(1_900)
         assert futures[0].done()
-        await b.engine.flush(5_000)
+        await b.flush(5_000)
         told = {type(future.exception(0)) for future in futures}
         assert told == {errors.OutcomeUnknown if acks == "1" else errors.DeliveryTimedOut}
         for future in futures:

@@ -60,26 +60,18 @@ def test_column_equals_scalar_also_sliced_and_with_nulls(
 def test_sticky_stays_until_a_batch_is_full_then_moves_uniformly() -> None:
     sticky = Sticky(1000, random.Random(5))
     partitions = range(6)
-    first = sticky.current(partitions)
-    sticky.filled(999)
-    assert sticky.current(partitions) == first
+    first = sticky.take(partitions, 999)
+    assert sticky.take(partitions, 1) == first
     counts: Counter[int] = Counter()
-    sticky.filled(1)
     for _ in range(599):
-        counts[sticky.current(partitions)] += 1
-        sticky.filled(1000)
+        counts[sticky.take(partitions, 1000)] += 1
     counts[first] += 1
     assert counts == dict.fromkeys(partitions, 100)
 
 
 def test_sticky_uses_new_partitions_and_leaves_lost_ones() -> None:
     sticky = Sticky(10, random.Random(1))
-    assert sticky.current([4]) == 4
-    assert sticky.current([4, 5]) == 4, "a new partition does not end the turn"
-    sticky.filled(10)
-    seen = set()
-    for _ in range(2):
-        seen.add(sticky.current([4, 5]))
-        sticky.filled(10)
-    assert seen == {4, 5}
-    assert sticky.current([7]) == 7
+    assert sticky.take([4], 5) == 4
+    assert sticky.take([4, 5], 5) == 4, "a new partition does not end the turn"
+    assert {sticky.take([4, 5], 10) for _ in range(2)} == {4, 5}
+    assert sticky.take([7], 10) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,7 @@ from pk.client.accumulator import record_size
 from pk.client.cluster import Cluster
 from pk.client.futures import SendFuture
 from pk.client.options import producer_options
-from pk.client.produce_engine import ProduceEngine
-from pk.client.produce_link import AHEAD
+from pk.client.produce_engine import AHEAD, ProduceEngine
 from pk.sim.world import SimWorld
 
 
@@ -34,16 +34,16 @@ class Bench:
             self.sim.run(self._listen(broker, node))
         self.broker = self.brokers[1]
         self.world = self.sim.world_of("client")
-        resolved, idempotent = producer_options({"linger_ms": 2, "retry_backoff_ms": 10, **options})
-        self.engine = self.sim.run(self._build(resolved, idempotent))
+        resolved, _ = producer_options({"linger_ms": 2, "retry_backoff_ms": 10, **options})
+        self.engine = self.sim.run(self._build(resolved))
 
     async def _listen(self, broker: FakeBroker, node: int) -> None:
         await self.sim.spawn(f"b{node}", broker.listen(f"b{node}:9292"))
 
-    async def _build(self, options: Any, idempotent: bool) -> ProduceEngine:
+    async def _build(self, options: Any) -> ProduceEngine:
         async def build() -> ProduceEngine:
             cluster = Cluster(self.world, "b1:9292", retry_backoff_ms=10)
-            return ProduceEngine(self.world, cluster, options, idempotent=idempotent)
+            return ProduceEngine(self.world, cluster, options)
 
         return await self.sim.spawn("client", build())
 
@@ -78,25 +78,24 @@ class Bench:
     ) -> SendFuture:
         accumulator = await self.engine.open(topic, 5000)
         size = record_size(value, key, None, topic)
-        future = accumulator.offer(
-            value,
-            key,
-            None,
-            more.get("partition"),
-            None,
-            more.get("on_delivery"),
-            size,
-            self.world.clock,
-        )
+        partition, on_delivery = more.get("partition"), more.get("on_delivery")
+        future = accumulator.append(value, key, None, partition, None, on_delivery, size=size)
         assert future is not None
-        self.engine.marked[topic] = accumulator
         self.engine.poke()
         return future
+
+    async def flush(self, timeout_ms: int) -> None:
+        """Wait until everything handed over before has an outcome.  Raises `TimeoutError`."""
+        for records in self.engine.begin_flush():
+            known = asyncio.Event()
+            records.call_when_known(None, known.set)
+            async with asyncio.timeout(timeout_ms / 1000):
+                await known.wait()
 
     def close(self) -> None:
         self.run(self.engine.close)
         self.sim.close()
-        assert self.engine.budget.used == 0, "every reserved byte was released"
+        assert self.engine.pool.used == 0, "every reserved byte was released"
         assert not self.sim.loop.failures
 
 
@@ -119,7 +118,7 @@ def test_records_arrive_in_order_with_their_offsets(bench: Any) -> None:
 
     async def work() -> None:
         futures = [await b.send("t", b"v%d" % i, b"k%d" % (i % 7)) for i in range(300)]
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         stored = {(m.partition, m.offset) for m in (f.result(0) for f in futures)}
         assert len(stored) == 300
         for index, future in enumerate(futures):
@@ -141,7 +140,7 @@ def test_frames_are_encoded_ahead_and_sent_in_order(bench: Any) -> None:
     async def work() -> None:
         for i in range(100):
             await b.send("t", b"%03d" % i)
-        await b.engine.flush(60_000)
+        await b.flush(60_000)
 
     b.run(work)
     assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%03d" % i for i in range(100)]
@@ -163,7 +162,7 @@ def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
 
     async def work() -> list[SendFuture]:
         futures = [await b.send("t", b"%03d" % i) for i in range(100)]
-        await b.engine.flush(60_000)
+        await b.flush(60_000)
         return futures
 
     futures = b.run(work)
@@ -184,7 +183,7 @@ def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
     async def work() -> None:
         for i in range(5):
             future = await b.send("t", b"%d" % i)
-            await b.engine.flush(10_000)
+            await b.flush(10_000)
             assert future.result(0).offset == i
 
     b.run(work)
@@ -200,10 +199,10 @@ def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None
 
     async def work() -> None:
         future = await b.send("t", b"once")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert isinstance(future.exception(0), errors.OutcomeUnknown)
         again = await b.send("t", b"next")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert again.result(0).offset == 1
 
     b.run(work)
@@ -216,7 +215,7 @@ def test_the_identity_is_what_the_broker_granted(bench: Any) -> None:
 
     async def work() -> None:
         await b.send("t", b"x")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
 
     b.run(work)
     assert b.engine.identity == b.broker.produced[0][1:3]
@@ -228,7 +227,7 @@ def test_acks_0_tells_no_offset_and_needs_no_answer(bench: Any) -> None:
 
     async def work() -> None:
         future = await b.send("t", b"x")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert future.result(0).offset == -1
 
     b.run(work)
@@ -249,7 +248,7 @@ def test_leadership_moves_and_the_records_follow_in_order(bench: Any) -> None:
                 log = b.cluster.log("t")
                 log.leader, log.epoch = 3 - log.leader, log.epoch + 1
             await b.world.clock.sleep_ms(1)
-        await b.engine.flush(20_000)
+        await b.flush(20_000)
         assert [f.result(0).offset for f in futures] == list(range(60))
 
     b.run(work)
@@ -273,7 +272,7 @@ def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
     async def work() -> None:
         if not first:
             await b.send("t", b"before")
-            await b.engine.flush(1_000)
+            await b.flush(1_000)
         b.broker.on_produce = lambda log, header: SILENT
         future = await b.send("t", b"stored")
         b.engine.begin_flush()
@@ -284,7 +283,7 @@ def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
         if unclean and tiered:
             log.producers.clear()
         later = await b.send("t", b"later")
-        await b.engine.flush(5_000)
+        await b.flush(5_000)
         if unclean and tiered:
             assert isinstance(future.exception(0), errors.OutcomeUnknown)
         else:
@@ -303,7 +302,7 @@ def test_an_answer_that_never_comes_times_out_and_is_asked_again(bench: Any) -> 
 
     async def work() -> None:
         future = await b.send("t", b"x")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert future.result(0).offset == 0
 
     b.run(work)
@@ -318,11 +317,11 @@ def test_delivery_timeout_names_the_cause_and_the_next_record_still_goes(bench: 
 
     async def work() -> None:
         first = await b.send("t", b"lost")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert isinstance(first.exception(0), errors.DeliveryTimedOut)
         b.broker.on_produce = lambda log, header: APPEND
         second = await b.send("t", b"kept")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert second.result(0).offset == 0
 
     b.run(work)
@@ -340,7 +339,7 @@ def test_no_space_is_retried_until_there_is(bench: Any) -> None:
         await b.world.clock.sleep_ms(3000)
         assert not any(f.done() for f in futures)
         full[0] = False
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert [f.result(0).offset for f in futures] == [0, 1, 2]
 
     b.run(work)
@@ -354,13 +353,13 @@ def test_acknowledged_loss_is_fatal_and_named(bench: Any) -> None:
     async def work() -> None:
         await b.send("t", b"0")
         await b.send("t", b"1")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         log = b.cluster.log("t")
         log.batches.clear()
         log.producers.clear()
         log.end = 0
         future = await b.send("t", b"2")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         error = future.exception(0)
         assert isinstance(error, errors.OutOfOrderSequence)
         assert "acknowledged records of t-0 up to offset 1" in error.message
@@ -376,13 +375,13 @@ def test_state_deleted_with_its_records_is_no_loss(bench: Any) -> None:
 
     async def work() -> None:
         await b.send("t", b"0")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         log = b.cluster.log("t")
         log.log_start = 1
         log.batches.clear()
         log.producers.clear()
         future = await b.send("t", b"1")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert future.result(0).offset == 1
 
     b.run(work)
@@ -395,14 +394,14 @@ def test_a_recreated_topic_is_another_topic(bench: Any) -> None:
 
     async def work() -> None:
         await b.send("t", b"old")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         b.cluster.delete("t")
         b.cluster.create("t")
         future = await b.send("t", b"meant for the old one")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert isinstance(future.exception(0), errors.TopicRecreated)
         future = await b.send("t", b"new")
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert future.result(0).offset == 0
 
     b.run(work)
@@ -431,7 +430,7 @@ def test_a_callback_that_raises_hurts_nobody(bench: Any, caplog: Any) -> None:
 
     async def work() -> None:
         future = await b.send("t", b"x", on_delivery=bad)
-        await b.engine.flush(10_000)
+        await b.flush(10_000)
         assert future.result(0).offset == 0
 
     b.run(work)
@@ -485,7 +484,7 @@ def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
                 log.leader, log.epoch = 3 - log.leader, log.epoch + 1
         await b.world.clock.sleep_ms(500)
         trouble[0] = False
-        await b.engine.flush(120_000)
+        await b.flush(120_000)
         return futures
 
     futures = b.run(work)
@@ -511,7 +510,7 @@ def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
         assert not future.done()
         await b.sim.spawn("elsewhere", elsewhere.listen("elsewhere:9292"))
         b.engine.cluster.want_metadata()
-        await b.engine.flush(1_000)
+        await b.flush(1_000)
         assert future.result(0).offset == 0
 
     b.run(work)
@@ -534,7 +533,7 @@ def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
         for number in range(5):
             await b.send("t", b"%d" % number * 900)
             b.engine.begin_flush()
-        await b.engine.flush(250)
+        await b.flush(250)
 
     b.run(work)
     assert len(b.cluster.log("t").rows()) == 5
@@ -549,12 +548,8 @@ def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None
     async def work() -> None:
         accumulator = await b.engine.open("t", 5_000)
         size = record_size(b"v", None, headers, "t")
-        futures = [
-            accumulator.offer(b"v", None, headers, n, None, None, size, b.world.clock)
-            for n in (0, 1)
-        ]
-        b.engine.marked["t"] = accumulator
-        await b.engine.flush(10_000)
+        futures = [accumulator.append(b"v", None, headers, n, size=size) for n in (0, 1)]
+        await b.flush(10_000)
         assert [future.result(0).partition for future in futures] == [0, 1]
 
     b.run(work)

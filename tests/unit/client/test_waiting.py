@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pk.client import waiting
-from pk.client.waiting import Bell, Monitor
+from pk.client.waiting import Monitor, WakeupSignal
 
 #: Behind these CPython looks whether a signal came.
 LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
@@ -60,16 +60,16 @@ def interrupted_everywhere(work: Callable[[], Any], check: Callable[[], None]) -
     raise AssertionError
 
 
-def test_a_bell_can_be_rung_and_heard_after_any_interrupt() -> None:
-    bell = Bell()
+def test_a_signal_can_be_set_and_ends_a_wait_after_any_interrupt() -> None:
+    wakeup = WakeupSignal()
 
     def check() -> None:
-        bell.ring()
-        bell.ring()
+        wakeup.set()
+        wakeup.set()
         answers = iter([False, True])
-        assert bell.wait_for(lambda: next(answers), 60.0)
+        assert wakeup.wait_for(lambda: next(answers), 60.0)
 
-    assert interrupted_everywhere(lambda: bell.wait_for(lambda: False, 0.001), check) > 5
+    assert interrupted_everywhere(lambda: wakeup.wait_for(lambda: False, 0.001), check) > 5
 
 
 def test_a_monitor_is_free_after_any_interrupt() -> None:
@@ -103,19 +103,19 @@ def test_the_test_would_find_what_a_plain_condition_does() -> None:
         interrupted_everywhere(work, check)
 
 
-def test_a_ring_before_the_wait_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_the_wait_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_LOOK_AGAIN_S", 3600.0)
-    bell, seen = Bell(), threading.Event()
-    bell.ring()
+    wakeup, seen = WakeupSignal(), threading.Event()
+    wakeup.set()
     answers = iter([False, True])
-    assert bell.wait_for(lambda: next(answers), 3600.0)
+    assert wakeup.wait_for(lambda: next(answers), 3600.0)
 
-    def set_and_ring() -> None:
+    def set_both() -> None:
         seen.set()
-        bell.ring()
+        wakeup.set()
 
-    thread = threading.Thread(target=set_and_ring)
+    thread = threading.Thread(target=set_both)
     thread.start()
-    assert bell.wait_for(seen.is_set, 3600.0)
+    assert wakeup.wait_for(seen.is_set, 3600.0)
     thread.join()
-    assert not bell.wait_for(lambda: False, 0.0)
+    assert not wakeup.wait_for(lambda: False, 0.0)

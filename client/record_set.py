@@ -1,0 +1,271 @@
+"""The records of one topic that were handed over together, and what became of them.
+
+A `RecordSet` holds the records of many `send` calls, or those of one `send_batch`.  It is split by
+partition into `RecordSlice`s: runs of rows that travel in one batch and share its outcome.  A
+future finds the outcome of its record by two look-ups when it is asked, so acknowledging a batch
+does nothing per record.
+
+Invariants
+  F1  a slice is resolved once; a record set is done when it was split and all slices are resolved.
+  F2  `position` (the place of a record after the stable sort by partition) falls into exactly one
+      slice.
+  F3  a callback runs exactly once: on the thread that resolves, or at once if the outcome is known.
+      What it raises is logged and changes nothing.
+  F4  a record set is *settled* when it is done and the callbacks of its slices have returned.
+      `flush` and `close` wait for this; a future may know its outcome a moment earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pk import errors
+from pk.client.rows import absent, binary_column, rows_of
+from pk.client.waiting import Monitor
+from pk.log.columns import HEADER_TYPE
+from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
+
+_log = logging.getLogger("pk.client")
+
+I64 = npt.NDArray[np.int64]
+#: `on_delivery(metadata, error)`: exactly one of both is None, as Kafka's onCompletion.
+OnDelivery = Callable[[RecordMetadata | None, errors.PkError | None], None]
+Headers = Sequence[tuple[str, bytes | None]]
+
+
+class RecordSlice:
+    """Rows of one partition of a record set; they travel in one batch and share its outcome."""
+
+    __slots__ = (
+        "append_time_ms", "base_offset", "count", "error", "first", "partition", "records", "rows",
+        "size",
+    )  # fmt: skip
+
+    def __init__(
+        self, records: RecordSet, partition: int, first: int, rows: pa.RecordBatch | None, size: int
+    ) -> None:
+        self.records = records
+        self.partition = partition
+        self.first = first  #: position of the first record
+        self.rows: Any = rows  #: None once a batch took them
+        self.count = records.count if rows is None else rows.num_rows
+        self.size = size  #: bytes reserved for it
+        self.base_offset: int | None = None  #: of the first record; NONE = stored, not known where
+        self.append_time_ms = NONE
+        self.error: errors.PkError | None = None
+
+    @property
+    def resolved(self) -> bool:
+        return self.base_offset is not None or self.error is not None
+
+
+class RecordSet:
+    """Records of one topic: parallel columns as `send` left them, the rare ones by record index."""
+
+    __slots__ = (
+        "callbacks", "count", "create_times", "create_times_given", "granted", "headers", "inverse",
+        "keys", "monitor", "on_delivery", "opened_ms", "order", "partitions", "ready_ms",
+        "running", "size", "slices", "stamp_ms", "topic", "unresolved", "values",
+    )  # fmt: skip
+
+    def __init__(self, topic: str, monitor: Monitor, stamp_ms: int = 0, opened_ms: int = 0) -> None:
+        self.topic = topic
+        self.monitor = monitor  #: of the producer; notified when any slice is resolved
+        self.stamp_ms = stamp_ms  #: wall clock; the create time of records without one of their own
+        self.opened_ms = opened_ms  #: monotonic; counts for delivery_timeout_ms
+        self.ready_ms = 0  #: monotonic; when it has lingered long enough
+        self.values: list[bytes | None] = []
+        self.keys: list[bytes | None] | None = None  #: None until the first key
+        self.headers: dict[int, Headers] = {}
+        self.partitions: dict[int, int] = {}
+        self.create_times_given: dict[int, int] = {}
+        self.on_delivery: dict[int, OnDelivery] = {}
+        self.granted = 0  #: bytes reserved while it is open
+        self.size = 0  #: bytes its records are counted for; 0 while it is open
+        self.count = 0
+        self.create_times: I64 | None = None  #: by record index, if they differ
+        self.inverse: I64 | None = None  #: record index → position; None = same
+        self.order: I64 | None = None  #: position → record index; None = same
+        self.slices: list[RecordSlice] | None = None  #: in the order of positions; None = not split
+        self.unresolved = 0
+        self.running = 0  #: resolutions whose callbacks have not all returned
+        self.callbacks: list[tuple[int | None, Callable[[], None]]] = []  #: None = of all records
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def columns(self) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
+        """The records as rows, and the partitions that callers chose (NONE = no choice).  The lists
+        are dropped.
+        """
+        count = self.count = len(self.values)
+        value, key = binary_column(self.values, count), binary_column(self.keys, count)
+        headers = absent(count, HEADER_TYPE)
+        if self.headers:
+            given = self.headers
+            headers = pa.array(
+                [[{"key": k, "value": v} for k, v in given.get(i, ())] for i in range(count)],
+                HEADER_TYPE,
+            )
+        if self.create_times_given:
+            self.create_times = np.full(count, self.stamp_ms, np.int64)
+            self.create_times[list(self.create_times_given)] = [*self.create_times_given.values()]
+        chosen = None
+        if self.partitions:
+            chosen = np.full(count, NONE, np.int32)
+            chosen[list(self.partitions)] = list(self.partitions.values())
+        self.values, self.keys, self.headers = [], None, {}
+        return rows_of(key, value, headers, self.create_times), chosen
+
+    def split(self, slices: list[RecordSlice]) -> None:
+        self.unresolved = len(slices)
+        self.slices = slices  # last: other threads look here first
+
+    def fail(self, error: errors.PkError) -> None:
+        """All records fail before they were handed to the sender."""
+        self.count = self.count or len(self.values)
+        if self.slices is None:
+            self.split([RecordSlice(self, NONE, 0, None, self.size)])
+        for each in self.slices or ():
+            each.rows = None  # a future that is kept does not keep the rows
+        if self.slices:
+            resolve(self.slices, error=error)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self.slices is not None and not self.unresolved
+
+    @property
+    def settled(self) -> bool:
+        return self.done and not self.running
+
+    def outcome(
+        self, index: int | None
+    ) -> RecordMetadata | list[BatchMetadata] | errors.PkError | None:
+        """What became of record `index`, or of all records; None = not known yet."""
+        if index is None:
+            return self._outcome_of_all()
+        slices = self.slices
+        if slices is None:
+            return None
+        position = index if self.inverse is None else int(self.inverse[index])
+        found = slices[bisect_right(slices, position, key=lambda each: each.first) - 1]
+        if found.error is not None:
+            return found.error
+        if found.base_offset is None:
+            return None
+        offset = found.base_offset + position - found.first if found.base_offset >= 0 else NONE
+        stamp = found.append_time_ms
+        if stamp <= 0:
+            stamp = self.stamp_ms if self.create_times is None else int(self.create_times[index])
+        return RecordMetadata(self.topic, found.partition, offset, stamp)
+
+    def _outcome_of_all(self) -> list[BatchMetadata] | errors.PkError | None:
+        if self.slices is None or self.unresolved:
+            return None
+        stored: list[BatchMetadata] = []
+        failed: list[tuple[TopicPartition, errors.PkError]] = []
+        for each in self.slices:
+            if each.error is not None:
+                failed.append((TopicPartition(self.topic, each.partition), each.error))
+            else:
+                offset = NONE if each.base_offset is None else each.base_offset
+                stored.append(BatchMetadata(self.topic, each.partition, offset, each.count))
+        if not failed:
+            return stored
+        if not stored and len({type(error) for _, error in failed}) == 1:
+            return failed[0][1]
+        names = sorted({f"{place}: {error.message}" for place, error in failed})
+        return errors.PartlyStored(
+            f"{len(stored)} parts stored, {len(failed)} not ({'; '.join(names)})", stored, failed
+        )
+
+    def call_when_known(self, index: int | None, callback: Callable[[], None]) -> None:
+        """Run `callback` once the outcome of record `index`, or of all records, is known."""
+        with self.monitor.lock:
+            if self.outcome(index) is None:
+                self.callbacks.append((index, callback))
+                return
+        _call(callback)
+
+
+def resolve(
+    slices: list[RecordSlice],
+    base_offset: int = NONE,
+    *,
+    append_time_ms: int = NONE,
+    error: errors.PkError | None = None,
+) -> None:
+    """Give consecutive `slices` their outcome: stored from `base_offset` on, or `error`.
+
+    Wakes the threads that wait, and runs the callbacks that are due.
+    """
+    due: list[Callable[[], None]] = []
+    monitor = slices[0].records.monitor
+    with monitor.lock:
+        for each in slices:
+            assert not each.resolved  # F1
+            each.append_time_ms = append_time_ms
+            if error is not None:
+                each.error = error
+            else:
+                each.base_offset = base_offset
+            base_offset += each.count if base_offset != NONE else 0
+            each.records.unresolved -= 1
+            if each.records.on_delivery:
+                due.append(partial(_run_on_delivery, each))
+        resolved = list({id(each.records): each.records for each in slices}.values())
+        for records in resolved:
+            if records.callbacks:
+                waiting = [(records.outcome(i) is not None, i, c) for i, c in records.callbacks]
+                records.callbacks = [(i, call) for known, i, call in waiting if not known]
+                due += [call for known, _, call in waiting if known]
+        for records in resolved if due else ():
+            records.running += 1
+        monitor.notify_all()
+    if not due:
+        return
+    for callback in due:
+        _call(callback)
+    with monitor.lock:
+        for records in resolved:
+            records.running -= 1
+        monitor.notify_all()
+
+
+def _run_on_delivery(resolved: RecordSlice) -> None:
+    """Run the `on_delivery` of the slice's records, in offset order."""
+    records, error = resolved.records, resolved.error
+    first, end = resolved.first, resolved.first + resolved.count
+    indices = range(first, end) if records.order is None else records.order[first:end].tolist()
+    base, step = resolved.base_offset, 1
+    if base is None or base < 0:
+        base, step = NONE, 0
+    stamps = records.create_times if resolved.append_time_ms <= 0 else None
+    stamp = records.stamp_ms if resolved.append_time_ms <= 0 else resolved.append_time_ms
+    for place, index in enumerate(indices):
+        call = records.on_delivery.get(index)
+        if call is None:
+            continue
+        metadata = None
+        if error is None:
+            stamp = stamp if stamps is None else int(stamps[index])
+            offset = base + place * step
+            metadata = RecordMetadata(records.topic, resolved.partition, offset, stamp)
+        _call(call, metadata, error)
+
+
+def _call(callback: Callable[..., None], *arguments: object) -> None:
+    try:
+        callback(*arguments)
+    except BaseException:  # sys.exit() too: this is not the thread it was meant for
+        _log.exception("a delivery callback failed")
