@@ -110,7 +110,7 @@ def perhaps_stored(error: errors.PkError) -> errors.PkError:
     return type(error)(f"{error.message}; it may have been stored", **error.details)
 
 
-def refusal(error: errors.PkError, *, unknown: bool) -> errors.PkError:
+def refused_batch(error: errors.PkError, *, unknown: bool) -> errors.PkError:
     """What it means for a batch that a broker refuses it for good.
 
     `unknown`: an earlier attempt may have stored the batch; the refusal says nothing of that one

@@ -38,7 +38,7 @@ from typing import Any
 
 from pk import errors, limits
 from pk.backoff import Backoff, client_jitter, exponential_ms
-from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refusal
+from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refused_batch
 from pk.client.metadata import Leader, Metadata
 from pk.client.producer_batch import (
     InFlightRequest,
@@ -243,7 +243,7 @@ class Sender:
         elif error.retriable:
             self._unknown(batch, error, now_ms)
         else:
-            self._failed(batch, refusal(error, unknown=batch.unknown))
+            self._failed(batch, refused_batch(error, unknown=batch.unknown))
 
     def _failed(self, batch: ProducerBatch, error: errors.PkError) -> None:
         batch.partition.remove(batch)

@@ -178,6 +178,6 @@ def make_admin_of_controllers() -> AdminClient:
     return AdminClient(bootstrap_controllers="b1:9292", request_timeout_ms=300)
 
 
-def make_spark() -> connection.Cluster:
+def make_spark() -> connection.ClusterClient:
     client = {**TIMES, "default_api_timeout_ms": LIMIT_MS}
-    return connection.Cluster(connection._Process(), "b1:9292", CONSUMER.resolve(client))
+    return connection.ClusterClient(connection._Process(), "b1:9292", CONSUMER.resolve(client))

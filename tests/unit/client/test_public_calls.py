@@ -190,7 +190,7 @@ WALKS: dict[str, tuple[type, Callable[[], Any], dict[str, Callable[[Any], Any]]]
     "Producer": (Producer, make_producer, PRODUCER),
     "Consumer": (Consumer, make_consumer, CONSUMER_CALLS),
     "AdminClient": (AdminClient, make_admin, ADMIN),
-    "spark": (connection.Cluster, make_spark, SPARK),
+    "spark": (connection.ClusterClient, make_spark, SPARK),
     "AdminClient of controllers": (AdminClient, make_admin_of_controllers, QUORUM),
 }
 
