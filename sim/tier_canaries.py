@@ -74,7 +74,7 @@ def pages_not_verified(stack: ExitStack) -> None:
     def trusting(*given: Any, **more: Any) -> Any:
         return opened(*given, **more | off)
 
-    stack.enter_context(patch("pk.tiering.parquet_parts.pq.ParquetFile", trusting))
+    stack.enter_context(patch("pk.tiering.row_groups.pq.ParquetFile", trusting))
 
 
 def delta_log_not_verified(stack: ExitStack) -> None:

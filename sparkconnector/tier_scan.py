@@ -9,9 +9,9 @@ pk's own files are sorted and disjoint, so rows come out as they are read.  Afte
 a row group may hold any offsets; then the range is narrowed until what it keeps fits `MERGE_BYTES`,
 and sorted.
 
-Footers are compared with the checksum in their file's name before Arrow parses them, pages with
-their own (rule T10).  What Arrow refuses is read once more, as plain bytes: so a store that fails
-and a file that is damaged are two errors.
+Row groups are read and verified by tiering/row_groups, as the broker's cold reads are.  What it
+refuses is read once more, as plain bytes: so a store that fails and a file that is damaged are two
+errors.
 
 Invariants
   Y1  everything below the position was handed out, once, in offset order; a re-plan continues
@@ -30,18 +30,16 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pk import errors
 from pk.sparkconnector import rows
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.ranges import Spans, TierFile, within
 from pk.sparkconnector.rows import Shape
-from pk.tiering import footers
+from pk.tiering import footers, row_groups
 from pk.tiering.damage import damaged
-from pk.tiering.footers import Footer, Group, UnreadableFile, check_rows
+from pk.tiering.footers import Footer, Group, Part, UnreadableFile
 
 #: What a merge may hold, uncompressed.
 MERGE_BYTES = 64 << 20
@@ -76,22 +74,26 @@ class _DamagedFile(Exception):
         self.file = file
 
 
-class _Group(NamedTuple):
+class _RowGroup(NamedTuple):
     """One row group that may hold offsets of the range."""
 
     file: TierFile
-    number: int
-    least: int
-    most: int
-    size: int
+    group: Group
+
+    @property
+    def least(self) -> int:
+        return self.group.min_offset
+
+    @property
+    def most(self) -> int:
+        return self.group.max_offset
 
 
 class _Open(NamedTuple):
     """A file that is being read."""
 
     file: TierFile
-    handle: Any  #: for its bytes
-    parquet: Any
+    handle: Any
     footer: Footer
 
 
@@ -309,27 +311,24 @@ class _Files:
         found = self._open.get(file.path)
         if found is None:
             if len(self._open) >= 8:
-                self._open.pop(next(iter(self._open))).parquet.close(force=True)
+                self._open.pop(next(iter(self._open))).handle.close()
             found = self._open[file.path] = _open(self._source, self._root, file)
         return found
 
     def close(self) -> None:
         while self._open:
-            self._open.popitem()[1].parquet.close(force=True)
+            self._open.popitem()[1].handle.close()
 
 
 def _open(source: Any, root: str, file: TierFile) -> _Open:
-    from pyarrow import parquet
-
     path = file.path if "://" in file.path else f"{root}/{file.path}"
     try:
         handle = source.open_input_file(path)
-        found = handle.size()
-        size = min(found, footers.TAIL_BYTES)
-        tail = handle.read_at(size, found - size)
-        needed = footers.footer_size(tail)
-        if size < needed <= found:
-            tail = handle.read_at(needed, found - needed)
+        size = handle.size()
+        tail = _read_part(handle, footers.tail_part(size))
+        longer = footers.longer_tail(tail, size)
+        if longer is not None:
+            tail = _read_part(handle, longer)
     except FileNotFoundError:
         raise _DamagedFile(file, "it is not in the store") from None
     except footers.UnreadableFile as cause:
@@ -342,22 +341,23 @@ def _open(source: Any, root: str, file: TierFile) -> _Open:
         footer = footers.open_footer(file, tail)
     except footers.UnreadableFile as cause:
         raise _DamagedFile(file, str(cause)) from cause
-    opened = parquet.ParquetFile(
-        handle, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True
-    )
-    return _Open(file, handle, opened, footer)
+    return _Open(file, handle, footer)
 
 
-def _groups(opened: _Open, one: Range) -> list[_Group]:
+def _read_part(handle: Any, part: Part) -> bytes:
+    return bytes(handle.read_at(part.size, part.start))
+
+
+def _groups(opened: _Open, one: Range) -> list[_RowGroup]:
     return [
-        _Group(opened.file, each.number, each.min_offset, each.max_offset, each.decoded)
+        _RowGroup(opened.file, each)
         for each in opened.footer.groups
         if each.min_offset < one.end and each.max_offset >= one.start
     ]
 
 
 def _merge(
-    one: Range, groups: Sequence[_Group], files: _Files, names: Sequence[str]
+    one: Range, groups: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Groups in order; runs that overlap are merged within MERGE_BYTES (module docstring)."""
     for run in _runs(groups):
@@ -369,43 +369,41 @@ def _merge(
             yield from _sorted(part, run, files, names)
 
 
-def _runs(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+def _runs(groups: Sequence[_RowGroup]) -> Iterator[list[_RowGroup]]:
     """Groups whose offsets overlap come together; so do disjoint neighbours, up to READ_BYTES."""
-    run: list[_Group] = []
+    run: list[_RowGroup] = []
     most = size = 0
     overlapping = False
     for group in groups:
         overlaps = bool(run) and group.least <= most
-        full = bool(run) and (size + group.size > READ_BYTES or group.file != run[-1].file)
+        full = bool(run) and (size + group.group.decoded > READ_BYTES or group.file != run[-1].file)
         if not overlaps and (overlapping or full):
             yield run
             run, size, overlapping = [], 0, False
         overlapping = overlapping or overlaps
         run.append(group)
         most = max(most, group.most) if len(run) > 1 else group.most
-        size += group.size
+        size += group.group.decoded
     if run:
         yield run
 
 
-def _disjoint(run: Sequence[_Group]) -> bool:
+def _disjoint(run: Sequence[_RowGroup]) -> bool:
     return all(a.most < b.least for a, b in pairwise(run))
 
 
 def _sequential(
-    part: Range, run: Sequence[_Group], files: _Files, names: Sequence[str]
+    part: Range, run: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Disjoint groups of one file, read at one go."""
-    table = _read(files.get(run[0].file), [group.number for group in run], names)
-    for batch in _ordered(_filtered(table, part), part).to_batches(rows.BATCH_ROWS_MOST):
-        if batch.num_rows:
-            yield batch, int(batch.column("offset")[-1].as_py()) + 1
+    found = _read(files.get(run[0].file), [each.group for each in run], names)
+    yield from _batches(row_groups.in_offset_order(found, part.start, part.end))
 
 
 def _sorted(
-    part: Range, run: Sequence[_Group], files: _Files, names: Sequence[str]
+    part: Range, run: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Scattered groups: narrowed until what is kept fits, then sorted."""
+    """Scattered groups: narrowed until what is kept fits, then merged."""
     kept = sum(_share(group, part) for group in run)
     if kept > MERGE_BYTES and part.size > 1:
         middle = part.start + part.size // 2
@@ -413,61 +411,45 @@ def _sorted(
             inside = [g for g in run if g.least < half.end and g.most >= half.start]
             yield from _sorted(half, inside, files, names)
         return
-    pieces = [_filtered(_read(files.get(g.file), [g.number], names), part) for g in run]
-    if pieces:
-        table = _ordered(pa.concat_tables(pieces), part)
-        for batch in table.combine_chunks().to_batches(rows.BATCH_ROWS_MOST):
-            if batch.num_rows:
-                yield batch, int(batch.column("offset")[-1].as_py()) + 1
+    pieces = (_read(files.get(each.file), [each.group], names) for each in run)
+    found = row_groups.merge(pieces, part.start, part.end)
+    if found is not None:
+        yield from _batches(found)
 
 
-def _share(group: _Group, part: Range) -> int:
+def _batches(found: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Cut to what Spark takes; with each, the offset below which everything is out."""
+    for at in range(0, found.num_rows, rows.BATCH_ROWS_MOST):
+        batch = found.slice(at, rows.BATCH_ROWS_MOST)
+        yield batch, int(batch.column("offset")[-1].as_py()) + 1
+
+
+def _share(group: _RowGroup, part: Range) -> int:
     """Bytes of the group that probably lie in `part`."""
     span = group.most - group.least + 1
     inside = min(part.end, group.most + 1) - max(part.start, group.least)
-    return max(0, group.size * inside // span)
+    return max(0, group.group.decoded * inside // span)
 
 
-def _read(opened: _Open, indexes: list[int], names: Sequence[str]) -> pa.Table:
+def _read(opened: _Open, groups: Sequence[Group], names: Sequence[str]) -> pa.RecordBatch:
     wanted = pa.schema([pa.field(name, _FILE_TYPES[name]) for name in names])
-    groups = [opened.footer.groups[index] for index in indexes]
     try:
-        table = opened.parquet.read_row_groups(indexes, columns=list(names))
-        table = table.select(list(names))
-        table = table if table.schema.equals(wanted) else table.cast(wanted)
-        check_rows(table, groups)
-    except (OSError, pa.ArrowException, ValueError, KeyError, UnreadableFile):
+        return row_groups.read_rows(opened.handle, opened.footer, groups, wanted, buffered=True)
+    except UnreadableFile:
         return _read_again(opened, groups, wanted)
-    return table
 
 
-def _read_again(opened: _Open, groups: Sequence[Group], wanted: pa.Schema) -> pa.Table:
+def _read_again(opened: _Open, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
     """The groups from their plain bytes: what does not decode now is damaged."""
-    from pk.tiering.parquet_parts import read_group
-
     pieces = []
     for group in groups:
         try:
-            data = opened.handle.read_at(group.size, group.start)
+            data = _read_part(opened.handle, Part(group.start, group.size))
         except (OSError, pa.ArrowException) as cause:
             raise errors.TierUnavailable(f"{opened.file.path}: {cause}") from cause
         try:
-            pieces.append(read_group(opened.footer, group, data, opened.file.size, wanted))
+            size = opened.file.size
+            pieces.append(row_groups.read_group(opened.footer, group, data, size, wanted))
         except UnreadableFile as cause:
             raise _DamagedFile(opened.file, str(cause)) from cause
-    return pa.Table.from_batches(pieces, wanted)
-
-
-def _filtered(table: pa.Table, part: Range) -> pa.Table:
-    offsets = table.column("offset")
-    bounds = pc.min_max(offsets).as_py()
-    if bounds["min"] is None or (bounds["min"] >= part.start and bounds["max"] < part.end):
-        return table
-    return table.filter(pc.and_(pc.greater_equal(offsets, part.start), pc.less(offsets, part.end)))
-
-
-def _ordered(table: pa.Table, part: Range) -> pa.Table:
-    offsets = table.column("offset").to_numpy()
-    if len(offsets) < 2 or bool(np.all(offsets[1:] > offsets[:-1])):
-        return table
-    return table.take(pa.array(np.argsort(offsets, kind="stable")))
+    return pa.concat_batches(pieces)

@@ -34,7 +34,7 @@ from pk.log import batch_decoder, columns
 from pk.log.batch import Header
 from pk.log.batch_decoder import PlainBatch
 from pk.tiering import rowhash
-from pk.tiering.footers import UnreadableFile, footer_crc
+from pk.tiering.footers import footer_crc
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
 from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import NONE, AbortedTransaction, Offset
@@ -59,7 +59,6 @@ COLD_BATCH_BYTES = 1024 * 1024
 LOG_APPEND = 1
 CREATE = 0
 _STATISTICS = ["offset", "timestamp"]
-_NEVER_NULL = ("offset", "timestamp")
 #: The columns as Parquet names them.
 _PATHS = (
     *(name for name in FILE_SCHEMA.names if name != "headers"),
@@ -416,44 +415,6 @@ def build_file(
 
 
 # -- back ------------------------------------------------------------------------------------------
-
-
-def canonical(table: pa.Table, schema: pa.Schema = FILE_SCHEMA) -> pa.RecordBatch:
-    """Rows read from any file of the table (outside maintenance may have written it) in our
-    columns, or some of them.
-
-    A rewriter writes every column of the table's schema, those that are all null too; the schema
-    has had all of them since its first version.  So a column that is missing was lost, and nulls in
-    its place would be false.  Raises `UnreadableFile`.
-    """
-    arrays = []
-    for field in schema:
-        index = table.schema.get_field_index(field.name)
-        if index < 0:
-            raise UnreadableFile(f"it has no column {field.name}")
-        column = table.column(index)
-        if column.type != field.type:
-            column = column.cast(field.type)
-        if field.name in _NEVER_NULL and column.null_count:
-            raise UnreadableFile(f"its column {field.name} has nulls")
-        chunks = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-        arrays.append(chunks)
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def in_offset_order(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.RecordBatch:
-    """Rows with offsets in `[start, end)`, sorted, an offset once (rule T10: files may be
-    scattered)."""
-    offsets = rows.column("offset").to_numpy()
-    growing = len(offsets) < 2 or bool((offsets[1:] > offsets[:-1]).all())
-    if not growing:
-        order = np.argsort(offsets, kind="stable")
-        first = np.ones(len(order), bool)
-        first[1:] = offsets[order][1:] != offsets[order][:-1]
-        rows = rows.take(pa.array(order[first]))
-        offsets = rows.column("offset").to_numpy()
-    low, high = np.searchsorted(offsets, [start, end])
-    return rows.slice(int(low), int(high - low))
 
 
 def batches_of(rows: pa.RecordBatch, batch_bytes: int = COLD_BATCH_BYTES) -> Iterator[bytes]:

@@ -101,6 +101,20 @@ def footer_size(tail: bytes | bytearray | memoryview) -> int:
     raise UnreadableFile("it does not end like a Parquet file")
 
 
+def tail_part(size: int) -> Part:
+    """The end of a file of `size` bytes, where its footer is looked for first."""
+    least = min(size, TAIL_BYTES)
+    return Part(size - least, least)
+
+
+def longer_tail(tail: bytes, size: int) -> Part | None:
+    """What to read of a file of `size` bytes if `tail` does not hold all of its footer; None = it
+    does, or the file is too short.  Raises `UnreadableFile`.
+    """
+    needed = footer_size(tail)
+    return Part(size - needed, needed) if len(tail) < needed <= size else None
+
+
 def footer_crc(tail: bytes | memoryview) -> int:
     """CRC-32C of the footer at the end of `tail`, with its length and the magic (H1)."""
     size = footer_size(tail)

@@ -79,11 +79,10 @@ async def _footer(store: ObjectStore, home: str, file: DataFile) -> Footer | Non
     """None if it cannot be read: the file's rows stay unknown, and its reader hears why."""
     path = f"{home}/{file.path}"
     try:
-        size = min(file.size, footers.TAIL_BYTES)
-        tail = await store.get_range(path, file.size - size, size)
-        needed = footers.footer_size(tail)
-        if needed > len(tail):
-            tail = await store.get_range(path, max(0, file.size - needed), needed)
+        tail = await store.get_range(path, *footers.tail_part(file.size))
+        longer = footers.longer_tail(tail, file.size)
+        if longer is not None:
+            tail = await store.get_range(path, *longer)
         return footers.parse_footer(tail)
     except (FileNotFoundError, footers.UnreadableFile):
         return None

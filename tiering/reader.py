@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
-from pk.tiering import accounting, convert, footers, parquet_parts
+from pk.tiering import accounting, convert, footers, row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer, Group, UnreadableFile
@@ -257,10 +257,9 @@ class TierReader:
         for spot, mine in zip(spots, wanted, strict=True):
             if len(mine) and mine.min() < next_offset:
                 rows = await self._group(place, spot)
-                parts.append(convert.in_offset_order(rows, at, next_offset))
-        if not parts:
-            return _NO_ROWS, next_offset
-        return await self._compute(lambda: pa.concat_batches(parts)), next_offset
+                parts.append(row_groups.clipped(rows, at, next_offset))
+        found = await self._compute(lambda: row_groups.merge(parts, at, next_offset))
+        return _NO_ROWS if found is None else found, next_offset
 
     # -- what is in memory -------------------------------------------------------------------------
 
@@ -273,12 +272,11 @@ class TierReader:
         return cached
 
     async def _load_footer(self, place: TablePartition, file: DataFile, key: Any) -> Footer:
-        size = min(file.size, footers.TAIL_BYTES)
-        tail = await self._get(place, file, file.size - size, size)
+        tail = await self._get(place, file, *footers.tail_part(file.size))
         try:
-            needed = footers.footer_size(tail)
-            if len(tail) < needed <= file.size:
-                tail = await self._get(place, file, file.size - needed, needed)
+            longer = footers.longer_tail(tail, file.size)
+            if longer is not None:
+                tail = await self._get(place, file, *longer)
             footer = await self._compute(lambda: footers.open_footer(file, tail))
         except UnreadableFile as cause:
             raise self._damaged(place, file, str(cause)) from cause
@@ -298,7 +296,7 @@ class TierReader:
         self.misses += 1
         data = await self._get(place, spot.file, group.start, group.size)
         rows = await self._decoded(
-            place, spot, lambda: parquet_parts.read_group(spot.footer, group, data, spot.file.size)
+            place, spot, lambda: row_groups.read_group(spot.footer, group, data, spot.file.size)
         )
         self._rows.put(key, rows, rows.nbytes)
         return rows
@@ -318,7 +316,7 @@ class TierReader:
         self.misses += 1
         parts = [await self._get(place, spot.file, *part) for part in group.times]
         return await self._decoded(
-            place, spot, lambda: parquet_parts.read_times(spot.footer, group, parts, spot.file.size)
+            place, spot, lambda: row_groups.read_times(spot.footer, group, parts, spot.file.size)
         )
 
     async def _decoded(
@@ -419,7 +417,7 @@ class TierReader:
 
 def _encoded(rows: pa.RecordBatch, at: Offset, end: Offset, max_bytes: int) -> _Piece:
     """Rows of `[at, end)` as log batches, cut where the byte bound is reached."""
-    rows = convert.in_offset_order(rows, at, end)
+    rows = row_groups.in_offset_order(rows, at, end)
     count = convert.fitting(rows, max_bytes) if rows.num_rows else 0
     full = count < rows.num_rows
     if full:

@@ -211,7 +211,8 @@ def recompressed(folder: Path, level: int) -> int:
     """Bytes of the same files written anew by tiering's own writer."""
     from pyarrow import parquet
 
-    from pk.tiering.convert import FileBuilder, canonical
+    from pk.tiering.convert import FileBuilder
+    from pk.tiering.row_groups import canonical
 
     size = 0
     for path in table_files(folder):

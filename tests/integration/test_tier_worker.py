@@ -15,7 +15,7 @@ from tier_bench import TOPIC, TOPIC_ID, Bench, LiveLog, bench
 from pk import errors
 from pk.tiering import owner as owning
 from pk.tiering import rowhash
-from pk.tiering.convert import canonical
+from pk.tiering.row_groups import canonical
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 

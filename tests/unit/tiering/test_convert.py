@@ -14,7 +14,7 @@ from hypothesis import given
 from pk import errors
 from pk.log import batch as log_batch
 from pk.log import columns
-from pk.tiering import convert, rowhash
+from pk.tiering import convert, row_groups, rowhash
 from pk.tiering.footers import UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
 from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
@@ -57,7 +57,7 @@ def build(*buffers: bytes, start: int = 0, limit: int = 2**62, aborted: object =
     assert built is not None
     table = pq.read_table(pa.BufferReader(built.data))
     assert built.rows == table.num_rows
-    assert built.row_sum == rowhash.row_sum(convert.canonical(table))
+    assert built.row_sum == rowhash.row_sum(row_groups.canonical(table))
     offsets = table.column("offset").to_pylist()
     assert (built.min_offset, built.max_offset) == (offsets[0], offsets[-1])
     return table
@@ -100,7 +100,7 @@ def test_rows_survive_the_way_there_and_back(batches: list[tuple[Any, str, int]]
             "epoch",
             pa.array([header.leader_epoch] * header.record_count, pa.int32()),
         )
-        for each in convert.batches_of(convert.canonical(table))
+        for each in convert.batches_of(row_groups.canonical(table))
         for header in [log_batch.check(each)]
     ]
     assert pa.Table.from_batches(back).to_pylist() == pa.Table.from_batches(want).to_pylist()
@@ -180,7 +180,7 @@ def test_many_small_batches_make_one_row_group() -> None:
     assert built is not None
     table = pq.read_table(pa.BufferReader(built.data))
     assert table.column("offset").to_pylist() == list(range(3 * len(small)))
-    assert built.row_sum == rowhash.row_sum(convert.canonical(table))
+    assert built.row_sum == rowhash.row_sum(row_groups.canonical(table))
     assert pq.read_metadata(pa.BufferReader(built.data)).num_row_groups == 1
 
 
@@ -232,7 +232,7 @@ def test_runs_of_batches_are_what_the_batches_are() -> None:
     """log/batch_decoder D1, with gaps, both widths of timestamps, batches with and without keys,
     and odd ones."""
     wide = [(2**41 * (i % 2), b"k%d" % i, b"w%d" % i, []) for i in range(5)]
-    sparse = convert.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
+    sparse = row_groups.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
     batches = [
         plain(3, 0),
         plain(4, 3, codec="lz4"),
@@ -280,7 +280,7 @@ def test_log_append_time_is_kept_as_such() -> None:
     ]
     table = build(*stamped)
     assert table.column("timestamp_type").to_pylist() == [1] * 6
-    back = list(convert.batches_of(convert.canonical(table)))
+    back = list(convert.batches_of(row_groups.canonical(table)))
     heads = [log_batch.check(each) for each in back]
     assert [(h.base_offset, h.record_count, h.log_append_time, h.max_timestamp) for h in heads] == [
         (0, 3, True, 5_000),
@@ -289,14 +289,14 @@ def test_log_append_time_is_kept_as_such() -> None:
 
 
 def test_scattered_rows_are_merged_and_an_offset_comes_once() -> None:
-    rows = convert.canonical(build(plain(10, 0)))
+    rows = row_groups.canonical(build(plain(10, 0)))
     mixed = pa.concat_batches([rows.slice(5), rows.slice(0, 7)])
-    merged = convert.in_offset_order(mixed, 2, 9)
+    merged = row_groups.in_offset_order(mixed, 2, 9)
     assert merged.column("offset").to_pylist() == list(range(2, 9))
 
 
 def test_gaps_wider_than_a_batch_can_say_split_it() -> None:
-    rows = convert.canonical(build(plain(2, 0), plain(2, 2**31 + 10), plain(1, 2**40)))
+    rows = row_groups.canonical(build(plain(2, 0), plain(2, 2**31 + 10), plain(1, 2**40)))
     back = [log_batch.check(each) for each in convert.batches_of(rows)]
     assert [header.base_offset for header in back] == [0, 2**31 + 10, 2**40]
 
@@ -306,7 +306,7 @@ def test_foreign_files_come_in_our_columns() -> None:
     table = build(plain(4, 0))
     value = table.column("value").cast(pa.large_binary())
     foreign = table.drop_columns("value").append_column("value", value)
-    rows = convert.canonical(foreign)
+    rows = row_groups.canonical(foreign)
     assert rows.schema == FILE_SCHEMA
     heads = [log_batch.check(each) for each in convert.batches_of(rows)]
     assert sum(header.record_count for header in heads) == 4
@@ -315,7 +315,7 @@ def test_foreign_files_come_in_our_columns() -> None:
 @pytest.mark.parametrize("name", FILE_SCHEMA.names)
 def test_a_column_that_is_missing_is_never_taken_for_nulls(name: str) -> None:
     with pytest.raises(UnreadableFile, match=f"no column {name}"):
-        convert.canonical(build(plain(4, 0)).drop_columns(name))
+        row_groups.canonical(build(plain(4, 0)).drop_columns(name))
 
 
 @pytest.mark.parametrize("name", ["offset", "timestamp"])
@@ -323,7 +323,7 @@ def test_nulls_in_place_of_an_offset_or_a_time_are_refused(name: str) -> None:
     table = build(plain(4, 0))
     at = table.schema.get_field_index(name)
     with pytest.raises(UnreadableFile, match="has nulls"):
-        convert.canonical(table.set_column(at, name, pa.nulls(4, table.schema.field(at).type)))
+        row_groups.canonical(table.set_column(at, name, pa.nulls(4, table.schema.field(at).type)))
 
 
 def test_a_damaged_batch_is_never_copied() -> None:
