@@ -82,7 +82,7 @@ class Checkpointed:
         await self._write_checkpoints(directory)
 
     async def checkpoint_log_starts(self) -> None:
-        """SYNCED: the log starts as they are."""
+        """SYNCED: the log starts as they are, and where the local logs begin."""
         for directory in self.directories:
             if directory.failed is None:
                 await self._write_log_starts(directory)
@@ -112,10 +112,12 @@ class Checkpointed:
 
     async def _write_log_starts(self, directory: Directory) -> None:
         self._note_log_starts(directory)
-        await directory.write_checkpoints(files.LOG_STARTS)
+        await directory.write_checkpoints(files.LOG_STARTS, files.LOCAL_STARTS)
 
     def _note_log_starts(self, directory: Directory) -> None:
         for key, (log, home) in self._logs.items():
             if home is directory and not log.start_unknown:
                 moving = (each.get(key, 0) for each in directory.moving)
                 directory.log_starts[key] = max(log.log_start, *moving, 0)
+                anew = directory.begun_anew.get(key, 0)
+                directory.local_starts[key] = max(log.reaches_back_to, anew)

@@ -81,6 +81,15 @@ def corrupt(where: str, damage: Damage) -> errors.CorruptLog:
     )
 
 
+def missing_in_front(start: Offset, first_offset: Offset) -> Damage | None:
+    """What is missing of a log that is to begin at `start` or below; its first segment begins at
+    `first_offset`.
+    """
+    if first_offset <= start:
+        return None
+    return Damage(start, first_offset, 0, 0, f"the segment file that held offset {start} is gone")
+
+
 def survey(
     read: ReadAt,
     size: int,

@@ -9,6 +9,7 @@ checks; no policy.
 | recovery-point-offset-checkpoint | topic id, partition, offset: everything below is SYNCED |
 | replication-offset-checkpoint | … high watermark |
 | log-start-offset-checkpoint | … log start (rule T9) |
+| local-log-start-offset-checkpoint | … everything from here on is in the local log (rule L9) |
 | partition-identity-checkpoint | the identities of all logs once more (rule L15, log/identity.py) |
 | topics/<topic>-<partition>/ | partition.json (the identity, rule L8) and the segments |
 """
@@ -33,15 +34,16 @@ from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 FORMAT = 0
 #: What format 0 means in this build: a hash of a sample of every file as it is written, which
 #: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
-LAYOUT = "dccdfacb4eca0618"
+LAYOUT = "951cbcda18e734ea"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
 RECOVERY_POINTS = "recovery-point-offset-checkpoint"
 HIGH_WATERMARKS = "replication-offset-checkpoint"
 LOG_STARTS = "log-start-offset-checkpoint"
+LOCAL_STARTS = "local-log-start-offset-checkpoint"
 #: The checkpoints of offsets.
-OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS)
+OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS, LOCAL_STARTS)
 #: What may stand in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
 #: What stands only in a directory that was formatted: files, and directories that are not empty.
@@ -70,6 +72,8 @@ class Directory:
     recovery_points: Offsets = field(default_factory=dict)
     log_starts: Offsets = field(default_factory=dict)
     moving: list[dict[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
+    local_starts: Offsets = field(default_factory=dict)
+    begun_anew: Offsets = field(default_factory=dict)  #: logs that are to begin there
     high_watermarks: Offsets = field(default_factory=dict)
     identities: Identities = field(default_factory=dict)
     #: Checkpoints as they are on disk.
@@ -88,6 +92,7 @@ class Directory:
         return {
             RECOVERY_POINTS: self.recovery_points,
             LOG_STARTS: self.log_starts,
+            LOCAL_STARTS: self.local_starts,
             HIGH_WATERMARKS: self.high_watermarks,
         }
 

@@ -14,7 +14,7 @@ from pk import errors
 from pk.log import aborted, checkpoints, columns, epochs, identity, index
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
-from pk.log.directory import HIGH_WATERMARKS, LOG_STARTS, RECOVERY_POINTS
+from pk.log.directory import HIGH_WATERMARKS, LOCAL_STARTS, LOG_STARTS, RECOVERY_POINTS
 from pk.log.producers import CorruptSnapshot, Producers
 from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX, ReadAt
 
@@ -24,6 +24,7 @@ CHECKPOINTS = (
     RECOVERY_POINTS,
     HIGH_WATERMARKS,
     LOG_STARTS,
+    LOCAL_STARTS,
     identity.PARTITION_FILE,
     identity.IDENTITIES,
 )

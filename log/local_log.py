@@ -3,7 +3,7 @@
 The loop, the write lane and the readers share one `LocalLog`.  Each field has one writer at a time:
 
     config, retired         loop
-    segments, written_end   loop: a plan was completed, or segments are dropped
+    segments, written_end   loop: a plan was completed, segments are dropped, or found missing
                             write lane: the log is cut or re-opened; nothing is decided meanwhile
     log_start               loop; write lane, as above
     synced_by_loop          loop; write lane, as above
@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from pk.log.damage import Damage
 from pk.log.plan import LogConfig
 from pk.log.segment import IndexCache, Segment
 from pk.log.storage import Storage
@@ -98,6 +99,14 @@ class LocalLog:
         for segment in gone:
             segment.dropped = True
             self.cache.forget(segment)
+
+    def begin_with_hole(self, lost: Damage) -> Segment:
+        """Begin with an empty segment for offsets whose files are missing in front of the first."""
+        hole = Segment(self.storage, self.path, lost.start)
+        hole.damage, hole.synced = (lost,), True
+        hole.written = hole.decided = hole.written.beyond(0, lost.end)
+        self.segments = (hole, *self.segments)
+        return hole
 
     def replace_segments(self, segments: Iterable[Segment]) -> None:
         """Go on with what was found in the files after a cut or another opening."""

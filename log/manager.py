@@ -287,6 +287,7 @@ class LogManager(Checkpointed):
             same_boot=directory.same_boot and not strange,
             recovery_point=directory.recovery_points.get(key, 0),
             log_start=directory.log_starts.get(key),
+            local_start=None if strange else directory.local_starts.get(key),
             now_ms=files.heard_at(self.directories, self._world.clock.wall_ms()),
             cache=self._cache,
             skip_damaged=True,
@@ -505,6 +506,7 @@ class LogManager(Checkpointed):
         # else it would be blank (log/loading O2)
         snapshot = snapshot or Producers().snapshot(offset)
         self._reshaping[key] = None
+        directory.begun_anew[key] = offset  # SYNCED before its first segment begins there
         try:
             directory.recovery_points[key] = 0  # in between there is no segment at all
             await self._claim_less(directory, {key: min(start, log.local_log_start)})
@@ -514,7 +516,7 @@ class LogManager(Checkpointed):
                 await self._write_log_starts(directory)
                 await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
         finally:
-            del self._reshaping[key]
+            del self._reshaping[key], directory.begun_anew[key]
         await self._write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:

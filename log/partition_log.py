@@ -41,7 +41,7 @@ from pk.log import loading, retention
 from pk.log.appending import LogAppender
 from pk.log.batch import Header
 from pk.log.batch_cache import BatchCache
-from pk.log.damage import Damage
+from pk.log.damage import Damage, missing_in_front
 from pk.log.epochs import LeaderEpochs
 from pk.log.local_log import LocalLog
 from pk.log.plan import (
@@ -86,6 +86,9 @@ class PartitionLog:
         self.notes = tuple(loaded.notes)  #: what opening repaired
         #: No checkpoint has the log start, and the oldest segments are gone: server/tier/view.py.
         self.start_unknown = False
+        #: Files are missing in front of the first segment: the broker decides whether the table has
+        #: what they held (server/replica/corruption.py).
+        self.absent: Damage | None = None
         #: The tier covers [log_start, tiered_end); -1 = no tier.  Set by the broker.
         self.tiered_end = NONE
         #: Local data below it may be deleted (rule T6: committed, confirmed, delay over).  Set by
@@ -119,6 +122,7 @@ class PartitionLog:
         clean: bool,
         recovery_point: int = 0,
         log_start: int | None = None,
+        local_start: int | None = None,
         now_ms: int,
         same_boot: bool = False,
         cache: IndexCache | None = None,
@@ -129,6 +133,8 @@ class PartitionLog:
         clean: the log was closed properly
         recovery_point: everything below it was SYNCED
         log_start: as checkpointed; None = no checkpoint has it
+        local_start: everything from there on, and from log_start on, is to be here; None = no
+            checkpoint has it
         same_boot: the page cache outlived the process, so that only the last batch may be torn
         skip_damaged: see `loading.load`
 
@@ -162,6 +168,8 @@ class PartitionLog:
             cache=cache or IndexCache(4 * 1024 * 1024),
         )
         opened.start_unknown = log_start is None and first > 0
+        if log_start is not None and local_start is not None:
+            opened.absent = missing_in_front(max(log_start, local_start), first)
         return opened
 
     # -- loop: state -------------------------------------------------------------------------------
@@ -241,6 +249,13 @@ class PartitionLog:
         return self._appender.pending_bytes
 
     @property
+    def reaches_back_to(self) -> int:
+        """What lies below was deleted, is in the table, or was never here."""
+        if self.absent is not None:
+            return self.absent.start
+        return min(max(self.first_offset, self.tiered_end, self.droppable_end), self.written_end)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes written, of all segments."""
         return sum(segment.written.size for segment in self._local.segments)
@@ -252,13 +267,18 @@ class PartitionLog:
 
     @property
     def segments(self) -> tuple[SegmentFacts, ...]:
-        """What is written, oldest first; the last is the active one."""
-        return tuple(
+        """What is written, oldest first; the last is the active one.  What is missing in front is
+        at least as old as what comes behind it.
+        """
+        facts = [
             SegmentFacts(
                 s.base_offset, s.written.next_offset, s.written.size, s.written.max_timestamp
             )
             for s in self._local.segments
-        )
+        ]
+        if len(facts) > 1 and self._local.segments[0].is_hole:
+            facts[0] = facts[0]._replace(max_timestamp=facts[1].max_timestamp)
+        return tuple(facts)
 
     @property
     def damage(self) -> list[Damage]:
@@ -489,3 +509,21 @@ class PartitionLog:
             local.log_start = plan.log_start
         self.epochs.truncate_start(min(local.log_start, local.segments[0].base_offset))
         return self._writer.drop_jobs(gone)
+
+    def accept_missing(self, start: Offset) -> LaneJob:
+        """What was `absent`, from `start` on, is lost: readers get `DataLoss` there from now on.
+
+        Returns a job for the write lane.  It leaves an empty segment file, SYNCED, by which the
+        next opening and `pk log repair` know the range.
+        """
+        assert self.absent is not None
+        lost, self.absent = self.absent._replace(start=start), None
+        self.tiered_end = min(self.tiered_end, start)
+        self.droppable_end = min(self.droppable_end, start)
+        hole = self._local.begin_with_hole(lost)
+
+        def leave_file() -> None:
+            self._local.storage.open(hole.path(), create=True).close()
+            self._local.storage.sync_dir(self.path)
+
+        return leave_file

@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log import damage
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import CHUNK_BYTES, UNKNOWN, Damage, span
-from pk.log.damaged_ranges import epochs_of, survey_log
+from pk.log.damaged_ranges import FAR, epochs_of, survey_log
 from pk.log.epochs import LeaderEpochs
 from pk.log.segment import INDEX, TIMEINDEX, TXNINDEX, Segment
 from pk.log.storage import File, Storage
@@ -43,13 +44,20 @@ class Finding(NamedTuple):
     damage: Damage
 
 
-def look(storage: Storage, path: str, *, trusted: bool, floor: Offset) -> list[Finding]:
+def look(
+    storage: Storage, path: str, *, trusted: bool, floor: Offset, local_start: Offset = FAR
+) -> list[Finding]:
     """The damaged ranges of the log in `path`, ascending; nothing is changed.
 
-    trusted: the log was closed cleanly.  floor: the log ended there or higher, a checkpoint says.
+    trusted: the log was closed cleanly.  floor: the log ended there or higher, local_start: it
+    began there or lower; checkpoints say so.
     """
     found: list[Finding] = []
     surveyed = survey_log(storage, path, trusted=trusted, dense=True)
+    first = surveyed[0][0].base_offset if surveyed else floor
+    missing = damage.missing_in_front(local_start, first)
+    if missing is not None:
+        found.append(Finding(Segment(storage, path, missing.start), missing))
     for number, (segment, ranges) in enumerate(surveyed):
         last = number + 1 == len(surveyed)
         for each in ranges:
@@ -122,6 +130,9 @@ def _rewrite(
     storage: Storage, segment: Segment, ranges: list[Damage], known: LeaderEpochs | None
 ) -> None:
     beside = f"{segment.path()}.tmp"
+    if not storage.exists(segment.path()):  # it is missing, wholly
+        segment.create()
+        segment.close()
     file = storage.open(beside, create=True)
     try:
         file.truncate(0)

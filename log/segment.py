@@ -186,6 +186,11 @@ class Segment:
         self.damage: tuple[Damage, ...] = ()  #: ranges that are known to be damaged; replaced whole
         self.hints: dict[int, int] = {}
 
+    @property
+    def is_hole(self) -> bool:
+        """It holds no batch; the file that held its offsets is missing."""
+        return not self.written.size and bool(self.damage)
+
     def path(self, suffix: str = LOG) -> str:
         return f"{self.directory}/{file_name(self.base_offset, suffix)}"
 

@@ -13,10 +13,13 @@ Invariants
       offline as it does for damage without a range: looking ends
   N3  once another replica is in ISR or ELR the damaged one goes offline and is made anew: the other
       one had the range before, or begins above it, for no replica copies a damaged batch
+  N4  files that are missing in front of a log are damage where the table does not have their
+      records; while that is not known readers wait, and nothing is called lost
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,6 +83,7 @@ class CorruptionManager:
         """A log was opened, with damage perhaps; of several copies `settle` has the say."""
         if self.is_only_copy(self._core.publisher.image.partition(partition.key)):
             self.tell(partition, partition.log.damage)
+            self.look_in_front(partition)
 
     def tell(self, partition: Partition, found: list[Damage]) -> None:
         """Metric and log line of ranges that were not known."""
@@ -97,19 +101,52 @@ class CorruptionManager:
 
     def settle(self, partition: Partition, state: PartitionState) -> None:
         """N3, and for a log that was opened with damage."""
-        if partition.problem is None and not self.is_only_copy(state):
-            problem = self.problem_of(partition)
-            if problem is not None:
-                self._core.damaged(partition, problem)
+        if partition.problem is not None:
+            return
+        if self.is_only_copy(state):
+            self.look_in_front(partition)
+            return
+        absent = partition.log.absent
+        problem = self.problem_of(partition, [] if absent is None else [absent])
+        if problem is not None:
+            self._core.damaged(partition, problem)
 
-    def problem_of(self, partition: Partition) -> errors.CorruptLog | None:
+    def look_in_front(self, partition: Partition) -> None:
+        """N4: of the only copy files are missing in front.  Asked again with each report of the
+        tier.
+        """
+        log = partition.log
+        if log.absent is None or partition.problem is not None:
+            return
+        start = max(log.absent.start, log.log_start)
+        if partition.tiered:
+            if partition.leader is None or partition.tier.tiered_end == NONE:
+                return
+            start = max(start, partition.tier.tiered_end)
+        if start >= log.absent.end:
+            log.absent = None
+            return
+        leave_file = log.accept_missing(start)
+        self.tell(partition, log.damage[:1])
+        self._core.spawn(self._leave(partition, leave_file))
+        partition.bounds_moved(urgent=True)
+
+    async def _leave(self, partition: Partition, leave_file: Callable[[], None]) -> None:
+        try:
+            await partition.writer.disk.write(leave_file)
+        except errors.PkError as failure:  # the next start finds the range again
+            self._core.metrics.refused(failure)
+
+    def problem_of(
+        self, partition: Partition, more: Sequence[Damage] = ()
+    ) -> errors.CorruptLog | None:
         """What is damaged of a log that is served."""
-        found = partition.log.damage
+        found = [*more, *partition.log.damage]
         if not found:
             return None
-        more = "" if len(found) == 1 else f" ({len(found)} ranges in all)"
+        count = "" if len(found) == 1 else f" ({len(found)} ranges in all)"
         told = ranges.corrupt(str(partition), found[0])
-        return errors.CorruptLog(told.message + more, **told.details)
+        return errors.CorruptLog(told.message + count, **told.details)
 
     def told(self, partition: Partition, error: errors.PkError) -> errors.PkError:
         """`error` of a read, as its reader hears it: while the range is looked for, it waits."""

@@ -165,7 +165,8 @@ class Partition:
             (log.log_start <= log.local_log_start <= log.written_end, "local_log_start"),
         ]
         if self.tiered and log.log_start <= log.tiered_end:  # else the owner has yet to follow (T9)
-            checks.append((log.local_log_start <= log.tiered_end <= stable, "tiered_end"))
+            local = log.local_log_start if log.absent is None else log.absent.start
+            checks.append((local <= log.tiered_end <= stable, "tiered_end"))
             checks.append(
                 (log.droppable_end <= max(log.tiered_end, log.log_start), "droppable_end")
             )

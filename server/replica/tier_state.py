@@ -80,7 +80,7 @@ class TierState:
 
 
 def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
-    """T1: what is not local any more is in the tier.
+    """T1: what is not local any more is in the tier, but for what is missing (rule L9).
 
     Where a damaged checkpoint does not say where the log starts, only the table does: were it where
     the local log begins, the table's older records would be deleted (rule T9).
@@ -88,8 +88,9 @@ def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
     if log.start_unknown:
         log.start_unknown, log.log_start = False, 0 if tiered else log.log_start
     if tiered:
-        log.tiered_end = max(log.tiered_end, log.local_log_start)
-        log.droppable_end = max(log.droppable_end, log.local_log_start)
+        left = log.local_log_start if log.absent is None else log.absent.start
+        log.tiered_end = max(log.tiered_end, left)
+        log.droppable_end = max(log.droppable_end, left)
 
 
 def known_below(offset: Offset, log: PartitionLog, tier: TierState) -> TierState:

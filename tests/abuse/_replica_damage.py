@@ -298,6 +298,28 @@ def in_a_dead_follower(it: Replicas, flips: int) -> Verdict:
     return _verdict(it, 3, "a killed follower's batches", hit)
 
 
+def first_segment_gone(it: Replicas, _flips: int) -> Verdict:
+    """Stopped, the first segment's files removed, and started again behind the others.  The copiers
+    stand still: no table has the records.
+    """
+    with it.stopped("tier", 1, 2):
+        it.lead(2)
+        it.fill(60)
+        it.in_sync(1, 2, 3)
+        it.nodes[3].stop()
+        first = min(path.stem for path in it.folder(3).glob("*.log"))
+        for path in it.folder(3).glob(f"{first}.*"):
+            path.unlink()
+        it.nodes[3].spawn()
+        it.nodes[3].wait_ready()
+        it.in_sync(1, 2, 3)
+    said = it.nodes[3].log.read_text()
+    named = "partition_offline" in said and f"offsets [{int(first)}, " in said
+    found = _verdict(it, 3, "a stopped follower: its first segment's files are gone", [int(first)])
+    made_anew = named and "replica_made_anew" in said
+    return Verdict(found.case, found.kept and made_anew, f"{found.figures}; named: {named}")
+
+
 def in_the_only_copy(it: Replicas, flips: int) -> Verdict:
     """Both followers are dead and the copier stands still: nobody else has what is damaged."""
     it.lead(1)
@@ -367,6 +389,7 @@ CASES: dict[str, Callable[[Replicas, int], Verdict]] = {
     "leader, copied": copied_from_a_leader,
     "follower": in_a_follower,
     "dead follower": in_a_dead_follower,
+    "first segment": first_segment_gone,
     "only copy": in_the_only_copy,
 }
 

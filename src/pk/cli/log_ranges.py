@@ -5,10 +5,13 @@ from __future__ import annotations
 from pk.log import directory as directories
 from pk.log import identity
 from pk.log import repair as repairing
+from pk.log.damaged_ranges import FAR
 from pk.log.files import RealStorage
+from pk.log.identity import ADOPTED, Identity
 from pk.log.repair import Finding
 from pk.server.node.format import PARTITIONS
 from pk.server.node.run_config import boot_id
+from pk.types import Offset
 
 
 def findings(storage: RealStorage, name: str) -> list[Finding]:
@@ -25,7 +28,23 @@ def findings(storage: RealStorage, name: str) -> list[Finding]:
     points = directories.read_offsets(storage, directories.RECOVERY_POINTS)
     marks = directories.read_offsets(storage, directories.HIGH_WATERMARKS)
     point = points.get(key, 0)
-    found = repairing.look(storage, path, trusted=closed, floor=max(point, marks.get(key, 0)))
+    floor = max(point, marks.get(key, 0))
+    begins = _local_start(storage, owner) if closed else FAR
+    found = repairing.look(storage, path, trusted=closed, floor=floor, local_start=begins)
     if not closed and run.boot_id != boot_id():  # a power loss: the next start cuts what it tore
         found = [each for each in found if each.damage.start < point]
     return found
+
+
+def _local_start(storage: RealStorage, owner: Identity) -> Offset:
+    """Where the log is to begin at the latest; FAR = the checkpoints do not say so.
+
+    They do after a clean stop.  After another end a table may hold more than they know; the next
+    start of the broker asks it.
+    """
+    known = identity.read_all(storage).get(str(owner.topic_partition))
+    if known is not None and known.state == ADOPTED:
+        return FAR
+    named = (directories.LOG_STARTS, directories.LOCAL_STARTS)
+    starts = [directories.read_offsets(storage, each).get(owner.key) for each in named]
+    return FAR if None in starts else max(each for each in starts if each is not None)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log.damage import missing_in_front
+from pk.server.replica.tier_state import tier_has_what_left
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
@@ -348,3 +350,96 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
     rig.run(story)
     assert isinstance(damaged.problem, errors.CorruptLog)
     assert [event for event, _ in warnings] == ["damaged_range", "partition_offline"]
+
+
+# -- what is missing in front ----------------------------------------------------------------------
+
+
+async def without_its_first(rig: Any, kit: Any, **given: Any) -> Any:
+    """A partition with three segments; the file of the first was removed while nobody looked."""
+    partition = rig.partition(0, segment_bytes=14 * 1024, **given)
+    await fill(rig, kit, 0, 0, 0)
+    log = partition.log
+    log._local.segments = log._local.segments[1:]
+    log.absent = missing_in_front(0, 1)
+    tier_has_what_left(log, tiered=partition.tiered)
+    return partition
+
+
+async def reported(rig: Any, kit: Any, tiered_end: int) -> None:
+    """The tier says what the table covers."""
+    caller = rig.caller()
+    request = wire.TierProgressRequest()
+    request.partitions.add(
+        topic_id=kit.topic_id, leader_epoch=0, tiered_end=tiered_end, droppable_end=-1
+    )
+    await caller.call(request, timeout_ms=1_000)
+    await caller.close()
+
+
+def test_missing_files_in_front_of_the_only_copy_are_a_range(
+    rig: Any, kit: Any, warnings: Any
+) -> None:
+    async def story() -> None:
+        partition = await without_its_first(rig, kit)
+        rig.core.corruption.opened(partition)
+        entry = await entry_at(rig, kit, 0, errors.DataLoss.code)
+        assert dict(entry.error.details) == {"offset": "0", "next_offset": "1"}
+        assert (await entry_at(rig, kit, 1, 0)).next_offset == 2
+        assert (await entry_at(rig, kit, 2, 0)).next_offset == 3
+        problem = rig.core.corruption.problem_of(partition)
+        assert "offsets [0, 1) are damaged: the segment file" in problem.message
+        assert "pk log repair" in problem.message
+
+    rig.run(story)
+    assert [(e, f["offset"], f["next_offset"]) for e, f in warnings] == [("damaged_range", 0, 1)]
+    assert rig.storage.exists(LOG)
+
+
+@pytest.mark.parametrize("table_end", [0, 1, 3])
+def test_the_table_is_asked_before_missing_files_are_called_lost(
+    rig: Any, kit: Any, warnings: Any, table_end: int
+) -> None:
+    """replica/corruption N4: what it covers is read from there; until it has answered readers of
+    the range try again.
+    """
+
+    async def story() -> None:
+        partition = await without_its_first(rig, kit, tiered=True)
+        image = rig.core.publisher.image
+        rig.core.corruption.settle(partition, image.partition(partition.key))
+        assert (partition.log.absent, partition.log.damage) == (missing_in_front(0, 1), [])
+        assert (partition.log.local_log_start, partition.log.tiered_end) == (1, 0)
+        assert partition.violations() == []
+        await reported(rig, kit, table_end)
+        assert partition.log.absent is None
+        if table_end == 0:
+            assert [each[:2] for each in partition.log.damage] == [(0, 1)]
+            assert (partition.log.local_log_start, partition.log.tiered_end) == (0, 0)
+            assert partition.violations() == []
+            await entry_at(rig, kit, 0, errors.DataLoss.code)
+        else:
+            assert (partition.log.damage, partition.log.local_log_start) == ([], 1)
+        assert partition.problem is None
+
+    rig.run(story)
+    assert [event for event, _ in warnings] == ["damaged_range"] * (table_end == 0)
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_with_another_replica_in_sync_missing_files_make_this_one_anew(
+    rig: Any, kit: Any, warnings: Any, another: None, tiered: bool
+) -> None:
+    """Like any damage of sealed data; no table is asked."""
+
+    async def story() -> None:
+        partition = await without_its_first(rig, kit, **({"tiered": True} if tiered else {}))
+        rig.core.corruption.opened(partition)
+        assert partition.log.damage == []
+        image = rig.core.publisher.image
+        rig.core.corruption.settle(partition, image.partition(partition.key))
+        assert isinstance(partition.problem, errors.CorruptLog)
+        assert partition.problem.details == {"offset": "0", "next_offset": "1"}
+
+    rig.run(story)
+    assert [event for event, _ in warnings] == ["partition_offline"]
