@@ -31,7 +31,7 @@ from pk.tiering import layout
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import footer_size
 from pk.tiering.objects import Buffer, MemoryStore, ObjectInfo
-from pk.tiering.table import Commit, MemoryTables, Snapshot, moved
+from pk.tiering.table import Commit, MayDelete, MemoryTables, Snapshot, always, moved
 from pk.types import TopicId
 
 T = TypeVar("T")
@@ -272,9 +272,11 @@ class SimTable:
 
         return await store.call(f"commit {self._home}", work, late_ms)
 
-    async def vacuum(self, retention_ms: int) -> int:
+    async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
+        if not await may_delete():  # the caller's own doing, which ends with its machine
+            return None
         return await self._store.call(
-            f"vacuum {self._home}", lambda: self._table.vacuum(retention_ms)
+            f"vacuum {self._home}", lambda: self._table.vacuum(retention_ms, always)
         )
 
 

@@ -56,11 +56,12 @@ from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
     CommitConflict,
+    MayDelete,
     Snapshot,
     Table,
     TableProtocol,
 )
-from pk.tiering.tombstones import Tombstones
+from pk.tiering.tombstones import RemovalDates, Tombstones
 
 T = TypeVar("T")
 
@@ -97,6 +98,10 @@ class DeltaTables:
 
     def wall_ms(self) -> int:
         return self._clock.wall_ms()
+
+    def now_ms(self) -> int:
+        """Of a clock that nobody sets."""
+        return self._clock.monotonic_ms()
 
     def uri(self, path: str) -> str:
         """deltalake wants local paths with a scheme and percent signs escaped."""
@@ -179,7 +184,8 @@ class DeltaLogTable:
         self._table_id = ""  #: of the table that was opened first; another one is refused (T8)
         self._synced = ("", -1)  #: table id and version up to which the log is SYNCED
         self._turn = asyncio.Lock()
-        self._tombstones = Tombstones(tables.wall_ms())
+        self._tombstones = Tombstones(tables.now_ms())
+        self._dates = RemovalDates()
 
     @property
     def uri(self) -> str:
@@ -210,7 +216,7 @@ class DeltaLogTable:
             await self._compare(compared, snapshot)
             snapshot = await self._counted(snapshot)
         if known is None or snapshot.version != known.version:
-            self._tombstones.foreign(self._tables.wall_ms())
+            self._tombstones.foreign(self._tables.now_ms())
         await self._note(handle, snapshot)
         return snapshot
 
@@ -249,6 +255,8 @@ class DeltaLogTable:
             await self._tables.sync_log(self._path, after)
             self._synced = snapshot.table_id, snapshot.version
         self._seen = await self._tables.store.head(path)
+        if self._seen is not None:
+            self._dates.seen(self._seen.modified_ms, self._tables.now_ms())
         self._handle, self._snapshot = handle, snapshot
 
     def _open_or_update(
@@ -331,14 +339,14 @@ class DeltaLogTable:
             handle, self._handle = self._handle, None  # E1
             if handle is None or handle.version() != commit.read.version:
                 raise CommitConflict(f"{self._uri}: version {commit.read.version} is not at hand")
-            now_ms = self._tables.wall_ms()
+            date_ms = self._dates.date(self._tables.wall_ms(), self._tables.now_ms())
             await self._tables.run(
-                f"committing to {self._uri}", lambda: self._commit(handle, commit, now_ms)
+                f"committing to {self._uri}", lambda: self._commit(handle, commit, date_ms)
             )
             snapshot = commit.read.after(commit, commit.read.version + 1)  # E2
             if handle.version() != snapshot.version:
                 raise CommitConflict(f"{self._uri}: version {handle.version()} came in between")
-            self._tombstones.removed(commit.removes, now_ms)
+            self._tombstones.removed(commit.removes, self._tables.now_ms())
             await self._note(handle, snapshot)
             return snapshot
 
@@ -379,8 +387,9 @@ class DeltaLogTable:
             versions[check] = log_check.counters_check(counters)
         return versions
 
-    async def vacuum(self, retention_ms: int) -> int:
-        """Delete files that commits removed at least `retention_ms` ago; how many.
+    async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
+        """Delete files that commits removed at least `retention_ms` ago; how many, or None if
+        `may_delete`, asked when it is known which, says no.
 
         Nothing is written to the log: a vacuum that commits makes every handle read it again.
         """
@@ -391,11 +400,13 @@ class DeltaLogTable:
                 return 0
             if snapshot.protocol != TableProtocol():
                 return 0  # T8: which files it names is not known; the owner stops at its next load
-            tombstones, now_ms = self._tombstones, self._tables.wall_ms()
+            tombstones, now_ms = self._tombstones, self._tables.now_ms()
             hours = -(-retention_ms // _HOUR_MS)  # all that deltalake knows; never too early
-            pending_delete = []
-            if tombstones.must_look(hours * _HOUR_MS):
-                pending_delete = tombstones.looked(await self._named(hours), now_ms)
+            look = tombstones.must_look(hours * _HOUR_MS)
+            named = await self._named(hours) if look else []
+            if not await may_delete():  # its times are the wall clock's, as it was just now (L10)
+                return None
+            pending_delete = tombstones.looked(named, now_ms) if look else []
             # last: what fails forgets none
             pending_delete += tombstones.expired(retention_ms, now_ms)
             pending_delete = [
@@ -409,7 +420,7 @@ class DeltaLogTable:
                 )
                 tombstones.deleted(some, hours * _HOUR_MS)
         except errors.PkError:
-            tombstones.foreign(self._tables.wall_ms())  # the log still names what is left
+            tombstones.foreign(self._tables.now_ms())  # the log still names what is left
             raise
         return len(pending_delete)
 

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,6 +26,14 @@ from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
 from pk.types import Offset
+
+#: Asked before files are deleted.
+MayDelete = Callable[[], Awaitable[bool]]
+
+
+async def always() -> bool:
+    """Nothing speaks against it."""
+    return True
 
 
 @dataclass(slots=True, frozen=True)
@@ -200,8 +208,11 @@ class Table(Protocol):
         """Write one version (D1).  Any error means: the outcome is unknown (D2)."""
         ...
 
-    async def vacuum(self, retention_ms: int) -> int:
-        """Delete files whose removal is older than `retention_ms`; returns how many."""
+    async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
+        """Delete files whose removal is older than `retention_ms`; returns how many.
+
+        `may_delete` is asked once it is known which: False = none is, and the answer is None.
+        """
         ...
 
 
@@ -383,10 +394,12 @@ class MemoryTable:
         self._tables.after_commit(self._uri, commit)
         return commit.read.after(commit, newest.version + 1)
 
-    async def vacuum(self, retention_ms: int) -> int:
+    async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
         state = self._tables.state(self._uri)
         if state is None or retention_ms > 0:
             return 0
+        if not await may_delete():
+            return None
         live = state.versions[-1].files
         pending_delete = [path for path in state.tombstones if path not in live]
         state.tombstones = []

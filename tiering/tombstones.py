@@ -6,11 +6,15 @@ grew.  What our own commits remove we know; the log is read only for removals th
 else's, or older than this process.
 
 Invariants
-  M1  a file is to be deleted only if a commit removed it at least the retention ago.
+  M1  a file is to be deleted only if a commit removed it at least the retention ago.  How long ago
+      this process removed one, a monotonic clock says: all times here but `RemovalDates` are its.
   M2  after `foreign(t)`, the log is read by every vacuum up to and including the first one after
       t + retention: later than that, nothing removed before t is missing here.
   M3  memory: paths of own removals not yet deleted, at most PATHS_MAX (more: back to the log), and
       of what the log still names although it is gone.
+  M4  the wall clock that dates a removal for other processes, and for this one's next life, may be
+      behind: the date is never before a time that the store or an earlier commit has shown.  One
+      that was written by a clock that was ahead makes later removals wait.
 """
 
 from __future__ import annotations
@@ -46,10 +50,13 @@ class Tombstones:
         return self._looked_ms is None or self._looked_ms < self._foreign_ms + retention_ms
 
     def looked(self, named: Sequence[str], now_ms: int) -> list[str]:
-        """What the log names as deletable at `now_ms` and was not deleted here yet."""
+        """What the log names as deletable at `now_ms` and was not deleted here yet; of own removals
+        `expired` knows better how old they are (M1).
+        """
         self._looked_ms = now_ms
         self._gone &= set(named)
-        return [path for path in named if path not in self._gone]
+        known = self._gone.union(path for _, path in self._removed)
+        return [path for path in named if path not in known]
 
     def expired(self, retention_ms: int, now_ms: int) -> list[str]:
         """Own removals that are old enough."""
@@ -64,3 +71,24 @@ class Tombstones:
             self._gone.update(paths)
         else:
             self._gone.clear()
+
+
+class RemovalDates:
+    """The dates that one table's commits write into their removals (M4).  Pure."""
+
+    def __init__(self) -> None:
+        self._newest_ms = 0
+        self._known_ms = 0  #: by the monotonic clock
+
+    def seen(self, date_ms: int, now_ms: int) -> None:
+        """It was not before `date_ms` when the monotonic clock stood at `now_ms`."""
+        if date_ms > self._at(now_ms):
+            self._newest_ms, self._known_ms = date_ms, now_ms
+
+    def date(self, wall_ms: int, now_ms: int) -> int:
+        """For a removal now; `wall_ms` is what the wall clock says."""
+        self.seen(wall_ms, now_ms)
+        return self._at(now_ms)
+
+    def _at(self, now_ms: int) -> int:
+        return self._newest_ms + max(0, now_ms - self._known_ms)

@@ -1,13 +1,11 @@
 """Runs the tier's machines over a World, a simulated one too: owners, copiers, cold reads.
 
-One `TopicTier` per topic holds the table's owner and a copier per partition that a broker of this
-node leads.  Machines speak in effects; here they become store calls, table calls and messages, each
-in a task of its own whose result comes back as the machine's next event.
+One `TopicTier` per topic holds the table's owner and a copier per partition led on this node.  Each
+effect becomes a task: a store call, a table call or a message.  Its result is the next event.
 
 Invariants
   E1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
-  E2  uploads and cold reads run in executors of their own (tiering/objects O1); UPLOADS_MAX uploads
-      at once.
+  E2  uploads and cold reads run in executors of their own; at most UPLOADS_MAX uploads at once.
   E3  a failure of the store reaches the machines as an event, never an exception past this file:
       the tier of other topics goes on, and so does the broker.
   E4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
@@ -36,7 +34,7 @@ from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.partition_views import log_start_of, partition_directory_of, view_of
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
-from pk.tiering.table import Commit, Snapshot, TableFactory
+from pk.tiering.table import Commit, MayDelete, Snapshot, TableFactory, always
 from pk.tiering.topic_tier import Counts, LedPartition, TopicTier
 from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -76,6 +74,7 @@ class TierWorker:
         on_report: Callable[[], None],
         on_bug: Callable[[str, BaseException], None],
         on_rows_missing: Callable[[TopicTier], None] = lambda topic: None,
+        clock_trusted: MayDelete = always,
     ) -> None:
         self.world = world
         self.store = store
@@ -90,6 +89,7 @@ class TierWorker:
         self._on_report = on_report
         self._on_bug = on_bug
         self._on_rows_missing = on_rows_missing
+        self._clock_trusted = clock_trusted
         self._watch = FileWatch(
             store, self.reader, world.clock, self._place, self._tell_damage, self._spawn
         )
@@ -457,9 +457,9 @@ class TierWorker:
                 case _ if self._clock_doubted:  # L10: nobody knows how old a removal is
                     event = owning.Vacuumed(0, put_off=True)
                 case _:
-                    removed = await topic.table.vacuum(operation.retention_ms)
-                    self.counts.vacuumed_files += removed
-                    event = owning.Vacuumed(removed)
+                    removed = await topic.table.vacuum(operation.retention_ms, self._clock_trusted)
+                    self.counts.vacuumed_files += removed or 0
+                    event = owning.Vacuumed(removed or 0, put_off=removed is None)
         except errors.PkError as error:
             self.counts.failed_commits += isinstance(operation, Commit)
             event = owning.Failed(error)

@@ -92,6 +92,7 @@ class TierNode:
             on_report=self._reports.set,
             on_bug=self._bug,
             on_rows_missing=self._tell_rows_missing,
+            clock_trusted=self._ask_clock,
         )
         hello = wire.Hello(
             client_id=f"tier-{run.node_id}",
@@ -228,6 +229,18 @@ class TierNode:
             reply = frame.head.tier_partitions_reply
             self._session = (reply.session_id, reply.generation)
             self.worker.partitions(reply)
+
+    async def _ask_clock(self) -> bool:
+        """Whether the broker trusts its wall clock; it looks at it for this answer (rule L10)."""
+        session_id, generation = self._session
+        request = wire.TierPartitionsRequest(
+            session_id=session_id, generation=generation, max_wait_ms=0
+        )
+        try:
+            frame = await self._broker.call(request, timeout_ms=CALL_TIMEOUT_MS)
+        except errors.PkError:
+            return False
+        return not frame.head.tier_partitions_reply.clock_doubted
 
     async def _report(self) -> None:
         """Send the gathered reports; a lost report is sent again unless a newer one replaced it."""

@@ -29,9 +29,11 @@ from pk.tiering.table import (
     Snapshot,
     Table,
     TableFactory,
+    always,
     check_successor,
 )
 
+DAY_MS = 86_400_000
 TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
 
 
@@ -350,20 +352,40 @@ def test_what_was_removed_is_vacuumed_once_whoever_removed_it(run: Run) -> None:
         table, snapshot = await created(kit)
         for end in (10, 20, 30, 40):
             snapshot = await table.commit(append(snapshot, 0, end))
-        assert await table.vacuum(0) == 0
+        assert await table.vacuum(0, always) == 0
         snapshot = await remove(table, snapshot)
-        assert [await table.vacuum(0), await table.vacuum(0)] == [1, 0]
+        assert [await table.vacuum(0, always), await table.vacuum(0, always)] == [1, 0]
         snapshot = await remove(table, snapshot)
-        assert [await table.vacuum(0), await table.vacuum(0)] == [1, 0]
+        assert [await table.vacuum(0, always), await table.vacuum(0, always)] == [1, 0]
         other = kit.table()
         read = await other.load([0])
         assert read is not None
         await remove(other, read)
-        assert await table.vacuum(0) >= 1  # a new handle does not know what is gone already
-        assert await table.vacuum(0) == 0
+        assert await table.vacuum(0, always) >= 1  # a new handle does not know what is gone already
+        assert await table.vacuum(0, always) == 0
         newest = await table.load([0])
         assert newest is not None
         assert [file.min_offset for file in newest.files_of(0)] == [30]
+
+    run(test)
+
+
+def test_a_vacuum_asks_before_it_deletes(run: Run) -> None:
+    """Rule L10: what was put off is deleted by the next one."""
+
+    async def never() -> bool:
+        return False
+
+    async def test(kit: Kit) -> None:
+        table, snapshot = await created(kit)
+        for end in (10, 20):
+            snapshot = await table.commit(append(snapshot, 0, end))
+        await table.vacuum(0, always)
+        path = snapshot.files_of(0)[0].path
+        counters = snapshot.partition(0)._replace(start=10)
+        await table.commit(Commit(snapshot, (), (path,), {0: counters}, True))
+        assert await table.vacuum(0, never) is None
+        assert await table.vacuum(0, always) == 1
 
     run(test)
 
@@ -375,13 +397,13 @@ def test_a_file_that_is_live_again_is_not_vacuumed(run: Run) -> None:
         table, snapshot = await created(kit)
         snapshot = await table.commit(append(snapshot, 0, 10))
         (file,) = snapshot.files_of(0)
-        await table.vacuum(0)
+        await table.vacuum(0, always)
         await table.commit(Commit(snapshot, (), (file.path,), {}, True))
         other = kit.table()
         read = await other.load([0])
         assert read is not None
         await other.commit(Commit(read, (NewFile(file, 1_700_000_001_000),), (), {}))
-        assert await table.vacuum(0) == 0
+        assert await table.vacuum(0, always) == 0
 
     run(test)
 
@@ -390,12 +412,12 @@ def test_a_table_made_anew_is_not_vacuumed_for_the_old_one(run: Run) -> None:
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)
         snapshot = await table.commit(append(snapshot, 0, 10))
-        await table.vacuum(0)
+        await table.vacuum(0, always)
         path = snapshot.files_of(0)[0].path
         await table.commit(Commit(snapshot, (), (path,), {}, True))
         kit.drop()
         await created(kit)
-        assert await table.vacuum(0) == 0
+        assert await table.vacuum(0, always) == 0
 
     run(test)
 
@@ -521,6 +543,48 @@ def test_many_commits_survive_checkpoints(tmp_path: Path) -> None:
     ]
     info = next(action["commitInfo"] for action in first if "commitInfo" in action)
     assert info["isBlindAppend"] is True
+
+
+class SetClock(SystemClock):
+    """A wall clock that somebody sets."""
+
+    off_ms = 0
+
+    def wall_ms(self) -> int:
+        return super().wall_ms() + self.off_ms
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_was_removed_under_a_clock_that_was_behind_is_kept(
+    tmp_path: Path, restarted: bool
+) -> None:
+    """Rule L10: its date is no earlier than the commits that the store had before."""
+
+    async def whole() -> None:
+        clock = SetClock()
+        chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
+        store = open_store(chosen, clock)
+        real = DeltaTables(chosen, store, clock)
+        table = real.table(TOPIC, TOPIC_ID)
+        snapshot = await table.create()
+        for end in (10, 20):
+            snapshot = await table.commit(append(snapshot, 0, end))
+        clock.off_ms = -DAY_MS
+        path = snapshot.files_of(0)[0].path
+        counters = snapshot.partition(0)._replace(start=10)
+        await table.commit(Commit(snapshot, (), (path,), {0: counters}, True))
+        clock.off_ms = 0
+        if restarted:
+            table = real.table(TOPIC, TOPIC_ID)
+            await table.load([0])
+        assert await table.vacuum(3_600_000, always) == 0
+        table = real.table(TOPIC, TOPIC_ID)
+        await table.load([0])
+        assert await table.vacuum(0, always) == 1
+        await real.close()
+        await store.close()
+
+    asyncio.run(whole())
 
 
 def test_the_probe_passes_and_leaves_nothing(run: Run) -> None:

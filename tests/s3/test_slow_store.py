@@ -27,7 +27,7 @@ from pk.clock import SystemClock, block_s, monotonic_s
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.store_settings import StoreSettings
-from pk.tiering.table import Commit
+from pk.tiering.table import Commit, always
 
 pytestmark = [pytest.mark.s3, pytest.mark.integration]
 
@@ -263,7 +263,7 @@ def test_every_call_on_a_silent_store_ends_by_itself(
             "probe": lambda: tables.probe("p"),
             "load": lambda: table.load([0]),
             "create": table.create,
-            "vacuum": lambda: table.vacuum(0),
+            "vacuum": lambda: table.vacuum(0, always),
         }
         try:
             snapshot = await answered(table.create)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from pk.tiering import tombstones
-from pk.tiering.tombstones import Tombstones
+from pk.tiering.tombstones import RemovalDates, Tombstones
 
 
 def test_own_removals_need_no_look_at_the_log() -> None:
@@ -71,3 +71,30 @@ def test_every_removal_is_deleted_in_time_and_once(
             it.removed([f"{what}{number}"], now)
         else:
             it.foreign(now)
+
+
+def test_the_log_does_not_say_how_old_an_own_removal_is() -> None:
+    """tiering/tombstones M1: the wall clock that dated it there may have been behind."""
+    it = Tombstones(0)
+    it.removed(["a"], 5)
+    assert it.looked(["a", "b"], 10) == ["b"]
+    assert it.expired(10, 14) == []
+    assert it.expired(10, 15) == ["a"]
+
+
+def test_a_removal_is_dated_after_everything_that_is_known_to_be_before_it() -> None:
+    """tiering/tombstones M4: the store's clock and earlier dates are such things."""
+    it = RemovalDates()
+    assert it.date(1_000, 0) == 1_000
+    assert it.date(400, 50) == 1_050, "the clock was set back, and time went on"
+    it.seen(3_000, 60)
+    assert it.date(500, 70) == 3_010
+    it.seen(2_000, 80)
+    assert it.date(500, 90) == 3_030
+    assert it.date(9_000, 100) == 9_000
+
+
+def test_a_date_that_was_ahead_makes_later_removals_wait() -> None:
+    it = RemovalDates()
+    it.seen(5_000, 0)
+    assert it.date(1_000, 10) == 5_010

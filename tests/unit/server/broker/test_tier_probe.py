@@ -4,6 +4,7 @@ takes the broker's clock for while the broker is away (rule L10)."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -75,6 +76,30 @@ def test_the_tier_takes_the_brokers_clock_for_doubted_while_the_broker_is_away(
     assert worker._clock_doubted, "the broker was not heard yet"
     cluster.world.run_until(lambda: not worker._clock_doubted)
     cluster.kill("broker", "d1")
+    assert not asked(cluster, cluster.tier._ask_clock), "nobody answers"
     cluster.world.run_until(lambda: worker._clock_doubted)
     cluster.start_broker()
     cluster.world.run_until(lambda: not worker._clock_doubted)
+
+
+def asked(cluster: Cluster, question: Callable[[], Awaitable[bool]]) -> bool:
+    """The answer of the tier process."""
+    task = cluster.world.loop.create_task(question())
+    cluster.world.run_until(task.done)
+    return task.result()
+
+
+def test_the_tier_hears_of_a_doubt_when_it_is_about_to_delete(cluster: Cluster) -> None:
+    """Rule L10: the poll that told it last may be ten seconds old; the broker looks at its clock
+    for the answer.
+    """
+    cluster.start()
+    cluster.start_tier()
+    cluster.world.run_until(lambda: cluster.tier is not None)
+    worker = cluster.tier.worker
+    cluster.world.run_until(lambda: not worker._clock_doubted)
+    assert asked(cluster, cluster.tier._ask_clock)
+    broker = cluster.broker.core
+    broker.clocks.trusted_ms = lambda: None
+    assert not worker._clock_doubted
+    assert not asked(cluster, cluster.tier._ask_clock)
