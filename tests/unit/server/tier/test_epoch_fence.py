@@ -82,7 +82,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
 
     async def full(*_: Any, **__: Any) -> None:
-        again.log.torn = True
+        again.log._writer.torn = True
         raise errors.StorageFull("full")
 
     start_anew, core.manager.start_anew = core.manager.start_anew, full
