@@ -22,6 +22,7 @@ from pk.sparkconnector.offsets import Bounds, Progress, Range
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -105,6 +106,7 @@ class PkReader(DataSourceReader):
     def pushFilters(self) -> _PushFilters:
         return _PushFilters(self)
 
+    @sentence_alone
     def partitions(self) -> Sequence[InputPartition]:
         planner = Planner(self._source)
         bounds = planner.bounds()

@@ -30,6 +30,7 @@ from pk import errors
 from pk.sparkconnector import worker
 from pk.sparkconnector.options import Sink
 from pk.sparkconnector.planner import warn
+from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -230,6 +231,7 @@ class PkWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         return write_all(self._sink, self._columns, iterator)
 
+    @sentence_alone
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         check_messages(messages)
         if self._before:

@@ -15,6 +15,7 @@ from pyspark.sql.datasource import DataSource
 from pk import errors
 from pk.sparkconnector import options
 from pk.sparkconnector.planner import warn
+from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (
@@ -33,11 +34,13 @@ class PkDataSource(DataSource):
     def name(cls) -> str:
         return "pk"
 
+    @sentence_alone
     def schema(self) -> str:
         given = dict(self.options)
         read = options.source(_any_side(given), streaming=True)
         return options.ddl(options.column_names(read))
 
+    @sentence_alone
     def reader(self, schema: StructType) -> DataSourceReader:
         from pk.sparkconnector.batch_reader import PkReader
 
@@ -45,6 +48,7 @@ class PkDataSource(DataSource):
         _warn(read.warnings)
         return PkReader(read, _columns(read, schema))
 
+    @sentence_alone
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from pk.sparkconnector.stream_reader import PkStreamReader
 
@@ -52,6 +56,7 @@ class PkDataSource(DataSource):
         _warn(read.warnings)
         return PkStreamReader(read, _columns(read, schema))
 
+    @sentence_alone
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from pk.sparkconnector.batch_writer import PkWriter
 
@@ -59,6 +64,7 @@ class PkDataSource(DataSource):
         _warn(sink.warnings)
         return PkWriter(sink, schema, overwrite)
 
+    @sentence_alone
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         from pk.sparkconnector.stream_writer import PkStreamWriter
 

@@ -38,6 +38,7 @@ from pk.sparkconnector.offsets import Bounds, Progress, Range, TopicProgress
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,10 +58,12 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # -- offsets -----------------------------------------------------------------------------------
 
+    @sentence_alone
     def initialOffset(self) -> dict[str, Any]:
         bounds = self._planner.bounds()
         return offsets.to_json(self._planner.at(self._source.starting, bounds, "startingOffsets"))
 
+    @sentence_alone
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         begin = offsets.from_json(start)
         bounds = self._planner.bounds()
@@ -98,6 +101,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # -- tasks -------------------------------------------------------------------------------------
 
+    @sentence_alone
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         begin, stop = offsets.from_json(start), offsets.from_json(end)
         if begin == stop:
