@@ -127,7 +127,7 @@ help: ## this list
 setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
 
 .PHONY: docs
-docs: $(VENV)/.ready ## docs/settings.md and docs/errors.md from the tables the code runs on
+docs: $(VENV)/.ready ## the pages of docs/ that are made from the tables the code runs on
 	$(PY) docs/generate.py
 
 .PHONY: format

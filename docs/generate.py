@@ -1,4 +1,4 @@
-"""docs/settings.md and docs/errors.md, made from the tables that the code runs on.
+"""The pages of docs/ that are made from the tables the code runs on: see `PAGES`.
 
 `make docs` writes them; `--check` only compares (a test does), and exits 1 if a page is stale.
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 from pk import errors, settings
+from pk.server.replica import state as replica_state
+from pk.server.replica.state import ReplicaState
 
 HERE = Path(__file__).resolve().parent
 NOTE = "<!-- Made by `make docs` from {source}; edit that. -->"
@@ -95,7 +97,42 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"settings.md": settings_page, "errors.md": errors_page}
+def replica_states_page() -> str:
+    """The states of a local replica, their events, and the diagram of both."""
+    edges: dict[tuple[ReplicaState, ReplicaState], list[str]] = {}
+    for (before, event), after in replica_state.TRANSITIONS.items():
+        edges.setdefault((before, after), []).append(event.value)
+    lines = [
+        "# States of a local replica",
+        "",
+        NOTE.format(source="`server/replica/state.py`"),
+        "",
+        "What a broker's replica of a partition is, and the events that change it. Every part of",
+        "the broker asks this state. An event that has no edge here raises `IllegalTransition`.",
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        "    [*] --> absent",
+    ]
+    for (before, after), events in edges.items():
+        lines.append(f"    {before.value} --> {after.value}: {', '.join(events)}")
+    lines += ["```", "", "| state | meaning | log | cause |", "|---|---|---|---|"]
+    for state in ReplicaState:
+        log = "open" if state in replica_state.OPEN else ""
+        cause = "yes" if state in replica_state.WITH_CAUSE else ""
+        lines.append(f"| {state.value} | {replica_state.MEANINGS[state]} | {log} | {cause} |")
+    lines += ["", "| event | from | what happens, and why only there |", "|---|---|---|"]
+    for event, reason in replica_state.REASONS.items():
+        sources = [b.value for (b, what) in replica_state.TRANSITIONS if what is event]
+        lines.append(f"| {event.value} | {', '.join(sources)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "errors.md": errors_page,
+    "replica-states.md": replica_states_page,
+}
 
 
 def main(arguments: list[str]) -> int:

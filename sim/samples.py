@@ -6,6 +6,9 @@ What others change (tables, the committed metadata) is looked at every tick.
 
 Checked
   V15  a broker uses an epoch only once its registration is committed (rule Q3)
+  V17  a broker has a leader machine exactly of the partitions whose replica is LEADING, and fetches
+       exactly into those that are FOLLOWING; the state of an open log is the current one of its
+       partition (replica/state H1, H3)
 
 The committed metadata records of the whole run are kept, as the first controller to commit each of
 them had it: `image` is what they say, whoever else has an image is compared with it (V11).
@@ -19,12 +22,14 @@ from typing import Any
 from pk import errors
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
+from pk.server.broker.core import BrokerCore
 from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import decode_batches
 from pk.server.raft.machine import Role
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import OPEN, ReplicaState
 from pk.sim.checkers import Invariants, PartitionSample, require
 from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
@@ -292,9 +297,20 @@ class Observer:
                         log.log_start,
                         log._local.segments,
                     )
+                    self._check_state(core, partition)
                     self._look(machine.node_id, life, partition)
 
         sim_node.after = after
+
+    @staticmethod
+    def _check_state(core: BrokerCore, partition: Partition) -> None:
+        state = partition.state
+        leads = (partition.leader is not None) == (state is ReplicaState.LEADING)
+        follows = (partition.replica is not None) == (state is ReplicaState.FOLLOWING)
+        current = state in OPEN and core.replicas.get(partition.key) is partition.hosted
+        words = "broker {}: {} is {}: leads {}, fetches {}"
+        facts = partition.leader is not None, partition.replica is not None
+        require(leads and follows and current, "V17", words, core.node_id, partition, state, *facts)
 
     def _count_cuts(self, last: _Signature | None, log: PartitionLog) -> None:
         if last is not None and log.written_end < last[3]:

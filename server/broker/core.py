@@ -38,6 +38,7 @@ from pk.server.replica.leader import ACKS_ALL
 from pk.server.replica.metrics import BrokerMetrics
 from pk.server.replica.partition import Partition
 from pk.server.replica.purgatory import ProducePurgatory, TimerHeap
+from pk.server.replica.state import HostedReplicas
 from pk.server.tier.client import TierClient
 from pk.server.tier.purges import Purges
 from pk.server.tier.view import TierFeed
@@ -91,7 +92,8 @@ class BrokerCore:
         self.bug = on_bug  #: an exception that only an error of ours explains
         self.warn = on_warning  #: (event, **facts): one line in the process's log
         self.peer_addresses: Mapping[NodeId, str] = {}  #: instead of what brokers advertise
-        self.partitions: dict[PartitionKey, Partition] = {}
+        self.replicas = HostedReplicas()
+        self.partitions: dict[PartitionKey, Partition] = {}  #: of those replicas whose log is open
         self.purgatory: ProducePurgatory[DelayedProduce] = ProducePurgatory()
         self.clocks = ClockWatch(self)
         self.fetchers = ReplicaFetcherManager(self)
@@ -289,12 +291,14 @@ class BrokerCore:
                 self._fail(each, error)
 
     def _goes_down(self, partition: Partition) -> bool:
-        """It was served, or waited for its tier's table only: that is over
-        (tier/epoch_fence K4)."""
-        return partition.problem is None or self.publisher.epoch_fence.cancel(partition.key)
+        """Whether a failure of `partition` changes anything: not if it is OFFLINE or removed.
+
+        A claim of the tier's table ends here (tier/epoch_fence K4).
+        """
+        return partition.online or self.publisher.epoch_fence.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
-        """This replica cannot go on (rules R4, L9); others of the partition may."""
+        """Take this replica offline (rules R4, L9); other replicas of the partition may go on."""
         if self._goes_down(partition):
             self.warn("partition_offline", partition=str(partition), error=error.message)
             self._fail(partition, error)
@@ -326,7 +330,7 @@ class BrokerCore:
         offset = int(told.details.get("offset", copied))
         if unreadable(partition, offset):
             return  # known: it waits for `pk log repair`
-        if partition.problem is None and partition.key not in self._suspected:
+        if partition.online and partition.key not in self._suspected:
             self._suspected[partition.key] = None
             self.spawn(self._look(partition, offset))
 
@@ -354,27 +358,23 @@ class BrokerCore:
         ]
 
     def offline_replicas(self) -> list[wire.FetchPartition]:
-        """Replicas that cannot be served from here: damaged, or on a failed directory (L2, L9), or
-        missing, or not open for whatever cause, want of space say; adopted or discarded by hand
-        (L15); or made anew while their leader may still
-        count on what they had (broker/metadata_publisher M8).
+        """The replicas that the broker reports to the controller as offline.
 
-        A partition that waits for its tier's table is none of them: it will be served.
+        Lost ones, damaged or in a failed directory (L2, L9); UNOPENED ones; those whose log an
+        operator adopted or discarded (L15); rebuilt ones that their leader has not compared yet
+        (broker/metadata_publisher M8).  A replica that waits for its tier's table is not reported:
+        it will be served.
         """
-        lost = errors.StorageFailed | errors.CorruptLog
-        broken = {k: None for k, p in self.partitions.items() if isinstance(p.problem, lost)}
-        image, anew = self.publisher.image, self.publisher.anew
-        closed = {
-            **broken,
-            **dict.fromkeys(self.publisher.unopened),
-            **self.manager.operator_marked,
-        }
+        lost = {key: None for key, each in self.partitions.items() if each.hosted.lost}
+        image, uncompared = self.publisher.image, self.replicas.uncompared
+        unopened = dict.fromkeys(self.replicas.unopened())
+        closed = {**lost, **unopened, **self.manager.operator_marked}
         found = []
-        for key in {**anew, **closed}:
+        for key in {**uncompared, **closed}:
             state = image.partition(key)
             if state is None or self.node_id not in state.replicas:
                 continue
-            if key in closed or state.leader_epoch == anew.get(key):
+            if key in closed or state.leader_epoch == uncompared.get(key):
                 found.append(wire.FetchPartition(topic_id=key.topic_id, partition=key.partition))
         return found
 
@@ -407,8 +407,7 @@ class BrokerCore:
             partition, state = self.partitions.get(key), self.publisher.image.partition(key)
             if partition is None or state is None or state.leader != NONE:
                 continue
-            log, problem = partition.log, partition.problem
-            lost = isinstance(problem, errors.StorageFailed | errors.CorruptLog)
+            log, lost = partition.log, partition.hosted.lost
             if lost or log.written_end != log.log_end or key in self.fetchers.changing:
                 continue
             found.append(

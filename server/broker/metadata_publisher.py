@@ -12,18 +12,20 @@ Invariants
       image from before the restart names belongs to the previous process
   M3  a directory without a topic of its id in the image is a stray: renamed once the image holds
       this process's own registration, removed later (replica/creation.py; rules Q2, L8)
-  M4  a partition that cannot be created or opened is offline with its cause; the others go on, and
-      creation is tried again while the cause may pass (replica/creation.py)
+  M4  a partition whose log cannot be opened or created is UNOPENED with its cause
+      (replica/state.py).  The other partitions go on.  The broker tries again while the cause may
+      pass (replica/creation N2)
   M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
       T4)
-  M6  a partition that is in no working directory is not created anew while a directory has failed:
-      it is offline, its records are there
-  M7  a damaged replica, or one whose log is missing (rule L15), is set aside and made anew once
-      another broker leads and it is in neither ISR nor ELR, nor can come to be, for the controller
-      has answered that it is offline, and the image has come to that answer: then what it has is
-      nobody's last copy (rule L9)
-  M8  it stays offline to the controller until the leader of that epoch has compared its new log:
-      before, the leader may ask for it on the strength of the old one (rule R2)
+  M6  while a directory has failed, no log is created for a partition that is in no working
+      directory: its records are in the failed one, and the partition is UNOPENED
+  M7  a damaged log (rule L9), or a missing one (rule L15), is set aside and rebuilt once another
+      broker leads, this replica is in neither ISR nor ELR, and the image includes what the
+      controller did when it heard that the replica is offline.  From then on this replica cannot
+      be the last copy
+  M8  the broker reports a rebuilt replica as offline until the leader of that epoch has compared
+      its new log.  Before, the leader may ask to add it to the ISR for what its old log had (rule
+      R2)
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ from pk.server.replica.creation import ReplicaCreator, may_take_part, together, 
 from pk.server.replica.fetcher import ReplicaFetcherManager
 from pk.server.replica.partition import Partition
 from pk.server.replica.purgatory import TimerHeap
+from pk.server.replica.state import ReplicaEvent, ReplicaState
 from pk.server.tier.context import TierContext
 from pk.server.tier.epoch_fence import EpochFence
 from pk.server.tier.purges import Purges
 from pk.server.tier.view import TierFeed
-from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey, TopicPartition
+from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -138,8 +141,6 @@ class MetadataPublisher:
         self.committed: Offset = 0  #: the controller's watermark, as last heard
         self.next_offset: Offset = 0
         self.reacted: Offset = NONE  #: everything up to this record was carried out
-        self.unopened: dict[PartitionKey, errors.PkError] = {}  #: M4
-        self.anew: dict[PartitionKey, Epoch] = {}  #: M8: and the leader epoch it was
         self._told: dict[PartitionKey, int] = {}  #: M7: the link's `told_offline`, in the image
         self.epoch_fence = EpochFence(core)
         self.listeners: dict[
@@ -156,8 +157,9 @@ class MetadataPublisher:
 
     def why_not_here(self, key: PartitionKey) -> errors.PkError:
         """Why this broker has no such partition."""
-        if key in self.unopened:
-            return self.unopened[key]
+        unopened = self._core.replicas.why_unopened(key)
+        if unopened is not None:
+            return unopened
         topic = self.image.topics.get(key.topic_id)
         if topic is None:
             return errors.UnknownTopicId(
@@ -375,7 +377,7 @@ class MetadataPublisher:
         if core.node_id not in state.replicas:
             if partition is not None:
                 await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
-            self.unopened.pop(key, None)
+            core.replicas.forget(key)
             return
         marked = key in core.manager.operator_marked and self.registered()
         if marked and may_take_part(state, core.node_id, has_log=partition is not None):
@@ -384,29 +386,31 @@ class MetadataPublisher:
             await self._set_aside(key, partition)
             partition = None
         if partition is None:
-            if key in self.unopened:
+            if core.replicas.state(key) is ReplicaState.UNOPENED:
                 return
-            await self._creator.create_missing([key])  # anew (M7)
+            await self._creator.create_missing([key])  # rebuilt (M7)
             partition = core.partitions.get(key)
             if partition is None:
                 return
         await self.lead_or_follow(partition, state)
 
     def _damaged(self, key: PartitionKey) -> bool:
-        """M7: and the controller has heard of it, and what came of that is known here."""
-        partition = self._core.partitions.get(key)
-        problem = self.unopened.get(key) if partition is None else partition.problem
+        """The log is damaged or missing, the controller has acknowledged that the replica is
+        offline, and the image includes what the controller did then (M7).
+        """
+        replica = self._core.replicas.get(key)
         told = self._core.lifecycle.told_offline.get(key)
         return (
-            isinstance(problem, errors.CorruptLog | errors.LogMissing)
+            replica is not None
+            and replica.rebuildable
             and told is not None
             and (told == self._told.get(key))
         )
 
     def compared(self, key: PartitionKey) -> None:
-        """M8: the leader knows what is here now."""
-        if self.anew.pop(key, None) is not None:
-            # damaged once more, it is told once more
+        """The leader has compared the log of `key`: a rebuilt replica is offline no more (M8)."""
+        if self._core.replicas.compared(key):
+            # Should it be damaged once more, it is reported once more.
             self._core.lifecycle.told_offline.pop(key, None)
             self._core.lifecycle.heartbeat_soon()
 
@@ -416,15 +420,21 @@ class MetadataPublisher:
         return state.leader not in (NONE, me) and me not in (*state.isr, *state.elr)
 
     async def _set_aside(self, key: PartitionKey, partition: Partition | None) -> None:
-        """M7, M8: what it is reported for does not change on the way."""
+        """Move a damaged or missing log away, so that a new one is created (M7).
+
+        The broker reports the replica as offline throughout, first as lost and then as not yet
+        compared (M8).
+        """
         core = self._core
-        self.anew[key] = self.image.topics[key.topic_id].partitions[key.partition].leader_epoch
-        topic = self.image.topics[key.topic_id].name
+        topic, state = self.image.topics[key.topic_id].name, self.image.partition(key)
+        assert state is not None
+        core.replicas.uncompared[key] = state.leader_epoch
         core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
         self.epoch_fence.cancel(key)  # it would go on with the new log
         if partition is not None:
             core.partitions.pop(key, None)
             core.fetchers.leave(partition)
+            core.replicas.on(key, ReplicaEvent.SET_ASIDE)
             await core.fetchers.stand_still(partition)
         delay_ms = self.settings_of(topic)["file_delete_delay_ms"]
         try:
@@ -433,9 +443,11 @@ class MetadataPublisher:
         except errors.PkError as error:
             core.warn("delete_failed", partition=f"{topic}-{key.partition}", error=error.message)
             return
-        self.unopened.pop(key, None)
+        if partition is None:
+            core.replicas.on(key, ReplicaEvent.SET_ASIDE)
 
     async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
+        """Make `partition` what `state` says of this broker: leader, follower, or neither."""
         core = self._core
         core.corruption.settle(partition, state)
         if state.leader != core.node_id or not self.registered():
@@ -448,8 +460,8 @@ class MetadataPublisher:
             return
         fresh = partition.leader_epoch != state.leader_epoch
         fenced_for = self.epoch_fence.epoch(partition.key)
-        if fenced_for is None and partition.problem is not None:
-            return  # damaged or on a dead disk: no election brings that back (rules L2, L9)
+        if fenced_for is None and not partition.online:
+            return  # OFFLINE: an election mends neither damage nor a failed disk (rules L2, L9)
         core.fetchers.leave(partition)
         if fenced_for is not None or (fresh and state.unclean and partition.tiered):
             # M5: `take_office` follows when the table is claimed
@@ -460,16 +472,13 @@ class MetadataPublisher:
             await core.fetchers.stand_still(partition)
         # What `retry_unopened` waited with may be over: the image has moved on.  By its value: an
         # image that is loaded anew has its own, and nobody reacts to what did not change.
-        if partition.problem is None and self.image.partition(partition.key) == state:
+        if partition.online and self.image.partition(partition.key) == state:
             self.take_office(partition, state)
 
     def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:
+        """Fetch from the leader that `state` names, or stop fetching if there is none."""
         core = self._core
-        if (
-            state.leader in (NONE, core.node_id)
-            or partition.problem is not None
-            or not self.registered()
-        ):
+        if state.leader in (NONE, core.node_id) or not partition.online or not self.registered():
             core.fetchers.leave(partition)
         else:
             partition.others = True
@@ -491,22 +500,23 @@ class MetadataPublisher:
     # -- partitions ------------------------------------------------------------------------------
 
     async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
+        """The topic was deleted: so are its replicas on this broker."""
         core = self._core
         gone = errors.UnknownTopicId(f"topic {record.name} ({topic_id}) was deleted")
         mine = [partition for key, partition in core.partitions.items() if key.topic_id == topic_id]
         for partition in mine:
             await self._drop(partition, gone)
-        for key in [key for key in self.unopened if key.topic_id == topic_id]:
-            del self.unopened[key]
+        for key in core.replicas.unopened():
+            if key.topic_id == topic_id:
+                core.replicas.forget(key)
 
     async def _drop(self, partition: Partition, why: errors.PkError) -> None:
-        """This broker has no replica of it any more."""
+        """Delete the replica: the topic was deleted, or the replica reassigned, as `why` says."""
         core = self._core
         self.epoch_fence.cancel(partition.key)
         core.fetchers.leave(partition)
-        self.anew.pop(partition.key, None)
         del core.partitions[partition.key]
-        partition.fail(why)
+        partition.fail(why, ReplicaEvent.REMOVED)
         core.feed.remove(partition.key, partition.topic)
         core.feed_moved.set()
         await core.fetchers.stand_still(partition)

@@ -152,7 +152,7 @@ class BrokerNode:
         )
         await core.publisher.catch_up()
         await core.publisher.load()
-        fresh = not self._manager.logs() and not core.publisher.unopened
+        fresh = not self._manager.logs() and not core.replicas.unopened()
         appended_ms = await core.clocks.newest_append_ms()
         core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
         self._scheduler = BrokerScheduler(core)

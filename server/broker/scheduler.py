@@ -197,7 +197,7 @@ class BrokerScheduler:
         due, self._unflushed[disk] = self._unflushed[disk], {}
         for key in due:
             partition = core.partitions.get(key)
-            if partition is None or partition.problem is not None:
+            if partition is None or not partition.online:
                 continue
             if partition.log.synced_end < partition.log.written_end:
                 await flush(core, partition)
@@ -261,7 +261,7 @@ class BrokerScheduler:
     async def follow_log_start(self, key: PartitionKey) -> None:
         """Take over the log start that the leader, or the table, gave (T9); needs no store (U6)."""
         partition = self._core.partitions.get(key)
-        if partition is None or partition.problem is not None:
+        if partition is None or not partition.online:
             return
         told = _told(partition)
         if told > partition.log.log_start:
@@ -274,7 +274,7 @@ class BrokerScheduler:
     async def retain(self, key: PartitionKey) -> None:
         """One visit to one partition."""
         partition = self._core.partitions.get(key)
-        if partition is None or partition.problem is not None:
+        if partition is None or not partition.online:
             return
         leader = partition.leader
         if leader is None:
@@ -420,7 +420,7 @@ class BrokerScheduler:
         under = under_min = replica_lag = 0
         failing: dict[str, errors.PkError] = {}
         for partition in core.partitions.values():
-            if partition.problem is not None:
+            if not partition.online:
                 offline += 1
             if partition.leader is None:
                 continue
@@ -456,7 +456,7 @@ class BrokerScheduler:
         metrics.tier_problems.set(problems)
         metrics.damaged_partitions.set(damaged)
         metrics.partitions.labels("leading").set(leading)
-        metrics.partitions.labels("offline").set(offline + len(core.publisher.unopened))
+        metrics.partitions.labels("offline").set(offline + len(core.replicas.unopened()))
         metrics.offline_directories.set(len(core.offline_directories()))
         metrics.parked.set(len(core.purgatory))
         metrics.in_contact.set(core.lifecycle.in_contact())

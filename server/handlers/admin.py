@@ -52,7 +52,7 @@ async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message
     for result in reply.results:
         if result.HasField("error"):
             continue
-        for key, problem in core.publisher.unopened.items():
+        for key, problem in core.replicas.unopened().items():
             if key.topic_id == result.topic_id:
                 result.note = f"partition {key.partition} is offline: {problem.message}"
                 break

@@ -119,7 +119,7 @@ def describe_partitions(
     for partition in here:
         if not wanted or partition.topic in wanted:
             _describe(core, partition, reply)
-    for key, problem in sorted(core.publisher.unopened.items()):
+    for key, problem in sorted(core.replicas.unopened().items()):
         topic = image.topics.get(key.topic_id)
         if topic is not None and (not wanted or topic.name in wanted):
             reply.partitions.add(
@@ -153,7 +153,7 @@ def _describe(core: BrokerCore, partition: Partition, reply: wire.DescribePartit
         isr=() if state is None else state.isr,
         replicas=() if state is None else state.replicas,
     )
-    problem = partition.problem or core.corruption.problem_of(partition)
+    problem = partition.hosted.cause or core.corruption.problem_of(partition)
     if problem is None and state is not None and state.leader == NONE:
         names = ", ".join(map(str, waits_for(state, core.publisher.image.available)))
         awaited = f"brokers {names}" if names else "an election"

@@ -200,7 +200,7 @@ def _add_view(
     state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
     if not reply.uri:
         reply.uri = tier.uri
-    problem = partition.problem  # the cause of the tier's problem
+    problem = partition.hosted.cause  # the cause of the tier's problem
     # the copier stops there (L9)
     if problem is None and corruption.unreadable(partition, state.end):
         problem = core.corruption.problem_of(partition)

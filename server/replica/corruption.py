@@ -28,6 +28,7 @@ from pk.log import damage as ranges
 from pk.log.damage import Damage
 from pk.server.replica.context import BrokerContext
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import ReplicaState
 from pk.types import NONE, PartitionKey
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class CorruptionManager:
     def examine(self, partition: Partition, error: errors.CorruptLog) -> bool:
         """Find the range of what was met; False: this replica is to go offline instead."""
         core, key = self._core, partition.key
-        serves = partition.leader is not None and partition.problem is None
-        if not serves or not self.is_only_copy(core.publisher.image.partition(key)):
+        leads = partition.state is ReplicaState.LEADING
+        if not leads or not self.is_only_copy(core.publisher.image.partition(key)):
             return False
         if key not in self._looking:
             self._looking[key] = None
@@ -71,7 +72,7 @@ class CorruptionManager:
             self._core.metrics.refused(failure)
         finally:
             self._looking.pop(partition.key, None)
-        if partition.leader is None or partition.problem is not None:
+        if partition.state is not ReplicaState.LEADING:
             return
         if not found:
             self._core.damaged(partition, error)  # N2
@@ -101,7 +102,7 @@ class CorruptionManager:
 
     def settle(self, partition: Partition, state: PartitionState) -> None:
         """N3, and for a log that was opened with damage."""
-        if partition.problem is not None:
+        if not partition.online:
             return
         if self.is_only_copy(state):
             self.look_in_front(partition)
@@ -116,7 +117,7 @@ class CorruptionManager:
         tier.
         """
         log = partition.log
-        if log.absent is None or partition.problem is not None:
+        if log.absent is None or not partition.online:
             return
         start = max(log.absent.start, log.log_start)
         if partition.tiered:

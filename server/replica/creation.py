@@ -1,18 +1,19 @@
-"""A broker's replicas on its disks: what is there, what is to be created, what cannot be.
+"""Opens the logs that a broker has, and creates those that it is to have and has not.
 
-World-generic; a part of following the metadata log (broker/metadata_publisher.py, whose image and
-`unopened` it works on).
+World-generic.  The metadata publisher (broker/metadata_publisher.py) owns a `ReplicaCreator`, which
+reads its image.  The states UNOPENED and ABSENT of replica/state.py are this module's work.
 
 Invariants
   N1  nothing is created, and no stray given up, before the image holds this very process's
       registration (rule Q2): an older image may name an earlier life of a topic, and not know the
       one that stands here (log/strays.py)
-  N2  a partition that cannot be created or opened is offline with its cause; the others go on, and
-      creation is tried again while the cause may pass (broker/metadata_publisher M4)
-  N3  a partition that is in no working directory is not created anew while a directory has failed:
-      it is offline, its records are there (broker/metadata_publisher M6)
-  N4  a log that a full disk left half-way is offline until there is room; then it is opened as a
-      start of the process would, and goes on from what is there
+  N2  a partition whose log cannot be created or opened is UNOPENED with its cause.  The other
+      partitions go on.  Creation is tried again while the cause may pass
+      (broker/metadata_publisher M4)
+  N3  while a directory has failed, no log is created for a partition that is in no working
+      directory: its records are in the failed one (broker/metadata_publisher M6)
+  N4  a log whose truncation a full disk interrupted is OFFLINE until there is room.  Then it is
+      opened as at a start of the process, and goes on from what its files hold
   N5  a log that this broker had and that is missing, adopted or discarded by hand is offline, and
       its broker says so in every heartbeat, until the replica is in neither ISR nor ELR: so it
       leaves both before the broker is unfenced (rule L15)
@@ -31,6 +32,7 @@ from pk.log.plan import LogConfig
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.context import BrokerContext, MetadataView
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import OPEN, ReplicaEvent, ReplicaState
 from pk.types import NONE, NodeId, PartitionKey, TopicPartition
 
 RETRY_CREATE_MS = 5_000
@@ -49,7 +51,7 @@ class ReplicaCreator:
 
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
-        core, unopened = self._core, self._publisher.unopened
+        core = self._core
         core.manager.gone = self._gone
         problems = await core.manager.load(self._config_of)
         for where, why in core.manager.restored.items():
@@ -59,7 +61,7 @@ class ReplicaCreator:
             if isinstance(error, errors.LogUnidentified):  # of what partition: see `joined`
                 self._keep(error.details.get("directory", str(key)), error.message)
                 continue
-            unopened[key] = error
+            core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
             if isinstance(error, errors.CorruptLog):
                 core.metrics.damaged.inc()
             core.warn("partition_offline", partition=str(key), error=error.message)
@@ -72,7 +74,10 @@ class ReplicaCreator:
         self._miss_the_tier()
 
     def _miss_the_tier(self) -> None:
-        """A flag that was left out, say: readers are refused, so whoever started it is told."""
+        """Warn if records are in the tier only and the server has no `tier_url`.
+
+        Readers of these records are refused; the option may have been left out by mistake.
+        """
         logs = self._core.manager.logs().values()
         cold = sum(log.local_log_start > log.log_start for log in logs)
         if cold and not self._core.tier.enabled:
@@ -80,7 +85,7 @@ class ReplicaCreator:
             self._core.warn("tier_url_missing", partitions=cold, why=why)
 
     def joined(self) -> bool:
-        """N1: True once, when the image first holds this process's registration."""
+        """True once: when the image first holds this process's registration (N1)."""
         if self._joined or not self._publisher.registered():
             return False
         self._joined = True
@@ -113,21 +118,21 @@ class ReplicaCreator:
         self._core.warn("directory_kept", directory=where, why=why)
 
     def _miss_failed_directories(self) -> None:
-        """broker/metadata_publisher M6: what no working directory holds lies in the failed one."""
+        """Partitions that no working directory holds become UNOPENED if one has failed (N3)."""
         failed = [each for each in self._core.manager.directories if each.failed is not None]
         if not failed:
             return
         root = failed[0].disk.storage.root
         for topic, number, _ in self._publisher.image.partitions_of(self._core.node_id):
             key = PartitionKey(topic.topic_id, number)
-            known = key in self._core.partitions or key in self._publisher.unopened
-            if not known and not self._core.manager.is_stray(key):
+            absent = self._core.replicas.state(key) is ReplicaState.ABSENT
+            if absent and not self._core.manager.is_stray(key):
                 error = errors.StorageFailed(
                     f"{topic.name}-{number} is in no directory that works, so it is taken to be in "
                     f"{root}, which failed: {failed[0].failed}",
                     directory=root,
                 )
-                self._publisher.unopened[key] = error
+                self._core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
                 self._core.warn("partition_offline", partition=str(key), error=error.message)
 
     # -- what is to be created -------------------------------------------------------------------
@@ -141,6 +146,7 @@ class ReplicaCreator:
         )
 
     def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
+        """The log of `key` is open: the broker hosts the partition from now on."""
         core = self._core
         log = core.manager.get(key)
         assert log is not None
@@ -157,10 +163,9 @@ class ReplicaCreator:
         partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
 
     async def create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
-        """Create those of `keys` that this broker is to have and has not, together
-        (broker/metadata_publisher M4).
+        """Create the logs of those of `keys` whose replica is assigned to this broker and not open.
 
-        At most `VISIT_MAX`.  `again`: also those that could not be created before.
+        keys: at most `VISIT_MAX`.  again: also UNOPENED replicas (N2).
         """
         core = self._core
         if not self._joined:
@@ -169,8 +174,8 @@ class ReplicaCreator:
             missing = [
                 key
                 for key in keys
-                if key not in core.partitions
-                and (again or key not in self._publisher.unopened)
+                if (state := core.replicas.state(key)) not in OPEN
+                and (again or state is not ReplicaState.UNOPENED)
                 and self._is_mine(key)
             ]
             if not missing:
@@ -189,10 +194,9 @@ class ReplicaCreator:
                     self._not_created(key, name, outcome)
                     continue
                 outcome.config = config
-                self._publisher.unopened.pop(key, None)
                 self._adopt(key, wanted)
             for key, outcome in made.items():
-                self._publisher.unopened.pop(key, None)
+                core.replicas.forget(key)
                 if not isinstance(outcome, errors.PkError):
                     await self._publisher.discard(key, str(outcome.topic_partition))
 
@@ -202,7 +206,9 @@ class ReplicaCreator:
         return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
 
     async def told(self, key: PartitionKey) -> None:
-        """N5: the cluster counts no more on what an operator adopted or discarded here."""
+        """The replica has left ISR and ELR: an adopted log is one like any other, and a discarded
+        one may be replaced by an empty log (N5).
+        """
         core = self._core
         config = self._topics_of([key])[key.topic_id][2]
         try:
@@ -210,8 +216,8 @@ class ReplicaCreator:
         except errors.PkError as error:  # tried again with the next change
             core.warn("adoption_failed", partition=str(key), error=error.message)
             return
-        if isinstance(self._publisher.unopened.get(key), errors.LogMissing):
-            del self._publisher.unopened[key]
+        if isinstance(core.replicas.why_unopened(key), errors.LogMissing):
+            core.replicas.on(key, ReplicaEvent.DISCARD_KNOWN)
         core.lifecycle.heartbeat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
@@ -231,24 +237,22 @@ class ReplicaCreator:
         return found
 
     def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
-        self._publisher.unopened[key] = error
+        """The replica becomes UNOPENED, and the controller hears of it soon (N2)."""
+        self._core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
         self._core.lifecycle.heartbeat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
-        """N4, broker/metadata_publisher M4: what could not be done for want of space is tried
-        again."""
+        """Reopen incomplete logs and create missing ones again, every RETRY_CREATE_MS (N2, N4)."""
         while True:
             await self._core.clock.sleep_ms(RETRY_CREATE_MS)
-            for key in [
-                key
-                for key in self._publisher.unopened
-                if self._publisher.image.partition(key) is None
-            ]:
-                del self._publisher.unopened[key]
-            for torn in [each for each in self._core.partitions.values() if _half_way(each)]:
-                await self._guarded(self._reopen(torn))
-            waiting = [key for key, error in self._publisher.unopened.items() if error.retriable]
+            for key in self._core.replicas.unopened():
+                if self._publisher.image.partition(key) is None:
+                    self._core.replicas.forget(key)
+            for each in [each for each in self._core.partitions.values() if each.reopenable]:
+                await self._guarded(self._reopen(each))
+            unopened = self._core.replicas.unopened()
+            waiting = [key for key, error in unopened.items() if error.retriable]
             for some in together(waiting):
                 await self._guarded(self.create_missing(some, again=True))
                 for key in some:
@@ -260,10 +264,13 @@ class ReplicaCreator:
                         await self._guarded(self._publisher.lead_or_follow(partition, state))
 
     async def _reopen(self, partition: Partition) -> None:
-        """Open a log that a full disk left half-way, now that there is room (N4)."""
+        """Open a log whose truncation a full disk interrupted, then lead or follow again (N4).
+
+        While there is still no room, the partition stays OFFLINE.
+        """
         core, key = self._core, partition.key
         await core.fetchers.stand_still(partition)
-        if core.partitions.get(key) is not partition or not _half_way(partition):
+        if core.partitions.get(key) is not partition or not partition.reopenable:
             return
         damage: errors.CorruptLog | None = None
         try:
@@ -275,7 +282,7 @@ class ReplicaCreator:
             return
         if core.partitions.get(key) is not partition:
             return
-        partition.problem = None
+        partition.on(ReplicaEvent.REOPENED)
         state = self._publisher.image.partition(key)
         if damage is not None:
             core.storage_failed(partition, damage)
@@ -284,7 +291,7 @@ class ReplicaCreator:
             await self._publisher.lead_or_follow(partition, state)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """What goes wrong with some is no matter of the others."""
+        """Do `work`; a bug of pk in it does not keep the other partitions from being retried."""
         try:
             await work
         except Exception as bug:
@@ -301,11 +308,6 @@ def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
     if me in (*state.isr, *state.elr):
         return False
     return has_log or state.leader not in (NONE, me) or state.replicas == (me,)
-
-
-def _half_way(partition: Partition) -> bool:
-    """N4: for want of space; what is damaged is nobody's to open."""
-    return partition.log.torn and isinstance(partition.problem, errors.StorageFailed)
 
 
 def together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:

@@ -129,12 +129,12 @@ class ReplicaFetcherManager:
         if fetcher is None:
             fetcher = self._fetchers[state.leader] = ReplicaFetcher(self.core, state.leader)
         replica = Replica(fetcher, partition, state)
-        partition.replica = replica
+        partition.follow(replica)
         fetcher.add(replica)
 
     def leave(self, partition: Partition) -> None:
         """Stop fetching: it leads, it is gone, or nobody leads."""
-        replica, partition.replica = partition.replica, None
+        replica = partition.detach()
         if isinstance(replica, Replica):
             replica.fetcher.remove(replica)
 

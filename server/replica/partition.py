@@ -36,6 +36,7 @@ from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.purgatory import ProducePurgatory
+from pk.server.replica.state import HostedReplicas, IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
 from pk.server.replica.watchers import EndWatcher, Follows, Watcher
 from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
@@ -55,6 +56,9 @@ class Host(Protocol):
 
     @property
     def purgatory(self) -> ProducePurgatory[DelayedProduce]: ...
+
+    @property
+    def replicas(self) -> HostedReplicas: ...
 
     def parked(self) -> None:
         """Something was parked: the timers may have to fire earlier."""
@@ -90,11 +94,10 @@ class Partition:
         self.settings: Mapping[str, Any] = settings
         self.tiered = tiered  #: the topic has a tier and the server an object store
         self.tier = TierState()
-        self.leader: Leader | None = None
-        self.replica: Follows | None = None  #: while this broker follows
+        self.hosted = host.replicas.on(key, ReplicaEvent.OPENED)
+        self.leader: Leader | None = None  #: while it is LEADING
+        self.replica: Follows | None = None  #: while it is FOLLOWING
         self.leader_hint: NodeId = NONE
-        #: why it is not served although this broker should lead it
-        self.problem: errors.PkError | None = None
         self.others = False  #: other replicas were in sync when this one last led or followed
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
@@ -110,10 +113,32 @@ class Partition:
 
     # -- what others ask -------------------------------------------------------------------------
 
+    @property
+    def state(self) -> ReplicaState:
+        """What this replica is (replica/state.py)."""
+        return self.hosted.state
+
+    @property
+    def online(self) -> bool:
+        """The replica leads, follows, or could do so."""
+        return self.hosted.online
+
+    @property
+    def reopenable(self) -> bool:
+        """A full disk interrupted a truncation of the log: another opening finds what is there."""
+        offline = self.state is ReplicaState.OFFLINE and self.log.torn
+        return offline and isinstance(self.hosted.cause, errors.StorageFailed)
+
+    def on(self, event: ReplicaEvent, cause: errors.PkError | None = None) -> None:
+        """Change the state of this replica.  Raises `IllegalTransition`."""
+        if self._host.replicas.get(self.key) is not self.hosted:
+            raise IllegalTransition(f"{self}: {event.name} of a log that was removed or replaced")
+        self._host.replicas.on(self.key, event, cause)
+
     def serving(self, epoch: Epoch = NONE) -> Leader:
         """The leader machine.  Raises why this broker does not serve it, or `epoch` is wrong."""
-        if self.problem is not None:  # raised again and again: its trace must not grow
-            raise self.as_told(self.problem).with_traceback(None)
+        if self.hosted.cause is not None:  # raised again and again: its trace must not grow
+            raise self.as_told(self.hosted.cause).with_traceback(None)
         if self.leader is None:
             raise errors.NotLeaderOrFollower(
                 f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
@@ -336,7 +361,6 @@ class Partition:
             for follower in list(self._followers):  # who left is compared anew
                 follower.moved(self.key, urgent=True)
             return
-        assert self.replica is None, "who leads does not follow"
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
         tier_has_what_left(self.log, tiered=self.tiered)
         known = max(checkpointed, self.high_watermark)
@@ -344,6 +368,7 @@ class Partition:
         self.leader_hint = state.leader
         self.unclean = state.unclean
         self._deletions.new_epoch()
+        self.on(ReplicaEvent.ELECTED)
         self.leader = Leader(
             node_id=self._host.node_id,
             leader_epoch=state.leader_epoch,
@@ -363,14 +388,30 @@ class Partition:
         """Somebody else leads, or nobody (NONE): everything parked is answered (L5)."""
         self.leader_hint = leader
         if self.leader is not None:
+            self.on(ReplicaEvent.RESIGNED)
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
             self._overtaken(None)
             self.bounds_moved(urgent=True)
 
-    def fail(self, error: errors.PkError) -> None:
-        """The partition cannot be served here until the broker restarts or the cause is gone."""
-        self.problem = error
+    def follow(self, replica: Follows) -> None:
+        """Begin to fetch: `replica` is told of what is stored."""
+        self.on(ReplicaEvent.FOLLOWED)
+        self.replica = replica
+
+    def detach(self) -> Follows | None:
+        """Stop fetching; returns what `follow` was given, None if the replica did not follow."""
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            self.on(ReplicaEvent.DETACHED)
+        return replica
+
+    def fail(self, error: errors.PkError, event: ReplicaEvent = ReplicaEvent.FAILED) -> None:
+        """The partition is not served any more, because of `error`: everything parked is answered.
+
+        event: FAILED, RECOVERY_BEGUN or REMOVED.
+        """
+        self.on(event, error)
         if self.leader is not None:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None

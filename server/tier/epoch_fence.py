@@ -27,6 +27,7 @@ from pk import errors
 from pk.backoff import Backoff, equal_jitter
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import ReplicaEvent
 from pk.server.tier.context import TierContext
 from pk.types import Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -89,11 +90,8 @@ class EpochFence:
     def begin(self, partition: Partition, state: PartitionState) -> None:
         """Claim for the epoch of `state`; a claim for an older epoch ends."""
         self.cancel(partition.key)
-        partition.fail(
-            errors.TierUnavailable(
-                f"{partition}: an unclean leader waits for the tier's table (rule T4)"
-            )
-        )
+        waits = f"{partition}: an unclean leader waits for the tier's table (rule T4)"
+        partition.fail(errors.TierUnavailable(waits), ReplicaEvent.RECOVERY_BEGUN)
         task = asyncio.get_running_loop().create_task(self._claim(partition, state))
         self._tasks[partition.key] = task
         self._epochs[partition.key] = state.leader_epoch
@@ -109,7 +107,7 @@ class EpochFence:
         """Another broker leads."""
         if partition.key in self._epochs:
             self.cancel(partition.key)
-            partition.problem = None
+            partition.on(ReplicaEvent.RESIGNED)
 
     def cancel(self, key: PartitionKey) -> bool:
         """The topic or its disk is gone, or a newer epoch claims.  False if there was no claim."""
@@ -134,12 +132,12 @@ class EpochFence:
                 await self._compare(partition, table)
                 break
             except errors.PkError as error:
-                partition.problem = error
+                partition.on(ReplicaEvent.RECOVERY_FAILED, error)
             except Exception as bug:
                 core.bug("claiming a table", bug)
             await core.clock.sleep_ms(backoff.next_ms())
         self._epochs.pop(partition.key, None)
-        partition.problem = None
+        partition.on(ReplicaEvent.RECOVERED)
         now = core.publisher.image.partition(partition.key)
         if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
             return  # K1: the follower reacts to the newer epoch

@@ -22,6 +22,7 @@ from pk.server.controller.node import ControllerNode
 from pk.server.metadata.image import PartitionState
 from pk.server.node.run_config import RunConfig
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import OPEN
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
 from pk.types import TopicPartition
@@ -134,11 +135,18 @@ class Kit:
 
     def until(self, holds: Any, events_max: int = 2_000_000) -> None:
         self.sim.run_until(lambda: bool(self.bugs) or holds(), events_max)
-        assert not self.bugs, self.bugs[0]
+        self._check()
 
     def wait(self, duration_ms: int) -> None:
         self.sim.loop.run_for_ms(duration_ms)
+        self._check()
+
+    def _check(self) -> None:
+        """No bug; an open log exactly of the replicas that say so (replica/state H1)."""
         assert not self.bugs, self.bugs[0]
+        for broker in self.brokers.values():
+            said = {each.key for each in broker.core.replicas if each.state in OPEN}
+            assert said == set(broker.core.partitions)
 
     def hold_metadata(self, n: int) -> Callable[[], None]:
         """Broker `n` hears of nothing new until what is returned is called; then in one chunk."""

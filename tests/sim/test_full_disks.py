@@ -103,13 +103,13 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
     ledger, old = _parted(kit)
     full = _Full(kit, old, step)
     kit.boot(old)
-    kit.until(lambda: full.hits and kit.replica(old, "t").problem is not None)
+    kit.until(lambda: full.hits and not kit.replica(old, "t").online)
     assert kit.replica(old, "t").log.torn
     core = kit.brokers[old].core
     assert len(core.offline_replicas()) == 1
     kit.wait(12_000)
     assert kit.replica(old, "t").log.torn
-    assert kit.replica(old, "t").problem is not None
+    assert not kit.replica(old, "t").online
     assert old not in kit.state("t").isr
     full.end()
     kit.until(lambda: kit.in_sync("t"))
@@ -148,7 +148,7 @@ def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
     monkeypatch.setattr(PartitionLog, "flush", none_left)
     kit.boot(n)
     kit.until(lambda: len(tried) >= 3)
-    assert kit.replica(n, "t").problem is None
+    assert kit.replica(n, "t").online
     kit.until(lambda: kit.in_sync("t"))
     assert not kit.bugs
 

@@ -78,7 +78,7 @@ def test_committed_records_are_not_dropped_on_the_word_of_a_clean_leader(make: A
     assert partition.high_watermark == end
     follower: Any = partition.replica
     on_disk(kit, n, follower.fetcher._start_anew(follower, wire.StartAt(local_log_start=50), 0))
-    assert isinstance(partition.problem, errors.CorruptLog)
+    assert isinstance(partition.hosted.cause, errors.CorruptLog)
     assert (partition.log.segments[0].base_offset, partition.log.written_end) == (0, end)
     assert kit.events("log_begun_anew") == 0
 

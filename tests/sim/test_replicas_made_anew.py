@@ -49,7 +49,7 @@ def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) ->
     kit.sim.network.heal(f"b{leader}", f"b{n}")
     kit.until(lambda: len(kit.state("t").isr) == 3)
     kit.until(lambda: kit.in_sync("t"))
-    assert not kit.brokers[n].core.publisher.anew
+    assert not kit.brokers[n].core.replicas.uncompared
     ledger.check()
 
 
@@ -80,16 +80,16 @@ def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any
     ledger = written(kit, "t", 100)
     _, n = outside(kit, "t")
     old: Any = kit.replica(n, "t").replica
-    key, fetcher, follower = old.key, old.fetcher, kit.brokers[n].core.publisher
+    key, fetcher, replicas = old.key, old.fetcher, kit.brokers[n].core.replicas
     stale = wire.FetchedPartition(topic_id=key.topic_id, partition=0, high_watermark=100)
     kit.sim.network.heal(f"b{n}", "controller")
     damage(kit, "t", n)
     kit.until(lambda: fetcher._replicas.get(key, old) is not old and fetcher._replicas[key].placed)
-    assert key in follower.anew
+    assert key in replicas.uncompared
     for position_id in range(1, old.position_id + 1):
         stale.position_id = position_id
         fetcher._take_entry(stale, b"")
-    assert key in follower.anew
+    assert key in replicas.uncompared
     kit.until(lambda: len(kit.state("t").isr) == 3)
     ledger.check()
 
@@ -181,7 +181,7 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
     core.lifecycle._ask = late
     kit.until(lambda: bool(held))
     kit.sim.network.heal(f"b{leader}", f"b{n}")
-    kit.until(lambda: not core.publisher.anew)
+    kit.until(lambda: not core.replicas.uncompared)
     answered.set()
     kit.until(lambda: bool(told))
     assert not told[0]
@@ -213,7 +213,7 @@ def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) 
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.wait(1_000)
     assert known.end_of(n) == known.log_end, "it was not compared"
-    assert kit.brokers[n].core.publisher.anew
+    assert kit.brokers[n].core.replicas.uncompared
     kit.brokers[leader].core.lifecycle.call = call
     kit.until(lambda: len(kit.state("t").isr) == 3)
     assert kit.replica(n, "t").log.written_end == known.log_end

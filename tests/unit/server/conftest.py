@@ -31,6 +31,7 @@ from pk.server.metadata.image import PartitionState
 from pk.server.node.run_config import RunConfig
 from pk.server.replica.metrics import BrokerMetrics
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import HostedReplicas
 from pk.server.tier.node import TierNode
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld
@@ -94,8 +95,6 @@ class Image:
 class Publisher:
     def __init__(self) -> None:
         self.image = Image()
-        self.unopened: dict[PartitionKey, errors.PkError] = {}
-        self.anew: dict[PartitionKey, int] = {}
         self.listeners: dict[Any, None] = {}
 
     def why_not_here(self, key: PartitionKey) -> errors.PkError:
@@ -216,6 +215,11 @@ class Rig:
         )
         self.core.publisher.image.states[partition.key] = state
         partition.lead(state, checkpointed=self.manager.high_watermark(partition.key))
+
+    def forget_partitions(self) -> None:
+        """As a new process finds it: no log is open."""
+        self.core.partitions.clear()
+        self.core.replicas = HostedReplicas()
 
     async def serve(self, kind: StreamKind, stream: Stream) -> None:
         if await accept_stream(stream, wire.HelloReply(protocol=PROTOCOL)) is None:

@@ -10,6 +10,7 @@ import pytest
 
 from pk import errors
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import ReplicaEvent
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -78,9 +79,9 @@ def test_a_position_is_that_of_a_replica_that_stands_still(
     monkeypatch.setattr(partition.log._local, "written_end", end - 1)
     assert core.positions(asked(key)) == [], "a write is under way"
     monkeypatch.undo()
-    partition.problem = errors.TierUnavailable("waits for its table")
+    partition.fail(errors.TierUnavailable("waits for its table"), ReplicaEvent.RECOVERY_BEGUN)
     assert core.positions(asked(key))
     assert core.offline_replicas() == []
-    partition.problem = errors.CorruptLog("damaged")
+    partition.fail(errors.CorruptLog("damaged"))
     assert core.positions(asked(key)) == []
     assert core.offline_replicas() == asked(key)

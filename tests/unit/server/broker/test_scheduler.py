@@ -287,7 +287,7 @@ class Following:
 
 def follows(partition: Any) -> Following:
     partition.step_down(2)
-    partition.replica = Following()
+    partition.follow(Following())
     return partition.replica
 
 
@@ -473,7 +473,7 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(
         first.log.flush = torn
         scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
-        assert isinstance(first.problem, errors.CorruptLog)
+        assert isinstance(first.hosted.cause, errors.CorruptLog)
         assert second.log.synced_end == 1
         await scheduler.close()
 
@@ -501,7 +501,7 @@ def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
         scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)
         assert tried
-        assert partition.problem is None
+        assert partition.online
         assert partition.leader is not None
         rig.storage.fault = None
         await rig.mine.clock.sleep_ms(2 * TICK_MS)

@@ -294,8 +294,8 @@ def test_a_dead_directory_takes_its_partitions_offline_typed(rig: Any, kit: Any)
         )
         await stream.send(kit.produce((0, kit.batch())))
         assert [code(a) for a in await kit.results(stream, 1)] == [errors.StorageFailed.code]
-        assert isinstance(one.problem, errors.StorageFailed)
-        assert isinstance(two.problem, errors.StorageFailed)
+        assert isinstance(one.hosted.cause, errors.StorageFailed)
+        assert isinstance(two.hosted.cause, errors.StorageFailed)
 
     rig.run(story)
 
@@ -445,7 +445,7 @@ def test_what_a_dying_disk_had_taken_is_not_said_to_be_refused(rig: Any, kit: An
 
     rig.run(story)
     rig.storage.fault = rig.storage.failed = None
-    rig.core.partitions.clear()
+    rig.forget_partitions()
     assert rig.partition().log.written_end == 3
 
 
@@ -471,5 +471,5 @@ def test_what_a_full_disk_took_before_it_could_not_roll_is_not_said_to_be_refuse
 
     rig.run(story)
     rig.storage.fault = None
-    rig.core.partitions.clear()
+    rig.forget_partitions()
     assert rig.partition().log.written_end == 1

@@ -89,8 +89,8 @@ def test_what_the_copier_found_takes_the_partition_offline(
         await tell(caller, kit, 0)
         await tell(caller, kit, 0)
         await rig.mine.clock.sleep_ms(100)
-        assert isinstance(damaged.problem, errors.CorruptLog)
-        assert damaged.problem.details == {"offset": "0", "next_offset": "1"}
+        assert isinstance(damaged.hosted.cause, errors.CorruptLog)
+        assert damaged.hosted.cause.details == {"offset": "0", "next_offset": "1"}
         offline_once(rig, warnings, "offsets [0, 1) are damaged: checksum")
         poll = wire.TierPartitionsRequest(session_id="", generation=0)
         frame = await caller.call(poll, timeout_ms=1_000)
@@ -122,7 +122,7 @@ def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) 
         await caller.close()
 
     rig.run(story)
-    assert partition.problem is None
+    assert partition.online
     assert warnings == []
 
 
@@ -158,7 +158,7 @@ def test_a_log_that_is_cut_under_a_read_is_not_damaged(
         await caller.close()
 
     rig.run(story)
-    assert partition.problem is None
+    assert partition.online
     assert warnings == []
 
 
@@ -193,7 +193,7 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
         offline_once(rig, warnings, "offset 0")
 
     rig.run(story)
-    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert isinstance(damaged.hosted.cause, errors.CorruptLog)
 
 
 @pytest.mark.usefixtures("another")
@@ -218,7 +218,7 @@ def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
         stream.close()
 
     rig.run(story)
-    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert isinstance(damaged.hosted.cause, errors.CorruptLog)
 
 
 @pytest.mark.usefixtures("another")
@@ -237,7 +237,7 @@ def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline
         reply, payload = await kit.fetched(stream)
         assert not reply.partitions[0].HasField("error")
         assert len(payload) == 3 * length  # the reader's checksums find it, and where
-        assert damaged.problem is None
+        assert damaged.online
         await stream.send(kit.fetch(kit.position(0, offset=1, position_id=2)))
         reply, _ = await kit.fetched(stream)
         (entry,) = reply.partitions
@@ -249,7 +249,7 @@ def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline
         offline_once(rig, warnings, "offsets [1, 2) are damaged: checksum")
 
     rig.run(story)
-    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert isinstance(damaged.hosted.cause, errors.CorruptLog)
 
 
 # -- the only copy ---------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings:
         assert (await entry_at(rig, kit, 2, 0)).next_offset == 4
 
     rig.run(story)
-    assert damaged.problem is None
+    assert damaged.online
     ((event, facts),) = warnings
     assert (event, facts["offset"], facts["next_offset"]) == ("damaged_range", 1, 2)
     problem = rig.core.corruption.problem_of(damaged)
@@ -327,7 +327,7 @@ def test_damage_without_a_range_takes_the_only_copy_offline(
         await rig.mine.clock.sleep_ms(100)
 
     rig.run(story)
-    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert isinstance(damaged.hosted.cause, errors.CorruptLog)
     assert [event for event, _ in warnings] == ["partition_offline"]
 
 
@@ -343,12 +343,12 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
         await entry_at(rig, kit, 0, errors.DataLoss.code)
         image = rig.core.publisher.image
         rig.core.corruption.settle(damaged, image.partition(damaged.key))
-        assert damaged.problem is None
+        assert damaged.online
         image.elsewhere = (2,)
         rig.core.corruption.settle(damaged, image.partition(damaged.key))
 
     rig.run(story)
-    assert isinstance(damaged.problem, errors.CorruptLog)
+    assert isinstance(damaged.hosted.cause, errors.CorruptLog)
     assert [event for event, _ in warnings] == ["damaged_range", "partition_offline"]
 
 
@@ -420,7 +420,7 @@ def test_the_table_is_asked_before_missing_files_are_called_lost(
             await entry_at(rig, kit, 0, errors.DataLoss.code)
         else:
             assert (partition.log.damage, partition.log.local_log_start) == ([], 1)
-        assert partition.problem is None
+        assert partition.online
 
     rig.run(story)
     assert [event for event, _ in warnings] == ["damaged_range"] * (table_end == 0)
@@ -438,8 +438,8 @@ def test_with_another_replica_in_sync_missing_files_make_this_one_anew(
         assert partition.log.damage == []
         image = rig.core.publisher.image
         rig.core.corruption.settle(partition, image.partition(partition.key))
-        assert isinstance(partition.problem, errors.CorruptLog)
-        assert partition.problem.details == {"offset": "0", "next_offset": "1"}
+        assert isinstance(partition.hosted.cause, errors.CorruptLog)
+        assert partition.hosted.cause.details == {"offset": "0", "next_offset": "1"}
 
     rig.run(story)
     assert [event for event, _ in warnings] == ["partition_offline"]

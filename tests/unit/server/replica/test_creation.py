@@ -20,6 +20,7 @@ from pk.log.manager import LogManager
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.server.replica.creation import may_take_part
+from pk.server.replica.state import ReplicaEvent
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
 
@@ -89,7 +90,7 @@ def test_what_is_full_waits_and_the_others_go_on(
     cluster.world.loop.run_for_ms(6_000)
     assert visits == [[0, 70, 71], [70]]
     assert core.partitions[mine[70]].leader is not None
-    assert core.publisher.unopened == {}
+    assert core.replicas.unopened() == {}
 
 
 def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Cluster) -> None:
@@ -121,7 +122,7 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
     assert len(core.manager.logs()) == 1  # nobody's yet
     cluster.world.loop.run_for_ms(4_000)
     assert [type(outcome).__name__ for outcome in tried[0]] == ["PartitionLog", "StorageFull"]
-    assert core.manager.logs() == core.partitions == core.publisher.unopened == {}
+    assert core.manager.logs() == core.partitions == core.replicas.unopened() == {}
     left = [name for name in storage.list("topics") if not name.endswith("-delete")]
     assert left == ["flights-1"]  # unfinished: the next start removes it
     cluster.kill("broker", "d1")
@@ -212,7 +213,7 @@ def test_two_who_miss_one_partition_create_it_once(
 
     async def both() -> None:
         again = core.publisher._creator.create_missing([key], again=True)
-        del core.publisher.unopened[key]
+        core.replicas.forget(key)
         await asyncio.gather(again, core.publisher._creator.create_missing([key]))
 
     task = cluster.world.spawn("broker", both())
@@ -233,15 +234,15 @@ def test_what_is_offline_is_not_created_by_the_next_record(
     del visits[:]
 
     async def touched() -> None:
-        core.publisher.unopened[key] = problem
-        del core.partitions[key]
+        core.partitions.pop(key).fail(errors.UnknownTopicId("removed"), ReplicaEvent.REMOVED)
+        core.replicas.on(key, ReplicaEvent.OPEN_FAILED, problem)
         await core.publisher._creator.create_missing([key])
         await core.publisher._settle(key)
 
     task = cluster.world.spawn("broker", touched())
     cluster.world.run_until(task.done)
     task.result()
-    assert (visits, core.publisher.unopened) == ([], {key: problem})
+    assert (visits, core.replicas.unopened()) == ([], {key: problem})
 
 
 async def _knows_nothing(_: MetadataPublisher) -> None:
@@ -387,7 +388,7 @@ def test_a_directory_fails_while_the_other_still_creates(
     cluster.world.loop.run_for_ms(5_000)
     on_failed = [p for p in core.partitions.values() if p.writer.disk.storage.root == "d1"]
     assert sorted(each.topic for each in on_failed) == ["a", "b"]
-    assert all(isinstance(each.problem, errors.StorageFailed) for each in on_failed)
+    assert all(isinstance(each.hosted.cause, errors.StorageFailed) for each in on_failed)
     assert len(core.offline_replicas()) == 2
 
 
@@ -473,7 +474,7 @@ def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
     cluster.start_broker()
     cluster.world.loop.run_for_ms(1_000)
     core = cluster.broker.core
-    assert isinstance(core.publisher.unopened[key], errors.StorageFull)
+    assert isinstance(core.replicas.unopened()[key], errors.StorageFull)
     assert core.offline_replicas() == [wire.FetchPartition(topic_id=topic_id, partition=0)]
     state = core.publisher.image.partition(key)
     assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
@@ -494,11 +495,11 @@ def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     cluster.storages["d1"].fault = full(0)
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    assert isinstance(core.publisher.unopened[key], errors.StorageFull)
+    assert isinstance(core.replicas.unopened()[key], errors.StorageFull)
     cluster.storages["d1"].failed = errors.StorageFailed("gone")
     cluster.world.loop.run_for_ms(6_000)
     assert key not in core.partitions
-    assert isinstance(core.publisher.unopened[key], errors.StorageFailed)
+    assert isinstance(core.replicas.unopened()[key], errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
 
 

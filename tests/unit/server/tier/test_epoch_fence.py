@@ -10,6 +10,7 @@ from pk import errors
 from pk.server.broker.core import BrokerCore
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import ReplicaState
 from tests.unit.server.tier.test_node import (
     QUICK,
     Cluster,
@@ -49,7 +50,7 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     cluster.world.loop.run_for_ms(30_000)
     assert core.publisher.epoch_fence.epoch(partition.key) is None
     assert partition.leader is None
-    assert isinstance(partition.problem, errors.StorageFailed)
+    assert isinstance(partition.hosted.cause, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
 
 
@@ -90,7 +91,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     cluster.world.run_until(lambda: core.offline_replicas())
     assert core.publisher.epoch_fence.epoch(again.key) is None
     assert again.leader is None
-    assert isinstance(again.problem, errors.StorageFailed)
+    assert isinstance(again.hosted.cause, errors.StorageFailed)
     core.manager.start_anew = start_anew
     cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
@@ -126,7 +127,7 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     async def meanwhile(*args: Any, **named: Any) -> None:
         core.manager.start_anew = start_anew
         await core.publisher.lead_or_follow(again, _elsewhere(core, again))
-        assert (again.problem, again.replica is None) == (None, False)
+        assert again.state is ReplicaState.FOLLOWING
         storage.fault = _no_room_half_way
         await start_anew(*args, **named)
 
@@ -136,7 +137,7 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     cluster.world.loop.run_for_ms(1_000)
     assert again.log.torn
     assert again.replica is None
-    assert isinstance(again.problem, errors.StorageFailed)
+    assert isinstance(again.hosted.cause, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
     storage.fault = None
     cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
@@ -164,7 +165,7 @@ def test_a_claim_ends_with_a_log_that_it_found_half_way(
     cluster.world.run_until(lambda: again.log.torn)
     cluster.world.loop.run_for_ms(1_000)
     assert follower.epoch_fence.epoch(again.key) is None
-    assert isinstance(again.problem, errors.StorageFailed)
+    assert isinstance(again.hosted.cause, errors.StorageFailed)
     assert len(core.offline_replicas()) == 1
     storage.fault = None
     cluster.start_tier()
