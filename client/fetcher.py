@@ -6,8 +6,11 @@ itself while it has credit (rule P4).  Every setting gets a new `position_id`; w
 an older one is dropped, so nothing of before a seek, a pause or a change of leader is ever
 delivered after it.
 
-A partition (a *slot*) goes   unknown topic → no offset → no leader → set on a node   and back when
-something is said against it; each step back waits a back-off if it was an error.
+A partition (a *slot*) goes through these states, and back when an answer refuses it:
+
+    unknown topic → no offset → no leader → set on a node
+
+A step back that was caused by an error waits a back-off first.
 
 Invariants
   F1  offsets are delivered in order, each once, from the position on: a frame is accepted only if

@@ -1,9 +1,14 @@
 """Aborted transactions of a segment: what a read_committed reader must leave out (KIP-98).
 
 An entry says that the records of `producer_id` in `[first_offset, last_offset]` were aborted, and
-up to where everything was decided when the marker was written (`last_stable_offset`): a reader that
-reads no further than that needs no later entry.  File `.txnindex`, written whole: head (magic,
-version, count, crc) | entries of four i64."""
+up to which offset every transaction had ended when the marker was written (`last_stable_offset`).
+A reader that reads no further than that needs no later entry.
+
+File `.txnindex`, written whole:
+
+    head   magic | version | count | crc
+    entry  producer_id i64 | first_offset i64 | last_offset i64 | last_stable_offset i64
+"""
 
 from __future__ import annotations
 

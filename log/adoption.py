@@ -37,12 +37,13 @@ class LogDirectory(NamedTuple):
     bytes: int
 
 
-#: ok             its identity is intact
-#: restorable     its identity is missing or damaged; the next start restores it
-#: unidentified   nobody knows whose it is: adopt or discard it
-#: other          its identity is that of another name or cluster
-#: missing        a checkpoint names the log, and it is not there
-#: adopted, discarded   by hand, and the cluster has not been told yet
+#: ok            its identity is intact
+#: restorable    its identity is missing or damaged; the next start restores it
+#: unidentified  its identity is lost: an operator must adopt or discard it
+#: other         its identity is that of another name or cluster
+#: missing       a checkpoint names the log, and it is not there
+#: adopted       by an operator; the cluster has not confirmed it yet
+#: discarded     the same
 OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
 OTHER, MISSING = "other", "missing"
 

@@ -4,11 +4,24 @@ Encoding stands in log/encoding.py.  Decoding rebuilds Arrow offsets by a prefix
 the received bytes.  A body from the network is hostile until parsed (rule L13): every count is
 compared with the bytes that are really there before anything is allocated from it.
 
-Body, of n records with m headers in all (a compressed one is `u32 decoded length | blob`; lz4 is
-the frame format); absent sections take no bytes: timestamps u32|i64 ×n · offset deltas u32 ×n · key
-lengths u32 ×n · value lengths u32 ×n · header counts u32 ×n · header key lengths u32 ×m · header
-value lengths u32 ×m · key validity · value validity · header value validity (bits) · key data ·
-value data · header key data (utf-8) · header value data
+Body of a batch with n records and m headers in all.  A section that is absent takes no bytes:
+
+    timestamps               u32 or i64 × n
+    offset deltas            u32 × n
+    key lengths              u32 × n
+    value lengths            u32 × n
+    header counts            u32 × n
+    header key lengths       u32 × m
+    header value lengths     u32 × m
+    key validity             bits
+    value validity           bits
+    header value validity    bits
+    key data                 bytes
+    value data               bytes
+    header key data          bytes (utf-8)
+    header value data        bytes
+
+A compressed body is `u32 decoded length | blob`; lz4 is the frame format.
 
 Invariants
   F1  `parse` accepts exactly the bodies whose sections fill the decoded size; a null row has length

@@ -4,15 +4,19 @@ One entry per `index_interval_bytes` of log: (offset of a batch relative to the 
 position, the largest timestamp of all batches before it).  The last column makes a look-up by time
 the same search.
 
-Files (little endian; each is written whole and carries a checksum, so a torn one is noticed and
-rebuilt)
-  .index      head | (relative offset u32, position u32) ×count .timeindex  head | (largest
-  timestamp before i64, offset i64) ×count head = magic 4s | version u16 | 0 u16 | base_offset i64 |
-  covered bytes u64 | next_offset i64 | max_timestamp i64 | offset of it i64 | first_append_ms i64 |
-  batches u64 | position of the last batch u64 | its checksum u32 | count u32 | crc u32 (of
-  everything else)
-The last batch's checksum ties the index to the log's content: an index that outlived its log (a
-cut, a lost file under the same name) is noticed by reading one header.
+Files, little endian.  Each is written whole and carries a checksum, so that a torn one is detected
+and rebuilt:
+
+    .index      head | (relative offset u32, position u32) × count
+    .timeindex  head | (largest timestamp before i64, offset i64) × count
+
+    head        magic 4s | version u16 | 0 u16 | base_offset i64 | covered bytes u64
+                | next_offset i64 | max_timestamp i64 | offset of max_timestamp i64
+                | first_append_ms i64 | batches u64 | position of the last batch u64
+                | checksum of the last batch u32 | count u32 | crc u32 (of everything else)
+
+The last batch's checksum ties the index to the content of the log.  An index that does not belong
+to the log (which was cut, or replaced under the same name) is detected by reading one header.
 
 Invariants
   I1  offsets and positions grow strictly, timestamps do not fall.

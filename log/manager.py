@@ -1,6 +1,7 @@
 """Data directories and the partitions in them: format, lock, loading, checkpoints, deletion.
 
-One per broker process.
+One per broker process:
+
     manager = LogManager(disks, node_id=…, cluster_id=…, build=…, world=…, boot_id=…)
     await manager.open()             # lock, format, clean-shutdown file
     await manager.load(config_of)    # opens every partition directory, in parallel

@@ -12,12 +12,16 @@ Invariants
   I2  at most PRODUCER_BATCHES_REMEMBERED batches a producer, oldest first.
   I3  an open transaction never expires here; a silent producer without one does.
 
-Snapshot file (little endian, written whole): head (magic, version, next offset, producers, ended,
-crc)
-  | per producer: id i64, epoch i16, coordinator epoch i32, last ms i64, transaction start i64, n
-  u8, n × (base
-    sequence i32, last sequence i32, base offset i64, last offset i64, append time i64)
-  | per transaction ended but not yet stable: first offset i64, marker offset i64
+Snapshot file, little endian, written whole:
+
+    head      magic 4s | version u16 | 0 u16 | next offset i64 | producers u32 | ended u32 | crc u32
+    producer  id i64 | epoch i16 | coordinator epoch i32 | last ms i64 | transaction start i64
+              | n u8 | batch × n
+    batch     base sequence i32 | last sequence i32 | base offset i64 | last offset i64
+              | append time i64
+    ended     first offset i64 | marker offset i64   (a transaction with a marker, not yet stable)
+
+The file is the head, then every producer, then every ended transaction.
 """
 
 from __future__ import annotations

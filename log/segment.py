@@ -1,16 +1,18 @@
 """One segment: a `.log` file of whole batches and what is derived from it.
 
-    00000000000000001200.log        batches, from offset 1200 on 00000000000000001200.index
-    offset → position        (log/index.py; written when sealed, flushed, closed)
-    00000000000000001200.timeindex  time → offset 00000000000000001200.txnindex   aborted
-    transactions     (log/aborted.py) 00000000000000001200.snapshot   producer state at 1200
-    (log/producers.py)
+    00000000000000001200.log        batches, from offset 1200 on
+    00000000000000001200.index      offset → position              log/index
+    00000000000000001200.timeindex  time → offset                  log/index
+    00000000000000001200.txnindex   aborted transactions           log/aborted
+    00000000000000001200.snapshot   producer state at offset 1200  log/producers
 
-Only the log file is truth; the others are rebuilt from it if they are missing or torn.
+Indexes are written when a segment is sealed, at a checkpoint, and at a clean close.  The log
+file is authoritative; the others are rebuilt from it if they are missing or torn.
 
-`decided` runs ahead of `written`: the loop assigns, the write lane writes, readers see `written`
-only.  A sealed segment keeps no descriptor open; readers open it for the read, so that removing it
-needs nobody's consent."""
+`decided` runs ahead of `written`: the loop assigns offsets, the write lane writes, and readers see
+`written` only.  A sealed segment keeps no descriptor open.  Each read opens the file, so that it
+can be removed at any time.
+"""
 
 from __future__ import annotations
 

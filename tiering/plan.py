@@ -3,13 +3,15 @@
 Pure arithmetic, used by `owner.py` before every attempt: the same request may be planned again and
 again on newer snapshots, so nothing here remembers an earlier attempt.
 
-Decision table for a hand-over of partition p (rules T3–T5), first line that holds decides:
-  its files are in the snapshot                         done   (a commit of unknown outcome had
-  landed) table claim > the maker's leader epoch                refuse FencedLeaderEpoch
-  a file to be removed is not there any more            refuse UnknownTierRange  (plan again)
-  table end != its start                                refuse UnknownTierRange  (go on from the
-  table's end) its numbers contradict each other                     refuse InvalidRequest
-  else                                                  take it
+Decision table for a hand-over of partition p (rules T3–T5); the first row that applies decides:
+
+    its files are in the snapshot                done  (a commit of unknown outcome had landed)
+    table claim > the maker's leader epoch       refuse FencedLeaderEpoch
+    a file to be removed is not there any more   refuse UnknownTierRange  (plan again)
+    table end != its start                       refuse UnknownTierRange  (go on from there)
+    its numbers contradict each other            refuse InvalidRequest
+    else                                         take it
+
 A refusal names the table's end, so that a copier goes on from there.
 
 A log start (rule T9) counts unless the table's claim is above the epoch of the leader that says so.
