@@ -1,12 +1,14 @@
-"""The checkpoints of all data directories of a broker: what is known of their logs, SYNCED.
+"""Checkpoints of the open logs of a broker: recovery points, log starts, high watermarks.
 
-A part of `LogManager`: log/manager M2 and M4 hold here.
+A `Checkpointer` reads the logs that a `LogManager` has open and writes the checkpoint files of
+their directories.  log/manager M2 and M4 hold here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 from pk import errors
 from pk.log import directory as files
@@ -15,35 +17,57 @@ from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.types import Offset, PartitionKey
 
+#: The open logs, each with the directory it is in.
+OpenLogs = dict[PartitionKey, tuple[PartitionLog, Directory]]
 
-class Checkpointed:
-    """The open logs with their directories, and their checkpoints."""
 
-    def __init__(self, disks: list[Disk], expiration_ms: int) -> None:
-        self.directories: list[Directory] = []
-        self._logs: dict[PartitionKey, tuple[PartitionLog, Directory]] = {}
-        self._expiration_ms = expiration_ms  #: of producers
-        self._checkpointing = {id(disk): asyncio.Lock() for disk in disks}
-        #: Logs being cut or begun anew: a recovery point found before that is void
-        #: (log/manager M2).
+class Checkpointer:
+    """See the module's docstring.
+
+    directories, logs: the manager's own, which it changes
+    producer_expiration_ms: a producer that was silent for longer is forgotten
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Directory],
+        logs: OpenLogs,
+        disks: Sequence[Disk],
+        producer_expiration_ms: int,
+    ) -> None:
+        self._directories = directories
+        self._logs = logs
+        self._expiration_ms = producer_expiration_ms
+        self._locks = {id(disk): asyncio.Lock() for disk in disks}
+        #: Logs being cut or begun again: a recovery point found before is void (log/manager M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
-    async def _claim_less(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
-        """SYNCED: no checkpoint of these is above its end, nor will be once a move is over."""
+    @contextlib.contextmanager
+    def reshaping(self, key: PartitionKey) -> Iterator[None]:
+        """While the log is cut, begun again or re-opened, its recovery point does not move."""
+        self._reshaping[key] = None
+        try:
+            yield
+        finally:
+            del self._reshaping[key]
+
+    async def lower(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
+        """Lower the checkpoints of these logs to their ends, SYNCED; a move of a log start that is
+        under way does not raise them again."""
         for key, end in ends.items():
             log = self._logs[key][0]
             log.log_start = min(log.log_start, end)
             for named in (directory.recovery_points, directory.high_watermarks, *directory.moving):
                 if named.get(key, 0) > end:
                     named[key] = end
-        await self._write_checkpoints(directory)
+        await self.write(directory)
 
     def high_watermark(self, key: PartitionKey) -> int:
         """The checkpointed high watermark; 0 if there is none."""
         return self._logs[key][1].high_watermarks.get(key, 0)
 
     def set_high_watermark(self, key: PartitionKey, offset: int) -> None:
-        """Remembered for the next checkpoint."""
+        """Remember the high watermark for the next checkpoint."""
         found = self._logs.get(key)
         if found is not None:
             found[1].high_watermarks[key] = offset
@@ -56,9 +80,9 @@ class Checkpointed:
         the rolls. Raises the first storage error, after every directory had its turn
         (log/manager M4)."""
         problems: list[Exception] = []
-        for each in self.directories if of is None else [of]:
+        for each in self._directories if of is None else [of]:
             try:
-                async with self._checkpointing[id(each.disk)]:
+                async with self._locks[id(each.disk)]:
                     if each.failed is None:
                         await self._checkpoint(each, now_ms)
             except errors.PkError as error:
@@ -79,25 +103,25 @@ class Checkpointed:
             same = mine is not None and mine[0] is log and not log.torn
             if same and key not in self._reshaping:
                 directory.recovery_points[key] = point
-        await self._write_checkpoints(directory)
+        await self.write(directory)
 
     async def checkpoint_log_starts(self) -> None:
-        """SYNCED: the log starts as they are, and where the local logs begin."""
-        for directory in self.directories:
+        """Write the log starts of all directories, and where their local logs begin, SYNCED."""
+        for directory in self._directories:
             if directory.failed is None:
-                await self._write_log_starts(directory)
+                await self.write_log_starts(directory)
 
     async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
         """Rule T9's first half: SYNCED first, and only then seen by readers and the tier.
 
         A start that is not ahead stays.  Raises the disk's failure; then nothing moved.
         """
-        for directory in self.directories:
+        for directory in self._directories:
             mine = {key: to for key, to in moves.items() if self._home(key) is directory}
             if not mine or directory.failed is not None:
                 continue
             with directory.moves(mine):
-                await self._write_log_starts(directory)
+                await self.write_log_starts(directory)
             for key, to in mine.items():
                 if key in self._logs:
                     self._logs[key][0].advance_log_start(to)
@@ -106,11 +130,13 @@ class Checkpointed:
         found = self._logs.get(key)
         return None if found is None else found[1]
 
-    async def _write_checkpoints(self, directory: Directory) -> None:
+    async def write(self, directory: Directory) -> None:
+        """Write every checkpoint of a directory, SYNCED."""
         self._note_log_starts(directory)
         await directory.write_checkpoints()
 
-    async def _write_log_starts(self, directory: Directory) -> None:
+    async def write_log_starts(self, directory: Directory) -> None:
+        """Write the log starts of a directory, and where its local logs begin, SYNCED."""
         self._note_log_starts(directory)
         await directory.write_checkpoints(files.LOG_STARTS, files.LOCAL_STARTS)
 

@@ -150,6 +150,15 @@ class Directory:
         finally:
             self.moving = [each for each in self.moving if each is not starts]
 
+    @contextmanager
+    def begins(self, key: PartitionKey, offset: Offset) -> Iterator[None]:
+        """The log is about to begin at `offset`; every checkpoint written meanwhile says so."""
+        self.begun_anew[key] = offset
+        try:
+            yield
+        finally:
+            del self.begun_anew[key]
+
     async def write_checkpoints(self, *names: str) -> None:
         """SYNCED: those that changed, as they are now; all by default."""
         now: dict[str, Mapping[Any, Any]] = {**self._offsets, IDENTITIES: self.identities}

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pk import errors
 from pk.log import creation, identity
 from pk.log import directory as files
-from pk.log.checkpointing import Checkpointed
+from pk.log.checkpointing import Checkpointer, OpenLogs
 from pk.log.creation import NewPartition, Outcome, Site
 from pk.log.directory import Directory, Format, Run
 from pk.log.identity import ADOPTED, DISCARDED, Identity, Known
@@ -53,7 +53,7 @@ DELETING = "-delete"
 STRAY_DELAY_MS = 60_000
 
 
-class LogManager(Checkpointed):
+class LogManager:
     """See the module's docstring."""
 
     def __init__(
@@ -72,7 +72,11 @@ class LogManager(Checkpointed):
         """`cluster_id` "" = the one in the format file.  `root`: where the partition directories
         stand.
         """
-        super().__init__(disks, producer_id_expiration_ms)
+        self.directories: list[Directory] = []
+        self._logs: OpenLogs = {}
+        self._checkpoints = Checkpointer(
+            self.directories, self._logs, disks, producer_id_expiration_ms
+        )
         self.cluster_id = cluster_id
         self._disks = disks
         self._node_id = node_id
@@ -169,7 +173,7 @@ class LogManager(Checkpointed):
         ends = {key: log.written_end for key, (log, home) in logs if home is directory}
         try:
             try:
-                await self._claim_less(directory, ends)
+                await self._checkpoints.lower(directory, ends)
             except errors.StorageFull as full:
                 waiting = [(key, full) for key, end in ends.items() if directory.claims(key, end)]
                 for key, _ in waiting:
@@ -371,7 +375,7 @@ class LogManager(Checkpointed):
         ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
             if ends:  # M2, as for those that were known at once
-                await self._claim_less(directory, ends)
+                await self._checkpoints.lower(directory, ends)
             else:  # before their first records (log/identity I1)
                 await directory.write_checkpoints(identity.IDENTITIES)
         except errors.PkError as error:
@@ -489,12 +493,9 @@ class LogManager(Checkpointed):
         more is there, or was flushed, goes first.  Nothing may be queued for the log meanwhile.
         """
         log, directory = self._logs[key]
-        self._reshaping[key] = None
-        try:
-            await self._claim_less(directory, {key: offset})
+        with self._checkpoints.reshaping(key):
+            await self._checkpoints.lower(directory, {key: offset})
             await directory.disk.write(partial(log.truncate_to, offset))
-        finally:
-            del self._reshaping[key]
 
     async def start_anew(
         self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
@@ -506,19 +507,15 @@ class LogManager(Checkpointed):
         start = min(log_start, offset)
         # else it would be blank (log/loading O2)
         snapshot = snapshot or Producers().snapshot(offset)
-        self._reshaping[key] = None
-        directory.begun_anew[key] = offset  # SYNCED before its first segment begins there
-        try:
+        with self._checkpoints.reshaping(key), directory.begins(key, offset):
             directory.recovery_points[key] = 0  # in between there is no segment at all
-            await self._claim_less(directory, {key: min(start, log.local_log_start)})
+            await self._checkpoints.lower(directory, {key: min(start, log.local_log_start)})
             if log.written_end < start:  # it may be opened there in between (log/loading O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
             with directory.moves({key: start}):  # who dies on the way has nothing below it either
-                await self._write_log_starts(directory)
+                await self._checkpoints.write_log_starts(directory)
                 await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
-        finally:
-            del self._reshaping[key], directory.begun_anew[key]
-        await self._write_log_starts(directory)
+        await self._checkpoints.write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:
         """Open a log that a full disk left half-way (`torn`), as a start of the process would.
@@ -526,12 +523,31 @@ class LogManager(Checkpointed):
         Raises `StorageFull`: it is as it was; `CorruptLog`, `StorageFailed`.
         """
         log, directory = self._logs[key]
-        self._reshaping[key] = None
-        try:
+        with self._checkpoints.reshaping(key):
             point = directory.recovery_points.get(key, 0)
             await directory.disk.write(partial(log.reopen, point))
-        finally:
-            del self._reshaping[key]
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
+        """Checkpoint one directory, or all; see `Checkpointer.checkpoint`."""
+        await self._checkpoints.checkpoint(of, now_ms)
+
+    async def checkpoint_log_starts(self) -> None:
+        """Write the log starts of all directories, SYNCED."""
+        await self._checkpoints.checkpoint_log_starts()
+
+    async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
+        """Move log starts up, SYNCED first (rule T9); see `Checkpointer.move_log_starts`."""
+        await self._checkpoints.move_log_starts(moves)
+
+    def high_watermark(self, key: PartitionKey) -> Offset:
+        """The checkpointed high watermark; 0 if there is none."""
+        return self._checkpoints.high_watermark(key)
+
+    def set_high_watermark(self, key: PartitionKey, offset: Offset) -> None:
+        """Remember the high watermark for the next checkpoint."""
+        self._checkpoints.set_high_watermark(key, offset)
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
         """Soon in run.json, and with the clean-shutdown file (rule L3)."""
@@ -574,7 +590,7 @@ class LogManager(Checkpointed):
                 all_clean = False
         if not clean or not self._loaded:
             return  # nothing was verified: the next start has to
-        await self._write_checkpoints(directory)
+        await self._checkpoints.write(directory)
         # L3: the controller knows of an unclean start once it was registered; a life that ended
         # before that passes it on.
         known = self._broker_epoch != NONE
