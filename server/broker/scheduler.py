@@ -483,10 +483,13 @@ class BrokerScheduler:
         """A file system that is away may hang here, too: not on the loop (U4)."""
         core, storage = self._core, writer.disk.storage
         self._measured_ms[writer.disk] = core.now_ms
+        # What was decided by now, or is while the answer is under way, may not be written yet.
+        unwritten, spent = writer.queued_bytes, writer.space.spent
         free = 0 if storage.failed else await writer.disk.read(storage.free_bytes)
         core.metrics.free.labels(storage.root).set(free)
         if storage.failed is None:
-            writer.space.measured(free - writer.queued_bytes, core.now_ms)
+            unwritten += writer.space.spent - spent
+            writer.space.measured(free - unwritten, core.now_ms)
 
 
 def _told(partition: Partition) -> Offset:

@@ -218,7 +218,7 @@ class Partition:
             leader_epoch=leader.leader_epoch,
             now_ms=now.wall_ms,
             heard_ms=now.heard_ms,
-            refusal=self.writer.space.refusal(),
+            refusal=self.writer.space.refusal(header.length),
         )
         delayed.base_offset, delayed.last_offset = decided.base_offset, decided.last_offset
         delayed.append_time_ms = decided.log_append_time_ms

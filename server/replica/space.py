@@ -1,10 +1,11 @@
 """Room for the appends of clients in one data directory (rule L16).
 
 Sans-IO.  Free space is measured off the loop now and then (`server/broker/scheduler.py`); between
-two measurements what was decided for the directory is taken off, so that the estimate is too high
-by what others write there within one measurement only.
+two measurements, and while one is under way, what is decided for the directory is taken off.  So
+the estimate is too high by what others write there within one measurement only: another process,
+and this one's indexes, checkpoints and logs.
 
-  | free space                    | appends of clients  | leadership                       |
+  | free space after the append   | appends of clients  | leadership                       |
   |-------------------------------|---------------------|----------------------------------|
   | less than `disk_reserve_bytes`| refused             | given up (*full*)                |
   | less than twice as much       | taken               | as it was                        |
@@ -37,6 +38,7 @@ class DirectorySpace:
 
     def __init__(self, root: str, reserve_bytes: int, on_change: Callable[[], None]) -> None:
         self.free: int | None = None  #: estimated; None = not measured yet
+        self.spent = 0  #: bytes decided since the start
         self.full = False
         self._root = root
         self._reserve = reserve_bytes
@@ -50,19 +52,22 @@ class DirectorySpace:
         """A leader may come here."""
         return not self.full and self.free is not None and self.free >= self._mark
 
-    def refusal(self) -> errors.StorageFull | None:
-        """Why clients may not append now; None = they may."""
-        if self.free is None or self.free >= self._reserve:
+    def refusal(self, size: int) -> errors.StorageFull | None:
+        """Why clients may not append `size` bytes now; None = they may.  Without a reserve they may
+        try.
+        """
+        if not self._reserve or self.free is None or self.free - size >= self._reserve:
             return None
         self.full = True
         self._changed()
         return errors.StorageFull(
-            f"{self._root} has less than disk_reserve_bytes ({self._reserve}) of free space",
+            f"{self._root} would have less than disk_reserve_bytes ({self._reserve}) of free space",
             directory=self._root,
         )
 
     def spend(self, size: int) -> None:
         """`size` bytes more will be written."""
+        self.spent += size
         if self.free is not None:
             self.free -= size
 

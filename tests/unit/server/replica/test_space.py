@@ -21,18 +21,19 @@ def space(reserve: int = RESERVE) -> tuple[DirectorySpace, list[int]]:
 
 def test_below_the_reserve_clients_are_refused_and_told_why() -> None:
     room, changes = space()
-    assert room.refusal() is None, "nothing was measured yet"
+    assert room.refusal(2**40) is None, "nothing was measured yet"
     assert not room.roomy
-    room.measured(RESERVE, 0)
-    assert room.refusal() is None
+    room.measured(RESERVE + 10, 0)
+    assert room.refusal(10) is None
     room.spend(1)
-    refusal = room.refusal()
+    assert room.refusal(9) is None
+    refusal = room.refusal(10)
     assert isinstance(refusal, errors.StorageFull)
     assert "/d1" in refusal.message
     assert "disk_reserve_bytes" in refusal.message
     assert room.full
     assert len(changes) == 1, "the controller hears of it once"
-    assert room.refusal() is not None
+    assert room.refusal(10) is not None
     assert len(changes) == 1
 
 
@@ -43,7 +44,7 @@ def test_a_full_directory_stays_full_until_it_has_twice_the_reserve() -> None:
     room.measured(2 * RESERVE - 1, 1)
     assert room.full
     assert not room.roomy
-    assert room.refusal() is None
+    assert room.refusal(10) is None
     room.measured(2 * RESERVE, 2)
     assert (room.full, room.roomy, len(changes)) == (False, True, 2)
     room.measured(2 * RESERVE - 1, 3)
@@ -57,7 +58,7 @@ def test_an_append_without_room_counts_whatever_is_measured() -> None:
     room.no_room(1_000)
     room.measured(2**40, 1_000 + FAILED_MS - 1)
     assert room.full
-    assert room.refusal() is None, "each append is tried"
+    assert room.refusal(10) is None, "each append is tried"
     room.measured(2**40, 1_000 + FAILED_MS)
     assert not room.full
 
@@ -65,7 +66,7 @@ def test_an_append_without_room_counts_whatever_is_measured() -> None:
 def test_without_a_reserve_a_new_leader_has_room_for_a_batch_at_least() -> None:
     room, _ = space(0)
     room.measured(0, 0)
-    assert room.refusal() is None
+    assert room.refusal(10) is None
     assert not room.full
     assert not room.roomy
     room.measured(2 * ROOM_LEAST_BYTES, 0)
@@ -86,7 +87,7 @@ def reserve(rig: Any, free: int, kept: int) -> Any:
 
 def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -> None:
     """Nothing is measured between the frames: what was decided is taken off."""
-    partition = reserve(rig, 30_000, 20_000)
+    partition = reserve(rig, 35_000, 20_000)
     scheduler = BrokerScheduler(rig.core)
     raw = kit.batch(1, size=6_000)
 
@@ -98,7 +99,7 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
             await stream.send(kit.produce((0, raw), correlation_id=turn))
             codes += [code(each) for each in await kit.results(stream, 1)]
         assert codes == [0, 0, *[errors.StorageFull.code] * 3]
-        assert rig.storage.free_bytes() > 15_000
+        assert rig.storage.free_bytes() > 20_000
         (said,) = rig.core.unfit()
         assert (said.reason, said.all, said.gives_up) == ("storage_full", True, True)
         scheduler.start()
@@ -112,6 +113,33 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
 
     rig.run(story)
     assert partition.log.written_end == 3
+
+
+def test_what_is_written_while_free_space_is_measured_is_taken_off(rig: Any, kit: Any) -> None:
+    """The answer may be older than the appends that were written before it came."""
+    partition = reserve(rig, 35_000, 20_000)
+    scheduler, raw = BrokerScheduler(rig.core), kit.batch(1, size=6_000)
+
+    async def story() -> None:
+        stream = await rig.stream(StreamKind.PRODUCE)
+        read = rig.disk.read
+
+        async def slow(work: Any) -> Any:
+            found = work()
+            for turn in (1, 2):
+                await stream.send(kit.produce((0, raw), correlation_id=turn))
+                assert [code(each) for each in await kit.results(stream, 1)] == [0]
+            return found
+
+        rig.disk.read = slow
+        await scheduler.measure_all()
+        rig.disk.read = read
+        assert partition.writer.queued_bytes == 0
+        await stream.send(kit.produce((0, raw), correlation_id=3))
+        assert [code(each) for each in await kit.results(stream, 1)] == [errors.StorageFull.code]
+        assert rig.storage.free_bytes() > 20_000
+
+    rig.run(story)
 
 
 def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> None:
