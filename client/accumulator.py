@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client.futures import SendFuture
-from pk.client.metadata import Topic
+from pk.client.metadata import TopicMetadata
 from pk.client.partitioner import Sticky, ordered_by_partition, place
 from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
 from pk.client.rows import (
@@ -240,7 +240,7 @@ class RecordAccumulator:
         records: RecordSet,
         rows: pa.RecordBatch,
         chosen: npt.NDArray[np.int32] | None,
-        topic: Topic,
+        topic: TopicMetadata,
         available: Sequence[int],
     ) -> None:
         """Split `rows` by partition, each slice within the size of a batch, without touching a row.
@@ -287,7 +287,7 @@ class RecordAccumulator:
             each.partition = self._turn(topic, available, each.size)
         records.split(slices)
 
-    def _turn(self, topic: Topic, available: Sequence[int], size: int) -> int:
+    def _turn(self, topic: TopicMetadata, available: Sequence[int], size: int) -> int:
         """The partition for `size` bytes of records without a key."""
         with self._sticky_lock:
             return 0 if topic.partitions == 1 else self._sticky.take(available, size)

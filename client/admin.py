@@ -19,9 +19,9 @@ from google.protobuf.message import Message
 from pk import errors, settings
 from pk.client import arguments, connection, described
 from pk.client.brokers import BrokerCalls
-from pk.client.cluster import Cluster
 from pk.client.described import PartitionDescription, TierDescription
 from pk.client.endings import refusal
+from pk.client.network_client import NetworkClient
 from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
@@ -125,7 +125,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         self._ending = threading.Lock()
         self._thread = connection.acquire()
         try:
-            self._cluster = Cluster(
+            self._cluster = NetworkClient(
                 self._thread.world,
                 () if bootstrap is None else bootstrap,
                 client_id=client_id,

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.client import arguments
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.client.options import TIMEOUT_S
 from pk.wire import pk_pb2 as wire
 
@@ -49,7 +49,7 @@ def description_of(said: wire.BrokerDescription) -> BrokerDescription:
 class BrokerCalls:
     """The calls of `AdminClient` that concern brokers."""
 
-    _cluster: Cluster
+    _cluster: NetworkClient
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
         """Ask any broker and return its reply of `kind`.  `AdminClient` provides it."""

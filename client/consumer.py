@@ -25,13 +25,13 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
-from pk.client.backlog import Backlog, Rows, Undecodable
-from pk.client.cluster import Cluster
+from pk.client.fetch_buffer import FetchBuffer, FetchedRows, UndecodableBatch
 from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Complaint, Consumed, Event, Fetched, Pause, Seek
+from pk.client.fetcher_events import CompletedFetch, Consumed, FetcherEvent, FetchError, Pause, Seek
+from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options
-from pk.client.records import Lines
+from pk.client.records import ConsumerRecords
 from pk.client.serializers import deserializer
 from pk.client.waiting import OneThread, WakeupSignal, one_thread
 from pk.clock import monotonic_s
@@ -70,14 +70,14 @@ class Consumer:
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._wakeup = WakeupSignal()
         self._one_thread = OneThread()
-        self._lines: deque[Lines] = deque()  #: handed out record by record
+        self._lines: deque[ConsumerRecords] = deque()  #: handed out record by record
         self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
         self._closed = False
         self._ending = threading.Lock()
         self._thread = connection.acquire()
         try:
             world = self._thread.world
-            self._cluster = Cluster(
+            self._cluster = NetworkClient(
                 world, bootstrap, client_id=o["client_id"],
                 request_timeout_ms=o["request_timeout_ms"],
                 retry_backoff_ms=o["retry_backoff_ms"],
@@ -90,7 +90,7 @@ class Consumer:
             raise
         engine = self._engine
         engine.on_ready = self._wakeup.set
-        self._backlog = Backlog(
+        self._fetch_buffer = FetchBuffer(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
         #: Where a batch did not match its checksum once: place → position.
@@ -117,7 +117,7 @@ class Consumer:
             return
         self._drop_lines(())
         self._call(lambda: self._engine.subscribe(names, compiled))
-        self._backlog.forget()
+        self._fetch_buffer.forget()
 
     def unsubscribe(self) -> None:
         """Read nothing."""
@@ -129,7 +129,7 @@ class Consumer:
         places = arguments.places(partitions)
         self._call(lambda: self._engine.assign(places))
         self._drop_lines(places)
-        self._backlog.purge()
+        self._fetch_buffer.purge()
 
     def assignment(self) -> list[TopicPartition]:
         """The partitions read now."""
@@ -167,7 +167,7 @@ class Consumer:
             return self._engine.fetcher.position_id(place)
 
         position_id = self._call(seek)
-        self._backlog.begin(place, position_id, offset if offset >= 0 else None)
+        self._fetch_buffer.begin(place, position_id, offset if offset >= 0 else None)
         self._drop_lines([each.place for each in self._lines if each.place != place])
 
     @one_thread
@@ -212,7 +212,7 @@ class Consumer:
         `details["offset"]` and `details["next_offset"]` once; the next poll goes on behind it.
         """
         timeout_s = arguments.seconds(timeout_s)
-        lines: Collection[Lines] = self._lines
+        lines: Collection[ConsumerRecords] = self._lines
         if not any(lines):
             lines = self._poll_lines(timeout_s)
         found: list[Record] = []
@@ -221,9 +221,9 @@ class Consumer:
         self._lines.clear()
         return found
 
-    def _poll_lines(self, timeout_s: float) -> list[Lines]:
+    def _poll_lines(self, timeout_s: float) -> list[ConsumerRecords]:
         """What `poll` returns, not made into records yet."""
-        found: list[Lines] = []
+        found: list[ConsumerRecords] = []
         slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
         for index, item in enumerate(slices):
             try:
@@ -242,26 +242,26 @@ class Consumer:
                 raise
         return found
 
-    def _good_lines(self, item: Rows) -> list[Lines]:
+    def _good_lines(self, item: FetchedRows) -> list[ConsumerRecords]:
         """The rows before the first that cannot be deserialised, one by one."""
-        found: list[Lines] = []
+        found: list[ConsumerRecords] = []
         with contextlib.suppress(Exception):
             for index in range(item.rows.num_rows):
                 found.append(self._to_lines(item.place, item.rows.slice(index, 1)))
         return found
 
-    def _put_back(self, slices: Sequence[Rows]) -> None:
+    def _put_back(self, slices: Sequence[FetchedRows]) -> None:
         """These come next again, in this order."""
         for each in reversed(slices):
-            self._backlog.put_back(each)
+            self._fetch_buffer.put_back(each)
 
-    def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[Rows]:
+    def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[FetchedRows]:
         """What is there, about `limit` rows; with `cut` never more, though a batch be cut.
 
         An error ends the gathering: it is raised at once if there is nothing to return, else by
         the next call.  Rows that were taken are returned, or come again, whatever happens.
         """
-        found: list[Rows] = []
+        found: list[FetchedRows] = []
         deadline: float | None = None
         try:
             while True:
@@ -280,14 +280,14 @@ class Consumer:
             self._put_back(found)
             raise
 
-    def _to_lines(self, place: TopicPartition, rows: pa.RecordBatch) -> Lines:
-        return Lines(place, rows, self._key_deserializer, self._value_deserializer)
+    def _to_lines(self, place: TopicPartition, rows: pa.RecordBatch) -> ConsumerRecords:
+        return ConsumerRecords(place, rows, self._key_deserializer, self._value_deserializer)
 
     def __iter__(self) -> Iterator[Record]:
         """Record by record; waits for the next as long as it takes, until `close`."""
         return chain.from_iterable(self._each_lines())
 
-    def _each_lines(self) -> Iterator[Lines]:
+    def _each_lines(self) -> Iterator[ConsumerRecords]:
         while self._refill():
             yield self._lines[0]
 
@@ -312,25 +312,25 @@ class Consumer:
             except errors.ClosedError:
                 return False
 
-    def _take(self, limit: int | None, *, quiet: bool) -> Rows | None:
+    def _take(self, limit: int | None, *, quiet: bool) -> FetchedRows | None:
         """The next rows that are neither paused nor void; raises what must be told.
 
         `quiet`: gives None instead, and leaves it for the next call.
         """
-        if quiet and (self._closed or self._engine.complains()):
+        if quiet and (self._closed or self._engine.has_error()):
             return None
         if not quiet:
             self._check_open()
-            told = self._engine.complaint()
+            told = self._engine.take_error()
             if told is not None:
                 self._raise(told)
         try:
-            return self._backlog.take(self._engine.fetcher.paused, limit)
-        except Undecodable as bad:
+            return self._fetch_buffer.take(self._engine.fetcher.paused, limit)
+        except UndecodableBatch as bad:
             self._unreadable(bad, quiet=quiet)
             return None
 
-    def _unreadable(self, bad: Undecodable, *, quiet: bool) -> None:
+    def _unreadable(self, bad: UndecodableBatch, *, quiet: bool) -> None:
         """Nothing is skipped without a word (rule L9).
 
         A batch whose bytes do not match its checksum is fetched again before anybody hears of it:
@@ -358,7 +358,7 @@ class Consumer:
             **{**cause.details, "position": str(bad.position)},
         ) from cause
 
-    def _raise(self, told: Complaint) -> NoReturn:
+    def _raise(self, told: FetchError) -> NoReturn:
         """Tell the application; after a truncation, go on with what it has not seen (KIP-320).
 
         What it has seen of a topic that is another one now says nothing of that.
@@ -370,11 +370,11 @@ class Consumer:
             end = int(error.details["end_offset"])
             seen = self._next_record_of(place)
             if seen is None:
-                seen = self._backlog.last(place)
+                seen = self._fetch_buffer.last(place)
             self._seek(place, end if seen is None else min(seen, end))
         raise error
 
-    def _consumed(self, fetched: Fetched) -> None:
+    def _consumed(self, fetched: CompletedFetch) -> None:
         """Give credit back, a portion at a time: each time wakes the loop's thread."""
         if not fetched.payload:
             return
@@ -396,14 +396,14 @@ class Consumer:
         deadline = now + timeout_s if deadline is None else deadline
         if now >= deadline:
             return None
-        engine, backlog = self._engine, self._backlog
+        engine, fetch_buffer = self._engine, self._fetch_buffer
         for node in self._owing():
             self._post(Consumed(node, self._eaten.pop(node)))
         self._wakeup.wait_for(
             lambda: (
                 engine.problems
                 or self._closed
-                or backlog.waits(engine.fetcher.paused)
+                or fetch_buffer.waits(engine.fetcher.paused)
                 or self._owing()
             ),
             deadline - now,
@@ -435,12 +435,12 @@ class Consumer:
         deadline = monotonic_s() + seconds
         while True:
             self._check_open()
-            told = self._engine.complaint(place)
+            told = self._engine.take_error(place)
             if told is not None:
                 self._raise(told)
             found = self._next_record_of(place)
             if found is None:
-                found = self._backlog.position(place)
+                found = self._fetch_buffer.position(place)
             if found is not None:
                 return found
             left = deadline - monotonic_s()
@@ -449,8 +449,8 @@ class Consumer:
             self._wakeup.wait_for(
                 lambda: (
                     self._closed
-                    or self._engine.complains(place)
-                    or self._backlog.position(place) is not None
+                    or self._engine.has_error(place)
+                    or self._fetch_buffer.position(place) is not None
                 ),
                 left,
             )
@@ -554,7 +554,7 @@ class Consumer:
 
         return self._thread.run(call())
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: FetcherEvent) -> None:
         if not self._closed:
             with contextlib.suppress(RuntimeError):  # closed meanwhile by another thread
                 self._thread.loop.call_soon_threadsafe(self._engine.step, event)

@@ -22,7 +22,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -129,7 +129,7 @@ class TierDescription:
 # -- asking ----------------------------------------------------------------------------------------
 
 
-async def everyone(cluster: Cluster, request: Message, timeout_ms: int) -> Views:
+async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) -> Views:
     """The reply of every broker that gives one (D2).  Raises the error of one if none does."""
     loop = asyncio.get_running_loop()
     asked = {
@@ -161,7 +161,7 @@ async def everyone(cluster: Cluster, request: Message, timeout_ms: int) -> Views
     return views
 
 
-async def _newest(cluster: Cluster, topic_ids: Sequence[str], timeout_ms: int) -> Any:
+async def _newest(cluster: NetworkClient, topic_ids: Sequence[str], timeout_ms: int) -> Any:
     """The newest metadata that a broker has; of all topics if none is named (D3)."""
     request = wire.MetadataRequest(topic_ids=topic_ids)
     views = await everyone(cluster, request, timeout_ms)
@@ -172,7 +172,7 @@ async def _newest(cluster: Cluster, topic_ids: Sequence[str], timeout_ms: int) -
 
 
 async def describe_partitions(
-    cluster: Cluster, names: Sequence[str] | None, timeout_ms: int
+    cluster: NetworkClient, names: Sequence[str] | None, timeout_ms: int
 ) -> list[PartitionDescription]:
     """Every partition of these topics (None = all), by topic and partition.
 
@@ -234,7 +234,7 @@ def _best(info: Any, views: Mapping[int, Any]) -> tuple[Any, errors.PkError | No
 # -- tables ----------------------------------------------------------------------------------------
 
 
-async def describe_tier(cluster: Cluster, topic: str, timeout_ms: int) -> TierDescription:
+async def describe_tier(cluster: NetworkClient, topic: str, timeout_ms: int) -> TierDescription:
     """The table behind a topic and what it holds: the newest version that anybody knows, each
     partition's share as its leader sees it.
     """

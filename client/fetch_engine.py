@@ -22,24 +22,24 @@ from typing import Any
 import pyarrow as pa
 
 from pk import errors
-from pk.client.cluster import UNKNOWN_TOPIC_MS, Cluster
+from pk.client.completed_fetch import rows_of
 from pk.client.endings import given_up
-from pk.client.fetched import rows_of
 from pk.client.fetcher import Fetcher
 from pk.client.fetcher_events import (
-    Arrived,
-    Ask,
     Assign,
-    Broken,
-    Complaint,
+    CompletedFetch,
     Consumed,
-    Event,
-    Fetched,
+    FetchedPartition,
+    FetcherEvent,
     FetcherOptions,
+    FetchError,
+    FetchRequestData,
     OffsetFound,
     OffsetWanted,
-    Wake,
+    Refresh,
+    StreamClosed,
 )
+from pk.client.network_client import UNKNOWN_TOPIC_MS, NetworkClient
 from pk.client.offsets import EARLIEST, ISOLATION, lookup_offsets
 from pk.effects import Effect, Publish, Send, SetTimer
 from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
@@ -50,20 +50,20 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
-#: From so many complaints on, one that waits to be told is not added again.
+#: From so many errors on, one that waits to be reported is not added again.
 PROBLEMS_MANY = 1_000
 
 
 class FetchEngine:
     """One consumer.  `options` are resolved (settings.CONSUMER)."""
 
-    def __init__(self, world: World, cluster: Cluster, options: Mapping[str, Any]) -> None:
+    def __init__(self, world: World, cluster: NetworkClient, options: Mapping[str, Any]) -> None:
         self.world = world
         self.cluster = cluster
         self.options = options
         self.isolation = ISOLATION[options["isolation_level"]]
-        self.ready: deque[Fetched] = deque()
-        self.problems: deque[Complaint] = deque()
+        self.ready: deque[CompletedFetch] = deque()
+        self.problems: deque[FetchError] = deque()
         self.on_ready: Callable[[], None] = lambda: None
         self.fetcher = Fetcher(
             FetcherOptions(
@@ -71,7 +71,7 @@ class FetchEngine:
                 buffer_bytes=options["fetch_buffer_bytes"],
                 retry_backoff_ms=options["retry_backoff_ms"],
                 retry_backoff_max_ms=options["retry_backoff_max_ms"],
-                complain_ms=options["request_timeout_ms"],
+                report_after_ms=options["request_timeout_ms"],
             ),
             cluster.metadata,
             world.rng,
@@ -81,7 +81,7 @@ class FetchEngine:
         self._known: dict[str, int] | None = None  #: topic → partitions taken; None = not begun
         self._unknown_ms: dict[str, int] = {}
         self._looking = False  #: metadata will be asked again for topics that are missing
-        self._sessions: dict[int, _FetchLink] = {}
+        self._sessions: dict[int, FetchConnection] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
@@ -120,7 +120,7 @@ class FetchEngine:
             self._take_partitions()
         for link in list(self._sessions.values()):
             link.follow()
-        self.step(Wake())
+        self.step(Refresh())
 
     def _take_partitions(self) -> None:
         """Subscribed partitions: those there at first by policy, later ones from the beginning."""
@@ -160,7 +160,7 @@ class FetchEngine:
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
-            self._raise(Complaint(None, NONE, given_up(problem)))
+            self._raise(FetchError(None, NONE, given_up(problem)))
         if not self._looking:  # each answer of each broker comes by here
             self._looking = True
             self._spawn(self._look_again())
@@ -181,7 +181,7 @@ class FetchEngine:
         """
         return await lookup_offsets(self.cluster, places, timestamps, self.isolation, timeout_ms)
 
-    def decoded(self, fetched: Fetched) -> Iterator[tuple[int, pa.RecordBatch | None]]:
+    def decoded(self, fetched: CompletedFetch) -> Iterator[tuple[int, pa.RecordBatch | None]]:
         """`(next position, rows or None)` of each batch; CPU-bound, safe in any thread."""
         options = self.options
         return rows_of(
@@ -191,10 +191,10 @@ class FetchEngine:
             decoded_bytes_max=options["decoded_bytes_max"],
         )
 
-    def complaint(self, place: TopicPartition | None = None) -> Complaint | None:
-        """Take the first complaint that stands, or the first that concerns `place`."""
-        kept: list[Complaint] = []
-        found: Complaint | None = None
+    def take_error(self, place: TopicPartition | None = None) -> FetchError | None:
+        """Take the first error that stands, or the first that concerns `place`."""
+        kept: list[FetchError] = []
+        found: FetchError | None = None
         while self.problems and found is None:
             told = self.problems.popleft()
             if self.fetcher.stands(told):
@@ -205,8 +205,8 @@ class FetchEngine:
         self.problems.extendleft(reversed(kept))
         return found
 
-    def complains(self, place: TopicPartition | None = None) -> bool:
-        """Whether `complaint(place)` would find one."""
+    def has_error(self, place: TopicPartition | None = None) -> bool:
+        """Whether `take_error(place)` would find one."""
         return any(
             (place is None or told.place in (None, place)) and self.fetcher.stands(told)
             for told in self.problems.copy()
@@ -217,7 +217,7 @@ class FetchEngine:
 
     def drain(self) -> list[tuple[TopicPartition, pa.RecordBatch]]:
         """Everything that is ready, decoded; raises what must be told.  For callers on the loop."""
-        told = self.complaint()
+        told = self.take_error()
         if told is not None:
             raise told.error
         found = []
@@ -245,7 +245,7 @@ class FetchEngine:
 
     # -- the machine -------------------------------------------------------------------------------
 
-    def step(self, event: Event) -> None:
+    def step(self, event: FetcherEvent) -> None:
         if self._closed:
             return
         for effect in self.fetcher.step(event, self.world.clock.monotonic_ms()):
@@ -255,7 +255,7 @@ class FetchEngine:
         if isinstance(effect, Send):
             link = self._sessions.get(effect.peer)
             if link is None or link.ended:
-                link = self._sessions[effect.peer] = _FetchLink(self, effect.peer)
+                link = self._sessions[effect.peer] = FetchConnection(self, effect.peer)
             link.put(effect.message)
         elif isinstance(effect, SetTimer):
             if self._timer is not None:
@@ -263,7 +263,7 @@ class FetchEngine:
                 self._timer = None
             if effect.at_ms is not None:
                 wait = max(0, effect.at_ms - self.world.clock.monotonic_ms()) / 1000
-                self._timer = asyncio.get_running_loop().call_later(wait, self.step, Wake())
+                self._timer = asyncio.get_running_loop().call_later(wait, self.step, Refresh())
         elif isinstance(effect, Publish):
             self._published(effect.name, effect.value)
 
@@ -288,8 +288,8 @@ class FetchEngine:
                 "%s: position %s is out of range (%s); reset to %s", place, offset, why, policy
             )
 
-    def _raise(self, told: Complaint) -> None:
-        # None may be dropped unsaid: a position that waits for a seek complains only once.
+    def _raise(self, told: FetchError) -> None:
+        # None may be dropped unsaid: a position that waits for a seek is reported only once.
         full = len(self.problems) >= PROBLEMS_MANY and told.place is not None
         if not full or not any(_same(told, each) for each in self.problems.copy()):
             self.problems.append(told)
@@ -326,13 +326,13 @@ class FetchEngine:
         self._tasks.pop(task, None)
 
 
-class _FetchLink:
+class FetchConnection:
     """One fetch stream, from its first ask to its end."""
 
     def __init__(self, engine: FetchEngine, node: int) -> None:
         self._engine = engine
         self._node = node
-        self._asks: deque[Ask] = deque()
+        self._asks: deque[FetchRequestData] = deque()
         self._filled = asyncio.Event()
         self.ended = False
         loop = asyncio.get_running_loop()
@@ -340,7 +340,7 @@ class _FetchLink:
         self._address = ""
         self._task = loop.create_task(self._run())
 
-    def put(self, ask: Ask) -> None:
+    def put(self, ask: FetchRequestData) -> None:
         self._asks.append(ask)
         self._filled.set()
 
@@ -350,7 +350,7 @@ class _FetchLink:
         if self._stream is not None and not self.ended and address != self._address:
             self.ended = True
             self._task.cancel()
-            self._engine.step(Broken(self._node))
+            self._engine.step(StreamClosed(self._node))
 
     async def close(self) -> None:
         self.ended = True
@@ -381,7 +381,7 @@ class _FetchLink:
                 self._stream.close()
             if not self.ended:
                 self.ended = True
-                engine.step(Broken(self._node))
+                engine.step(StreamClosed(self._node))
 
     async def _write(self, stream: Stream) -> None:
         options = self._engine.options
@@ -427,15 +427,15 @@ class _FetchLink:
             at = end
 
 
-def _same(one: Complaint, other: Complaint) -> bool:
+def _same(one: FetchError, other: FetchError) -> bool:
     return (one.place, one.about, type(one.error)) == (other.place, other.about, type(other.error))
 
 
-def _arrived(node: int, entry: wire.FetchedPartition, payload: memoryview) -> Arrived:
+def _arrived(node: int, entry: wire.FetchedPartition, payload: memoryview) -> FetchedPartition:
     diverging = None
     if entry.HasField("diverging"):
         diverging = (entry.diverging.epoch, entry.diverging.end_offset)
-    return Arrived(
+    return FetchedPartition(
         node,
         PartitionKey(entry.topic_id, entry.partition),
         entry.position_id,

@@ -1,12 +1,11 @@
-"""The consumer's peer: where it stands in each partition, what each broker is asked, what comes
-back.
+"""The position of a consumer in each partition, what each broker is asked, and what comes back.
 
-A Machine.  Positions are set once on a broker's fetch stream; the broker then sends and advances by
-itself while it has credit (rule P4).  Every setting gets a new `position_id`; what comes back under
-an older one is dropped, so nothing of before a seek, a pause or a change of leader is ever
+A Machine.  A position is set once on a broker's fetch stream; the broker then sends and advances by
+itself while it has credit (rule P4).  Every setting gets a new `position_id`, and a frame under an
+older one is dropped.  Data from before a seek, a pause or a change of leader is therefore never
 delivered after it.
 
-A partition (a *slot*) goes through these states, and back when an answer refuses it:
+A partition goes through these states, and back when an answer refuses it:
 
     unknown topic → no offset → no leader → set on a node
 
@@ -14,15 +13,15 @@ A step back that was caused by an error waits a back-off first.
 
 Invariants
   F1  offsets are delivered in order, each once, from the position on: a frame is accepted only if
-      its position id is that of the slot's last setting, and then moves the frontier to its
+      its position id is that of the partition's last setting, and then moves the frontier to its
       next_offset (rule L12), never by counting.
   F2  bytes delivered and not consumed, plus credit at the broker, <= fetch_buffer_bytes per broker
       (one batch larger than that travels alone).
   F3  an offset that is out of range is reset by policy, or reported once; never skipped in silence.
-  F4  what is said of a position (data, a look-up's answer, a complaint) carries the id of that
-      position and is void once the slot has another: a seek and a new assignment settle all that
-      came before them, wherever it waits.  Only that a topic went away (rule L8) is said of the
-      assignment: a seek chooses an offset, it does not choose another log.
+  F4  data, the answer to a look-up, and an error carry the id of the position that they are about.
+      They are void once the partition has another position: a seek and a new assignment settle
+      everything that came before.  Only the error that a topic went away (rule L8) is about the
+      assignment: a seek chooses an offset, not another log.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from functools import partial
 from pk import errors
 from pk.backoff import Backoff, client_jitter, exponential_ms
 from pk.client.fetcher_events import (
-    Arrived,
-    Ask,
     Assign,
-    Broken,
-    Complaint,
+    CompletedFetch,
     Consumed,
-    Event,
-    Fetched,
+    FetchedPartition,
+    FetcherEvent,
     FetcherOptions,
+    FetchError,
+    FetchPosition,
+    FetchRequestData,
     OffsetFound,
     OffsetWanted,
     Pause,
-    PositionSet,
+    Refresh,
     Seek,
-    Wake,
+    StreamClosed,
 )
-from pk.client.metadata import Leader, Metadata
+from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.offsets import EARLIEST, LATEST
 from pk.effects import Effect, Publish, Send, SetTimer
 from pk.log import batch as batches
@@ -67,7 +66,7 @@ _JUST_ELECTED = (
 _LENGTH_EPOCH = struct.Struct("<ii")  # of a batch header, from byte 8
 
 
-class _Slot:
+class _PartitionState:
     """One assigned partition."""
 
     __slots__ = (
@@ -91,10 +90,10 @@ class _Slot:
         self.retry_ms = 0
         self.backoff = backoff
         self.failing_ms: int | None = None
-        self.leader: Leader | None = None  #: as of the last look at the metadata
+        self.leader: LeaderAndEpoch | None = None  #: as of the last look at the metadata
 
 
-class _Session:
+class _FetchSession:
     """One fetch stream."""
 
     __slots__ = ("ask", "backoff", "buffered", "credit", "live", "retry_ms", "returned")
@@ -104,50 +103,50 @@ class _Session:
         self.buffered = 0  #: delivered, not consumed; outlives the stream
         self.credit = 0  #: granted and not used, as far as we know
         self.returned = 0  #: consumed, not granted again
-        self.ask = Ask()
+        self.ask = FetchRequestData()
         self.retry_ms = 0
         self.backoff = backoff
 
 
 class Fetcher:
-    """The machine.  `metadata` is shared with the shell, which tells of changes by `Wake`."""
+    """The machine.  `metadata` is shared with the shell, which tells of changes by `Refresh`."""
 
     def __init__(self, options: FetcherOptions, metadata: Metadata, rng: random.Random) -> None:
         self.options = options
         self.metadata = metadata
         bounds_ms = (options.retry_backoff_ms, options.retry_backoff_max_ms)
         self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
-        self._slots: dict[TopicPartition, _Slot] = {}
-        self._by_key: dict[PartitionKey, _Slot] = {}
-        self._sessions: dict[int, _Session] = {}
+        self._partitions: dict[TopicPartition, _PartitionState] = {}
+        self._by_key: dict[PartitionKey, _PartitionState] = {}
+        self._sessions: dict[int, _FetchSession] = {}
         self._next_id = 0  #: of the last assignment, position or setting; each is another
         self.paused: frozenset[TopicPartition] = frozenset()  #: replaced, never changed
-        self._todo: dict[TopicPartition, None] = {}  #: slots that are not set anywhere
+        self._todo: dict[TopicPartition, None] = {}  #: partitions that are not set anywhere
         self._effects: list[Effect] = []
         self._timer: int | None = None
         self._steps: dict[type, Callable[..., None]] = {
             Assign: self._on_assign, Seek: self._on_seek, Pause: self._on_pause,
-            Arrived: self._on_arrived, Broken: self._on_broken, Consumed: self._on_consumed,
-            OffsetFound: self._on_offset, Wake: self._on_wake,
+            FetchedPartition: self._on_fetched_partition, StreamClosed: self._on_stream_closed,
+            Consumed: self._on_consumed, OffsetFound: self._on_offset, Refresh: self._on_refresh,
         }  # fmt: skip
 
     # -- look-ups ----------------------------------------------------------------------------------
 
     @property
     def assignment(self) -> list[TopicPartition]:
-        return list(self._slots)
+        return list(self._partitions)
 
     def position_id(self, place: TopicPartition) -> int | None:
         """What is said under another id is old (F4); safe in any thread."""
-        slot = self._slots.get(place)
-        return None if slot is None else slot.position_id
+        state = self._partitions.get(place)
+        return None if state is None else state.position_id
 
-    def stands(self, told: Complaint) -> bool:
-        """Whether a complaint is still to be told (F4); safe in any thread."""
+    def stands(self, told: FetchError) -> bool:
+        """Whether an error is still to be reported (F4); safe in any thread."""
         if told.place is None:
             return True
-        slot = self._slots.get(told.place)
-        return slot is not None and told.about in (slot.position_id, slot.assigned_id)
+        state = self._partitions.get(told.place)
+        return state is not None and told.about in (state.position_id, state.assigned_id)
 
     def well_supplied(self, node: int) -> bool:
         """Whether the broker has credit for half the buffer: no hurry to give any back.  Safe in
@@ -157,93 +156,97 @@ class Fetcher:
         return session is not None and session.credit * 2 >= self.options.buffer_bytes
 
     def frontier(self, place: TopicPartition) -> int | None:
-        slot = self._slots.get(place)
-        return None if slot is None else slot.next
+        state = self._partitions.get(place)
+        return None if state is None else state.next
 
     # -- events ------------------------------------------------------------------------------------
 
-    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+    def step(self, event: FetcherEvent, now_ms: int) -> Sequence[Effect]:
         self._effects = []
         self._steps[type(event)](event, now_ms)
         self._pump(now_ms)
         return self._effects
 
-    def _on_wake(self, event: Wake, now_ms: int) -> None:
+    def _on_refresh(self, event: Refresh, now_ms: int) -> None:
         self._timer = None
-        for slot in self._slots.values():  # leaders may have moved, topics gone
-            if slot.node is not None and slot.key is not None:
-                leader = self.metadata.leader(slot.key)
-                gone = self.metadata.loss_of(slot.key) is not None
-                if gone or (leader is not None and leader.node != slot.node):
-                    self._unset(slot)
+        for state in self._partitions.values():  # leaders may have moved, topics gone
+            if state.node is not None and state.key is not None:
+                leader = self.metadata.leader(state.key)
+                gone = self.metadata.loss_of(state.key) is not None
+                if gone or (leader is not None and leader.node != state.node):
+                    self._unset(state)
 
     def _on_assign(self, event: Assign, now_ms: int) -> None:
-        for place in [place for place in self._slots if place not in event.places]:
-            slot = self._slots.pop(place)
-            self._unset(slot)
+        for place in [place for place in self._partitions if place not in event.places]:
+            state = self._partitions.pop(place)
+            self._unset(state)
             self._todo.pop(place, None)
-            if slot.key is not None:
-                self._by_key.pop(slot.key, None)
+            if state.key is not None:
+                self._by_key.pop(state.key, None)
         for place, start in event.places.items():
-            if place in self._slots:
+            if place in self._partitions:
                 continue
-            slot = self._slots[place] = _Slot(place, self._new_id(), self._new_backoff())
-            self._place(slot, start)
+            state = self._partitions[place] = _PartitionState(
+                place, self._new_id(), self._new_backoff()
+            )
+            self._place(state, start)
         self._note_paused()
 
     def _on_seek(self, event: Seek, now_ms: int) -> None:
-        slot = self._slots.get(event.place)
-        if slot is None:
+        state = self._partitions.get(event.place)
+        if state is None:
             raise errors.InvalidRequest(f"{event.place} is not assigned to this consumer")
-        self._unset(slot)
-        slot.retry_ms = 0
-        slot.backoff.reset()
-        self._place(slot, event.offset)
+        self._unset(state)
+        state.retry_ms = 0
+        state.backoff.reset()
+        self._place(state, event.offset)
 
-    def _place(self, slot: _Slot, start: int | None) -> None:
+    def _place(self, state: _PartitionState, start: int | None) -> None:
         """A new beginning: nothing that is under way counts any more."""
-        slot.position_id = self._new_id()
-        slot.halted = slot.asking = False
-        slot.failing_ms = None
-        slot.fetched_epoch = NONE
-        slot.next = start if start is not None and start >= 0 else None
-        slot.special = start if start is not None and start < 0 else None
-        self._todo[slot.place] = None
+        state.position_id = self._new_id()
+        state.halted = state.asking = False
+        state.failing_ms = None
+        state.fetched_epoch = NONE
+        state.next = start if start is not None and start >= 0 else None
+        state.special = start if start is not None and start < 0 else None
+        self._todo[state.place] = None
 
     def _on_pause(self, event: Pause, now_ms: int) -> None:
         for place in event.places:  # all of them or none
-            if place not in self._slots:
+            if place not in self._partitions:
                 raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
         for place in event.places:
-            slot = self._slots[place]
-            if event.paused and not slot.paused:
-                slot.paused = True
-                self._unset(slot)
-            elif slot.paused and not event.paused:
-                slot.paused = False
+            state = self._partitions[place]
+            if event.paused and not state.paused:
+                state.paused = True
+                self._unset(state)
+            elif state.paused and not event.paused:
+                state.paused = False
                 self._todo[place] = None
         self._note_paused()
 
     def _note_paused(self) -> None:
-        self.paused = frozenset([place for place, slot in self._slots.items() if slot.paused])
+        self.paused = frozenset(
+            [place for place, state in self._partitions.items() if state.paused]
+        )
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
 
-    def _on_broken(self, event: Broken, now_ms: int) -> None:
+    def _on_stream_closed(self, event: StreamClosed, now_ms: int) -> None:
         session = self._sessions.get(event.node)
         if session is None:
             return
         session.live = False
         session.credit = session.returned = 0
-        session.ask = Ask()
+        session.ask = FetchRequestData()
         session.retry_ms = now_ms + int(session.backoff.next_ms())
         self._want_metadata()
-        for slot in self._slots.values():
-            if slot.node == event.node:
-                slot.node = None
-                self._todo[slot.place] = None
+        for state in self._partitions.values():
+            if state.node == event.node:
+                state.node = None
+                self._todo[state.place] = None
 
     def _on_consumed(self, event: Consumed, now_ms: int) -> None:
         if not event.size:
@@ -253,7 +256,7 @@ class Fetcher:
         assert session.buffered >= 0, session.buffered
         self._give_back(session, event.size)
 
-    def _give_back(self, session: _Session, size: int) -> None:
+    def _give_back(self, session: _FetchSession, size: int) -> None:
         """Room for `size` bytes: grant it again, in portions."""
         if not session.live:
             return
@@ -265,123 +268,125 @@ class Fetcher:
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _on_arrived(self, event: Arrived, now_ms: int) -> None:
+    def _on_fetched_partition(self, event: FetchedPartition, now_ms: int) -> None:
         session = self._sessions[event.node]
         session.backoff.reset()
         size = len(event.payload)
         session.credit -= size
-        slot = self._by_key.get(event.key)
-        if slot is None or slot.node != event.node or slot.set_id != event.position_id:
+        state = self._by_key.get(event.key)
+        if state is None or state.node != event.node or state.set_id != event.position_id:
             self._give_back(session, size)  # of before a seek, a pause, another leader
             return
-        assert slot.next is not None
+        assert state.next is not None
         if event.error is not None:
             self._give_back(session, size)
-            slot.node = None  # an error ends the position
-            self._todo[slot.place] = None
-            self._refused(slot, event.error, event.log_start, now_ms)
+            state.node = None  # an error ends the position
+            self._todo[state.place] = None
+            self._refused(state, event.error, event.log_start, now_ms)
             return
         if event.diverging is not None:
             self._give_back(session, size)
-            slot.node = None
-            self._truncated(slot, *event.diverging)
+            state.node = None
+            self._truncated(state, *event.diverging)
             return
-        slot.backoff.reset()
-        slot.failing_ms = None
-        position, slot.next = slot.next, max(slot.next, event.next_offset)
+        state.backoff.reset()
+        state.failing_ms = None
+        position, state.next = state.next, max(state.next, event.next_offset)
         if size:
-            slot.fetched_epoch = last_epoch(event.payload)
+            state.fetched_epoch = last_epoch(event.payload)
         session.buffered += size
-        fetched = Fetched(
-            slot.place, slot.position_id, event.node, event.payload, position, slot.next,
+        fetched = CompletedFetch(
+            state.place, state.position_id, event.node, event.payload, position, state.next,
             event.aborted, event.high_watermark, event.last_stable_offset,
         )  # fmt: skip
         self._effects.append(Publish("data", fetched))
 
-    def _refused(self, slot: _Slot, error: errors.PkError, log_start: int, now_ms: int) -> None:
+    def _refused(
+        self, state: _PartitionState, error: errors.PkError, log_start: int, now_ms: int
+    ) -> None:
         """What an error said of a position means for it."""
         if isinstance(error, errors.OffsetOutOfRange):
-            self._out_of_range(slot, error)
+            self._out_of_range(state, error)
             return
-        if isinstance(error, errors.DataLoss) and slot.next is not None:
-            self._lost(slot, error)
+        if isinstance(error, errors.DataLoss) and state.next is not None:
+            self._lost(state, error)
             return
-        wait = int(slot.backoff.next_ms())
+        wait = int(state.backoff.next_ms())
         if isinstance(error, _JUST_ELECTED):
-            wait = exponential_ms(EARLY_MS, wait, slot.backoff.attempts)
-        slot.retry_ms = now_ms + wait
+            wait = exponential_ms(EARLY_MS, wait, state.backoff.attempts)
+        state.retry_ms = now_ms + wait
         if isinstance(error, errors.OffsetNotAvailable | errors.UnknownLeaderEpoch):
             self._want_metadata()
             return  # a new leader catches up: wait, never reset (KIP-207)
         if error.retriable or isinstance(error, errors.UnknownTopicId):
             self._want_metadata()
-            if self._lasts(slot, now_ms):
-                self._complain(slot, error)
+            if self._lasts(state, now_ms):
+                self._report(state, error)
             return
-        slot.retry_ms = now_ms + self.options.retry_backoff_max_ms
-        self._complain(slot, error)
+        state.retry_ms = now_ms + self.options.retry_backoff_max_ms
+        self._report(state, error)
 
-    def _lost(self, slot: _Slot, error: errors.DataLoss) -> None:
+    def _lost(self, state: _PartitionState, error: errors.DataLoss) -> None:
         """Rule L9: told in its place among the data, once; the reader's seek goes on behind it."""
-        assert slot.next is not None
-        slot.halted = True
-        slot.backoff.reset()
-        lost = Fetched(
-            slot.place, slot.position_id, NONE, memoryview(b""), slot.next, slot.next, (), NONE,
+        assert state.next is not None
+        state.halted = True
+        state.backoff.reset()
+        lost = CompletedFetch(
+            state.place, state.position_id, NONE, memoryview(b""), state.next, state.next, (), NONE,
             NONE, error,
         )  # fmt: skip
         self._effects.append(Publish("data", lost))
 
-    def _out_of_range(self, slot: _Slot, error: errors.PkError) -> None:
+    def _out_of_range(self, state: _PartitionState, error: errors.PkError) -> None:
         policy = self.options.auto_offset_reset
         if policy == "none":
-            slot.halted = True
-            self._complain(
-                slot,
+            state.halted = True
+            self._report(
+                state,
                 errors.NoOffsetForPartition(
-                    f"{slot.place}: position {slot.next} is out of range ({error.message}) and "
+                    f"{state.place}: position {state.next} is out of range ({error.message}) and "
                     "auto_offset_reset is none: seek, or choose earliest or latest",
                     **error.details,
                 ),
             )
             return
-        self._effects.append(Publish("reset", (slot.place, slot.next, policy, error.message)))
-        slot.next = None  # the position id stays: what was fetched below is still good
-        slot.special = EARLIEST if policy == "earliest" else LATEST
-        slot.fetched_epoch = NONE
+        self._effects.append(Publish("reset", (state.place, state.next, policy, error.message)))
+        state.next = None  # the position id stays: what was fetched below is still good
+        state.special = EARLIEST if policy == "earliest" else LATEST
+        state.fetched_epoch = NONE
 
-    def _truncated(self, slot: _Slot, epoch: int, end_offset: int) -> None:
+    def _truncated(self, state: _PartitionState, epoch: int, end_offset: int) -> None:
         """KIP-320: the log was cut below the frontier.  Say so; the shell seeks to what the
         application has.
         """
-        before = slot.next
-        self._place(slot, None)
-        slot.halted = True
-        self._complain(
-            slot,
+        before = state.next
+        self._place(state, None)
+        state.halted = True
+        self._report(
+            state,
             errors.LogTruncated(
-                f"{slot.place}: an unclean election removed offsets from {end_offset} "
+                f"{state.place}: an unclean election removed offsets from {end_offset} "
                 f"(epoch {epoch}) on; this consumer had fetched up to {before}",
-                topic=slot.place.topic, partition=str(slot.place.partition),
+                topic=state.place.topic, partition=str(state.place.partition),
                 diverging_epoch=str(epoch), end_offset=str(end_offset),
             ),
         )  # fmt: skip
 
     def _on_offset(self, event: OffsetFound, now_ms: int) -> None:
-        slot = self._slots.get(event.place)
-        if slot is None or slot.position_id != event.position_id or not slot.asking:
+        state = self._partitions.get(event.place)
+        if state is None or state.position_id != event.position_id or not state.asking:
             return
-        slot.asking = False
-        self._todo[slot.place] = None
+        state.asking = False
+        self._todo[state.place] = None
         if event.error is not None:
-            self._refused(slot, event.error, NONE, now_ms)
+            self._refused(state, event.error, NONE, now_ms)
             return
-        slot.backoff.reset()
-        slot.failing_ms = None
-        slot.next = event.offset
-        at = slot.next
-        found = Fetched(
-            slot.place, slot.position_id, NONE, memoryview(b""), at, at, (), NONE, NONE
+        state.backoff.reset()
+        state.failing_ms = None
+        state.next = event.offset
+        at = state.next
+        found = CompletedFetch(
+            state.place, state.position_id, NONE, memoryview(b""), at, at, (), NONE, NONE
         )  # in its place behind what was fetched before a reset
         self._effects.append(Publish("data", found))
 
@@ -390,12 +395,12 @@ class Fetcher:
     def _pump(self, now_ms: int) -> None:
         wake: int | None = None
         for place in list(self._todo):
-            slot = self._slots[place]
-            paused = slot.paused and slot.next is not None  # a position is looked up all the same
-            if paused or slot.halted or slot.asking or slot.node is not None:
+            state = self._partitions[place]
+            paused = state.paused and state.next is not None  # a position is looked up all the same
+            if paused or state.halted or state.asking or state.node is not None:
                 del self._todo[place]
                 continue
-            when = self._advance(slot, now_ms)
+            when = self._advance(state, now_ms)
             if when is None:
                 self._todo.pop(place, None)
             elif wake is None or when < wake:
@@ -403,7 +408,7 @@ class Fetcher:
         for node, session in self._sessions.items():
             ask = session.ask
             if ask.positions or ask.forgotten or ask.credit:
-                session.ask = Ask()
+                session.ask = FetchRequestData()
                 self._effects.append(Send(node, ask))
         if wake is not None:
             wake = max(wake, now_ms + 1)
@@ -411,139 +416,140 @@ class Fetcher:
             self._timer = wake
             self._effects.append(SetTimer("fetcher", wake))
 
-    def _advance(self, slot: _Slot, now_ms: int) -> int | None:
-        """Take the next step for a slot; a time = look again then, None = done or waiting for an
-        answer.
+    def _advance(self, state: _PartitionState, now_ms: int) -> int | None:
+        """Take the next step for a partition.
+
+        Returns when to look again; None = it is done, or waits for an event.
         """
-        leader = None if slot.key is None else self.metadata.leader(slot.key)
-        if leader is not None and leader != slot.leader:
-            self._new_leader(slot, leader)
-        if slot.retry_ms > now_ms:
-            return slot.retry_ms
-        if not self._identify(slot):
+        leader = None if state.key is None else self.metadata.leader(state.key)
+        if leader is not None and leader != state.leader:
+            self._new_leader(state, leader)
+        if state.retry_ms > now_ms:
+            return state.retry_ms
+        if not self._identify(state):
             self._want_metadata()
-            problem = self.metadata.problem(*slot.place)
-            if problem is not None and self._lasts(slot, now_ms):
-                self._complain(slot, problem)
+            problem = self.metadata.problem(*state.place)
+            if problem is not None and self._lasts(state, now_ms):
+                self._report(state, problem)
             return now_ms + self.options.retry_backoff_max_ms
-        assert slot.key is not None
-        leader = self.metadata.leader(slot.key)
+        assert state.key is not None
+        leader = self.metadata.leader(state.key)
         if leader is None:
-            return self._leaderless(slot, now_ms)
-        if slot.next is None:
-            special = slot.special
+            return self._leaderless(state, now_ms)
+        if state.next is None:
+            special = state.special
             if special is None:
                 policy = self.options.auto_offset_reset
                 if policy == "none":
-                    slot.halted = True
-                    self._complain(
-                        slot,
+                    state.halted = True
+                    self._report(
+                        state,
                         errors.NoOffsetForPartition(
-                            f"{slot.place} has no position and auto_offset_reset is none: "
+                            f"{state.place} has no position and auto_offset_reset is none: "
                             "seek first, or choose earliest or latest"
                         ),
                     )
                     return None
                 special = EARLIEST if policy == "earliest" else LATEST
-            slot.asking = True
+            state.asking = True
             wanted = OffsetWanted(
-                leader.node, slot.place, slot.key, leader.epoch, special, slot.position_id
+                leader.node, state.place, state.key, leader.epoch, special, state.position_id
             )
             self._effects.append(Publish("offset", wanted))
             return None
         session = self._session(leader.node)
         if session.retry_ms > now_ms:
             return session.retry_ms
-        self._set(slot, leader.node, leader.epoch, session)
+        self._set(state, leader.node, leader.epoch, session)
         return None
 
-    def _new_leader(self, slot: _Slot, leader: Leader) -> None:
+    def _new_leader(self, state: _PartitionState, leader: LeaderAndEpoch) -> None:
         """Whoever was just elected is alive: no back-off of before counts any more."""
-        slot.leader = leader
-        slot.retry_ms = 0
-        slot.backoff.reset()
+        state.leader = leader
+        state.retry_ms = 0
+        state.backoff.reset()
         session = self._sessions.get(leader.node)
         if session is not None:
             session.retry_ms = 0
             session.backoff.reset()
 
-    def _lasts(self, slot: _Slot, now_ms: int) -> bool:
-        """Whether it is time to say, once more, that nothing comes of a slot."""
-        if slot.failing_ms is None:
-            slot.failing_ms = now_ms
-        elif now_ms - slot.failing_ms >= self.options.complain_ms:
-            slot.failing_ms = now_ms
+    def _lasts(self, state: _PartitionState, now_ms: int) -> bool:
+        """Whether it is time to say, once more, that nothing comes of a partition."""
+        if state.failing_ms is None:
+            state.failing_ms = now_ms
+        elif now_ms - state.failing_ms >= self.options.report_after_ms:
+            state.failing_ms = now_ms
             return True
         return False
 
-    def _leaderless(self, slot: _Slot, now_ms: int) -> int:
+    def _leaderless(self, state: _PartitionState, now_ms: int) -> int:
         """When to look again; what it waits for is said once it lasts."""
-        assert slot.key is not None
+        assert state.key is not None
         self._want_metadata()
-        if self._lasts(slot, now_ms):
+        if self._lasts(state, now_ms):
             self._effects.append(
-                Publish("leaderless", (slot.place, self.metadata.waits_for(slot.key)))
+                Publish("leaderless", (state.place, self.metadata.waits_for(state.key)))
             )
-        slot.retry_ms = now_ms + int(slot.backoff.next_ms())
-        return slot.retry_ms
+        state.retry_ms = now_ms + int(state.backoff.next_ms())
+        return state.retry_ms
 
-    def _identify(self, slot: _Slot) -> bool:
-        """Bind the slot to a topic id; a topic that went away is reported once (rule L8)."""
-        if slot.key is not None:
-            loss = self.metadata.loss_of(slot.key)
+    def _identify(self, state: _PartitionState) -> bool:
+        """Bind the partition to a topic id; a topic that went away is reported once (rule L8)."""
+        if state.key is not None:
+            loss = self.metadata.loss_of(state.key)
             if loss is None:
                 return True
-            self._by_key.pop(slot.key, None)
-            slot.key = None
-            self._effects.append(Publish("error", Complaint(slot.place, slot.assigned_id, loss)))
-            self._place(slot, EARLIEST if isinstance(loss, errors.TopicRecreated) else None)
-        topic = self.metadata.topics.get(slot.place.topic)
-        if topic is None or not 0 <= slot.place.partition < topic.partitions:
+            self._by_key.pop(state.key, None)
+            state.key = None
+            self._effects.append(Publish("error", FetchError(state.place, state.assigned_id, loss)))
+            self._place(state, EARLIEST if isinstance(loss, errors.TopicRecreated) else None)
+        topic = self.metadata.topics.get(state.place.topic)
+        if topic is None or not 0 <= state.place.partition < topic.partitions:
             return False
-        slot.key = PartitionKey(topic.topic_id, slot.place.partition)
-        self._by_key[slot.key] = slot
+        state.key = PartitionKey(topic.topic_id, state.place.partition)
+        self._by_key[state.key] = state
         return True
 
-    def _set(self, slot: _Slot, node: int, epoch: int, session: _Session) -> None:
+    def _set(self, state: _PartitionState, node: int, epoch: int, session: _FetchSession) -> None:
         if not session.live:
             session.live = True
             session.credit = max(1, self.options.buffer_bytes - session.buffered)
             session.returned = 0
-            session.ask = Ask(credit=session.credit)
-        assert slot.key is not None
-        assert slot.next is not None
-        slot.node = node
-        slot.set_id = self._new_id() & 0xFFFFFFFF
+            session.ask = FetchRequestData(credit=session.credit)
+        assert state.key is not None
+        assert state.next is not None
+        state.node = node
+        state.set_id = self._new_id() & 0xFFFFFFFF
         session.ask.positions.append(
-            PositionSet(slot.key, epoch, slot.next, slot.fetched_epoch, slot.set_id)
+            FetchPosition(state.key, epoch, state.next, state.fetched_epoch, state.set_id)
         )
 
-    def _unset(self, slot: _Slot) -> None:
+    def _unset(self, state: _PartitionState) -> None:
         """Take the position off its stream; what is still on its way counts no more."""
-        if slot.node is not None:
-            session = self._sessions[slot.node]
-            key = slot.key
+        if state.node is not None:
+            session = self._sessions[state.node]
+            key = state.key
             assert key is not None
             kept = [each for each in session.ask.positions if each.key != key]
             if len(kept) < len(session.ask.positions):
                 session.ask.positions = kept
             elif session.live:
                 session.ask.forgotten.append(key)
-            slot.node = None
-        self._todo[slot.place] = None
+            state.node = None
+        self._todo[state.place] = None
 
-    def _complain(self, slot: _Slot, error: errors.PkError) -> None:
-        """Of the slot's present position (F4)."""
-        self._effects.append(Publish("error", Complaint(slot.place, slot.position_id, error)))
+    def _report(self, state: _PartitionState, error: errors.PkError) -> None:
+        """Of the partition's present position (F4)."""
+        self._effects.append(Publish("error", FetchError(state.place, state.position_id, error)))
 
     def _want_metadata(self) -> None:
         self.metadata.want()
         self._effects.append(Publish("metadata", None))
 
-    def _session(self, node: int) -> _Session:
+    def _session(self, node: int) -> _FetchSession:
         found = self._sessions.get(node)
         if found is None:
-            found = self._sessions[node] = _Session(self._new_backoff())
+            found = self._sessions[node] = _FetchSession(self._new_backoff())
         return found
 
 

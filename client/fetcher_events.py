@@ -35,7 +35,7 @@ class Pause:
 
 
 @dataclass(slots=True)
-class Arrived:
+class FetchedPartition:
     """One partition's share of a frame."""
 
     node: int
@@ -52,7 +52,7 @@ class Arrived:
 
 
 @dataclass(slots=True)
-class Broken:
+class StreamClosed:
     """The stream to a broker is gone."""
 
     node: int
@@ -77,18 +77,20 @@ class OffsetFound:
 
 
 @dataclass(slots=True)
-class Wake:
+class Refresh:
     """A timer fired or metadata changed."""
 
 
-Event = Assign | Seek | Pause | Arrived | Broken | Consumed | OffsetFound | Wake
+FetcherEvent = (
+    Assign | Seek | Pause | FetchedPartition | StreamClosed | Consumed | OffsetFound | Refresh
+)
 
 
 # -- effects' values -------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class PositionSet:
+class FetchPosition:
     """A position to set on a fetch stream."""
 
     key: PartitionKey
@@ -99,10 +101,10 @@ class PositionSet:
 
 
 @dataclass(slots=True)
-class Ask:
+class FetchRequestData:
     """`Send`'s message: what to tell a broker; `open` begins a new stream."""
 
-    positions: list[PositionSet] = field(default_factory=list)
+    positions: list[FetchPosition] = field(default_factory=list)
     forgotten: list[PartitionKey] = field(default_factory=list)
     credit: int = 0
 
@@ -120,7 +122,7 @@ class OffsetWanted:
 
 
 @dataclass(slots=True)
-class Fetched:
+class CompletedFetch:
     """`Publish("data")`: whole batches that cover `[position, next_offset)`; the first may begin
     before it.  A position that was looked up is said by one without batches, and so is a range that
     the broker cannot read: `loss`, in its place behind what was fetched before it.
@@ -139,7 +141,7 @@ class Fetched:
 
 
 @dataclass(slots=True)
-class Complaint:
+class FetchError:
     """`Publish("error")`: what the application must be told, as long as it stands.
 
     `about` is the id of the position it is said of, or of the assignment if no seek settles it.
@@ -157,4 +159,4 @@ class FetcherOptions:
     buffer_bytes: int
     retry_backoff_ms: int
     retry_backoff_max_ms: int
-    complain_ms: int  #: a retriable error that lasts so long is told to the application
+    report_after_ms: int  #: a retriable error that lasts so long is told to the application

@@ -21,7 +21,7 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
 
-class Leader(NamedTuple):
+class LeaderAndEpoch(NamedTuple):
     """Who leads a partition; node -1 = nobody now."""
 
     node: int
@@ -30,7 +30,7 @@ class Leader(NamedTuple):
     unclean_epoch: int = NONE
 
 
-class Topic(NamedTuple):
+class TopicMetadata(NamedTuple):
     """A topic as last heard of."""
 
     name: str
@@ -49,11 +49,11 @@ class Metadata:
         self.cluster_id = ""
         self.controller_id = NONE
         self.brokers: dict[int, str] = {}
-        self.topics: dict[str, Topic] = {}
+        self.topics: dict[str, TopicMetadata] = {}
         self.names: dict[str, str] = {}  #: topic id → name, of the topics that exist
         self.problems: dict[str, errors.PkError] = {}  #: name → why it is not known
         self.gone: dict[str, str] = {}  #: topic id → name, of the topics that went while we watched
-        self._leaders: dict[PartitionKey, Leader] = {}
+        self._leaders: dict[PartitionKey, LeaderAndEpoch] = {}
         self._updated_ms: int | None = None
         self._asked_ms: int | None = None
         self._wanted = True
@@ -64,7 +64,7 @@ class Metadata:
 
     # -- look-ups ----------------------------------------------------------------------------------
 
-    def leader(self, key: PartitionKey) -> Leader | None:
+    def leader(self, key: PartitionKey) -> LeaderAndEpoch | None:
         """The leader of a partition, None if there is none to send to."""
         leader = self._leaders.get(key)
         return leader if leader is not None and leader.node in self.brokers else None
@@ -86,7 +86,7 @@ class Metadata:
             raise no_partition(place.topic, place.partition, topic.partitions)
         return PartitionKey(topic.topic_id, place.partition)
 
-    def topic(self, name: str) -> Topic:
+    def topic(self, name: str) -> TopicMetadata:
         topic = self.topics.get(name)
         if topic is None:
             raise self.problems.get(name) or errors.UnknownTopicOrPartition(
@@ -105,7 +105,7 @@ class Metadata:
             found = errors.UnknownTopicOrPartition(f"topic {name} does not exist")
         return found
 
-    def available(self, topic: Topic) -> list[int]:
+    def available(self, topic: TopicMetadata) -> list[int]:
         """Partitions with a leader; all of them if none has one."""
         found = [p for p in range(topic.partitions) if self.leader(PartitionKey(topic.topic_id, p))]
         return found or list(range(topic.partitions))
@@ -163,7 +163,7 @@ class Metadata:
             count = max(
                 count, known.partitions
             )  # partitions are never removed: that was older news
-        self.topics[info.name] = Topic(
+        self.topics[info.name] = TopicMetadata(
             info.name, info.topic_id, count, info.internal, dict(info.configs)
         )
         self.names[info.topic_id] = info.name
@@ -219,12 +219,12 @@ class Metadata:
         return max(earliest, self._updated_ms + self.max_age_ms)
 
 
-def _leader(info: wire.TopicInfo, partition: wire.PartitionInfo) -> Leader:
+def _leader(info: wire.TopicInfo, partition: wire.PartitionInfo) -> LeaderAndEpoch:
     """Only where there is a table may a leader begin behind records whose producers it does not
     know (rule T4).
     """
     unclean = info.configs.get("tiered") == "true" and partition.HasField("unclean_epoch")
-    return Leader(
+    return LeaderAndEpoch(
         partition.leader,
         partition.leader_epoch,
         partition.unclean_epoch if unclean else NONE,

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from pk import errors
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -24,7 +24,7 @@ ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 
 
 async def lookup_offsets(
-    cluster: Cluster,
+    cluster: NetworkClient,
     places: Iterable[TopicPartition],
     timestamps: Mapping[TopicPartition, int],
     isolation: int,
@@ -66,7 +66,7 @@ async def lookup_offsets(
 
 
 async def _ask_offsets(
-    cluster: Cluster,
+    cluster: NetworkClient,
     node: int,
     group: Sequence[TopicPartition],
     timestamps: Mapping[TopicPartition, int],

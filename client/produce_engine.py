@@ -1,7 +1,7 @@
 """The producer's loop: takes record sets, steps the sender, writes requests, reads responses.
 
 World-generic; `pk.client.producer` is the thread-safe façade over it.  Per broker there is one
-`ProduceStream`: a writer that encodes and sends requests in order, and a reader that hands
+`ProduceConnection`: a writer that encodes and sends requests in order, and a reader that hands
 responses to the machine.
 
 Invariants
@@ -25,16 +25,16 @@ from typing import Any
 
 from pk import errors
 from pk.client.accumulator import FULL_SHARE, OPEN_MS, BufferPool, RecordAccumulator
-from pk.client.cluster import Cluster
 from pk.client.endings import given_up
+from pk.client.network_client import NetworkClient
 from pk.client.partitioner import Sticky
 from pk.client.producer_batch import InFlightRequest, PartitionResponse, ProducerBatch
 from pk.client.record_set import RecordSet, resolve
 from pk.client.rows import batch_limit
 from pk.client.sender import (
     Append,
-    Close,
     ConnectionLost,
+    ForceClose,
     ProduceResponse,
     ProducerIdGranted,
     Sender,
@@ -66,7 +66,7 @@ class ProduceEngine:
     def __init__(
         self,
         world: World,
-        cluster: Cluster,
+        cluster: NetworkClient,
         options: Mapping[str, Any],
         *,
         compute: Compute | None = None,
@@ -84,7 +84,7 @@ class ProduceEngine:
         self._topic_wait_ms = min(options["max_block_ms"], options["delivery_timeout_ms"])
         self._sender = Sender(options, cluster.metadata, world.rng)
         self._outstanding: dict[int, RecordSet] = {}  #: handed to the sender, by `id`
-        self._streams: dict[int, ProduceStream] = {}
+        self._streams: dict[int, ProduceConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._closed = False
@@ -100,8 +100,9 @@ class ProduceEngine:
     async def open(
         self, topic: str, timeout_ms: int, unknown_ms: int | None = None
     ) -> RecordAccumulator:
-        """The accumulator of a topic, once the metadata name it (`Cluster.topic`).  Raises what the
-        broker says of it.
+        """The accumulator of a topic, once the metadata name it (`NetworkClient.topic`).
+
+        Raises what the broker says of the topic.
         """
         await self.cluster.topic(topic, timeout_ms, unknown_ms)
         if self.fatal is not None:  # closed meanwhile: no record may enter any more
@@ -142,7 +143,7 @@ class ProduceEngine:
         """Fail what is left, end the streams."""
         if self._closed:
             return
-        self.step(Close(error or errors.ClosedError("the producer was closed")))
+        self.step(ForceClose(error or errors.ClosedError("the producer was closed")))
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
@@ -270,7 +271,7 @@ class ProduceEngine:
                 await self.world.clock.sleep_ms(backoff.next_ms())
                 continue
             except errors.PkError as cause:
-                self.step(Close(cause))
+                self.step(ForceClose(cause))
                 return
             assert isinstance(reply, wire.InitProducerIdReply)
             self.step(ProducerIdGranted(reply.producer_id, reply.producer_epoch))
@@ -278,10 +279,10 @@ class ProduceEngine:
 
     # -- streams, tasks, timers --------------------------------------------------------------------
 
-    def _stream(self, node: int) -> ProduceStream:
+    def _stream(self, node: int) -> ProduceConnection:
         found = self._streams.get(node)
         if found is None:
-            found = self._streams[node] = ProduceStream(self, node)
+            found = self._streams[node] = ProduceConnection(self, node)
         return found
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -305,7 +306,7 @@ class ProduceEngine:
             self._timers[name] = asyncio.get_running_loop().call_later(wait_s, fire)
 
 
-class ProduceStream:
+class ProduceConnection:
     """The PRODUCE stream to one broker."""
 
     def __init__(self, engine: ProduceEngine, node: int) -> None:

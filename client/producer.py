@@ -22,10 +22,10 @@ import pyarrow as pa
 from pk import errors
 from pk.client import arguments, connection
 from pk.client.accumulator import RecordAccumulator, record_size
-from pk.client.cluster import Cluster
 from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, SendFuture
-from pk.client.metadata import Topic
+from pk.client.metadata import TopicMetadata
+from pk.client.network_client import NetworkClient
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.record_set import Headers, OnDelivery, RecordSet
@@ -68,7 +68,7 @@ class Producer:
         try:
             world = self._thread.world
             o = self._options
-            self._cluster = Cluster(
+            self._cluster = NetworkClient(
                 world, bootstrap, client_id=o["client_id"],
                 request_timeout_ms=o["request_timeout_ms"],
                 retry_backoff_ms=o["retry_backoff_ms"],
@@ -211,7 +211,7 @@ class Producer:
             said = no_partition(topic, partition, count)
             raise errors.InvalidPartitions(said.message, **said.details)
 
-    def _topic(self, name: str) -> Topic:
+    def _topic(self, name: str) -> TopicMetadata:
         """As the metadata know it; waits for a topic that was deleted to come back."""
         known = self._cluster.metadata.topics.get(name)
         if known is None:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from pk import errors, limits
 from pk.backoff import Backoff
 from pk.client.accumulator import FULL_SHARE
-from pk.client.metadata import Leader, Metadata
+from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.record_set import RecordSlice
 from pk.client.rows import int64_column
 from pk.log import batch as batches
@@ -187,7 +187,7 @@ class PartitionBatches:
         self.acked_offset = NONE
         self.gap = False  #: a sequence below an unresolved one will never be stored
         self.retry = retry
-        self.leader: Leader | None = None  #: as of the last look at the metadata
+        self.leader: LeaderAndEpoch | None = None  #: as of the last look at the metadata
         self.left_ms: int | None = None  #: since when the old leader owes an answer
         self.problem: errors.PkError | None = None  #: why the last attempt did not get through
 
@@ -260,7 +260,7 @@ class PartitionBatches:
         else:
             self.waiting.remove(batch)
 
-    def out_of_sight(self, leader: Leader) -> list[ProducerBatch]:
+    def out_of_sight(self, leader: LeaderAndEpoch) -> list[ProducerBatch]:
         """Batches that an earlier attempt may have stored before `leader`, or one before it, was
         elected without all data: they may lie in the tier, and no broker knows them (rule T4).
         """

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.client import arguments
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.client.options import TIMEOUT_S
 from pk.wire import pk_pb2 as wire
 
@@ -78,7 +78,7 @@ def description_of(reply: wire.DescribeQuorumReply) -> QuorumDescription:
     )  # fmt: skip
 
 
-async def ask_active(cluster: Cluster, request: Message, timeout_ms: int) -> Message:
+async def ask_active(cluster: NetworkClient, request: Message, timeout_ms: int) -> Message:
     """One round over the controllers `cluster` was given, whom a refusal names first."""
     waiting, asked = list(cluster.bootstrap), dict[str, None]()
     error: errors.PkError = errors.BrokerUnavailable("no controller is known")

@@ -26,7 +26,7 @@ from pk.types import Record, TopicPartition
 _INT64 = pa.int64()
 
 
-class Lines:
+class ConsumerRecords:
     """Rows of one partition, drawn record by record.
 
     Its length says how many are left, so that a list of them is allocated once.

@@ -39,7 +39,7 @@ from typing import Any
 from pk import errors, limits
 from pk.backoff import Backoff, client_jitter, exponential_ms
 from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refused_batch
-from pk.client.metadata import Leader, Metadata
+from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.producer_batch import (
     InFlightRequest,
     PartitionBatches,
@@ -101,7 +101,7 @@ class ProducerIdGranted:
 
 
 @dataclass(slots=True)
-class Close:
+class ForceClose:
     """Nothing more can be sent: the producer closes, or met an error that concerns all batches."""
 
     error: errors.PkError
@@ -114,7 +114,7 @@ class Wakeup:
     flush: bool = False
 
 
-SenderEvent = Append | ProduceResponse | ConnectionLost | ProducerIdGranted | Close | Wakeup
+SenderEvent = Append | ProduceResponse | ConnectionLost | ProducerIdGranted | ForceClose | Wakeup
 
 # -- the machine -----------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Sender:
         self._steps: dict[type, Callable[..., None]] = {
             Append: self._on_append, ProduceResponse: self._on_response,
             ConnectionLost: self._on_lost, ProducerIdGranted: self._on_producer_id,
-            Close: self._on_close, Wakeup: self._on_wakeup,
+            ForceClose: self._on_close, Wakeup: self._on_wakeup,
         }  # fmt: skip
 
     def step(self, event: SenderEvent, now_ms: int) -> Sequence[Effect]:
@@ -202,7 +202,7 @@ class Sender:
                 else:
                     self._unknown(batch, event.error, now_ms)
 
-    def _on_close(self, event: Close, now_ms: int) -> None:
+    def _on_close(self, event: ForceClose, now_ms: int) -> None:
         self.fatal = event.error
         for partition in self._active.values():
             for batch in [*partition.unresolved, *partition.waiting]:
@@ -304,7 +304,7 @@ class Sender:
                     f"cache): {error.message}",
                     topic=partition.topic, partition=str(partition.key.partition),
                 )  # fmt: skip
-                self._on_close(Close(lost), now_ms)
+                self._on_close(ForceClose(lost), now_ms)
                 return
             partition.gap = True
             backoff = partition.retry.backoff
@@ -319,7 +319,7 @@ class Sender:
 
     # -- leaders and epochs ------------------------------------------------------------------------
 
-    def _leave(self, partition: PartitionBatches, leader: Leader, now_ms: int) -> int:
+    def _leave(self, partition: PartitionBatches, leader: LeaderAndEpoch, now_ms: int) -> int:
         """Take batches back from brokers that lead no more; returns until when to wait for their
         answers instead.
         """

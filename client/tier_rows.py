@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 
@@ -21,7 +21,7 @@ class TierRows:
 
 
 async def tier_rows(
-    cluster: Cluster, topic: str, accept: bool, timeout_ms: int
+    cluster: NetworkClient, topic: str, accept: bool, timeout_ms: int
 ) -> dict[int, TierRows]:
     """One request a partition, again while its leader changes."""
     known = await cluster.topic(topic, timeout_ms)

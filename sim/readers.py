@@ -142,7 +142,7 @@ class SimConsumer:
 
     def drain(self) -> int:
         """Take what is ready; returns how many rows."""
-        told = self.engine.complaint()
+        told = self.engine.take_error()
         if told is not None:
             self._problem(told.error, told.place)
             return 0
@@ -238,7 +238,7 @@ async def read_all(
     engine.assign(ends)
     try:
         while True:
-            told = engine.complaint()
+            told = engine.take_error()
             if told is not None and not isinstance(told.error, _ANOTHER_WILL_LEAD):
                 raise told.error
             for place, batch in taken(engine, insist=True)[0]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pk import errors
 from pk.client.accumulator import RecordAccumulator, record_size
-from pk.client.cluster import Cluster
+from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.record_set import OnDelivery
@@ -54,8 +54,8 @@ _CANNOT_MOVE = (
 OnTrouble = Callable[[str], None]
 
 
-def cluster_of(world: World, bootstrap: str, name: str) -> Cluster:
-    return Cluster(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+def cluster_of(world: World, bootstrap: str, name: str) -> NetworkClient:
+    return NetworkClient(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
 
 
 def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task[None]:

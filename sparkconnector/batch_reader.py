@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from pk import errors
-from pk.sparkconnector.offsets import Bounds, Progress, Range
+from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
@@ -121,7 +121,7 @@ class PkReader(DataSourceReader):
         return read(partition.task, self._source, self._columns)
 
     def _ranges(
-        self, planner: Planner, bounds: Sequence[Bounds], start: Progress, end: Progress
+        self, planner: Planner, bounds: Sequence[Bounds], start: SourceProgress, end: SourceProgress
     ) -> list[Range]:
         narrowed = self.narrowed
         kept = [one for one in bounds if narrowed.admits(one)]

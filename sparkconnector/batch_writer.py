@@ -28,7 +28,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from pk import errors
 from pk.sparkconnector import worker
-from pk.sparkconnector.options import Sink
+from pk.sparkconnector.options import SinkOptions
 from pk.sparkconnector.planner import warn
 from pk.sparkconnector.worker_errors import sentence_alone
 
@@ -48,7 +48,7 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "timestamp": ("timestamp", "timestamp_ntz"),
 }
 
-Spans = dict[str, dict[int, tuple[int, int]]]
+WrittenOffsets = dict[str, dict[int, tuple[int, int]]]
 
 
 @dataclass(slots=True)
@@ -57,14 +57,14 @@ class PkCommit(WriterCommitMessage):
 
     producer_id: int
     epoch: int
-    spans: Spans = field(default_factory=dict)
+    spans: WrittenOffsets = field(default_factory=dict)
     rows: int = 0
 
 
 class Columns:
     """Which of the DataFrame's columns go where; judged once, on the driver."""
 
-    def __init__(self, schema: StructType, sink: Sink) -> None:
+    def __init__(self, schema: StructType, sink: SinkOptions) -> None:
         self.topic = sink.topic
         self.names: dict[str, str] = {}
         ignored = []
@@ -115,11 +115,11 @@ class Columns:
 class TaskWriter:
     """One task's producer, from its first row on."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: SinkOptions) -> None:
         self._sink = sink
         self._producer: Any = None
         self._waiting: list[tuple[str, int, Any]] = []
-        self._spans: Spans = {}
+        self._spans: WrittenOffsets = {}
         self._rows = 0
 
     def write(self, topic: str, rows: pa.RecordBatch) -> None:
@@ -176,7 +176,7 @@ def identity(producer: Any) -> tuple[int, int]:
     return int(producer_id), int(epoch)
 
 
-def write_all(sink: Sink, columns: Columns, batches: Iterator[pa.RecordBatch]) -> PkCommit:
+def write_all(sink: SinkOptions, columns: Columns, batches: Iterator[pa.RecordBatch]) -> PkCommit:
     """What both writers do on an executor."""
     worker.begin_task()
     task = TaskWriter(sink)
@@ -213,7 +213,7 @@ def check_messages(messages: Sequence[WriterCommitMessage | None]) -> int:
 class PkWriter(DataSourceArrowWriter):
     """Pickled to the tasks and to the process that commits."""
 
-    def __init__(self, sink: Sink, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, sink: SinkOptions, schema: StructType, overwrite: bool) -> None:
         self._sink = sink
         self._columns = Columns(schema, sink)
         self._before: Mapping[tuple[str, int], int] = {}

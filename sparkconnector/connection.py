@@ -31,7 +31,7 @@ from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
 from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
-from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, FetchStream, Scan, ScannedBatches
+from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, PooledStream, Scan, ScannedBatches
 from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -49,7 +49,7 @@ LAST_WORD_MS = 50
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
 
 
-class Topic(NamedTuple):
+class TopicLeaders(NamedTuple):
     """A topic's identity and its partitions' leaders ("" = none now)."""
 
     name: str
@@ -122,20 +122,20 @@ class ClusterClient:
     ) -> None:
         self._process = process
         self._connect_ms = connect_timeout_ms
-        from pk.client.cluster import Cluster as Peers
+        from pk.client.network_client import NetworkClient
 
         self._settings = settings
-        self._peers = Peers(
+        self._network = NetworkClient(
             process.world, bootstrap, client_id=settings["client_id"] or "spark",
             request_timeout_ms=settings["request_timeout_ms"],
             retry_backoff_ms=settings["retry_backoff_ms"],
             retry_backoff_max_ms=settings["retry_backoff_max_ms"],
         )  # fmt: skip
-        self._peers.on_change.append(self._on_metadata)
+        self._network.on_change.append(self._on_metadata)
         self._names: dict[str, str] = {}  #: topic id → name
         self._heard = ("", NONE)  #: cluster id, the newest offset of its metadata log heard of (K5)
         self._scans: dict[Scan, None] = {}
-        self._idle: list[FetchStream] = []
+        self._idle: list[PooledStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
 
     # -- retrying ----------------------------------------------------------------------------------
@@ -151,11 +151,11 @@ class ClusterClient:
 
     async def _reach(self) -> None:
         """Reach a first broker within `connectTimeoutMs` (K6)."""
-        if self._peers.reached:
+        if self._network.reached:
             return
         limit = min(self._connect_ms, self.patience_ms)
         try:
-            await self._peers.retrying(self._peers.brokers, limit)
+            await self._network.retrying(self._network.brokers, limit)
         except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
             setattr(cause, "args", (f"{cause.message} (connectTimeoutMs={limit})",))  # noqa: B010
             raise
@@ -165,7 +165,7 @@ class ClusterClient:
         clock = self._process.clock
         deadline = clock.monotonic_ms() + self.patience_ms
         await self._reach()
-        backoff = self._peers.new_backoff()
+        backoff = self._network.new_backoff()
         last: errors.PkError = errors.RequestTimedOut(f"no answer within {self.patience_ms} ms")
         while True:
             left = max(1, deadline - clock.monotonic_ms())
@@ -183,16 +183,16 @@ class ClusterClient:
                 await clock.sleep_ms(backoff.next_ms())
 
     async def _call(self, address: str, request: Any) -> Any:
-        return await self._peers.call_at(address, request, timeout_ms=self._timeout_ms)
+        return await self._network.call_at(address, request, timeout_ms=self._timeout_ms)
 
     async def _ask(self, request: Any) -> Any:
         """Any broker."""
-        return await self._peers.call_any(request, timeout_ms=self._timeout_ms)
+        return await self._network.call_any(request, timeout_ms=self._timeout_ms)
 
     def _on_metadata(self) -> None:
         """Leaders moved: whoever waits for an old one goes to the new one (K4)."""
         for key in list(self._leaders):
-            address = self._peers.leader_address(PartitionKey(*key))
+            address = self._network.leader_address(PartitionKey(*key))
             if address is not None:
                 self._leaders[key] = address
         for scan in list(self._scans):
@@ -201,16 +201,16 @@ class ClusterClient:
     def _watch(self, name: str | None) -> None:
         """Hear of every change of this topic's leaders from now on."""
         if name is not None:
-            self._peers.start()
-            self._peers.watch_topics([name])
+            self._network.start()
+            self._network.watch_topics([name])
 
     # -- metadata ----------------------------------------------------------------------------------
 
-    def topics(self, names: Sequence[str] = ()) -> list[Topic]:
+    def topics(self, names: Sequence[str] = ()) -> list[TopicLeaders]:
         """The named topics, or all that are not internal.  Raises `UnknownTopicOrPartition`."""
         return self._process.run(self._retried(lambda: self._topics(names)))
 
-    async def _topics(self, names: Sequence[str]) -> list[Topic]:
+    async def _topics(self, names: Sequence[str]) -> list[TopicLeaders]:
         reply = await self._metadata(wire.MetadataRequest(topics=list(names)))
         brokers = {node.node_id: node.address for node in reply.brokers}
         found = []
@@ -220,7 +220,7 @@ class ClusterClient:
             if info.internal and not names:
                 continue
             leaders = {p.partition: brokers.get(p.leader, "") for p in info.partitions}
-            found.append(Topic(info.name, info.topic_id, leaders, info.internal))
+            found.append(TopicLeaders(info.name, info.topic_id, leaders, info.internal))
             self._names[info.topic_id] = info.name
             for partition, address in leaders.items():
                 self._leaders[info.topic_id, partition] = address
@@ -243,7 +243,7 @@ class ClusterClient:
 
     # -- offsets -----------------------------------------------------------------------------------
 
-    def bounds(self, topics: Sequence[Topic], *, read_committed: bool) -> list[Bounds]:
+    def bounds(self, topics: Sequence[TopicLeaders], *, read_committed: bool) -> list[Bounds]:
         """What can be read of every partition of `topics` now.  Raises `UnknownTopicId`."""
         isolation = READ_COMMITTED if read_committed else READ_UNCOMMITTED
         keys = [(t.topic_id, p) for t in topics for p in sorted(t.leaders)]
@@ -435,21 +435,21 @@ class ClusterClient:
         finally:
             future.cancel()
 
-    async def _take_stream(self, address: str) -> FetchStream:
+    async def _take_stream(self, address: str) -> PooledStream:
         for at, line in enumerate(self._idle):
             if line.address == address:
                 return self._idle.pop(at)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_MS / 1000):
                 stream, _ = await open_stream(
-                    self._process.network, address, StreamKind.FETCH, self._peers.hello
+                    self._process.network, address, StreamKind.FETCH, self._network.hello
                 )
         except (errors.BrokerUnavailable, TimeoutError) as cause:
             self._forget(address)
             raise errors.BrokerUnavailable(f"{address}: no fetch stream: {cause}") from cause
-        return FetchStream(address, stream)
+        return PooledStream(address, stream)
 
-    def _keep_stream(self, line: FetchStream) -> None:
+    def _keep_stream(self, line: PooledStream) -> None:
         self._idle.append(line)
         while len(self._idle) > STREAMS_IDLE_MAX:
             self._idle.pop(0).stream.close()

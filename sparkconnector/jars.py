@@ -61,7 +61,7 @@ _SETS: dict[str, tuple[tuple[str, ...], bool]] = {
 _RESOLVE_TIMEOUT_S = 900
 _MANIFEST = ".resolved.json"
 
-Say = Callable[[str], None]
+Printer = Callable[[str], None]
 
 
 class Coordinate(NamedTuple):
@@ -92,7 +92,7 @@ def resolve(
     transitive: bool = False,
     folder: Path | None = None,
     ivy_settings: Path | None = None,
-    progress: Say | None = None,
+    progress: Printer | None = None,
 ) -> list[Path]:
     """The jars of `coordinates` (with all they depend on if `transitive`), fetched if they are not
     there yet.
@@ -190,7 +190,7 @@ def _fetch(
     into: Path,
     scratch: Path,
     ivy_settings: Path | None,
-    say: Say,
+    say: Printer,
 ) -> list[Path]:
     java, ivy = find_java(), _ivy_jar()
     defaults = spark_defaults()
@@ -231,7 +231,7 @@ def _fetch(
     return jars
 
 
-def _run_ivy(command: Sequence[str], say: Say) -> None:
+def _run_ivy(command: Sequence[str], say: Printer) -> None:
     """Runs Ivy, passes on what it downloads, and turns its failure into one error."""
     tail: list[str] = []
     with subprocess.Popen(

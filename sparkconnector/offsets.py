@@ -1,6 +1,6 @@
 """Where a query stands: the offsets Spark keeps in checkpoints, and what two of them mean together.
 
-A `Progress` maps topic name → topic id and partition → next offset.  Spark stores the JSON
+A `SourceProgress` maps topic name → topic id and partition → next offset.  Spark stores the JSON
 
     {"v": 1, "topics": {"flights": {"id": "<uuid>", "offsets": {"0": 123, "1": 456}}}}
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pk import errors
-from pk.sparkconnector.options import EARLIEST, LATEST, Position
+from pk.sparkconnector.options import EARLIEST, LATEST, OffsetRangeLimit
 
 VERSION = 1
 
@@ -47,7 +47,7 @@ class TopicProgress:
     offsets: dict[int, int] = field(default_factory=dict)
 
 
-Progress = dict[str, TopicProgress]
+SourceProgress = dict[str, TopicProgress]
 
 
 class Range(NamedTuple):
@@ -71,7 +71,7 @@ class Loss(NamedTuple):
     words: str
 
 
-def to_json(progress: Progress) -> dict[str, Any]:
+def to_json(progress: SourceProgress) -> dict[str, Any]:
     """The one spelling (O1)."""
     return {
         "v": VERSION,
@@ -85,7 +85,7 @@ def to_json(progress: Progress) -> dict[str, Any]:
     }
 
 
-def from_json(stored: Mapping[str, Any]) -> Progress:
+def from_json(stored: Mapping[str, Any]) -> SourceProgress:
     """Raises `InvalidOption` for what pk did not write, `UnsupportedFeature` for a newer pk's."""
     version = stored.get("v")
     if isinstance(version, int) and version > VERSION:
@@ -112,16 +112,16 @@ def from_json(stored: Mapping[str, Any]) -> Progress:
         ) from cause
 
 
-def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> Progress:
+def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> SourceProgress:
     """Progress with `chosen` offsets for the partitions of `bounds`."""
-    progress: Progress = {}
+    progress: SourceProgress = {}
     for one in sorted(bounds):
         entry = progress.setdefault(one.topic, TopicProgress(one.topic_id))
         entry.offsets[one.partition] = chosen[one.topic, one.partition]
     return progress
 
 
-def latest(bounds: Iterable[Bounds]) -> Progress:
+def latest(bounds: Iterable[Bounds]) -> SourceProgress:
     """Progress at the end of everything."""
     listed = list(bounds)
     return of(listed, {(one.topic, one.partition): one.latest for one in listed})
@@ -131,12 +131,12 @@ def latest(bounds: Iterable[Bounds]) -> Progress:
 
 
 def at_position(
-    position: Position,
+    position: OffsetRangeLimit,
     bounds: Iterable[Bounds],
     found: Mapping[tuple[str, int], int | None],
     name: str,
     when_no_such_time: str = "latest",
-) -> tuple[Progress, list[Loss]]:
+) -> tuple[SourceProgress, list[Loss]]:
     """The progress that `position` names.  `found`: offsets for its times, None = no record that
     late.
 
@@ -172,7 +172,7 @@ def at_position(
     return of(listed, chosen), losses
 
 
-def times_of(position: Position, bounds: Iterable[Bounds]) -> dict[tuple[str, int], int]:
+def times_of(position: OffsetRangeLimit, bounds: Iterable[Bounds]) -> dict[tuple[str, int], int]:
     """The times to look up for `position`, by partition; {} if it names none."""
     if position.kind == "time":
         return {(one.topic, one.partition): position.time_ms for one in bounds}
@@ -222,7 +222,7 @@ def _explicit(offset: int, one: Bounds, name: str) -> tuple[int, list[Loss]]:
 
 
 def between(
-    start: Progress, end: Progress, bounds: Iterable[Bounds]
+    start: SourceProgress, end: SourceProgress, bounds: Iterable[Bounds]
 ) -> tuple[list[Range], list[Loss]]:
     """The ranges from `start` to `end` that are there now, and what is lost (O2, O3)."""
     now = {(one.topic, one.partition): one for one in bounds}
@@ -266,7 +266,7 @@ def _one_range(one: Bounds, begin: int | None, stop: int, new: bool) -> tuple[Ra
     return Range(one.topic, one.topic_id, one.partition, min(begin, stop), stop), losses
 
 
-def _vanished(start: Progress, end: Progress) -> list[Loss]:
+def _vanished(start: SourceProgress, end: SourceProgress) -> list[Loss]:
     losses = []
     for topic in sorted(start):
         left = end[topic].offsets if topic in end else {}

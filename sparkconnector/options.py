@@ -31,7 +31,7 @@ from pk import errors, settings
 EARLIEST = -2
 LATEST = -1
 
-Offsets = dict[str, dict[int, int]]
+PartitionOffsets = dict[str, dict[int, int]]
 
 #: Columns of the source, in order; headers only with includeHeaders.  Spark's names and Spark's
 #: types.
@@ -122,7 +122,7 @@ CONNECT_TIMEOUT_MS = 10_000
 
 
 @dataclass(slots=True, frozen=True)
-class Position:
+class OffsetRangeLimit:
     """Where a read begins or ends: `earliest`, `latest`, given `offsets`, or the first record at or
     after `times`.
 
@@ -130,8 +130,8 @@ class Position:
     """
 
     kind: str  #: earliest | latest | offsets | times | time
-    offsets: Offsets = field(default_factory=dict)
-    times: Offsets = field(default_factory=dict)
+    offsets: PartitionOffsets = field(default_factory=dict)
+    times: PartitionOffsets = field(default_factory=dict)
     time_ms: int = 0
 
 
@@ -143,8 +143,8 @@ class Source:
     topics: tuple[str, ...] = ()
     pattern: str | None = None
     assigned: dict[str, tuple[int, ...]] | None = None
-    starting: Position = field(default_factory=lambda: Position("latest"))
-    ending: Position = field(default_factory=lambda: Position("latest"))
+    starting: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
+    ending: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
     when_no_such_time: str = "error"  #: or "latest"
     fail_on_data_loss: bool = True
     include_headers: bool = False
@@ -163,7 +163,7 @@ class Source:
 
 
 @dataclass(slots=True, frozen=True)
-class Sink:
+class SinkOptions:
     """A sink's options, checked."""
 
     bootstrap: str
@@ -307,7 +307,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
     names.take(given)
     topics, pattern, assigned = _subscription(names)
     starting = _position(names, "starting", "latest" if streaming else "earliest")
-    ending = Position("latest")
+    ending = OffsetRangeLimit("latest")
     if streaming:
         for name in ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp"):
             if name in names.values:
@@ -369,7 +369,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
     return read
 
 
-def _ending(names: _Names) -> Position:
+def _ending(names: _Names) -> OffsetRangeLimit:
     """Where a batch ends."""
     ending = _position(names, "ending", "latest")
     if ending.kind == "earliest":
@@ -378,7 +378,7 @@ def _ending(names: _Names) -> Position:
     return ending
 
 
-def sink(given: Mapping[str, str]) -> Sink:
+def sink(given: Mapping[str, str]) -> SinkOptions:
     """The options of a write.  Raises `InvalidOption`, `UnsupportedFeature`."""
     names = _Names(SINK_NAMES + BOTH_NAMES, SOURCE_NAMES, settings.PRODUCER)
     names.take(given)
@@ -397,7 +397,7 @@ def sink(given: Mapping[str, str]) -> Sink:
     if names.client.pop("transactional_id", ""):
         raise errors.UnsupportedFeature("pk.transactional.id: this build has no transactions")
     topic = names.values.get("topic", "").strip() or None
-    return Sink(
+    return SinkOptions(
         names.bootstrap(),
         topic,
         names.client,
@@ -491,33 +491,33 @@ def _partition(value: Any) -> int:
     return number
 
 
-def _position(names: _Names, side: str, default: str) -> Position:
+def _position(names: _Names, side: str, default: str) -> OffsetRangeLimit:
     """Kafka's precedence: a time, times by partition, offsets; the losers are warned about."""
     ordered = [f"{side}Timestamp", f"{side}OffsetsByTimestamp", f"{side}Offsets"]
     given = [name for name in ordered if name in names.values]
     for loser in given[1:]:
         names.warnings.append(f"option {loser} is ignored: {given[0]} wins over it")
     if not given:
-        return Position(default)
+        return OffsetRangeLimit(default)
     name, text = given[0], names.values[given[0]].strip()
     if name == ordered[0]:
         if not re.fullmatch(r"\d+", text):
             raise errors.InvalidOption(
                 f"{name} is milliseconds since 1970, not {text!r}", option=name
             )
-        return Position("time", time_ms=int(text))
+        return OffsetRangeLimit("time", time_ms=int(text))
     if name == ordered[1]:
-        return Position("times", times=_by_partition(text, name, "milliseconds", least=0))
+        return OffsetRangeLimit("times", times=_by_partition(text, name, "milliseconds", least=0))
     if text.lower() in ("earliest", "latest"):
-        return Position(text.lower())
-    return Position("offsets", offsets=_by_partition(text, name, "offset", least=EARLIEST))
+        return OffsetRangeLimit(text.lower())
+    return OffsetRangeLimit("offsets", offsets=_by_partition(text, name, "offset", least=EARLIEST))
 
 
-def _by_partition(text: str, name: str, what: str, least: int) -> Offsets:
+def _by_partition(text: str, name: str, what: str, least: int) -> PartitionOffsets:
     parsed = _json(
         text, name, lambda value: isinstance(value, dict) and bool(value), f"{{partition: {what}}}"
     )
-    found: Offsets = {}
+    found: PartitionOffsets = {}
     for topic in sorted(parsed):
         for partition, value in parsed[topic].items():
             if (
@@ -534,7 +534,7 @@ def _by_partition(text: str, name: str, what: str, least: int) -> Offsets:
     return found
 
 
-def _refuse(offsets: Offsets, special: int, name: str, words: str) -> None:
+def _refuse(offsets: PartitionOffsets, special: int, name: str, words: str) -> None:
     for topic, partitions in offsets.items():
         for partition, offset in partitions.items():
             if offset == special:

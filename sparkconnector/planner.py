@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.sparkconnector import offsets, ranges
-from pk.sparkconnector.offsets import Bounds, Loss, Progress, Range
-from pk.sparkconnector.options import Column, Position, Source
+from pk.sparkconnector.offsets import Bounds, Loss, Range, SourceProgress
+from pk.sparkconnector.options import Column, OffsetRangeLimit, Source
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from pk.sparkconnector.connection import ClusterClient, Topic
+    from pk.sparkconnector.connection import ClusterClient, TopicLeaders
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
     from pk.sparkconnector.tier_scan import ColdRange
 
@@ -94,7 +94,7 @@ class Planner:
                 if restarts > _RESTARTS_MAX:
                     raise
 
-    def _topics(self) -> list[Topic]:
+    def _topics(self) -> list[TopicLeaders]:
         source = self.source
         if source.pattern is not None:
             matcher = re.compile(source.pattern)
@@ -112,7 +112,7 @@ class Planner:
             found.append(topic._replace(leaders={p: topic.leaders[p] for p in wanted}))
         return found
 
-    def at(self, position: Position, bounds: Sequence[Bounds], name: str) -> Progress:
+    def at(self, position: OffsetRangeLimit, bounds: Sequence[Bounds], name: str) -> SourceProgress:
         """The progress a position option names; losses are raised or warned about."""
         times = offsets.times_of(position, bounds)
         found: dict[tuple[str, int], int | None] = {}
@@ -321,9 +321,9 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
 
 def _first_left(client: ClusterClient, one: Range) -> int:
     """Where a range that lost its beginning goes on; its end if nothing of it is left."""
-    from pk.sparkconnector.connection import Topic
+    from pk.sparkconnector.connection import TopicLeaders
 
-    topic = Topic(one.topic, one.topic_id, {one.partition: ""}, False)
+    topic = TopicLeaders(one.topic, one.topic_id, {one.partition: ""}, False)
     try:
         (now,) = client.bounds([topic], read_committed=False)
     except errors.UnknownTopicId:

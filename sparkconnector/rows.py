@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pk import errors
-from pk.client.fetched import headers_of
+from pk.client.completed_fetch import headers_of
 from pk.log import batch as batches
 from pk.log import columns
 from pk.sparkconnector.offsets import Range

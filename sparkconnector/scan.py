@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from pk import errors, limits
-from pk.client.cluster import Cluster as Peers
 from pk.client.fetcher import last_epoch
+from pk.client.network_client import NetworkClient
 from pk.clock import Clock
 from pk.sparkconnector.offsets import Range
 from pk.types import NONE, PartitionKey
@@ -42,7 +42,7 @@ class ScannedBatches(NamedTuple):
 
 
 @dataclass(slots=True)
-class FetchStream:
+class PooledStream:
     """A fetch stream and how much the broker may still send on it."""
 
     address: str
@@ -54,7 +54,7 @@ class FetchStream:
 _End = BaseException | None
 
 
-class LoopThread(Protocol):
+class ReceiverThread(Protocol):
     """The thread that receives."""
 
     @property
@@ -68,10 +68,10 @@ class Connection(Protocol):
     """What a scan asks of the connection it runs on (connection.py); none of it is for users."""
 
     @property
-    def _process(self) -> LoopThread: ...
+    def _process(self) -> ReceiverThread: ...
 
     @property
-    def _peers(self) -> Peers: ...
+    def _network(self) -> NetworkClient: ...
 
     @property
     def _settings(self) -> Mapping[str, Any]: ...
@@ -91,9 +91,9 @@ class Connection(Protocol):
 
     async def _leader(self, key: tuple[str, int]) -> str: ...
 
-    async def _take_stream(self, address: str) -> FetchStream: ...
+    async def _take_stream(self, address: str) -> PooledStream: ...
 
-    def _keep_stream(self, line: FetchStream) -> None: ...
+    def _keep_stream(self, line: PooledStream) -> None: ...
 
 
 class Scan:
@@ -106,7 +106,7 @@ class Scan:
         self._items: queue.SimpleQueue[ScannedBatches | _End] = queue.SimpleQueue()
         self._position = one.start
         self._owed = 0  # consumed, not yet granted anew; touched on the loop only
-        self._line: FetchStream | None = None
+        self._line: PooledStream | None = None
         self._epoch = NONE  # of the last batch that was fetched (KIP-320)
         # without progress until then, the scan fails (sparkconnector/connection K1)
         self._deadline_ms = 0
@@ -141,7 +141,7 @@ class Scan:
     def follow(self) -> None:
         """Leave a stream to a broker that leads no more (sparkconnector/connection K4)."""
         line, key = self._line, (self._range.topic_id, self._range.partition)
-        address = self._owner._peers.leader_address(PartitionKey(*key))
+        address = self._owner._network.leader_address(PartitionKey(*key))
         if line is not None and address is not None and address != line.address:
             line.stream.close()
 
@@ -152,7 +152,7 @@ class Scan:
         owner._scans[self] = None
         owner._watch(self._range.topic)
         clock = owner._process.clock
-        backoff = owner._peers.new_backoff()
+        backoff = owner._network.new_backoff()
         self._deadline_ms = clock.monotonic_ms() + owner.patience_ms
         unknown_ms: float | None = None  # since when nobody knows the topic
         last: BaseException | None = None
@@ -245,7 +245,7 @@ class Scan:
         )
         return request
 
-    def _take(self, line: FetchStream, frame: frames.Frame, position_id: int) -> None:
+    def _take(self, line: PooledStream, frame: frames.Frame, position_id: int) -> None:
         if frame.head.HasField("error"):
             raise frames.raise_error(frame.head.error)
         at = 0

@@ -34,7 +34,7 @@ from pyspark.sql.streaming.datasource import (
 
 from pk import clock
 from pk.sparkconnector import offsets, ranges
-from pk.sparkconnector.offsets import Bounds, Progress, Range, TopicProgress
+from pk.sparkconnector.offsets import Bounds, Range, SourceProgress, TopicProgress
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
 from pk.sparkconnector.planner import Planner, read
@@ -51,8 +51,10 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._source = source
         self._columns = tuple(columns)
         self._planner = Planner(source)
-        self._newest: Progress | None = None  # what latestOffset last saw, for the progress report
-        self._target: Progress | None = None  # AvailableNow's (B3)
+        self._newest: SourceProgress | None = (
+            None  # what latestOffset last saw, for the progress report
+        )
+        self._target: SourceProgress | None = None  # AvailableNow's (B3)
         self._turn = 0
         self._last_batch_s: float | None = None  # B4
 
@@ -144,12 +146,12 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _advanced(
-    begin: Progress, end: Progress, bounds: Sequence[Bounds], limited: Sequence[Range]
-) -> Progress:
+    begin: SourceProgress, end: SourceProgress, bounds: Sequence[Bounds], limited: Sequence[Range]
+) -> SourceProgress:
     """Where the query stands after `limited`; partitions with nothing to read stay."""
     reached = {(one.topic, one.partition): one.end for one in limited}
     earliest = {(one.topic, one.partition): one.earliest for one in bounds}
-    progress: Progress = {}
+    progress: SourceProgress = {}
     for topic in sorted(end):
         before = begin.get(topic)
         same = before is not None and before.topic_id == end[topic].topic_id

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
 from pk.sparkconnector.batch_writer import Columns, PkCommit, check_messages, write_all
-from pk.sparkconnector.options import Sink
+from pk.sparkconnector.options import SinkOptions
 from pk.sparkconnector.planner import warn
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PkStreamWriter(DataSourceStreamArrowWriter):
     """Pickled to the tasks and to the process that commits."""
 
-    def __init__(self, sink: Sink, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, sink: SinkOptions, schema: StructType, overwrite: bool) -> None:
         self._sink = sink
         self._columns = Columns(schema, sink)
         self.complete = overwrite

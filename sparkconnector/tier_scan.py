@@ -89,7 +89,7 @@ class _RowGroup(NamedTuple):
         return self.group.max_offset
 
 
-class _Open(NamedTuple):
+class _OpenFile(NamedTuple):
     """A file that is being read."""
 
     file: TierFile
@@ -100,7 +100,7 @@ class _Open(NamedTuple):
 # -- the table ------------------------------------------------------------------------------------
 
 
-class Listed(NamedTuple):
+class TableFiles(NamedTuple):
     """One version of a table, by partition."""
 
     files: dict[int, list[TierFile]]
@@ -110,7 +110,7 @@ class Listed(NamedTuple):
 
 def list_files(
     uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
-) -> Listed:
+) -> TableFiles:
     """The live files of the newest version.
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
@@ -133,7 +133,9 @@ def list_files(
             )
     starts = {partition: each.start for partition, each in counters.items()}
     missing = accounting.missing_of(snapshot, partitions)
-    return Listed(found, starts, {partition: each.ranges for partition, each in missing.items()})
+    return TableFiles(
+        found, starts, {partition: each.ranges for partition, each in missing.items()}
+    )
 
 
 def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
@@ -305,9 +307,9 @@ class _Files:
     def __init__(self, source: Any, root: str) -> None:
         self._source = source
         self._root = root
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenFile] = {}
 
-    def get(self, file: TierFile) -> _Open:
+    def get(self, file: TierFile) -> _OpenFile:
         found = self._open.get(file.path)
         if found is None:
             if len(self._open) >= 8:
@@ -320,7 +322,7 @@ class _Files:
             self._open.popitem()[1].handle.close()
 
 
-def _open(source: Any, root: str, file: TierFile) -> _Open:
+def _open(source: Any, root: str, file: TierFile) -> _OpenFile:
     path = file.path if "://" in file.path else f"{root}/{file.path}"
     try:
         handle = source.open_input_file(path)
@@ -341,14 +343,14 @@ def _open(source: Any, root: str, file: TierFile) -> _Open:
         footer = footers.open_footer(file, tail)
     except footers.UnreadableFile as cause:
         raise _DamagedFile(file, str(cause)) from cause
-    return _Open(file, handle, footer)
+    return _OpenFile(file, handle, footer)
 
 
 def _read_part(handle: Any, part: Part) -> bytes:
     return bytes(handle.read_at(part.size, part.start))
 
 
-def _groups(opened: _Open, one: Range) -> list[_RowGroup]:
+def _groups(opened: _OpenFile, one: Range) -> list[_RowGroup]:
     return [
         _RowGroup(opened.file, each)
         for each in opened.footer.groups
@@ -431,7 +433,7 @@ def _share(group: _RowGroup, part: Range) -> int:
     return max(0, group.group.decoded * inside // span)
 
 
-def _read(opened: _Open, groups: Sequence[Group], names: Sequence[str]) -> pa.RecordBatch:
+def _read(opened: _OpenFile, groups: Sequence[Group], names: Sequence[str]) -> pa.RecordBatch:
     wanted = pa.schema([pa.field(name, _FILE_TYPES[name]) for name in names])
     try:
         return row_groups.read_rows(opened.handle, opened.footer, groups, wanted, buffered=True)
@@ -439,7 +441,7 @@ def _read(opened: _Open, groups: Sequence[Group], names: Sequence[str]) -> pa.Re
         return _read_again(opened, groups, wanted)
 
 
-def _read_again(opened: _Open, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
+def _read_again(opened: _OpenFile, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
     """The groups from their plain bytes: what does not decode now is damaged."""
     pieces = []
     for group in groups:

@@ -62,7 +62,7 @@ WORLD_GENERIC = {
     "pk.log.checkpointing",
     "pk.log.manager",
     "pk.log.partition_log",
-    "pk.client.cluster",
+    "pk.client.network_client",
     "pk.client.described",
     "pk.client.fetch_engine",
     "pk.client.offsets",

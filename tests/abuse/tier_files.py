@@ -316,7 +316,9 @@ class _Readers:
     def _scan(self) -> Any:
         from pk.sparkconnector import tier_scan
 
-        tier_scan.list_files = lambda *_: tier_scan.Listed({0: list(self.cold.files)}, {0: 0}, {})
+        tier_scan.list_files = lambda *_: tier_scan.TableFiles(
+            {0: list(self.cold.files)}, {0: 0}, {}
+        )
 
         def lost(part: Any) -> None:
             raise AssertionError(part)

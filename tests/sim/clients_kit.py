@@ -9,8 +9,8 @@ import pytest
 
 from pk import errors
 from pk.client.accumulator import record_size
-from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
+from pk.client.network_client import NetworkClient
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.types import TopicPartition
@@ -26,9 +26,9 @@ class Town(Kit):
         super().__init__(seed, brokers, **server)
         self.sim.network.silence_ms = 10**9  # what is silent stays so: SIGSTOP, not a dead host
 
-    def cluster(self, name: str, bootstrap: list[str] | None = None) -> Cluster:
+    def cluster(self, name: str, bootstrap: list[str] | None = None) -> NetworkClient:
         world = self.sim.world_of(name)
-        return Cluster(world, bootstrap or [f"b{n}:9292" for n in self.boots], client_id=name)
+        return NetworkClient(world, bootstrap or [f"b{n}:9292" for n in self.boots], client_id=name)
 
     def soon(self, holds: Any, within_ms: int = 20_000) -> None:
         deadline = self.now_ms + within_ms

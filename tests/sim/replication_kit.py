@@ -10,9 +10,9 @@ from typing import Any
 
 from pk import errors, settings, tracing
 from pk.client.accumulator import record_size
-from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
+from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
@@ -202,10 +202,10 @@ class Kit:
 
     # -- driver ------------------------------------------------------------------------------------
 
-    def cluster(self, name: str) -> Cluster:
+    def cluster(self, name: str) -> NetworkClient:
         world = self.sim.world_of(name)
         bootstrap = [f"b{n}:9292" for n in self.boots]
-        return Cluster(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+        return NetworkClient(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
 
     def create(self, topic: str, partitions: int = 1, factor: int = 3, **configs: Any) -> None:
         request = wire.CreateTopicsRequest()

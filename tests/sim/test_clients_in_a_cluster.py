@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.cluster import HEDGE_MS, PING_MS
 from pk.client.fetcher_events import Seek
+from pk.client.network_client import HEDGE_MS, PING_MS
 from pk.server.handlers.metadata import metadata
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
@@ -69,7 +69,7 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
-    """Who tells of changes is asked whether it is still there (client/cluster K3)."""
+    """Who tells of changes is asked whether it is still there (client/network_client K3)."""
     kit = make(seed, brokers=5)
     kit.create("t", min_insync_replicas=1)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")

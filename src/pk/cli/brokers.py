@@ -12,7 +12,7 @@ from pk import errors
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     TimeoutMs,
     opened,
     quiet_end,
@@ -34,7 +34,7 @@ def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
 
 @app.command("list")
 def list_brokers(
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +70,7 @@ def confirm_clock(
         list[int] | None, typer.Argument(help="ids of brokers whose clocks are right")
     ] = None,
     everyone: Annotated[bool, typer.Option("--all", help="every broker in service")] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:

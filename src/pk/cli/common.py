@@ -25,7 +25,7 @@ BROKEN_PIPE = 141
 #: After this a command says to whom it is still connecting.
 CONNECTING_S = 1.0
 
-Bootstrap = Annotated[
+BootstrapOption = Annotated[
     str, typer.Option("--bootstrap", envvar="PK_BOOTSTRAP", help="HOST:PORT of any broker")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, Bootstrap, opened, quiet_end
+from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, BootstrapOption, opened, quiet_end
 from pk.clock import monotonic_s
 from pk.types import Record, TopicPartition
 
@@ -57,7 +57,7 @@ def consume(
         bool, typer.Option("--print-timestamp", help="milliseconds since 1970")
     ] = False,
     separator: Annotated[str, typer.Option(help="between the printed fields")] = "\t",
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
     """Print the records of a topic; Ctrl-C ends it."""
@@ -67,7 +67,7 @@ def consume(
         raise errors.InvalidOption("--offset needs --partition", option="offset")
     if offset is not None and from_beginning:
         raise errors.InvalidOption("--offset and --from-beginning contradict each other")
-    shown = _Line(print_key, print_headers, print_offset, print_timestamp, separator.encode())
+    shown = _Formatter(print_key, print_headers, print_offset, print_timestamp, separator.encode())
     seconds = None if timeout_ms is None else timeout_ms / 1000
     out = sys.stdout.buffer
     left = max_records if max_records is not None else sys.maxsize
@@ -109,7 +109,7 @@ def _choose(
         consumer.seek(place, offset)
 
 
-class _Line:
+class _Formatter:
     """A record as a line of bytes: what was stored is printed as it is."""
 
     def __init__(

@@ -23,7 +23,7 @@ Home = Annotated[
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="the partition's directory in DIR/topics")
 ]
-TopicId = Annotated[
+TopicIdOption = Annotated[
     str, typer.Option("--topic-id", help="whose it is, where nothing on the disk says so")
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without it the plan is shown")]
@@ -88,7 +88,7 @@ def _with_ranges(storage: RealStorage, found: adoption.LogDirectory) -> dict[str
 def adopt(
     home: Home,
     name: Name,
-    topic_id: TopicId = "",
+    topic_id: TopicIdOption = "",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +108,7 @@ def adopt(
 
 
 def discard(
-    home: Home, name: Name, topic_id: TopicId = "", yes: Yes = False, as_json: AsJson = False
+    home: Home, name: Name, topic_id: TopicIdOption = "", yes: Yes = False, as_json: AsJson = False
 ) -> None:
     """Give up the log in DIR/topics/NAME, or one that is missing there.
 

@@ -16,7 +16,7 @@ from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     TIMEOUT_MS_MAX,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     opened,
     quiet_end,
     say,
@@ -141,7 +141,7 @@ def produce(
             help="how long to wait for a broker, and for the acknowledgement of a record",
         ),
     ] = 120_000,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
     """Send random values and report records/s, bytes/s and latency percentiles."""
@@ -265,7 +265,7 @@ def consume(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="at most so many records a second")
     ] = None,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
     """Read a topic from its beginning and report records/s and bytes/s of keys and values."""

@@ -16,7 +16,7 @@ from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     TIMEOUT_MS_MAX,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     opened,
     quiet_end,
     say,
@@ -53,7 +53,7 @@ def produce(
             help="how long to wait for a broker, and after the last line for acknowledgements",
         ),
     ] = 120_000,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
     """Send each line of the input as one record."""

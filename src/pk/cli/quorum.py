@@ -13,7 +13,7 @@ from pk import errors
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     TimeoutMs,
     opened,
     quiet_end,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
-Controller = Annotated[
+ControllerOption = Annotated[
     str,
     typer.Option("--controller", help="HOST:PORT,… of any controllers, asked instead of a broker"),
 ]
@@ -49,8 +49,8 @@ def describe(
     replication: Annotated[
         bool, typer.Option("--replication", help="each voter and observer; default: both")
     ] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
-    controller: Controller = "",
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    controller: ControllerOption = "",
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -123,8 +123,8 @@ def add_controller(
         str, typer.Option("--directory-id", help="as `pk server format` printed it")
     ] = "",
     address: Annotated[str, typer.Option(help="HOST:PORT where the others reach it")] = "",
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
-    controller: Controller = "",
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    controller: ControllerOption = "",
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -144,8 +144,8 @@ def remove_controller(
     directory_id: Annotated[
         str, typer.Option("--directory-id", help="only if it votes with this directory")
     ] = "",
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
-    controller: Controller = "",
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    controller: ControllerOption = "",
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:

@@ -20,7 +20,7 @@ from pk import errors
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     TimeoutMs,
     countdown,
     error_json,
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
-File = Annotated[Path, typer.Argument(help="the JSON file of a reassignment", metavar="FILE")]
+FileArgument = Annotated[
+    Path, typer.Argument(help="the JSON file of a reassignment", metavar="FILE")
+]
 #: Partitions in one request to the controller.
 CHUNK = 1_000
 
@@ -117,8 +119,8 @@ def _report(results: dict[Any, Any], done: str, as_json: bool, **more: Any) -> N
 
 @app.command()
 def execute(
-    file: File,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    file: FileArgument,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -135,8 +137,8 @@ def execute(
 
 @app.command()
 def verify(
-    file: File,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    file: FileArgument,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -170,8 +172,8 @@ def verify(
 
 @app.command()
 def cancel(
-    file: File,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    file: FileArgument,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:

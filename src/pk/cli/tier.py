@@ -10,7 +10,7 @@ import typer
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     TimeoutMs,
     error_json,
     opened,
@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 @app.command()
 def describe(
     topic: Annotated[str, typer.Argument(help="topic name")],
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +51,7 @@ def describe(
 @app.command()
 def repair(
     topic: Annotated[str, typer.Argument(help="topic name")],
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 300_000,
     as_json: AsJson = False,
 ) -> None:
@@ -68,7 +68,7 @@ def repair(
 @app.command()
 def accept(
     topic: Annotated[str, typer.Argument(help="topic name")],
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:

@@ -11,7 +11,7 @@ from pk import errors
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
-    Bootstrap,
+    BootstrapOption,
     Configs,
     TimeoutMs,
     countdown,
@@ -85,7 +85,7 @@ def create(
     if_not_exists: Annotated[
         bool, typer.Option("--if-not-exists", help="a topic that is there already is fine")
     ] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +112,7 @@ def _forgiven(result: TopicResult) -> TopicResult:
 @app.command("list")
 def list_(
     internal: Annotated[bool, typer.Option("--internal", help="pk's own topics too")] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -133,7 +133,7 @@ def describe(
     names: Annotated[
         list[str] | None, typer.Argument(help="topic names; default: all", metavar="[TOPIC]…")
     ] = None,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -221,7 +221,7 @@ def alter(
         list[str] | None,
         typer.Option("--unset", help="setting that returns to its default; repeatable"),
     ] = None,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -259,7 +259,7 @@ def delete(
     purge_tier: Annotated[
         bool, typer.Option("--purge-tier", help="remove the table in the tier too, for good")
     ] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
@@ -285,7 +285,7 @@ def elect_leaders(
             "--unclean", help="where nobody leads; what only missing replicas hold is LOST"
         ),
     ] = False,
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:

@@ -18,7 +18,7 @@ from pk import errors
 from pk.backoff import Backoff
 from pk.client.accumulator import BufferPool, RecordAccumulator
 from pk.client.futures import BatchFuture, SendFuture
-from pk.client.metadata import Topic
+from pk.client.metadata import TopicMetadata
 from pk.client.options import producer_options
 from pk.client.partitioner import Sticky, partition_of, place
 from pk.client.producer import Producer
@@ -89,7 +89,7 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
     accumulator = accumulator_of(BufferPool(1 << 20))
     records = accumulator.new_set()
     records.count = len(rows)
-    accumulator.split(records, normal, chosen, Topic("t", "id", 5, False, {}), range(5))
+    accumulator.split(records, normal, chosen, TopicMetadata("t", "id", 5, False, {}), range(5))
     assert records.slices is not None
     assert records.size == sum(each.size for each in records.slices) > 0
     seen: dict[int, tuple[int, int]] = {}

@@ -9,7 +9,7 @@ import pytest
 from fake_broker import FakeBroker, FakeCluster
 
 from pk import Consumer, TopicPartition, errors
-from pk.client.fetcher_events import Complaint
+from pk.client.fetcher_events import FetchError
 from pk.log.columns import encode
 from pk.sim.world import SimWorld
 
@@ -182,7 +182,7 @@ def test_what_was_read_of_a_deleted_topic_is_not_seen_of_its_successor(
     fetcher = consumer._engine.fetcher
 
     def truncate() -> None:
-        consumer._call(lambda: fetcher._truncated(fetcher._slots[T0], 3, 4))
+        consumer._call(lambda: fetcher._truncated(fetcher._partitions[T0], 3, 4))
         consumer._engine._raise(fetcher._effects.pop().value)
 
     if early:
@@ -221,15 +221,17 @@ def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_lo
     world: Any,
 ) -> None:
     """KIP-320: the consumer goes on with the first record that the application has not seen."""
-    from pk.client.fetcher_events import Arrived
+    from pk.client.fetcher_events import FetchedPartition
 
     world.put(T0, *[b"x"] * 5)
     consumer = world.consumer(auto_offset_reset="earliest")
     consumer.assign([T0])
     assert next(consumer).offset == 0
     engine = consumer._engine
-    set_id = engine.fetcher._slots[T0].set_id
-    cut = Arrived(1, world.cluster.log("t").key, set_id, memoryview(b""), 0, diverging=(3, 4))
+    set_id = engine.fetcher._partitions[T0].set_id
+    cut = FetchedPartition(
+        1, world.cluster.log("t").key, set_id, memoryview(b""), 0, diverging=(3, 4)
+    )
     consumer._call(lambda: engine.step(cut))
     with pytest.raises(errors.LogTruncated):
         consumer.position(T0)
@@ -261,11 +263,11 @@ def test_several_logs_that_are_truncated_at_once_lose_nothing_unseen(
     engine = consumer._engine
     for place in (T0, T1):
         consumer._call(lambda place=place: engine.fetcher._truncated(
-            engine.fetcher._slots[place], 3, 4
+            engine.fetcher._partitions[place], 3, 4
         ))  # fmt: skip
         told = engine.fetcher._effects.pop().value
         if between == "taken":
-            consumer._backlog.waits(())
+            consumer._fetch_buffer.waits(())
         engine._raise(told)
     if between == "assign":
         consumer.assign([T0, T1])
@@ -405,7 +407,7 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
     consumer = world.consumer(auto_offset_reset="earliest")
     consumer.assign([T0, T1])
     world.pass_ms(500)
-    backlog, engine = consumer._backlog, consumer._engine
+    backlog, engine = consumer._fetch_buffer, consumer._engine
     take = backlog.take
 
     def take_and_complain(*arguments: Any) -> Any:
@@ -413,7 +415,7 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
         backlog.take = take
         found = take(*arguments)
         about = engine.fetcher.position_id(T1)
-        engine._raise(Complaint(T1, about, errors.CorruptLog("the disk of t-1 failed")))
+        engine._raise(FetchError(T1, about, errors.CorruptLog("the disk of t-1 failed")))
         return found
 
     backlog.take = take_and_complain
@@ -478,7 +480,7 @@ def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
     consumer = world.consumer(auto_offset_reset="earliest")
     consumer.assign([T0, T1])
     world.pass_ms(500)
-    backlog = consumer._backlog
+    backlog = consumer._fetch_buffer
     take, taken = backlog.take, []
 
     def take_one(*arguments: Any) -> Any:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.cluster import Cluster
 from pk.client.fetch_engine import FetchEngine
-from pk.client.fetcher_events import Arrived, OffsetFound, Pause, Seek
+from pk.client.fetcher_events import FetchedPartition, OffsetFound, Pause, Seek
+from pk.client.network_client import NetworkClient
 from pk.client.offsets import LATEST, lookup_offsets
 from pk.client.options import consumer_options
 from pk.log.columns import Marker, encode, encode_markers
@@ -46,7 +46,7 @@ class Bench:
         self.options = consumer_options(merged)
         self.engine = FetchEngine(
             self.world,
-            Cluster(self.world, "b1:9292", retry_backoff_ms=10, metadata_max_age_ms=1000),
+            NetworkClient(self.world, "b1:9292", retry_backoff_ms=10, metadata_max_age_ms=1000),
             self.options,
         )
         self.got: dict[TopicPartition, list[tuple[int, bytes | None]]] = {}
@@ -343,8 +343,8 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
     b.drain_for(200)
     slot_id = b.engine.fetcher.position_id(T0)
     key = b.cluster.log("t").key
-    set_id = b.engine.fetcher._slots[T0].set_id
-    arrived = Arrived(1, key, set_id, memoryview(b""), 0, diverging=(3, 0))
+    set_id = b.engine.fetcher._partitions[T0].set_id
+    arrived = FetchedPartition(1, key, set_id, memoryview(b""), 0, diverging=(3, 0))
     b.on_client(b.engine.step, arrived)
     with pytest.raises(errors.LogTruncated) as told:
         b.drain()
@@ -357,9 +357,9 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
 
 def truncate(b: Bench) -> None:
     """The broker says that the log was cut at offset 0."""
-    key = b.cluster.log("t").key
-    set_id = b.engine.fetcher._slots[T0].set_id
-    b.on_client(b.engine.step, Arrived(1, key, set_id, memoryview(b""), 0, diverging=(3, 0)))
+    key, set_id = b.cluster.log("t").key, b.engine.fetcher._partitions[T0].set_id
+    truncated = FetchedPartition(1, key, set_id, memoryview(b""), 0, diverging=(3, 0))
+    b.on_client(b.engine.step, truncated)
 
 
 def complain_of_no_offset(b: Bench) -> None:
@@ -413,7 +413,7 @@ def test_an_assignment_settles_what_was_complained_of_before(bench: Any, complai
     complain(b)
     assert b.engine.problems, "it was complained of"
     b.on_client(b.engine.assign, [])
-    assert b.engine.complaint() is None
+    assert b.engine.take_error() is None
     complain_again = b.engine.problems
     b.on_client(b.engine.assign, [T0])
     b.on_client(b.engine.step, Seek(T0, 2))
@@ -430,12 +430,12 @@ def test_a_complaint_waits_for_whom_it_concerns(bench: Any) -> None:
     b.on_client(b.engine.assign, places)
     b.sim.loop.run_for_ms(300)
     engine = b.engine
-    assert [engine.complains(place) for place in places] == [True] * 3
+    assert [engine.has_error(place) for place in places] == [True] * 3
     b.on_client(engine.step, Seek(places[1], 0))
-    assert [engine.complains(place) for place in places] == [True, False, True]
-    assert engine.complaint(places[1]) is None
-    assert [engine.complaint().place, engine.complaint().place] == [places[0], places[2]]
-    assert engine.complaint() is None
+    assert [engine.has_error(place) for place in places] == [True, False, True]
+    assert engine.take_error(places[1]) is None
+    assert [engine.take_error().place, engine.take_error().place] == [places[0], places[2]]
+    assert engine.take_error() is None
 
 
 def test_a_seek_does_not_hide_that_the_topic_is_another(bench: Any) -> None:
@@ -453,7 +453,7 @@ def test_a_seek_does_not_hide_that_the_topic_is_another(bench: Any) -> None:
     with pytest.raises(errors.TopicRecreated):
         b.drain()
     b.on_client(b.engine.assign, [])
-    assert b.engine.complaint() is None
+    assert b.engine.take_error() is None
 
 
 def test_an_answer_to_an_old_question_does_not_overwrite_a_seek(bench: Any) -> None:

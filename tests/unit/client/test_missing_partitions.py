@@ -9,8 +9,8 @@ import pytest
 from ill_broker import BEYOND_MS, World, make_admin, make_consumer, make_producer
 
 from pk import TopicPartition, errors
-from pk.client.cluster import UNKNOWN_TOPIC_MS
 from pk.client.endings import given_up, no_partition
+from pk.client.network_client import UNKNOWN_TOPIC_MS
 
 T7 = TopicPartition("t", 7)
 LONG_S = 60.0

@@ -28,7 +28,7 @@ from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.client import serializers
 from pk.client.admin import NewTopic
 from pk.client.arguments import shown
-from pk.client.cluster import UNKNOWN_TOPIC_MS
+from pk.client.network_client import UNKNOWN_TOPIC_MS
 from pk.client.registry import HttpRegistry
 from pk.settings import CONSUMER, PRODUCER, TOPIC
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.client.accumulator import record_size
-from pk.client.cluster import Cluster
 from pk.client.futures import SendFuture
+from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import AHEAD, ProduceEngine
 from pk.sim.world import SimWorld
@@ -42,7 +42,7 @@ class Bench:
 
     async def _build(self, options: Any) -> ProduceEngine:
         async def build() -> ProduceEngine:
-            cluster = Cluster(self.world, "b1:9292", retry_backoff_ms=10)
+            cluster = NetworkClient(self.world, "b1:9292", retry_backoff_ms=10)
             return ProduceEngine(self.world, cluster, options)
 
         return await self.sim.spawn("client", build())

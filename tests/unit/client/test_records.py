@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.records import Lines
+from pk.client.records import ConsumerRecords
 from pk.client.serializers import deserializer
 from pk.log.columns import schema
 from pk.types import Record, TopicPartition
@@ -38,8 +38,8 @@ def batch_of(rows: list[Any]) -> pa.RecordBatch:
     )  # fmt: skip
 
 
-def lines_of(rows: list[Any], **more: Any) -> Lines:
-    return Lines(PLACE, batch_of(rows), more.get("key"), more.get("value"))
+def lines_of(rows: list[Any], **more: Any) -> ConsumerRecords:
+    return ConsumerRecords(PLACE, batch_of(rows), more.get("key"), more.get("value"))
 
 
 @given(st.lists(ROW, max_size=20))
@@ -51,7 +51,7 @@ def test_records_hold_what_the_columns_hold(rows: list[Any]) -> None:
     assert list(lines_of(rows)) == expected
     assert all(type(record) is Record for record in lines_of(rows))
     for at in range(0, len(rows), 7):
-        part = Lines(PLACE, batch_of(rows).slice(at, 7), None, None)
+        part = ConsumerRecords(PLACE, batch_of(rows).slice(at, 7), None, None)
         assert list(part) == expected[at : at + 7], "of a slice"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pk import errors
 from pk.sparkconnector import offsets
 from pk.sparkconnector.offsets import Bounds, Range, TopicProgress
-from pk.sparkconnector.options import Position
+from pk.sparkconnector.options import OffsetRangeLimit
 
 topics = st.dictionaries(
     st.sampled_from(["a", "b", "flights", "z.9"]),
@@ -31,7 +31,7 @@ def bounds(
     return Bounds("t", topic_id, partition, earliest, latest)
 
 
-def progress(*ends: int, topic_id: str = "id") -> offsets.Progress:
+def progress(*ends: int, topic_id: str = "id") -> offsets.SourceProgress:
     return {"t": TopicProgress(topic_id, dict(enumerate(ends)))}
 
 
@@ -146,10 +146,10 @@ PAIR = [bounds(10, 100), bounds(0, 50, 1)]
 @pytest.mark.parametrize(
     ("position", "expected"),
     [
-        (Position("earliest"), {0: 10, 1: 0}),
-        (Position("latest"), {0: 100, 1: 50}),
-        (Position("offsets", offsets={"t": {0: -2, 1: -1}}), {0: 10, 1: 50}),
-        (Position("offsets", offsets={"t": {0: 42, 1: 7}}), {0: 42, 1: 7}),
+        (OffsetRangeLimit("earliest"), {0: 10, 1: 0}),
+        (OffsetRangeLimit("latest"), {0: 100, 1: 50}),
+        (OffsetRangeLimit("offsets", offsets={"t": {0: -2, 1: -1}}), {0: 10, 1: 50}),
+        (OffsetRangeLimit("offsets", offsets={"t": {0: 42, 1: 7}}), {0: 42, 1: 7}),
     ],
 )
 def test_positions(position, expected):
@@ -159,7 +159,7 @@ def test_positions(position, expected):
 
 
 def test_times():
-    position = Position("time", time_ms=1000)
+    position = OffsetRangeLimit("time", time_ms=1000)
     assert offsets.times_of(position, PAIR) == {("t", 0): 1000, ("t", 1): 1000}
     found, _ = offsets.at_position(
         position, PAIR, {("t", 0): 12, ("t", 1): None}, "endingTimestamp"
@@ -173,7 +173,7 @@ def test_times():
 
 def test_explicit_offsets_outside_the_log_are_losses():
     found, losses = offsets.at_position(
-        Position("offsets", offsets={"t": {0: 3, 1: 99}}), PAIR, {}, "startingOffsets"
+        OffsetRangeLimit("offsets", offsets={"t": {0: 3, 1: 99}}), PAIR, {}, "startingOffsets"
     )
     assert found["t"].offsets == {0: 10, 1: 50}
     assert len(losses) == 2
@@ -185,4 +185,4 @@ def test_explicit_offsets_outside_the_log_are_losses():
 )
 def test_json_offsets_name_exactly_the_partitions_read(given, word):
     with pytest.raises(errors.InvalidOption, match=word):
-        offsets.at_position(Position("offsets", offsets=given), PAIR, {}, "startingOffsets")
+        offsets.at_position(OffsetRangeLimit("offsets", offsets=given), PAIR, {}, "startingOffsets")

@@ -144,7 +144,8 @@ def test_an_empty_task_opens_no_producer(broker):
 
 
 def test_an_unknown_topic_fails_the_task(broker, monkeypatch):
-    monkeypatch.setattr("pk.client.cluster.UNKNOWN_TOPIC_MS", 0)  # the first answer is believed
+    # The first answer is believed.
+    monkeypatch.setattr("pk.client.network_client.UNKNOWN_TOPIC_MS", 0)
     writer = PkWriter(sink(broker, topic="nowhere"), VALUE, overwrite=False)
     with pytest.raises(errors.UnknownTopicOrPartition):
         writer.write(iter([pa.record_batch({"value": pa.array([b"1"], pa.binary())})]))

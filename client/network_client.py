@@ -33,7 +33,7 @@ from pk import errors
 from pk.backoff import Backoff, client_jitter
 from pk.client.bootstrap import addresses
 from pk.client.endings import ELSEWHERE, check_answers, given_up, no_partition
-from pk.client.metadata import Metadata, Topic
+from pk.client.metadata import Metadata, TopicMetadata
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -68,7 +68,7 @@ UNREACHED_MS = 10_000
 UNREACHED_AGAIN_MS = 60_000
 
 
-class Cluster:
+class NetworkClient:
     """Metadata and control calls of one client."""
 
     def __init__(
@@ -352,7 +352,7 @@ class Cluster:
         unknown_ms: int | None = None,
         *,
         whole_ms: int | None = None,
-    ) -> Topic:
+    ) -> TopicMetadata:
         """A topic's metadata; waits for brokers, and for `unknown_ms` (a moment, unless given) for
         a topic that does not exist: it may just have been created.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from pk import errors
-from pk.client.fetcher_events import Fetched
+from pk.client.fetcher_events import CompletedFetch
 from pk.log import batch as batches
 from pk.log.columns import decode
 from pk.log.encoding import numbers
@@ -28,7 +28,7 @@ def is_aborted(header: batches.Header, aborted: Iterable[AbortedTransaction]) ->
 
 
 def rows_of(
-    fetched: Fetched, *, committed: bool, check_crcs: bool, decoded_bytes_max: int
+    fetched: CompletedFetch, *, committed: bool, check_crcs: bool, decoded_bytes_max: int
 ) -> Iterator[tuple[int, pa.RecordBatch | None]]:
     """`(next position, rows or None)` of each batch, in order; rows below the position are cut off.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pk import errors, limits
-from pk.client.fetched import rows_of
-from pk.client.fetcher_events import Fetched
+from pk.client.completed_fetch import rows_of
+from pk.client.fetcher_events import CompletedFetch
 from pk.log import batch as batches
 from pk.log import columns
 from pk.types import TopicPartition
@@ -22,7 +22,7 @@ def log(count: int) -> bytearray:
 
 
 def values(raw: bytes) -> list[bytes]:
-    fetched = Fetched(TopicPartition("t", 0), 1, 1, memoryview(raw), 0, 3, [], 3, 3)
+    fetched = CompletedFetch(TopicPartition("t", 0), 1, 1, memoryview(raw), 0, 3, [], 3, 3)
     found: list[bytes] = []
     for _, rows in rows_of(fetched, committed=True, check_crcs=True, decoded_bytes_max=1 << 28):
         if rows is not None:
@@ -51,7 +51,9 @@ def test_no_bit_of_where_a_batch_begins_may_hide_or_move_it(number: int) -> None
     for bit in range(63):
         bad = bytearray(good)
         bad[begin + bit // 8] ^= 1 << bit % 8
-        fetched = Fetched(TopicPartition("t", 0), 1, 1, memoryview(bytes(bad)), 0, 3, [], 3, 3)
+        fetched = CompletedFetch(
+            TopicPartition("t", 0), 1, 1, memoryview(bytes(bad)), 0, 3, [], 3, 3
+        )
         found = rows_of(fetched, committed=True, check_crcs=True, decoded_bytes_max=1 << 28)
         position = 0
         with pytest.raises(errors.CorruptBatch, match="stands between"):

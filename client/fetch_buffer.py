@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pk import errors
-from pk.client.fetcher_events import Fetched
+from pk.client.fetcher_events import CompletedFetch
 from pk.types import TopicPartition
 
 #: `(next position, rows or None)` of each batch of a frame.
 Batches = Iterator[tuple[int, pa.RecordBatch | None]]
 
 
-class Rows(NamedTuple):
+class FetchedRows(NamedTuple):
     """Decoded rows of one partition."""
 
     place: TopicPartition
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     following: int  #: the position behind them
 
 
-class Undecodable(Exception):
+class UndecodableBatch(Exception):
     """A batch that cannot be read."""
 
     def __init__(self, place: TopicPartition, position: int, cause: errors.PkError) -> None:
@@ -48,28 +48,28 @@ class Undecodable(Exception):
         self.cause = cause
 
 
-class _Open(NamedTuple):
+class _OpenFetch(NamedTuple):
     """A frame being decoded."""
 
     place: TopicPartition
     position_id: int
-    fetched: Fetched
+    fetched: CompletedFetch
     batches: Batches
 
 
-class Backlog:
+class FetchBuffer:
     """`current` gives a partition's position id; `consumed` gives a frame's credit back."""
 
     def __init__(
         self,
-        ready: deque[Fetched],
+        ready: deque[CompletedFetch],
         current: Callable[[TopicPartition], int | None],
-        decoded: Callable[[Fetched], Batches],
-        consumed: Callable[[Fetched], None],
+        decoded: Callable[[CompletedFetch], Batches],
+        consumed: Callable[[CompletedFetch], None],
     ) -> None:
         self._ready = ready
-        self._opened: deque[_Open] = deque()
-        self._rows: deque[Rows] = deque()
+        self._opened: deque[_OpenFetch] = deque()
+        self._rows: deque[FetchedRows] = deque()
         self._current = current
         self._decoded = decoded
         self._consumed = consumed
@@ -77,10 +77,12 @@ class Backlog:
 
     # -- rows --------------------------------------------------------------------------------------
 
-    def take(self, paused: Collection[TopicPartition], limit: int | None = None) -> Rows | None:
+    def take(
+        self, paused: Collection[TopicPartition], limit: int | None = None
+    ) -> FetchedRows | None:
         """The next rows of a partition that is not paused, at most `limit`; None if none is here.
 
-        Raises `Undecodable`; the rows before were taken, those behind are still there.
+        Raises `UndecodableBatch`; the rows before were taken, those behind are still there.
         """
         index = self._first(self._rows, paused)
         if index is not None:
@@ -97,14 +99,14 @@ class Backlog:
         self._positions[found.place] = (found.position_id, found.following)
         return found
 
-    def put_back(self, rows: Rows) -> int:
+    def put_back(self, rows: FetchedRows) -> int:
         """These come next again; returns their first offset."""
         self._rows.appendleft(rows)
         first = int(rows.rows.column("offset")[0].as_py())
         self._positions[rows.place] = (rows.position_id, first)
         return first
 
-    def _decode(self, paused: Collection[TopicPartition]) -> Rows | None:
+    def _decode(self, paused: Collection[TopicPartition]) -> FetchedRows | None:
         while True:
             index = self._first(self._opened, paused)
             if index is None:
@@ -114,26 +116,28 @@ class Backlog:
                 fetched = self._ready[waiting]
                 del self._ready[waiting]
                 index = len(self._opened)
-                opened = _Open(fetched.place, fetched.position_id, fetched, self._decoded(fetched))
+                opened = _OpenFetch(
+                    fetched.place, fetched.position_id, fetched, self._decoded(fetched)
+                )
                 self._opened.append(opened)
             found = self._read_on(self._opened[index])
             if found is not None:
                 return found
             self._drop(self._opened, index)
 
-    def _read_on(self, opened: _Open) -> Rows | None:
+    def _read_on(self, opened: _OpenFetch) -> FetchedRows | None:
         """The next rows of an open frame; None when it is through."""
         place, position_id = opened.place, opened.position_id
         try:
             for following, rows in opened.batches:
                 self._positions[place] = (position_id, following)
                 if rows is not None:
-                    return Rows(place, position_id, rows, following)
+                    return FetchedRows(place, position_id, rows, following)
         except errors.PkError as cause:
             at, position = self._positions.get(place, (position_id, opened.fetched.position))
             if at != position_id:
                 position = opened.fetched.position
-            raise Undecodable(place, position, cause) from cause
+            raise UndecodableBatch(place, position, cause) from cause
         return None
 
     def waits(self, paused: Collection[TopicPartition]) -> bool:
