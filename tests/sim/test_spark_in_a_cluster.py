@@ -9,7 +9,7 @@ import pytest
 
 from pk.log import batch as batches
 from pk.settings import CONSUMER
-from pk.sparkconnector.connection import Cluster
+from pk.sparkconnector.connection import ClusterClient
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.scan import Scan
 from pk.wire import pk_pb2 as wire
@@ -20,7 +20,7 @@ __all__ = ["make"]
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def connect(kit: Town) -> Cluster:
+def connect(kit: Town) -> ClusterClient:
     """What a Python worker of Spark has of the cluster."""
     world = kit.sim.world_of("reader")
     process: Any = SimpleNamespace(
@@ -28,7 +28,7 @@ def connect(kit: Town) -> Cluster:
         run=lambda work: kit.done("reader", work),
     )  # fmt: skip
     bootstrap = ",".join(f"b{n}:9292" for n in kit.boots)
-    return Cluster(process, bootstrap, CONSUMER.resolve({}))
+    return ClusterClient(process, bootstrap, CONSUMER.resolve({}))
 
 
 def offsets(scan: Scan) -> list[int]:

@@ -90,6 +90,14 @@ def test_scattered_rows_come_out_in_order_once(tmp_path, order, start, length, f
         tier_scan.MERGE_BYTES = before
 
 
+def test_an_offset_that_a_rewriter_stored_twice_comes_once(tmp_path):
+    """As a cold read of the broker gives it (tiering/reader H1)."""
+    within_one = [write(tmp_path, "a.parquet", [0, 1, 1, 2], 10)]
+    assert scan(tmp_path, within_one, 0, 3) == [0, 1, 2]
+    overlapping = [*within_one, write(tmp_path, "b.parquet", [3, 2, 4])]
+    assert scan(tmp_path, overlapping, 0, 5) == [0, 1, 2, 3, 4]
+
+
 def delta_table(tmp_path: Path, chunks: list[list[int]]) -> DeltaTable:
     for chunk in chunks:
         write_deltalake(
