@@ -33,6 +33,7 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.backoff import Backoff, equal_jitter, exponential_ms
 from pk.server.broker.controller_search import ControllerSearch
+from pk.server.replica.offline_reports import OfflineReports
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -124,10 +125,7 @@ class BrokerLifecycleManager:
         self.caught_up = False
         self.want_shutdown = False
         self.may_shut_down = asyncio.Event()
-        #: What the last answered heartbeat named as offline and is so still, each with the number
-        #: of the first answer since when: its records are committed (rule Q3).
-        self.told_offline: dict[PartitionKey, int] = {}
-        self._answers = 0
+        self.offline_reports = OfflineReports()
         self._contact_ms: int | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -350,7 +348,7 @@ class BrokerLifecycleManager:
             self._renew_contact(sent_ms)
             if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
                 self._search.steady()
-            self._told(offline)
+            self._offline_acknowledged(offline)
             reply = frame.head.broker_heartbeat_reply
             if reply.fenced != self.fenced:
                 self._say("fenced" if reply.fenced else "unfenced", broker_epoch=self.broker_epoch)
@@ -364,14 +362,16 @@ class BrokerLifecycleManager:
             wait_ms = min(self._interval_ms, 50) if hurry else self._interval_ms
             await self._wait(wait_ms)
 
-    def _told(self, offline: Sequence[wire.FetchPartition]) -> None:
-        """What became well on the way is no more told: the next answer may let it join its ISR."""
-        self._answers += 1
-        still = self._offline_replicas() if offline else []
-        now = {(each.topic_id, each.partition) for each in still}
-        told = (PartitionKey(each.topic_id, each.partition) for each in offline)
-        before = self.told_offline
-        self.told_offline = {key: before.get(key, self._answers) for key in told if key in now}
+    def _offline_acknowledged(self, reported: Sequence[wire.FetchPartition]) -> None:
+        """The controller knows that the replicas in `reported` are offline.
+
+        A replica that is online again since the heartbeat was sent does not count: the controller
+        may let it join its ISR from the next heartbeat on.
+        """
+        still = self._offline_replicas() if reported else []
+        offline = {PartitionKey(each.topic_id, each.partition) for each in still}
+        keys = [PartitionKey(each.topic_id, each.partition) for each in reported]
+        self.offline_reports.on_reply(keys, offline)
 
     async def _wait(self, wait_ms: int) -> None:
         """Until the next heartbeat is due, one is asked for, or the stream breaks."""

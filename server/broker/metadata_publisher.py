@@ -141,7 +141,6 @@ class MetadataPublisher:
         self.committed: Offset = 0  #: the controller's watermark, as last heard
         self.next_offset: Offset = 0
         self.reacted: Offset = NONE  #: everything up to this record was carried out
-        self._told: dict[PartitionKey, int] = {}  #: M7: the link's `told_offline`, in the image
         self.epoch_fence = EpochFence(core)
         self.listeners: dict[
             Any, None
@@ -264,14 +263,15 @@ class MetadataPublisher:
             replica_id=self._core.node_id,
             last_fetched_epoch=NONE,
         )
-        told = dict(self._core.lifecycle.told_offline)  # what that left behind is committed by now
+        reports = self._core.lifecycle.offline_reports
+        acknowledged = reports.acknowledged  # the controller's records for them are committed
         frame = await self._core.lifecycle.call(request, POLL_TIMEOUT_MS)
         reply = frame.head.fetch_metadata_log_reply
         if reply.snapshot:
             return await self._load_snapshot(reply)
         changes = self._apply(frame)
         if self.next_offset >= self.committed:
-            self._told = told
+            reports.on_image(acknowledged)
         return changes
 
     async def _load_snapshot(self, reply: wire.FetchMetadataLogReply) -> _Changes:
@@ -323,7 +323,8 @@ class MetadataPublisher:
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self.image.partitions_of(self._core.node_id)
             }
-        keys |= {key: None for key in self._core.lifecycle.told_offline if self._damaged(key)}
+        reports = self._core.lifecycle.offline_reports
+        keys |= {key: None for key in reports.acknowledged if self._damaged(key)}
         if changes.brokers:
             self._core.fetchers.brokers_changed()
         # Settings first: under an older min_insync_replicas the watermark would move past a member
@@ -399,19 +400,14 @@ class MetadataPublisher:
         offline, and the image includes what the controller did then (M7).
         """
         replica = self._core.replicas.get(key)
-        told = self._core.lifecycle.told_offline.get(key)
-        return (
-            replica is not None
-            and replica.rebuildable
-            and told is not None
-            and (told == self._told.get(key))
-        )
+        reported = self._core.lifecycle.offline_reports.in_image(key)
+        return replica is not None and replica.rebuildable and reported
 
     def compared(self, key: PartitionKey) -> None:
         """The leader has compared the log of `key`: a rebuilt replica is offline no more (M8)."""
         if self._core.replicas.compared(key):
             # Should it be damaged once more, it is reported once more.
-            self._core.lifecycle.told_offline.pop(key, None)
+            self._core.lifecycle.offline_reports.withdraw(key)
             self._core.lifecycle.heartbeat_soon()
 
     def _others_have_it(self, state: PartitionState) -> bool:

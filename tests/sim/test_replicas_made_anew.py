@@ -140,7 +140,7 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
     core.lifecycle.call = stands
     kit.wait(POLL_WAIT_MS)  # what was under way is answered
     damage(kit, "t", n)
-    kit.until(lambda: key in core.lifecycle.told_offline)
+    kit.until(lambda: key in core.lifecycle.offline_reports.acknowledged)
     task = kit.sim.spawn(f"b{n}", core.publisher._settle(key))
     kit.until(task.done)
     assert kit.events("replica_made_anew") == 0
@@ -170,7 +170,7 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
 
     async def late(request: Any, timeout_ms: int, **more: Any) -> Any:
         if held:
-            told.append(key in core.lifecycle.told_offline)
+            told.append(key in core.lifecycle.offline_reports.acknowledged)
             return await ask(request, timeout_ms, **more)
         reply = await ask(request, timeout_ms, **more)
         if list(request.offline_replicas):

@@ -1,0 +1,57 @@
+"""Which replicas the controller knows to be offline, and how far the metadata image follows.
+
+Pure.  A broker lists its offline replicas in every heartbeat (rules L2, L9, L15).  The controller
+takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the report.
+The metadata image of the broker comes later: a fetch of the metadata log that was sent after the
+reply, and that reached the committed end, includes what the controller did.  Only then may the
+broker set a damaged log aside (broker/metadata_publisher M7).
+
+Invariants
+  O1  an acknowledgement ends when the replica is online again: a later failure is reported, and
+      acknowledged, again
+  O2  the image includes an acknowledgement only if it was there before the fetch was sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from pk.types import PartitionKey
+
+
+class OfflineReports:
+    """The acknowledgements of one broker's reports; each is the number of a heartbeat's reply."""
+
+    def __init__(self) -> None:
+        self._replies = 0
+        self._acknowledged: dict[PartitionKey, int] = {}
+        self._in_image: Mapping[PartitionKey, int] = {}
+
+    @property
+    def acknowledged(self) -> Mapping[PartitionKey, int]:
+        """The replicas that the controller knows to be offline, and the reply that first said so.
+
+        The mapping is never changed: a new one takes its place.
+        """
+        return self._acknowledged
+
+    def on_reply(self, reported: Iterable[PartitionKey], offline: Collection[PartitionKey]) -> None:
+        """The controller replied to a heartbeat that listed `reported`; `offline` are so still."""
+        self._replies += 1
+        before = self._acknowledged
+        self._acknowledged = {
+            key: before.get(key, self._replies) for key in reported if key in offline
+        }
+
+    def on_image(self, acknowledged: Mapping[PartitionKey, int]) -> None:
+        """The image includes the metadata log as it was when `acknowledged` was read (O2)."""
+        self._in_image = acknowledged
+
+    def withdraw(self, key: PartitionKey) -> None:
+        """The replica is online again (O1)."""
+        self._acknowledged = {k: at for k, at in self._acknowledged.items() if k != key}
+
+    def in_image(self, key: PartitionKey) -> bool:
+        """The report of `key` is acknowledged, and the image includes what the controller did."""
+        reply = self._acknowledged.get(key)
+        return reply is not None and reply == self._in_image.get(key)
