@@ -10,6 +10,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log.divergence import EpochEnd
 from pk.log.manager import LogManager
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -225,7 +226,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
         moves.append(wanted)
         if len(moves) == 2:  # the segments are to go now
             replica.unclean_epoch = 10
-            cut = replica.fetcher._cut(replica, (0, log.written_end - 5))
+            cut = replica.fetcher._cut(replica, EpochEnd(0, log.written_end - 5))
             replica.fetcher._change(replica, cut)
             while not queued:
                 await core.clock.sleep_ms(0.01)
@@ -267,7 +268,8 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
         await move(wanted)
         if len(moves) == 2:  # the segments are to go now
             replica.unclean_epoch = 10
-            replica.fetcher._change(replica, replica.fetcher._cut(replica, (0, start - 100)))
+            cut = replica.fetcher._cut(replica, EpochEnd(0, start - 100))
+            replica.fetcher._change(replica, cut)
             while core.fetchers.changing:
                 await core.clock.sleep_ms(0.01)
 
