@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.client.network_client import NetworkClient
+from pk.tasks import TaskRegistry, awaited
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -131,9 +132,9 @@ class TierDescription:
 
 async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) -> Views:
     """The reply of every broker that gives one (D2).  Raises the error of one if none does."""
-    loop = asyncio.get_running_loop()
+    tasks = TaskRegistry(awaited)
     asked = {
-        node: loop.create_task(cluster.call_node(node, request, timeout_ms=timeout_ms))
+        node: tasks.spawn(cluster.call_node(node, request, timeout_ms=timeout_ms))
         for node in sorted(await cluster.brokers(timeout_ms))
     }
     if not asked:
@@ -144,12 +145,11 @@ async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) ->
         patience_ms = min(PATIENCE_MS, timeout_ms / PATIENCE_SHARE)
         await asyncio.wait(left, timeout=patience_ms / 1000)
     finally:
-        for task in asked.values():
-            task.cancel()
+        await tasks.close()
     views: Views = {}
     error: errors.PkError = errors.RequestTimedOut("no broker answered")
     for node, task in asked.items():
-        if not task.done():
+        if task.cancelled():
             continue
         try:
             views[node] = task.result()

@@ -42,6 +42,7 @@ from pk.client.fetcher_events import (
 from pk.client.network_client import UNKNOWN_TOPIC_MS, NetworkClient
 from pk.client.offsets import EARLIEST, ISOLATION, lookup_offsets
 from pk.effects import Effect, Publish, Send, SetTimer
+from pk.tasks import TaskRegistry
 from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -83,7 +84,7 @@ class FetchEngine:
         self._looking = False  #: metadata will be asked again for topics that are missing
         self._sessions: dict[int, FetchConnection] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry()
         self._closed = False
         cluster.on_change.append(self._on_metadata)
 
@@ -163,7 +164,7 @@ class FetchEngine:
             self._raise(FetchError(None, NONE, given_up(problem)))
         if not self._looking:  # each answer of each broker comes by here
             self._looking = True
-            self._spawn(self._look_again())
+            self._tasks.spawn(self._look_again())
 
     async def _look_again(self) -> None:
         await self.world.clock.sleep_ms(500)
@@ -238,9 +239,7 @@ class FetchEngine:
             self._timer.cancel()
         for link in list(self._sessions.values()):
             await link.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await self._tasks.close()
         await self.cluster.close()
 
     # -- the machine -------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ class FetchEngine:
         elif name == "metadata":
             self.cluster.want_metadata()
         elif name == "offset":
-            self._spawn(self._find_offset(value))
+            self._tasks.spawn(self._find_offset(value))
         elif name == "leaderless":
             place, absent = value
             names = f": it waits for one of the brokers {absent}" if absent else ""
@@ -317,14 +316,6 @@ class FetchEngine:
         except errors.PkError as cause:
             self.step(OffsetFound(wanted.place, wanted.position_id, error=cause))
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._forget_task)
-
-    def _forget_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-
 
 class FetchConnection:
     """One fetch stream, from its first ask to its end."""
@@ -335,10 +326,10 @@ class FetchConnection:
         self._asks: deque[FetchRequestData] = deque()
         self._filled = asyncio.Event()
         self.ended = False
-        loop = asyncio.get_running_loop()
+        self._tasks = TaskRegistry()
         self._stream: Stream | None = None
         self._address = ""
-        self._task = loop.create_task(self._run())
+        self._task = self._tasks.spawn(self._run())
 
     def put(self, ask: FetchRequestData) -> None:
         self._asks.append(ask)
@@ -354,8 +345,7 @@ class FetchConnection:
 
     async def close(self) -> None:
         self.ended = True
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         if self._stream is not None:
             self._stream.close()
 
@@ -367,7 +357,7 @@ class FetchConnection:
             self._stream, self._address = await engine.cluster.open_stream(
                 self._node, StreamKind.FETCH, timeout_ms
             )
-            writer = asyncio.get_running_loop().create_task(self._write(self._stream))
+            writer = self._tasks.spawn(self._write(self._stream))
             while (raw := await self._stream.recv()) is not None:
                 self._take(frames.decode(raw))
         except (Disconnected, errors.PkError) as cause:

@@ -34,6 +34,7 @@ from pk.backoff import Backoff, client_jitter
 from pk.client.bootstrap import addresses
 from pk.client.endings import ELSEWHERE, check_answers, given_up, no_partition
 from pk.client.metadata import Metadata, TopicMetadata
+from pk.tasks import TaskRegistry, awaited
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -96,7 +97,7 @@ class NetworkClient:
         self._interest = 0  #: counts what else is to be known
         self._answered = 0  #: … up to here it was asked for, and an answer came
         self._asking: dict[str, None] = {}  #: addresses whose answer is on its way
-        self._task: asyncio.Task[None] | None = None
+        self._refreshing = TaskRegistry()
         self._poked: asyncio.Event | None = None
         self._news: asyncio.Future[None] | None = None
         self._last_error: errors.PkError | None = None
@@ -104,7 +105,7 @@ class NetworkClient:
         self._watched: dict[str, bool] = {}  #: address → it watches all topics; oldest first
         self._doubted: dict[str, float] = {}  #: address → when it failed to answer
         self._heard: dict[str, float] = {}  #: address → when it answered last
-        self._asks: dict[asyncio.Task[Any], None] = {}
+        self._asks = TaskRegistry(awaited)  #: the asker may have another broker's answer
         self._closed = False
         self.reached = False  #: some broker has answered
         self.on_change: list[Callable[[], None]] = []  #: called after every update
@@ -234,9 +235,8 @@ class NetworkClient:
             while left and len(waiting) < at_once:
                 address = left.popleft()
                 loop = asyncio.get_running_loop()
-                task = loop.create_task(_awaited(attempt(address)))
+                task = self._asks.spawn(_awaited(attempt(address)))
                 waiting[task] = None
-                self._keep(task)
                 loop.call_later(HEDGE_MS / 1000, self._silent, address, task)
             patience = HEDGE_MS / 1000 if left else None
             await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -256,15 +256,6 @@ class NetworkClient:
     def _silent(self, address: str, task: asyncio.Task[Any]) -> None:
         if not task.done():
             self._doubt(address)
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._asks[task] = None
-        task.add_done_callback(self._forget_ask)
-
-    def _forget_ask(self, task: asyncio.Task[Any]) -> None:
-        self._asks.pop(task, None)
-        if not task.cancelled():
-            task.exception()  # whoever asked may have had its answer from another broker
 
     async def retrying(
         self,
@@ -332,10 +323,10 @@ class NetworkClient:
 
     def start(self) -> None:
         """Begin to keep metadata fresh (idempotent)."""
-        if self._task is None and not self._closed:
+        if self._poked is None and not self._closed:
             self._poked = asyncio.Event()
-            self._task = asyncio.get_running_loop().create_task(self._keep_fresh())
-            self._keep(asyncio.get_running_loop().create_task(self._keep_watched()))
+            self._refreshing.spawn(self._keep_fresh())
+            self._asks.spawn(self._keep_watched())
 
     async def news(self, timeout_ms: float) -> None:
         """Wait for the next answer (or failure) of the metadata loop.  Raises `TimeoutError`."""
@@ -516,7 +507,7 @@ class NetworkClient:
                 topic_ids=[NOBODY], watch=True
             )  # in the other one's place
             call = self.call_at(address, request, timeout_ms=self.request_timeout_ms)
-            self._keep(asyncio.get_running_loop().create_task(call))
+            self._asks.spawn(call)
 
     def _update(self, reply: wire.MetadataReply, names: list[str] | None) -> None:
         before = set(self.metadata.brokers.values())
@@ -532,7 +523,7 @@ class NetworkClient:
                 del self._callers[address]
                 self._watched.pop(address, None)
                 self._heard.pop(address, None)
-                self._keep(asyncio.get_running_loop().create_task(caller.close()))
+                self._asks.spawn(caller.close())
         for call in list(self.on_change):
             call()
 
@@ -559,16 +550,11 @@ class NetworkClient:
 
     async def close(self) -> None:
         self._closed = True
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._refreshing.close()
         news, self._news = self._news, None
         if news is not None and not news.done():
             news.set_result(None)
-        for ask in list(self._asks):
-            ask.cancel()
-        await asyncio.gather(*list(self._asks), return_exceptions=True)
+        await self._asks.close()
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             await caller.close()

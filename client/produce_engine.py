@@ -19,7 +19,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ from pk.client.sender import (
 from pk.client.waiting import Monitor
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Buffer
+from pk.tasks import TaskRegistry
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -86,7 +87,7 @@ class ProduceEngine:
         self._outstanding: dict[int, RecordSet] = {}  #: handed to the sender, by `id`
         self._streams: dict[int, ProduceConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.tasks = TaskRegistry()
         self._closed = False
         cluster.on_change.append(self._on_metadata)
 
@@ -149,9 +150,7 @@ class ProduceEngine:
             timer.cancel()
         for stream in list(self._streams.values()):
             await stream.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await self.tasks.close()
         await self.cluster.close()
 
     # -- record sets -------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ class ProduceEngine:
             if effect.name == "metadata":
                 self.cluster.want_metadata()
             elif effect.name == "producer_id":
-                self.spawn(self._init_producer_id())
+                self.tasks.spawn(self._init_producer_id())
             elif effect.name == "reset":
                 self._stream(effect.value).reset()
 
@@ -285,13 +284,6 @@ class ProduceEngine:
             found = self._streams[node] = ProduceConnection(self, node)
         return found
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run `work` until the engine closes."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda _: self._tasks.pop(task, None))
-        return task
-
     def _set_timer(self, name: str, at_ms: float | None, call: Callable[[], None]) -> None:
         """Call at `at_ms`; None = not any more."""
 
@@ -317,7 +309,8 @@ class ProduceConnection:
         self._stream: Stream | None = None
         self._address = ""  #: where the stream leads
         self._reader: asyncio.Task[None] | None = None
-        self._writer = asyncio.get_running_loop().create_task(self._write())
+        self._tasks = TaskRegistry()
+        self._tasks.spawn(self._write())
 
     def put(self, request: InFlightRequest) -> None:
         self._requests.append(request)
@@ -341,8 +334,7 @@ class ProduceConnection:
 
     async def close(self) -> None:
         self.reset()
-        self._writer.cancel()
-        await asyncio.gather(self._writer, return_exceptions=True)
+        await self._tasks.close()
 
     def _lost(self, why: str) -> None:
         unsent = frozenset(request.correlation_id for request in self._requests)
@@ -400,7 +392,7 @@ class ProduceConnection:
         self._stream, self._address = await cluster.open_stream(
             self._node, StreamKind.PRODUCE, timeout_ms
         )
-        self._reader = asyncio.get_running_loop().create_task(self._read(self._stream))
+        self._reader = self._tasks.spawn(self._read(self._stream))
         return self._stream
 
     async def _encoded(self, request: InFlightRequest) -> list[Buffer]:
@@ -412,7 +404,7 @@ class ProduceConnection:
         for each in itertools.islice(self._requests, AHEAD):
             if each.encoding is None:
                 earlier = {batch.encoding for batch in each.batches} - {None}
-                each.encoding = self._engine.spawn(self._encode_ahead(each, earlier))
+                each.encoding = self._engine.tasks.spawn(self._encode_ahead(each, earlier))
                 each.encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
                 for batch in each.batches:
                     batch.encoding = each.encoding

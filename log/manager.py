@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from pk import errors
 from pk.log import creation, identity
@@ -43,6 +42,7 @@ from pk.log.producers import Producers
 from pk.log.segment import IndexCache
 from pk.log.storage import Disk
 from pk.log.strays import Strays
+from pk.tasks import TaskRegistry
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 from pk.world import World
 
@@ -93,7 +93,7 @@ class LogManager:
         self.operator_marked: dict[PartitionKey, None] = {}
         self._broker_epoch = NONE
         self._loaded = False
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry()
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -476,17 +476,12 @@ class LogManager:
         storage, pending_delete = directory.disk.storage, self._pending_delete(path)
         give_up = partial(files.give_up, storage, path, pending_delete, key, open_here=open_here)
         if await directory.disk.write(give_up):
-            self._start(self._remove_later(directory, pending_delete, delay_ms))
+            self._tasks.spawn(self._remove_later(directory, pending_delete, delay_ms))
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)
         with contextlib.suppress(errors.PkError):  # it is offline; the next start removes it
             await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def cut(self, key: PartitionKey, offset: Offset) -> None:
         """Drop what the log has at or above `offset` (rule R4); M2 holds in between: what says that
@@ -554,7 +549,7 @@ class LogManager:
         self._broker_epoch = broker_epoch
         for directory in self.directories:
             if directory.failed is None:
-                self._start(self._write_epoch(directory, broker_epoch))
+                self._tasks.spawn(self._write_epoch(directory, broker_epoch))
 
     async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
         with contextlib.suppress(errors.PkError):  # the next start counts as unclean: safe
@@ -567,9 +562,7 @@ class LogManager:
         """`clean`: everything SYNCED, then the clean-shutdown file.  A failed directory stays
         unclean (M4).
         """
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await self._tasks.close()
         for directory in self.directories:
             if directory.failed is None:
                 with contextlib.suppress(errors.PkError):  # not closed properly: it is verified

@@ -17,6 +17,7 @@ from pk.client.fetcher import last_epoch
 from pk.client.network_client import NetworkClient
 from pk.clock import Clock
 from pk.sparkconnector.offsets import Range
+from pk.tasks import TaskRegistry
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -110,7 +111,7 @@ class Scan:
         self._epoch = NONE  # of the last batch that was fetched (KIP-320)
         # without progress until then, the scan fails (sparkconnector/connection K1)
         self._deadline_ms = 0
-        self._sending: set[asyncio.Task[None]] = set()
+        self._sending = TaskRegistry()
 
     # -- the caller's thread -----------------------------------------------------------------------
 
@@ -134,9 +135,7 @@ class Scan:
         granted, self._owed = self._owed, 0
         line.credit += granted
         request = wire.FetchRequest(credit_bytes=granted)
-        task = asyncio.get_running_loop().create_task(_send(line.stream, request))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._sending.spawn(_send(line.stream, request))
 
     def follow(self) -> None:
         """Leave a stream to a broker that leads no more (sparkconnector/connection K4)."""

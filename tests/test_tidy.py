@@ -58,6 +58,7 @@ PROCESSES = {
 #: ◇ async over injected Storage, Network, Clock, ObjectStore: the simulator runs the same file.
 #: A name covers the modules below it.
 WORLD_GENERIC = {
+    "pk.tasks",
     "pk.wire.calls",
     "pk.log.checkpointing",
     "pk.log.manager",

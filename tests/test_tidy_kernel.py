@@ -1,4 +1,5 @@
-"""What only the kernel may do: compute the wait before another attempt (pk.backoff).
+"""What only the kernel may do: compute the wait before another attempt (pk.backoff), and start
+tasks of an event loop (pk.tasks).
 
 As in tests/test_tidy.py, a rule is a pure function of a source text and has a canary.
 """
@@ -51,8 +52,43 @@ def own_backoffs(path: str, text: str) -> list[str]:
     return found
 
 
+#: pk.tasks itself, and the façade that hands work to a loop of another thread.
+OWN_TASKS = {"src/pk/tasks.py", "client/connection.py"}
+STARTS = {"create_task", "ensure_future", "TaskGroup"}
+
+
+def own_tasks(path: str, text: str) -> list[str]:
+    """Tasks that are started elsewhere than in a `TaskRegistry`; simulations own their loop."""
+    if path in OWN_TASKS or not module_of(path) or module_of(path).startswith("pk.sim"):
+        return []
+    return [
+        f"{node.lineno}: starts a task by {name}; use pk.tasks.TaskRegistry"
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Attribute | ast.Name)
+        and (name := node.attr if isinstance(node, ast.Attribute) else node.id) in STARTS
+    ]
+
+
 def test_waits_before_another_attempt_come_from_one_module() -> None:
     report({p: own_backoffs(p, text_of(p)) for p in python_files()})
+
+
+def test_tasks_are_started_by_a_registry() -> None:
+    report({p: own_tasks(p, text_of(p)) for p in python_files()})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "asyncio.get_running_loop().create_task(work())", "asyncio.create_task(work())",
+        "self._loop.create_task(work())", "asyncio.ensure_future(x)", "asyncio.TaskGroup()",
+        "from asyncio import create_task\ncreate_task(work())",
+    ],
+)  # fmt: skip
+def test_a_task_without_a_registry_is_caught(line: str) -> None:
+    assert own_tasks("log/x.py", line)
+    assert not own_tasks("src/pk/tasks.py", line)
+    assert not own_tasks("sim/x.py", line)
 
 
 @pytest.mark.parametrize(

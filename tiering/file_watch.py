@@ -14,11 +14,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from pk import errors
 from pk.clock import Clock
+from pk.tasks import TaskRegistry
 from pk.tiering.damage import DamagedFile, DamagedFiles, damaged
 from pk.tiering.data_files import DataFile
 from pk.tiering.objects import ObjectStore
@@ -51,14 +52,14 @@ class FileWatch:
         clock: Clock,
         place: Callable[..., Awaitable[TablePartition]],
         tell: Callable[[Any, int], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        tasks: TaskRegistry,
     ) -> None:
         self._store = store
         self._reader = reader
         self._clock = clock
         self._place = place
         self._tell = tell
-        self._spawn = spawn
+        self._tasks = tasks
         self._heading = asyncio.Semaphore(HEADS_MAX)
         self._reading = asyncio.Semaphore(1)
         self._looking: dict[str, None] = {}  #: homes of tables that are looked at
@@ -72,7 +73,7 @@ class FileWatch:
         topic.damaged.note(file, error)
         if topic.home not in self._looking:
             self._looking[topic.home] = None
-            self._spawn(self._look_again(topic))
+            self._tasks.spawn(self._look_again(topic))
 
     async def missing(
         self, topic: Watched, partition: int, start: Offset, end: Offset

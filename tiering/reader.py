@@ -33,6 +33,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
+from pk.tasks import TaskRegistry, awaited
 from pk.tiering import accounting, convert, footers, row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.data_files import DataFile
@@ -138,8 +139,8 @@ class TierReader:
         self._compute = compute
         self._footers = _Cache(FOOTERS_BYTES_MAX)
         self._rows = _Cache(cache_bytes)
-        self._loading: dict[Any, asyncio.Task[Any]] = {}
-        self._ahead: dict[asyncio.Task[None], None] = {}
+        self._loading = TaskRegistry(awaited)  #: named by what they load
+        self._ahead = TaskRegistry()
         self._positions: OrderedDict[tuple[str, int, Offset], None] = OrderedDict()
         self.hits = 0
         self.misses = 0
@@ -347,15 +348,8 @@ class TierReader:
         """H5: whoever comes second waits for the first; a reader that goes away stops nobody."""
         task: asyncio.Task[T] | None = self._loading.get(key)
         if task is None:
-            task = asyncio.get_running_loop().create_task(_run(work))
-            self._loading[key] = task
-            task.add_done_callback(lambda done: self._loaded(key, done))
+            task = self._loading.spawn(_run(work), key)
         return await asyncio.shield(task)
-
-    def _loaded(self, key: Any, task: asyncio.Task[Any]) -> None:
-        self._loading.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # retrieved: every waiter may be gone
 
     def _look_ahead(self, place: TablePartition, offset: Offset, at: Offset, limit: Offset) -> None:
         """A reader that came from just below is given the next row group before it asks."""
@@ -366,9 +360,7 @@ class TierReader:
         while len(self._positions) > POSITIONS_MAX:
             self._positions.popitem(last=False)
         if sequential and at < limit and len(self._ahead) < PREFETCH_MAX:
-            task = asyncio.get_running_loop().create_task(self._prefetch(place, at, limit))
-            self._ahead[task] = None
-            task.add_done_callback(lambda done: self._ahead.pop(done, None))
+            self._ahead.spawn(self._prefetch(place, at, limit))
 
     async def _prefetch(self, place: TablePartition, at: Offset, limit: Offset) -> None:
         try:
@@ -385,10 +377,8 @@ class TierReader:
 
     async def close(self) -> None:
         """Stop what runs ahead."""
-        tasks = [*self._ahead, *self._loading.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ahead.close()
+        await self._loading.close()
 
     # -- by time -----------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Storage
+from pk.tasks import TaskRegistry
 from pk.tiering import accounting, layout, refill, uploads
 from pk.tiering import copier as copying
 from pk.tiering import owner as owning
@@ -90,12 +91,12 @@ class TierWorker:
         self._on_bug = on_bug
         self._on_rows_missing = on_rows_missing
         self._clock_trusted = clock_trusted
+        self._tasks = TaskRegistry(functools.partial(on_bug, "tier"))
         self._watch = FileWatch(
-            store, self.reader, world.clock, self._place, self._tell_damage, self._spawn
+            store, self.reader, world.clock, self._place, self._tell_damage, self._tasks
         )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
         self._buffers: list[OutputBuffer] = []  #: idle ones, at most UPLOADS_MAX
-        self._tasks: dict[asyncio.Task[None], None] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
         self._clock_doubted = True  #: L10: until the broker says that it trusts its clock
@@ -299,7 +300,7 @@ class TierWorker:
         files = [snapshot.files[path] for path in paths[:SUSPECTS_MAX] if path in snapshot.files]
         mine = [file for file in files if file.partition in topic.led]
         if mine:
-            self._spawn(self._watch.look_at(topic, mine))
+            self._tasks.spawn(self._watch.look_at(topic, mine))
 
     def _tell_damage(self, topic: TopicTier, partition: int) -> None:
         led = topic.led.get(partition)
@@ -365,7 +366,7 @@ class TierWorker:
         for effect in effects:
             match effect:
                 case Send(message=operation):
-                    self._spawn(self._on_table(topic, operation))
+                    self._tasks.spawn(self._on_table(topic, operation))
                 case Respond(request=request, reply=reply):
                     _answer(request, reply)
                 case SetTimer(at_ms=at_ms):
@@ -414,13 +415,13 @@ class TierWorker:
         for effect in effects:
             match effect:
                 case Send(peer=copying.STORE, message=copying.Upload() as upload):
-                    self._spawn(self._upload(topic, led, upload))
+                    self._tasks.spawn(self._upload(topic, led, upload))
                 case Send(peer=copying.STORE, message=copying.Measure() as measure):
-                    self._spawn(self._measure(topic, led, measure))
+                    self._tasks.spawn(self._measure(topic, led, measure))
                 case Send(peer=copying.STORE, message=copying.Confirm() as confirm):
-                    self._spawn(self._confirm(topic, led, confirm))
+                    self._tasks.spawn(self._confirm(topic, led, confirm))
                 case Send(peer=copying.OWNER, message=hand_over):
-                    self._spawn(self._hand_over(topic, led, hand_over))
+                    self._tasks.spawn(self._hand_over(topic, led, hand_over))
                 case Send(peer=copying.BROKER, message=progress):
                     progress.uri = topic.table.uri
                     self.outbox[PartitionKey(topic.topic_id, led.copier.partition)] = progress
@@ -432,16 +433,6 @@ class TierWorker:
                     raise AssertionError(effect)
 
     # -- tasks -------------------------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._on_bug("tier", bug)
 
     async def _on_table(self, topic: TopicTier, operation: Any) -> None:
         event: owning.OwnerEvent
@@ -583,10 +574,7 @@ class TierWorker:
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.reader.close()
 
 

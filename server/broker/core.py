@@ -42,6 +42,7 @@ from pk.server.replica.state import HostedReplicas
 from pk.server.tier.client import TierClient
 from pk.server.tier.purges import Purges
 from pk.server.tier.view import TierFeed
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -114,7 +115,7 @@ class BrokerCore:
         self._writers: dict[int, LogDirWriter] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_ms = 0
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry(partial(self.bug, "a background task"))
         self._suspected: dict[PartitionKey, None] = {}
         self._offline: dict[LogDirWriter, None] = {}  #: writers of directories known to have failed
         #: writers of directories that were said to be full
@@ -447,19 +448,11 @@ class BrokerCore:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run beside everything else; it ends with the broker."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
+        self._tasks.spawn(work)
 
     async def close_tasks(self) -> None:
         await self.purges.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def close_timers(self) -> None:
         if self._alarm is not None:

@@ -34,6 +34,7 @@ from pk import errors
 from pk.backoff import Backoff, equal_jitter, exponential_ms
 from pk.server.broker.controller_search import ControllerSearch
 from pk.server.replica.offline_reports import OfflineReports
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -119,7 +120,7 @@ class BrokerLifecycleManager:
         self._wake = asyncio.Event()
         self._registered = asyncio.Event()  #: on the stream that is open now
         self._caller = self._call_at(self._search.address)
-        self._closing: dict[asyncio.Task[None], None] = {}
+        self._closing = TaskRegistry()  #: callers that were left
         self.broker_epoch = NONE
         self.fenced = True
         self.caught_up = False
@@ -127,7 +128,8 @@ class BrokerLifecycleManager:
         self.may_shut_down = asyncio.Event()
         self.offline_reports = OfflineReports()
         self._contact_ms: int | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
+        self._started = False
 
     # -- state others ask for --------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class BrokerLifecycleManager:
         """
         clock = self._world.clock
         try:
-            if self._task is None:  # nothing else looks for a controller yet
+            if not self._started:  # nothing else looks for a controller yet
                 return await self._ask(request, min(timeout_ms, self._patience_ms()))
             started_ms = clock.monotonic_ms()
             async with asyncio.timeout(timeout_ms / 1000):
@@ -172,14 +174,13 @@ class BrokerLifecycleManager:
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._started = True
+        self._tasks.spawn(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         await self._caller.close()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.wait()
 
     def heartbeat_soon(self) -> None:
         """Something the controller waits for changed (the image caught up, a directory failed)."""
@@ -278,9 +279,7 @@ class BrokerLifecycleManager:
     def _move(self) -> None:
         """What is under way where the link was fails now."""
         old, self._caller = self._caller, self._call_at(self._search.address)
-        task = asyncio.get_running_loop().create_task(old.close())
-        self._closing[task] = None
-        task.add_done_callback(lambda done: self._closing.pop(done, None))
+        self._closing.spawn(old.close())
 
     # -- registration and heartbeats -------------------------------------------------------------
 

@@ -54,6 +54,7 @@ from pk.server.tier.context import TierContext
 from pk.server.tier.epoch_fence import EpochFence
 from pk.server.tier.purges import Purges
 from pk.server.tier.view import TierFeed
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, Offset, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -149,8 +150,7 @@ class MetadataPublisher:
         self._wait_number = 0
         self._creator = ReplicaCreator(core, self)
         self._loaded = False
-        self._task: asyncio.Task[None] | None = None
-        self._retry: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
 
     # -- what others ask -------------------------------------------------------------------------
 
@@ -226,15 +226,11 @@ class MetadataPublisher:
 
     def start(self) -> None:
         """Follow from here on."""
-        loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._run())
-        self._retry = loop.create_task(self._creator.retry_unopened())
+        self._tasks.spawn(self._run())
+        self._tasks.spawn(self._creator.retry_unopened())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._task, self._retry) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.epoch_fence.close()
 
     async def _run(self) -> None:

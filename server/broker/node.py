@@ -34,6 +34,7 @@ from pk.server.handlers.fetch import FetchStream
 from pk.server.handlers.produce import ProduceStream
 from pk.server.replica.metrics import BrokerMetrics
 from pk.server.tier.client import TierClient
+from pk.tasks import TaskRegistry, awaited
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, accept_stream, error_head
@@ -370,12 +371,12 @@ async def _serve_process(process: Process) -> None:
         on_fatal=lambda _: process.stopping.set(),
     )
     process.memory.find_frame_bytes_max = node.core.frame_bytes_max
-    stopping = asyncio.create_task(process.stopping.wait())
-    starting = asyncio.create_task(node.start())
+    tasks = TaskRegistry(awaited)
+    stopping = tasks.spawn(process.stopping.wait())
+    starting = tasks.spawn(node.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # asked to stop, or refused, while no controller had registered it
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await tasks.close()
         await node.close()
         if node.failed is not None:
             raise node.failed

@@ -34,7 +34,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -46,6 +45,7 @@ from pk.log.storage import Disk
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.partition import Partition
 from pk.server.tier.health import TierHealth
+from pk.tasks import TaskRegistry
 from pk.types import NONE, Offset, PartitionKey
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ NOTE_RUN_MS = 30_000
 VISITS_MAX = 16
 
 
-#: Visits under way of each directory.
-_Visits = dict[Disk, dict[PartitionKey, asyncio.Task[None]]]
+#: Visits under way of each directory, named by partition.
+_Visits = dict[Disk, TaskRegistry]
 
 
 class BrokerScheduler:
@@ -78,7 +78,7 @@ class BrokerScheduler:
         self._unflushed: dict[Disk, dict[PartitionKey, None]] = {}  #: whose flush is due
         self._visits: _Visits = {}
         self._starts: _Visits = {}  #: log starts on their way to a disk (U6)
-        self._jobs: dict[tuple[str, Disk], asyncio.Task[None]] = {}  #: U4
+        self._jobs = TaskRegistry()  #: U4; named by what is done and where
         self._checkpoint_at = (
             clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
         )
@@ -89,18 +89,15 @@ class BrokerScheduler:
         self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
         self._led_all = 0  #: how many they were when the round began
         self._turns = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._tasks.spawn(self._run())
 
     async def close(self) -> None:
-        under_way = [*self._visits.values(), *self._starts.values()]
-        visits = [task for each in under_way for task in each.values()]
-        tasks = [*visits, *self._jobs.values(), *([self._task] if self._task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
+        for each in (*self._visits.values(), *self._starts.values(), self._jobs):
+            await each.close()
 
     async def _run(self) -> None:
         clock = self._core.clock
@@ -147,9 +144,7 @@ class BrokerScheduler:
         """U4: do it beside the tick, unless the last one of its kind is still at it."""
         job = (what, disk)
         if job not in self._jobs:
-            task = asyncio.get_running_loop().create_task(self._guarded(what, work()))
-            self._jobs[job] = task
-            task.add_done_callback(lambda _: self._jobs.pop(job))
+            self._jobs.spawn(self._guarded(what, work()), job)
 
     async def _guarded(self, what: str, work: Awaitable[None]) -> None:
         """U2: storage errors are the partition's, anything else is ours to hear of."""
@@ -247,16 +242,14 @@ class BrokerScheduler:
     ) -> None:
         """Start a visit; later, if one of its kind is under way there or there is no room."""
         core, key = self._core, partition.key
-        here = visits.setdefault(partition.writer.disk, {})
+        here = visits.setdefault(partition.writer.disk, TaskRegistry())
         if key in here:
             return
         if len(here) >= VISITS_MAX:
             core.retain_soon(key)
             return
         core.retain_now.pop(key, None)
-        task = asyncio.get_running_loop().create_task(self._guarded("retention", work(key)))
-        here[key] = task
-        task.add_done_callback(lambda _: here.pop(key))
+        here.spawn(self._guarded("retention", work(key)), key)
 
     async def follow_log_start(self, key: PartitionKey) -> None:
         """Take over the log start that the leader, or the table, gave (T9); needs no store (U6)."""

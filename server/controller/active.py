@@ -46,6 +46,7 @@ from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
 from pk.server.metadata.records import MetadataRecord
 from pk.server.raft.log import RaftLog
 from pk.server.runtime.replayed_host import ReplayedHost
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -99,7 +100,7 @@ class ActiveController:
         self.reports: dict[NodeId, Report] = {}
         self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
         self._running_since = RunningSince(world.clock) if running_since is None else running_since
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry(on_fatal)
         self._elections_due_ms: int | None = 0  #: next attempt (A3); None: none is due
         #: (offset, time): the image had reached `offset` at that time.  From these entries the
         #: controller computes which partitions have waited long enough.
@@ -171,9 +172,9 @@ class ActiveController:
         now_ms = self._world.clock.monotonic_ms()
         until_ms = now_ms if self._answered_until_ms is None else self._answered_until_ms
         for session in self.sessions.grant(unfenced, now_ms, now_ms - until_ms):
-            self._spawn(self._expect(session))
+            self._tasks.spawn(self._expect(session))
         self._balance_ms = now_ms + self._balance_interval_ms
-        self._spawn(self._watch())
+        self._tasks.spawn(self._watch())
 
     def _compare_min_isr(self) -> None:
         """Log a line if min_insync_replicas of the file differs from the cluster's (rule R1).
@@ -188,28 +189,15 @@ class ActiveController:
 
     async def close(self) -> None:
         """End the term: refuse the requests that wait, and stop the tasks (A2)."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.host.close()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._on_fatal(bug)
 
     # -- streams -----------------------------------------------------------------------------------
 
     def lost(self, stream: int) -> None:
         """The control stream with this number broke."""
         for session in self.sessions.lose(stream):
-            self._spawn(self._probe(session))
+            self._tasks.spawn(self._probe(session))
 
     def handlers(self, stream: int) -> Mapping[str, Handler]:
         """The requests that the control stream with this number accepts, and their handlers."""

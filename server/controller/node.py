@@ -36,6 +36,7 @@ from pk.server.raft.recovery import SnapshotRules
 from pk.server.raft.reserve import RESERVE_BYTES
 from pk.server.raft.snapshot_id import file_name
 from pk.server.raft.timing import Timing
+from pk.tasks import TaskRegistry
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler, accept_stream, error_head, serve_control
@@ -123,7 +124,7 @@ class ControllerNode:
         self._running_since = RunningSince(world.clock)
         self.active: ActiveController | None = None  #: while this node is the active controller
         self._listener: Listener | None = None
-        self._terms: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
         self._next_stream = 1
 
     @property
@@ -155,7 +156,7 @@ class ControllerNode:
         except BaseException:
             await self._release(clean=False)
             raise
-        self._terms = asyncio.get_running_loop().create_task(self._serve_terms())
+        self._tasks.spawn(self._serve_terms())
 
     async def _begin_term(self) -> None:
         """Begin a term of this node.  Raises `ControllerUnavailable` if another node leads
@@ -201,9 +202,7 @@ class ControllerNode:
         """Stop the node.  Decisions in flight are committed or refused first."""
         if self._listener is not None:
             await self._listener.close(GRACE_MS)
-        if self._terms is not None:
-            self._terms.cancel()
-            await asyncio.gather(self._terms, return_exceptions=True)
+        await self._tasks.close()
         await self._end_term()
         if not self.metadata.alone and self.failed is None:
             await self.metadata.resign()

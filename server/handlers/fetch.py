@@ -50,6 +50,7 @@ from pk.server.handlers.fetch_session import FetchSession, Position
 from pk.server.handlers.replica_fetch import ReplicaEnd
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
+from pk.tasks import TaskRegistry
 from pk.types import NONE, READ_COMMITTED, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -94,14 +95,15 @@ class FetchStream:
         self._wake = asyncio.Event()
         self._cold_waiting: deque[Position] = deque()
         self._cold_done: deque[_Cold] = deque()
-        self._cold_tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry()
+        self._cold_tasks = TaskRegistry()
         self._replica: ReplicaEnd | None = None  #: a follower is at the other end
 
     # -- life ------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         """Serve until the stream ends."""
-        pump = asyncio.get_running_loop().create_task(self._pump())
+        self._tasks.spawn(self._pump())
         try:
             await self._read()
         except Disconnected:
@@ -113,10 +115,8 @@ class FetchStream:
                 pass
         finally:
             self._cold_waiting.clear()
-            tasks = [pump, *self._cold_tasks]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._tasks.close()
+            await self._cold_tasks.close()
             for key in list(self._session.positions):
                 self._unwatch(key)
             if self._replica is not None:
@@ -432,8 +432,7 @@ class FetchStream:
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that answers a position after a disk read; at most one per position."""
-        task = asyncio.get_running_loop().create_task(self._guarded(work))
-        self._cold_tasks[task] = None
+        task = self._cold_tasks.spawn(self._guarded(work))
         task.add_done_callback(self._cold_ended)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
@@ -460,12 +459,10 @@ class FetchStream:
         while self._cold_waiting and len(self._cold_tasks) + len(self._cold_done) < COLD_MAX:
             position = self._cold_waiting.popleft()
             if self._session.current(position):
-                task = asyncio.get_running_loop().create_task(self._read_cold(position))
-                self._cold_tasks[task] = None
+                task = self._cold_tasks.spawn(self._read_cold(position))
                 task.add_done_callback(self._cold_ended)
 
-    def _cold_ended(self, task: asyncio.Task[None]) -> None:
-        self._cold_tasks.pop(task, None)
+    def _cold_ended(self, _: asyncio.Task[None]) -> None:
         self._start_cold()  # its answer may be sent already
         self._wake.set()
 

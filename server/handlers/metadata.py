@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pk import errors
 from pk.server.metadata.image import PartitionState, TopicState
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -132,20 +133,19 @@ class MetadataSubscription:
         self._request: wire.MetadataRequest | None = None
         self._last: wire.MetadataReply | None = None
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
 
     def begin(self, request: wire.MetadataRequest, reply: wire.MetadataReply) -> None:
         """Watch the topics of `request`, beginning after `reply`; it replaces an older request."""
+        began = self._request is not None
         self._request, self._last = request, reply
-        if self._task is None:
+        if not began:
             self._core.publisher.listeners[self._notice] = None
-            self._task = asyncio.get_running_loop().create_task(self._push())
+            self._tasks.spawn(self._push())
 
     async def close(self) -> None:
         self._core.publisher.listeners.pop(self._notice, None)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     def _notice(self, names: Iterable[str] | None) -> None:
         request = self._request

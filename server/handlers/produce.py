@@ -37,6 +37,7 @@ from pk.log.batch import CODEC_MASK, HEADER_BYTES, Header
 from pk.server.broker.core import BrokerCore, ProducerStream
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
+from pk.tasks import TaskRegistry, awaited
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -121,6 +122,7 @@ class ProduceStream:
         self._jobs: deque[_Job] = deque()
         self._job_ready = asyncio.Event()
         self._job_taken = asyncio.Event()
+        self._checks = TaskRegistry(awaited)
         self._finished = False
         self._owed = 0
         self._answers: dict[int, wire.ProduceReply] = {}
@@ -132,9 +134,9 @@ class ProduceStream:
 
     async def serve(self) -> None:
         """Serve until the stream ends."""
-        loop = asyncio.get_running_loop()
-        appender = loop.create_task(self._append_jobs())
-        replier = loop.create_task(self._send_answers())
+        tasks = TaskRegistry()
+        appender = tasks.spawn(self._append_jobs())
+        tasks.spawn(self._send_answers())
         try:
             await self._read()
             self._finished = True
@@ -145,12 +147,8 @@ class ProduceStream:
         except errors.PkError as refusal:
             await self._refuse(refusal)
         finally:
-            appender.cancel()
-            replier.cancel()
-            await asyncio.gather(appender, replier, return_exceptions=True)
-            for job in self._jobs:
-                if isinstance(job.checking, asyncio.Task):
-                    job.checking.cancel()
+            await tasks.close()
+            await self._checks.close()
             for delayed in self._delayed:
                 delayed.sink = None
                 if delayed.parked is not None:
@@ -168,7 +166,6 @@ class ProduceStream:
     # -- reader ----------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
         while (raw := await self._stream.recv()) is not None:
             job = self._job_of(frames.decode(raw))
             self._core.metrics.produced(len(raw))
@@ -180,7 +177,7 @@ class ProduceStream:
             else:
                 disk = self._core.any_disk()
                 check = partial(check_entries, job.entries)
-                job.checking = loop.create_task(disk.compute(check))
+                job.checking = self._checks.spawn(disk.compute(check))
             self._jobs.append(job)
             self._job_ready.set()
             while len(self._jobs) >= limits.PRODUCE_FRAMES_QUEUED_MAX:  # D3

@@ -34,6 +34,7 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import sha1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors, settings, tracing
 from pk.clock import Clock, SystemClock
 from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
+from pk.tasks import TaskRegistry
 from pk.types import NodeId
 from pk.world import World
 
@@ -295,16 +297,13 @@ async def _run(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stopping.set)
     loop.set_exception_handler(lambda _loop, context: _report(process.log, context))
-    ticks = [
-        loop.create_task(tracing.watch_loop_lag(process.metrics, process.world.clock)),
-        loop.create_task(_collect_garbage(process.world.clock)),
-    ]
+    ticks = TaskRegistry(partial(process.log.bug, "a periodic task"))
+    ticks.spawn(tracing.watch_loop_lag(process.metrics, process.world.clock))
+    ticks.spawn(_collect_garbage(process.world.clock))
     try:
         await serve(process)
     finally:
-        for tick in ticks:
-            tick.cancel()
-        await asyncio.gather(*ticks, return_exceptions=True)
+        await ticks.close()
         await process.close()
 
 

@@ -24,6 +24,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pk.server.node.format import prepare
 from pk.server.node.metrics_endpoint import socket_names
 from pk.server.node.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets, write_pid
 from pk.server.node.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
+from pk.tasks import TaskRegistry
 
 BACKOFF_MS = (50, 5_000)
 STABLE_MS = 10_000
@@ -84,7 +86,7 @@ class Supervisor:
         tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
         wanted = roles or (*config.roles, *tier)
         self.children = {role: Child(role, Backoff(BACKOFF_MS, jitter)) for role in wanted}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._keepers = TaskRegistry(partial(log.bug, "keeping a process"))  #: named by role
         self._progress = asyncio.Event()
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -104,9 +106,8 @@ class Supervisor:
         """
         pid_file = Path(self.config.run_dir) / "supervisor.pid"
         write_pid(self.config.run_dir, "supervisor")
-        loop = asyncio.get_running_loop()
         for child in self.children.values():
-            self._keepers[child.role] = loop.create_task(self._keep(child))
+            self._keepers.spawn(self._keep(child), child.role)
         try:
             await self._until_ready()
             if not self._stopping.is_set():
@@ -277,8 +278,9 @@ class Supervisor:
         """Send SIGTERM and wait; return False if a process had to be killed."""
         for role in roles:
             self._signal(role, signal.SIGTERM)
-        keepers = [self._keepers[role] for role in roles if role in self._keepers]
-        killing = asyncio.get_running_loop().create_task(self._killing.wait())
+        keepers = [task for role in roles if (task := self._keepers.get(role)) is not None]
+        waits = TaskRegistry()
+        killing = waits.spawn(self._killing.wait())
         everyone = asyncio.gather(*keepers, return_exceptions=True)
         try:
             await asyncio.wait(
@@ -287,7 +289,7 @@ class Supervisor:
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            killing.cancel()
+            await waits.close()
         done = all(keeper.done() for keeper in keepers)
         if not done:
             for role in roles:
@@ -308,7 +310,7 @@ class Supervisor:
         self._stopping.set()
         for role in self.children:
             self._signal(role, signal.SIGKILL)
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await self._keepers.wait()
 
 
 async def _line(out: asyncio.StreamReader) -> bytes:

@@ -63,6 +63,7 @@ from pk.server.raft.timing import Timing
 from pk.server.raft.voters import Voters
 from pk.server.runtime.machine_host import MachineHost
 from pk.server.runtime.timers import Timers
+from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Handler
@@ -127,7 +128,7 @@ class RaftLog(Generic[R]):
             self._files, self._peers, world.clock,
             visit_ms=self.quorum.timing.fetch_ms // 2, piece_ms=self.quorum.timing.fetch_ms,
         )  # fmt: skip
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskRegistry()
         self._serde = serde
         self._make_generator = make_generator
         self._log: PartitionLog | None = None
@@ -182,7 +183,7 @@ class RaftLog(Generic[R]):
             self._go_on_without_vote()
         self._host.start()
         for work in (self._timers.run(), self._make_snapshots()):
-            self._tasks.append(asyncio.get_running_loop().create_task(work))
+            self._tasks.spawn(work)
         self._post(Started(opened.vote, self._state()))
 
     def _go_on_without_vote(self) -> None:
@@ -226,9 +227,7 @@ class RaftLog(Generic[R]):
             pass
 
     async def close(self, clean: bool = True) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._host.close()
         await self._peers.close()
         if self._log is not None:
@@ -327,8 +326,7 @@ class RaftLog(Generic[R]):
         elif isinstance(op, messages.TruncateTo):
             await self._truncate(op)
         elif isinstance(op, messages.LoadSnapshot):
-            task = asyncio.get_running_loop().create_task(self._load(op))  # W3
-            self._tasks = [each for each in self._tasks if not each.done()] + [task]
+            self._tasks.spawn(self._load(op))  # W3
         else:
             raise AssertionError(f"the quorum may not ask for {op!r}")
 

@@ -28,6 +28,7 @@ from pk.server.raft.record_serde import RecordSerde
 from pk.server.raft.recovery import QUORUM_STATE, state_bytes
 from pk.server.raft.reserve import ReserveDisk
 from pk.server.raft.voters import Voters
+from pk.tasks import TaskRegistry, awaited
 
 R = TypeVar("R")
 
@@ -58,7 +59,7 @@ class LogWriter(Generic[R]):
         self._noted = 0  #: the synced end that is saved beside it
         self._synced = synced
         self._foreign: list[tuple[int, R]] = []  #: records that the quorum appended, for the term
-        self._unfinished: dict[asyncio.Task[None], None] = {}  #: running writes
+        self._writes = TaskRegistry(awaited)
 
     # -- the saved vote ----------------------------------------------------------------------------
 
@@ -131,15 +132,7 @@ class LogWriter(Generic[R]):
         The caller may be cancelled when its term ends.  The write goes on: a plan that was taken
         from the log must be completed before another write.
         """
-        write = asyncio.get_running_loop().create_task(self._write_plan(job))
-        self._unfinished[write] = None
-        write.add_done_callback(self._ended)
-        await asyncio.shield(write)
-
-    def _ended(self, write: asyncio.Task[None]) -> None:
-        del self._unfinished[write]
-        if not write.cancelled():
-            write.exception()  # raised to the caller, unless it was cancelled
+        await asyncio.shield(self._writes.spawn(self._write_plan(job)))
 
     async def _write_plan(self, job: int) -> None:
         log = self.log
@@ -190,7 +183,7 @@ class LogWriter(Generic[R]):
 
     async def close(self, clean: bool) -> None:
         """Finish the running writes, then close the log."""
-        await asyncio.gather(*self._unfinished, return_exceptions=True)
+        await self._writes.wait()
         async with self.lock:
             args = self._disk.storage, self.log, self._vote, clean
             await self._disk.write(partial(recovery.close_log, *args))

@@ -28,6 +28,7 @@ from pk.server.raft.messages import (
     VoteReply,
 )
 from pk.server.raft.voters import Voters
+from pk.tasks import TaskRegistry
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Caller
@@ -63,19 +64,17 @@ class Peers:
         self._running_since = RunningSince(world.clock)
         self._callers: dict[NodeId, Caller] = {}
         self._running: dict[NodeId, int] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry()
 
     def send(self, peer: Voter, message: Any) -> None:
         """Send `message`; post its reply or failure as an event."""
         if self._running.get(peer.node_id, 0) >= CALLS_MAX:
             return  # N1
         self._running[peer.node_id] = self._running.get(peer.node_id, 0) + 1
-        task = asyncio.get_running_loop().create_task(self._call(peer, message))
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._ended(done, peer.node_id))
+        task = self._tasks.spawn(self._call(peer, message))
+        task.add_done_callback(lambda _: self._ended(peer.node_id))
 
-    def _ended(self, task: asyncio.Task[None], node_id: NodeId) -> None:
-        self._tasks.pop(task, None)
+    def _ended(self, node_id: NodeId) -> None:
         self._running[node_id] -= 1
 
     async def _call(self, peer: Voter, message: Any) -> None:
@@ -126,13 +125,10 @@ class Peers:
     async def idle(self) -> None:
         """Return once no call is running."""
         while self._tasks:
-            await asyncio.wait(list(self._tasks))
+            await self._tasks.wait()
 
     async def close(self) -> None:
         """Cancel the running calls."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         for caller in self._callers.values():
             await caller.close()

@@ -14,7 +14,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 from typing import NamedTuple
 
 from pk import errors
@@ -22,6 +21,7 @@ from pk.backoff import Backoff, equal_jitter
 from pk.server.replica.context import BrokerContext
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
+from pk.tasks import TaskRegistry
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -50,12 +50,11 @@ class AlterPartitionManager:
         self._pending: dict[PartitionKey, PendingIsrChange] = {}
         self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (A2)
         self._not_before_ms: dict[PartitionKey, int] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
+        self._asking = False
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     def consider(self, partition: Partition) -> None:
         """Ask for another ISR if the leader's view of its followers says so."""
@@ -87,8 +86,9 @@ class AlterPartitionManager:
         self._pending[partition.key] = PendingIsrChange(
             leader, leader.partition_epoch, wanted, epochs
         )
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+        if not self._asking:
+            self._asking = True
+            self._tasks.spawn(self._run())
 
     async def _run(self) -> None:
         backoff = Backoff(AGAIN_MS, equal_jitter(self._core.world.rng))
@@ -106,7 +106,7 @@ class AlterPartitionManager:
                 # The answer came: what is left waits for the metadata log.  It did not: ask again.
                 await self._core.clock.sleep_ms(backoff.next_ms())
         finally:
-            self._task = None
+            self._asking = False
 
     def _open(self) -> bool:
         """Whether any change is pending (A1)."""

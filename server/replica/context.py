@@ -6,7 +6,6 @@ and imports neither the core nor the parts beside it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.metrics import BrokerMetrics
 from pk.server.replica.partition import Host, Partition
+from pk.tasks import TaskRegistry
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -63,7 +63,7 @@ class Fetchers(Protocol):
     """What this broker fetches from leaders (fetcher.py)."""
 
     @property
-    def changing(self) -> dict[PartitionKey, asyncio.Task[Any]]: ...
+    def changing(self) -> TaskRegistry: ...
 
     async def stand_still(self, partition: Partition) -> None: ...
 

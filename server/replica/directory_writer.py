@@ -25,6 +25,7 @@ from pk import limits
 from pk.log.batch_cache import BatchCache
 from pk.log.storage import Disk
 from pk.server.replica.space import DirectorySpace
+from pk.tasks import TaskRegistry
 
 
 class Appender(Protocol):
@@ -65,7 +66,8 @@ class LogDirWriter:
         self._current: dict[Appender, None] = {}
         self._round_waiters: list[asyncio.Future[None]] = []
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
+        self._task: asyncio.Task[None] | None = None  #: None once the last round has ended
 
     def submit(self, appender: Appender, size: int) -> None:
         """`appender` has decided `size` more bytes."""
@@ -73,7 +75,7 @@ class LogDirWriter:
         self.space.spend(size)
         self._dirty[appender] = None
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._rounds())
+            self._task = self._tasks.spawn(self._rounds())
 
     def done(self, size: int) -> None:
         """`size` decided bytes were completed or failed."""
@@ -128,7 +130,7 @@ class LogDirWriter:
             self._task = None
             self._end_of_round()
             if self._dirty:  # something was submitted while the last step of this task ran
-                self._task = asyncio.get_running_loop().create_task(self._rounds())
+                self._task = self._tasks.spawn(self._rounds())
 
     def _end_of_round(self) -> None:
         self._current = {}

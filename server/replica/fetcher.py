@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from pk import errors, limits
@@ -30,6 +31,7 @@ from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
 from pk.server.replica.context import BrokerContext
 from pk.server.replica.partition import Partition
+from pk.tasks import TaskRegistry
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -108,7 +110,7 @@ class ReplicaFetcherManager:
         self.core = core
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         #: logs being cut or begun anew: whoever wants such a log to stand still waits (F2)
-        self.changing: dict[PartitionKey, asyncio.Task[Any]] = {}
+        self.changing = TaskRegistry(partial(core.bug, "following a leader"))
 
     async def stand_still(self, partition: Partition) -> None:
         """Return once nothing that was decided for the log is under way."""
@@ -146,10 +148,7 @@ class ReplicaFetcherManager:
     async def close(self) -> None:
         for fetcher in list(self._fetchers.values()):
             await fetcher.close()
-        tasks = list(self.changing.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.changing.close()
 
 
 class ReplicaFetcher:
@@ -159,8 +158,8 @@ class ReplicaFetcher:
         self.core = core
         self.leader = leader
         self._replicas: dict[PartitionKey, Replica] = {}
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._run_task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry(partial(core.bug, "following a leader"))
+        self._started = False
         self._stream: Stream | None = None
         self._jitter = equal_jitter(core.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
@@ -178,8 +177,9 @@ class ReplicaFetcher:
 
     def add(self, replica: Replica) -> None:
         self._replicas[replica.key] = replica
-        if self._run_task is None:
-            self._run_task = asyncio.get_running_loop().create_task(self._run())
+        if not self._started:
+            self._started = True
+            self._tasks.spawn(self._run())
         self._poked.set()
         self._place_soon(replica)
 
@@ -201,7 +201,7 @@ class ReplicaFetcher:
     def again(self, replica: Replica, wait_ms: int = 0) -> None:
         """Set the position anew after a while."""
         replica.placed = False
-        self._spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
+        self._tasks.spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
     def no_room(self, replica: Replica) -> None:
         """What was fetched could not be stored: the leader must not wait for this replica (L16)."""
@@ -215,7 +215,7 @@ class ReplicaFetcher:
 
     def _place_soon(self, replica: Replica) -> None:
         if replica.current and self._stream is not None:
-            self._spawn(self._place(replica))
+            self._tasks.spawn(self._place(replica))
 
     async def _place(self, replica: Replica) -> None:
         """Set the fetch position once every append to the log is written or undone (F2)."""
@@ -250,21 +250,8 @@ class ReplicaFetcher:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self.core.bug("following a leader", bug)
-
     async def close(self) -> None:
-        tasks = [*self._tasks, *([self._run_task] if self._run_task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._stream is not None:
             self._stream.close()
 
@@ -321,7 +308,7 @@ class ReplicaFetcher:
         for replica in list(self._replicas.values()):
             replica.owed = 0
             self._place_soon(replica)
-        writer = asyncio.get_running_loop().create_task(self._write(stream, session[1]))
+        writer = self._tasks.spawn(self._write(stream, session[1]))
         try:
             while (raw := await stream.recv()) is not None:
                 self._take(frames.decode(raw))
@@ -389,7 +376,7 @@ class ReplicaFetcher:
         end = _kept_end(replica.partition)
         if end < log.log_end:  # the leader counts what is SYNCED: make it so, then ask
             replica.placed = False
-            self._spawn(self._sync(replica))
+            self._tasks.spawn(self._sync(replica))
             return
         request.positions.add(
             topic_id=replica.key.topic_id,
@@ -484,11 +471,9 @@ class ReplicaFetcher:
         replica.placed = False
         changing, key = self.core.fetchers.changing, replica.key
         assert key not in changing, "a position is answered once"
-        task = changing[key] = asyncio.get_running_loop().create_task(self._try(replica, work))
+        task = changing.spawn(self._try(replica, work), key)
 
         def done(ended: asyncio.Task[bool]) -> None:
-            del changing[key]
-            self._ended(ended)
             if not ended.cancelled() and not ended.exception() and not ended.result():
                 self.no_room(replica)
             else:

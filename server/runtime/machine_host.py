@@ -19,6 +19,7 @@ from pk import errors
 from pk.clock import Clock
 from pk.effects import Effect, Level, Machine, Publish, Respond, Send, SetTimer, Write
 from pk.server.runtime.timers import Timers
+from pk.tasks import TaskRegistry
 
 E = TypeVar("E")
 
@@ -64,11 +65,11 @@ class MachineHost(Generic[E]):
         self._writes: deque[Write] = deque()
         self._wake = asyncio.Event()
         self._wake_writer = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskRegistry(on_fatal)
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._run()), loop.create_task(self._write())]
+        self._tasks.spawn(self._run())
+        self._tasks.spawn(self._write())
 
     def post(self, event: E) -> None:
         """Queue an event.  Raises `ThrottledError` if the queue is full (H2)."""
@@ -78,9 +79,7 @@ class MachineHost(Generic[E]):
         self._wake.set()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _run(self) -> None:
         try:

@@ -21,6 +21,7 @@ from pk import errors
 from pk.clock import Clock
 from pk.effects import Effect, Replayed
 from pk.server.runtime.machine_host import QUEUE_MAX, Fatal
+from pk.tasks import TaskRegistry
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -93,22 +94,20 @@ class ReplayedHost(Generic[C, R]):
         self._queue_max = queue_max
         self._queue: deque[tuple[C, asyncio.Future[Any]]] = deque()
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()
         self._failed: BaseException | None = None
         self.machine = make()
 
     async def start(self) -> None:
         """Replay the log, then serve."""
         await self._log.replay(self.machine.apply)
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._tasks.spawn(self._run())
 
     async def close(self) -> None:
         """Stop the host.  Waiting and later commands are refused."""
         if self._failed is None:
             self._failed = errors.ControllerUnavailable("shutting down")
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         self._refuse(errors.ControllerUnavailable("shutting down"))
 
     async def ask(self, command: C) -> Any:

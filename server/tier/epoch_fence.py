@@ -29,6 +29,7 @@ from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import ReplicaEvent
 from pk.server.tier.context import TierContext
+from pk.tasks import TaskRegistry
 from pk.types import Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -80,7 +81,7 @@ class EpochFence:
 
     def __init__(self, core: TierContext) -> None:
         self._core = core
-        self._tasks: dict[PartitionKey, asyncio.Task[None]] = {}
+        self._tasks = TaskRegistry(partial(core.bug, "claiming a table"))  #: named by partition
         self._epochs: dict[PartitionKey, int] = {}
 
     def epoch(self, key: PartitionKey) -> int | None:
@@ -92,16 +93,8 @@ class EpochFence:
         self.cancel(partition.key)
         waits = f"{partition}: an unclean leader waits for the tier's table (rule T4)"
         partition.fail(errors.TierUnavailable(waits), ReplicaEvent.RECOVERY_BEGUN)
-        task = asyncio.get_running_loop().create_task(self._claim(partition, state))
-        self._tasks[partition.key] = task
+        self._tasks.spawn(self._claim(partition, state), partition.key)
         self._epochs[partition.key] = state.leader_epoch
-        task.add_done_callback(partial(self._ended, partition.key))
-
-    def _ended(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(key) is task:
-            del self._tasks[key]
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._core.bug("claiming a table", bug)
 
     def give_up(self, partition: Partition) -> None:
         """Another broker leads."""
@@ -111,16 +104,12 @@ class EpochFence:
 
     def cancel(self, key: PartitionKey) -> bool:
         """The topic or its disk is gone, or a newer epoch claims.  False if there was no claim."""
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
+        self._tasks.cancel(key)
         return self._epochs.pop(key, None) is not None
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for key in list(self._tasks):
-            self.cancel(key)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._epochs.clear()
+        await self._tasks.close()
 
     async def _claim(self, partition: Partition, state: PartitionState) -> None:
         core = self._core
@@ -166,11 +155,8 @@ class EpochFence:
             local_end=log.written_end,
             table_end=table.end,
         )
-        changing = self._core.fetchers.changing
-        task = changing[partition.key] = asyncio.get_running_loop().create_task(
-            self._begin_at_table(partition, table.end, start)
-        )
-        task.add_done_callback(lambda _: changing.pop(partition.key, None))
+        work = self._begin_at_table(partition, table.end, start)
+        task = self._core.fetchers.changing.spawn(work, partition.key)
         await asyncio.shield(task)  # a claim that ends must not leave it half done
 
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pk
 from pk import errors, limits, tracing
 from pk.backoff import Backoff, equal_jitter
+from pk.tasks import TaskRegistry
 from pk.tiering.damage import range_of
 from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
@@ -78,7 +80,7 @@ class TierNode:
         self._log = log
         self._metrics = metrics
         self._listener: Listener | None = None
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = TaskRegistry(partial(self._bug, "tier node"))
         self._reports = asyncio.Event()
         self._fetches = asyncio.Semaphore(FETCHES_MAX)
         self.worker = TierWorker(
@@ -117,28 +119,15 @@ class TierNode:
             self._listener = await self.world.network.listen(self.run.tier_address, self._accept)
         except OSError as cause:
             raise errors.AddressInUse(f"{self.run.tier_address}: {cause}") from cause
-        self._spawn(self._run())
+        self._tasks.spawn(self._run())
 
     async def close(self) -> None:
         """Stop.  A commit under way may land or not; the next start reads the table (rule T5)."""
         if self._listener is not None:
             await self._listener.close(GRACE_MS)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.worker.close()
         await self._broker.close()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._bug("tier node", bug)
 
     def _bug(self, where: str, bug: BaseException) -> None:
         if self._log is not None:
@@ -162,9 +151,9 @@ class TierNode:
 
     async def _run(self) -> None:
         await self._probe()
-        self._spawn(self._report())
+        self._tasks.spawn(self._report())
         if self._metrics is not None:
-            self._spawn(self._count(self._metrics))
+            self._tasks.spawn(self._count(self._metrics))
         await self._poll()
 
     async def _probe(self) -> None:

@@ -24,6 +24,7 @@ from functools import partial
 from pk import errors
 from pk.backoff import Backoff
 from pk.server.tier.context import TierContext
+from pk.tasks import TaskRegistry
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
 
@@ -38,26 +39,16 @@ class Purges:
 
     def __init__(self, core: TierContext) -> None:
         self._core = core
-        self._tasks: dict[TopicId, asyncio.Task[None]] = {}
+        self._tasks = TaskRegistry(partial(core.bug, "purging the tier"))  #: named by topic id
         self._turns = asyncio.Semaphore(PURGES_AT_ONCE)
 
     def begin(self, topic_id: TopicId, topic: str) -> None:
         if topic_id in self._tasks or not self._core.tier.enabled:
             return
-        task = asyncio.get_running_loop().create_task(self._purge(topic_id, topic))
-        self._tasks[topic_id] = task
-        task.add_done_callback(partial(self._ended, topic_id))
-
-    def _ended(self, topic_id: TopicId, task: asyncio.Task[None]) -> None:
-        del self._tasks[topic_id]
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._core.bug("purging the tier", bug)
+        self._tasks.spawn(self._purge(topic_id, topic), topic_id)
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _purge(self, topic_id: TopicId, topic: str) -> None:
         core = self._core

@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.clock import Clock
+from pk.tasks import TaskRegistry
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import Disconnected, Network, Stream, StreamKind
@@ -161,7 +162,7 @@ class Caller:
         self._on_push = on_push
         self._on_break = on_break
         self._stream: Stream | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks = TaskRegistry()  #: readers of streams
         self._opening: asyncio.Lock | None = None
         self._pending: dict[int, asyncio.Future[frames.Frame]] = {}
         self._next_id = 1
@@ -186,7 +187,7 @@ class Caller:
                     stream.close()
                     raise errors.BrokerUnavailable(f"{self._address()}: closed")
                 self._stream = stream
-                self._reader = asyncio.get_running_loop().create_task(self._read(stream))
+                self._tasks.spawn(self._read(stream))
         assert self.peer is not None
         return self.peer
 
@@ -260,12 +261,9 @@ class Caller:
     async def close(self) -> None:
         """Close the stream; calls in flight fail."""
         self._closed = True
-        stream, reader = self._stream, self._reader
-        if stream is not None:
-            self._broke(stream, "closed")
-        if reader is not None and reader is not asyncio.current_task():
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+        if self._stream is not None:
+            self._broke(self._stream, "closed")
+        await self._tasks.close()
 
 
 async def serve_control(
@@ -277,21 +275,16 @@ async def serve_control(
 ) -> None:
     """Answer requests of an accepted stream until it ends; at most `calls_max` run at once."""
     gate = asyncio.Semaphore(calls_max)
-    running: dict[asyncio.Task[None], None] = {}
-    loop = asyncio.get_running_loop()
+    running = TaskRegistry()
     try:
         while (raw := await stream.recv()) is not None:
             frame = frames.decode(raw)
             await gate.acquire()
-            task = loop.create_task(_answer(stream, handlers, frame, gate, on_error))
-            running[task] = None
-            task.add_done_callback(lambda done: running.pop(done, None))
+            running.spawn(_answer(stream, handlers, frame, gate, on_error))
     except (Disconnected, errors.CorruptBatch):
         pass
     finally:
-        for task in list(running):
-            task.cancel()
-        await asyncio.gather(*list(running), return_exceptions=True)
+        await running.close()
         stream.close()
 
 

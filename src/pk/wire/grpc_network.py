@@ -37,6 +37,7 @@ import grpc
 import grpc.aio
 
 from pk import limits
+from pk.tasks import TaskRegistry
 from pk.wire.waiters import Waiters, wait_in, wake_all
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
@@ -125,6 +126,7 @@ class _GrpcStream:
         self._drained: asyncio.Future[None] | None = None  # the read pump, ahead by a window
         self._to_write: asyncio.Future[None] | None = None  # the write pump, idle
         self._writable: Waiters = deque()  # tasks in send
+        self._tasks = TaskRegistry()
         self._pumps: list[asyncio.Task[None]] = []
 
     # -- the transport: what the two ends do differently -------------------------------------------
@@ -207,8 +209,8 @@ class _GrpcStream:
 
     def _start_pumps(self) -> None:
         self._pumps = [
-            self._loop.create_task(self._pump_in()),
-            self._loop.create_task(self._pump_out()),
+            self._tasks.spawn(self._pump_in()),
+            self._tasks.spawn(self._pump_out()),
         ]
 
     def _abandon(self) -> None:
@@ -304,7 +306,6 @@ class _ClientStream(_GrpcStream):
         super().__init__(peer)
         self._call = call
         self._released = released
-        self._closer: asyncio.Task[None] | None = None
 
     async def _read_message(self) -> bytes:
         try:
@@ -332,7 +333,7 @@ class _ClientStream(_GrpcStream):
 
     def start(self) -> None:
         self._start_pumps()
-        self._closer = self._loop.create_task(self._run())
+        self._tasks.spawn(self._run())
 
     async def _run(self) -> None:
         """After `close`: flush, say the end, wait for the peer's.  At last, or at a break: free."""
@@ -366,7 +367,7 @@ class GrpcNetwork:
         self._connect_timeout_ms = connect_timeout_ms
         self._request_bytes_max = request_bytes_max
         self._channels: dict[tuple[str, bool], _Channel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskRegistry()
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream; two channels per peer, control and data (P3).
@@ -410,9 +411,7 @@ class GrpcNetwork:
         if channel.streams == 0:
             if self._channels.get(key) is channel:
                 del self._channels[key]
-            task = asyncio.get_running_loop().create_task(channel.grpc.close(None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.spawn(channel.grpc.close(None))
 
     async def listen(
         self, address: str, handler: StreamHandler, front: Front | None = None
@@ -430,8 +429,7 @@ class GrpcNetwork:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.grpc.close(None)
-        if self._closing:
-            await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.wait()
 
 
 # -- the server's end --------------------------------------------------------------------------
@@ -461,7 +459,6 @@ class _ServerStream(_GrpcStream):
         self._front = front
         self._carried = peer
         #: May outlive the call: it learns of a break from recv or send and may wait elsewhere.
-        self.handler: asyncio.Task[None] | None = None
 
     async def _read_message(self) -> bytes:
         message = await self._context.read()
@@ -480,10 +477,10 @@ class _ServerStream(_GrpcStream):
         if self._front is not None:
             self._front.admit(self._carried, known)
 
-    async def run(self, handler: Coroutine[Any, Any, None]) -> None:
+    async def run(self, handler: Coroutine[Any, Any, None], handlers: TaskRegistry) -> None:
         """Drive the stream until the handler ends, flush what it sent; status OK follows (N2)."""
         self._start_pumps()
-        task = self.handler = self._loop.create_task(handler)
+        task = handlers.spawn(handler)
         _, writer = self._pumps
         try:
             await asyncio.wait((task, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -508,7 +505,7 @@ class _GrpcListener:
         self._front = front
         limit = ("grpc.max_receive_message_length", request_bytes_max)
         self._server = grpc.aio.server(options=(*SERVER_OPTIONS, limit))
-        self._left: dict[asyncio.Task[None], None] = {}
+        self._handlers = TaskRegistry()
         self._address = ""
         methods = {
             kind.value: grpc.stream_stream_rpc_method_handler(self._serve(kind))
@@ -538,13 +535,7 @@ class _GrpcListener:
                 self._front.began(context.peer())
             await context.send_initial_metadata(())
             stream = _ServerStream(context, self._front)
-            try:
-                await stream.run(self._guard(kind, stream))
-            finally:
-                left = stream.handler
-                if left is not None and not left.done():
-                    self._left[left] = None
-                    left.add_done_callback(lambda done: self._left.pop(done, None))
+            await stream.run(self._guard(kind, stream), self._handlers)
 
         return serve
 
@@ -560,12 +551,8 @@ class _GrpcListener:
     async def close(self, grace_ms: int) -> None:
         """Accept nothing new, wait `grace_ms` for open streams, then break them."""
         await self._server.stop(grace_ms / 1000)
-        left = list(self._left)
-        if left:  # they learn of it from recv or send
-            await asyncio.wait(left, timeout=HANDLER_GRACE_S)
-        for handler in left:
-            handler.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._handlers.wait(HANDLER_GRACE_S)  # they learn of it from recv or send
+        await self._handlers.close()
 
 
 def _bind_error(address: str) -> OSError:

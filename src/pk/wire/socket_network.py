@@ -28,10 +28,12 @@ import secrets
 import socket
 import stat
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from pk import errors, limits
 from pk.clock import SystemClock
+from pk.tasks import TaskRegistry, awaited
 from pk.wire.connection_quotas import ConnectionQuotas, host_of
 from pk.wire.dead_peers import DeadPeerDetector
 from pk.wire.grpc_network import (
@@ -252,9 +254,9 @@ class _PkListener:
         self._sock: socket.socket | None = None
         self._address = ""
         self._behind: Listener | None = None  # grpc's own address, for this process alone
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting = TaskRegistry()
         self._dead_peers = DeadPeerDetector()
-        self._tasks: dict[asyncio.Task[None], _Connection] = {}  # one per accepted connection
+        self._tasks = TaskRegistry()  # one per accepted connection
         self._carried: dict[str, _Connection] = {}  # by what grpc calls their peers
         bytes_max = None if memory is None else memory.budget.bytes_max
         self._quotas: ConnectionQuotas[_Connection] = ConnectionQuotas(
@@ -276,7 +278,7 @@ class _PkListener:
         except BaseException:
             self._sock.close()
             raise
-        self._accepting = self._loop.create_task(self._accept(self._sock))
+        self._accepting.spawn(self._accept(self._sock))
 
     # -- grpc_network.Front ------------------------------------------------------------------------
 
@@ -318,12 +320,10 @@ class _PkListener:
                     sock.close()
                     break
             else:
-                task = connection.task = self._loop.create_task(self._serve(connection))
-                self._tasks[task] = connection
-                task.add_done_callback(self._done)
+                task = connection.task = self._tasks.spawn(self._serve(connection))
+                task.add_done_callback(partial(self._done, connection))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        connection = self._tasks.pop(task)
+    def _done(self, connection: _Connection, _: asyncio.Task[None]) -> None:
         if connection.stream is None:  # a stream owns its socket
             connection.sock.close()
         self._quotas.leave(connection)
@@ -389,17 +389,15 @@ class _PkListener:
         self._carried[name] = connection
         silent = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, self._silent, connection)
         ways: list[Coroutine[Any, Any, None]] = [_carry(sock, behind), _carry(behind, sock)]
-        tasks: list[asyncio.Task[None]] = []
+        tasks = TaskRegistry(awaited)
         try:
             await self._loop.sock_sendall(behind, opening)
-            tasks = [self._loop.create_task(way) for way in ways]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            carrying = [tasks.spawn(way) for way in ways]
+            await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
         finally:
             silent.cancel()
             del self._carried[name]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await tasks.close()
             sock.close()
             behind.close()
 
@@ -410,26 +408,21 @@ class _PkListener:
 
     async def close(self, grace_ms: int) -> None:
         """Accept nothing new, wait `grace_ms` for open streams, then break them."""
-        assert self._accepting is not None
         assert self._sock is not None
         assert self._behind is not None
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
+        await self._accepting.close()
         self._sock.close()
         if self._address.startswith("unix:"):
             _unlink(self._address.removeprefix("unix:"))
-        control = self._loop.create_task(self._behind.close(grace_ms))
+        closing = TaskRegistry()
+        control = closing.spawn(self._behind.close(grace_ms))
         if self._dead_peers.streams and self._tasks:  # else they only wait for their peers' ends
-            await asyncio.wait(list(self._tasks), timeout=grace_ms / 1000)
+            await self._tasks.wait(grace_ms / 1000)
         for stream in list(self._dead_peers.streams):
             stream.abort("the server shuts down")
         await control
-        left = list(self._tasks)
-        if left:  # they learn of it from recv or send
-            await asyncio.wait(left, timeout=HANDLER_GRACE_S)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._tasks.wait(HANDLER_GRACE_S)  # they learn of it from recv or send
+        await self._tasks.close()
 
 
 def _kind_of(opening: bytes) -> StreamKind | None:

@@ -62,7 +62,7 @@ def test_expired_segments_go_and_log_start_is_durable_first(
         assert sum(name.endswith(".log.deleted") for name in names) == 3
         await rig.mine.clock.sleep_ms(1_500)
         scheduler._remove_pending_delete(rig.mine.clock.monotonic_ms())
-        await asyncio.gather(*scheduler._jobs.values())
+        await scheduler._jobs.wait()
         assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
 
     rig.run(story)

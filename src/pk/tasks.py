@@ -1,0 +1,91 @@
+"""The background tasks of one owner.
+
+World-generic.  The event loop keeps only a weak reference to a task, does not end it with the
+object that started it, and reports its exception when the task is collected, if ever.  A
+`TaskRegistry` keeps its owner's tasks until they end, reports a failure at once, and ends what is
+left when the owner closes.
+
+`asyncio.TaskGroup` does not fit: one failure ends all its siblings, and it cancels in the order of
+a set, which follows memory addresses and not the seed of a simulation.
+
+Invariants
+  B1  tasks are cancelled, and waited for, in the order in which they were started
+  B2  a name belongs to at most one task; a cancelled task gives up its name at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def awaited(failure: BaseException) -> None:
+    """For `on_failure`: another task awaits the result and has the error from there."""
+
+
+class TaskRegistry:
+    """The tasks that one owner started and that have not ended.
+
+    on_failure: called with the exception of a task that failed; cancellation is no failure.  None
+    leaves the exception to the event loop's handler, unless somebody retrieves it.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._on_failure = on_failure
+        self._tasks: dict[asyncio.Task[Any], Hashable] = {}  #: task → its name
+        self._named: dict[Hashable, asyncio.Task[Any]] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: Hashable = None) -> asyncio.Task[T]:
+        """Start `work`.  `name` must be free (B2); None = the task has no name."""
+        assert name is None or name not in self._named, f"{name} runs already"
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = name
+        if name is not None:
+            self._named[name] = task
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        name = self._tasks.pop(task)
+        if self._named.get(name) is task:
+            del self._named[name]
+        if self._on_failure is not None and not task.cancelled():
+            failure = task.exception()
+            if failure is not None:
+                self._on_failure(failure)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(list(self._tasks))
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Whether a task of this name runs."""
+        return name in self._named
+
+    def get(self, name: Hashable) -> asyncio.Task[Any] | None:
+        """The running task of this name."""
+        return self._named.get(name)
+
+    def cancel(self, name: Hashable) -> None:
+        """End the task of this name, if there is one; the name is free at once (B2)."""
+        task = self._named.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the tasks that run now have ended, or after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Cancel every task and wait until it has ended; the calling task is left out."""
+        own = asyncio.current_task()
+        tasks = [task for task in self._tasks if task is not own]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
