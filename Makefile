@@ -81,8 +81,8 @@ sim: $(VENV)/.ready ## one seeded run of the whole cluster in virtual time (SEED
 	$(PY) -m pk.sim $(or $(SEED),1) $(ARGS)
 
 .PHONY: sim-long
-sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable, into docs/sim-long.jsonl
-	$(PY) -m pk.sim.long --seeds $(SEEDS) --results docs/sim-long.jsonl $(ARGS)
+sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable from .sim/long.jsonl, into docs/sim-long.md
+	$(PY) -m pk.sim.long --seeds $(SEEDS) --summary docs/sim-long.md $(ARGS)
 
 .PHONY: canaries
 canaries: $(VENV)/.ready ## look again for the seeds that notice what is broken on purpose

@@ -7,6 +7,9 @@ once how it is replayed.  At the end the counters of the whole campaign are prin
 seed did, or if something that must be met was not met once: a promise that was never in danger was
 not tested.
 
+The rows stay out of the repository.  `--summary FILE` writes the outcome as a page that can be
+committed: which sources and seeds, the verdict, the counters.
+
 What was tested is the content of the production sources and of what draws a seed's options,
 committed or not; the commit is written beside it.  The rest of the simulator makes and judges the
 histories: rows of another one count, and how many there are is said; where one found fault, the
@@ -41,7 +44,7 @@ from pk.sim.campaign import Report, Run
 from pk.sim.options import CHORES, FAULTS, drawn
 from pk.sim.world import TRACE_TAIL, SimWorld
 
-RESULTS = ".sim/results.jsonl"
+RESULTS = ".sim/long.jsonl"
 FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
@@ -220,6 +223,40 @@ def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return lines, failed
 
 
+def joined(rows: Iterable[dict[str, Any]], name: str) -> str:
+    """The different values of a column, in the order of the seeds."""
+    return ", ".join(dict.fromkeys(str(row[name]) for row in rows))
+
+
+def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
+    """The page of a campaign: what was tested, how it ended, what it met."""
+    ordered = sorted(rows, key=lambda each: int(each["seed"]))
+    lines, failed = verdict(ordered)
+    *counts, total = lines
+    seeds = [row["seed"] for row in ordered]
+    facts = {
+        "sources, by content": f"`{key['tested']}`",
+        "simulator, by content": joined(ordered, "simulator"),
+        "commit": joined(ordered, "commit"),
+        "seeds": f"{len(seeds)}, from {seeds[0]} to {seeds[-1]}" if seeds else "none",
+        "fault phase of a seed": f"{key['fault_ms']} ms of virtual time",
+        "acknowledged records of a seed": f"at least {key['acknowledged_min']}",
+        "verdict": f"**{'FAILED' if failed else 'ok'}**",
+        "in sum": total,
+    }
+    return "\n".join(
+        [
+            "# The last long campaign of simulated clusters", "",
+            "`make sim-long` writes this page ([TESTING.md](TESTING.md)). The rows, one a seed,",
+            "are in `.sim/long.jsonl` and are not committed.", "",
+            "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
+            *(["## Failures", "", *(f"- {each}" for each in failed), ""] if failed else []),
+            "## What it met", "", "| counter | total |", "|---|---:|",
+            *("| {} | {} |".format(*each.rsplit(maxsplit=1)) for each in counts), "",
+        ]
+    )  # fmt: skip
+
+
 # -- the campaign ----------------------------------------------------------------------------------
 
 
@@ -319,6 +356,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fault-ms", type=int, default=FAULT_MS)
     parser.add_argument("--acknowledged-min", type=int, default=ACKNOWLEDGED_MIN)
     parser.add_argument("--results", type=Path, default=Path(RESULTS))
+    parser.add_argument("--summary", type=Path, help="write the outcome there, as Markdown")
     return parser.parse_args(arguments)
 
 
@@ -354,6 +392,8 @@ def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int
     if others:
         lines.append(f"{others} seeds were judged by another version of the simulator")
     console.print("\n".join([*lines, *failed, "FAILED" if failed else "ok"]))
+    if asked.summary is not None:
+        asked.summary.write_text(summary(key, rows.values()))
     return 1 if failed else 0
 
 

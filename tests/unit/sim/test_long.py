@@ -73,6 +73,7 @@ class Campaign:
         self.now_ms = 0
         self.tested = "one"
         self.results = tmp_path / "results.jsonl"
+        self.summary = tmp_path / "summary.md"
         monkeypatch.setattr(long, "finished", self._finished)
         monkeypatch.setattr(long, "tested", lambda _: self.tested)
         monkeypatch.setattr(long, "commit", lambda: f"commit{len(self.ran)}")
@@ -83,9 +84,9 @@ class Campaign:
             self.now_ms += MINUTE_MS
             yield row(seed, "V6: lost" if seed in self.bad else "ok")
 
-    def run(self, seeds: int) -> int:
+    def run(self, seeds: int, *more: str) -> int:
         arguments = ["--seeds", str(seeds), "--fault-ms", "7", "--results", str(self.results)]
-        return main(arguments, lambda: self.now_ms)
+        return main([*arguments, *more], lambda: self.now_ms)
 
 
 @pytest.fixture
@@ -104,6 +105,29 @@ def test_a_commit_that_changes_nothing_that_is_tested_runs_no_seed_again(
     campaign.tested = "another"
     campaign.run(1)
     assert campaign.ran == [1, 2, 3, 1]
+
+
+def test_the_summary_says_what_was_tested_and_how_it_ended(campaign: Campaign) -> None:
+    """The rows stay out of the repository: the page must name sources, seeds, verdict, counters."""
+    assert campaign.run(2) == 0
+    assert not campaign.summary.exists()  # only where it is asked for
+    assert campaign.run(3, "--summary", str(campaign.summary)) == 0
+    page = campaign.summary.read_text()
+    assert page.startswith("# ")
+    assert "| sources, by content | `one` |" in page
+    assert "| commit | commit0, commit2 |" in page
+    assert "| seeds | 3, from 1 to 3 |" in page
+    assert "| verdict | **ok** |" in page
+    assert "| ISR expand | 3 |" in page
+    assert "## Failures" not in page
+
+
+def test_the_summary_names_the_seeds_that_failed(campaign: Campaign) -> None:
+    campaign.bad = {2}
+    assert campaign.run(2, "--summary", str(campaign.summary)) == 1
+    page = campaign.summary.read_text()
+    assert "| verdict | **FAILED** |" in page
+    assert "- seed 2: V6: lost" in page
 
 
 def test_rows_of_another_simulator_count_and_are_told_of(
