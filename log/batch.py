@@ -122,11 +122,6 @@ class Header(NamedTuple):
         return bool(self.attributes & OFFSET_DELTAS)
 
     @property
-    def has_keys(self) -> bool:
-        """False: every key is null."""
-        return bool(self.attributes & KEY)
-
-    @property
     def has_null_keys(self) -> bool:
         """Some key is null; exact, because an all-null column is left out and a full one has no
         null flag.

@@ -19,7 +19,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 Buffer = bytes | bytearray | memoryview
@@ -137,6 +137,3 @@ class Disk(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-ReadLane = Callable[[Callable[[], T]], Awaitable[T]]

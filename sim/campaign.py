@@ -74,7 +74,6 @@ class Report:
     tiered_rows: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    events_said: dict[str, int] = field(default_factory=dict)  #: log lines of the processes
 
     @property
     def line(self) -> str:
@@ -272,7 +271,6 @@ class Run:
             "snapshot loads of voters": self.cluster.snapshot_loads[CONTROLLER],
             "snapshot loads of brokers": self.cluster.snapshot_loads[BROKER],
         }
-        report.events_said = dict(self.cluster.events)
 
     def _whole(self) -> None:
         self.world.record(f"options {self.options}")

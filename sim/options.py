@@ -79,7 +79,6 @@ _LATER_CHORES = ("reassign_back", "toggle")
 CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
-MACHINES_MAX = 5  #: of one role
 #: Between two snapshots of the metadata log: seldom in a run, or so often that who was away for a
 #: moment has to load one.
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)

@@ -30,7 +30,7 @@ from pk.types import Offset
 #: A footer is looked for in so many last bytes first; a longer one costs a second request.
 TAIL_BYTES = 64 * 1024
 FOOTER_BYTES_MAX = 64 * 1024 * 1024
-TIME_MIN, TIME_MAX = -(2**62), 2**62
+TIME_MAX = 2**62
 #: What a look-up by time reads.
 TIMES = pa.schema([FILE_SCHEMA.field(name) for name in ("offset", "timestamp", "leader_epoch")])
 _TRAILER = struct.Struct("<I4s")

@@ -27,7 +27,7 @@ from pk import errors
 from pk.tiering import accounting
 from pk.tiering.accounting import suspects
 from pk.tiering.data_files import DataFile, NewFile
-from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_data_path
+from pk.tiering.layout import SUM_MODULUS, PartitionCounters
 from pk.tiering.table import Commit, Snapshot
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
@@ -356,8 +356,3 @@ def partition_state(snapshot: Snapshot, partition: int) -> wire.TierPartitionSta
         files=len(files),
         bytes=snapshot.bytes_of(partition),
     )
-
-
-def is_copied_range(path: str) -> bool:
-    """Whether the copier made this file, so that its range can be read from its name."""
-    return parse_data_path(path) is not None

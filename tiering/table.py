@@ -309,14 +309,6 @@ class MemoryTables:
         """Someone removes the newest versions from the log."""
         del self.states[uri].versions[-versions:]
 
-    def alter_protocol(self, uri: str, protocol: TableProtocol) -> None:
-        """Someone turns a table feature on."""
-        state = self.states[uri]
-        newest = state.versions[-1]
-        state.versions.append(
-            Snapshot(newest.version + 1, newest.table_id, newest.files, newest.counters, protocol)
-        )
-
     def damage(self, uri: str, altered: Callable[[Snapshot], Snapshot]) -> None:
         """Bits of the log flip: what is loaded from now on is `altered`, of which no commit says
         so (rule T2)."""

@@ -63,7 +63,6 @@ class Copied:
 
     end: Offset
     epoch: Epoch
-    log_bytes: int
     file: BuiltFile | None
 
 
@@ -116,7 +115,7 @@ def _copy(
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue
                 if builder.size >= large:
-                    return Copied(header.base_offset, epoch, taken, builder.finish())
+                    return Copied(header.base_offset, epoch, builder.finish())
                 epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
                 builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
                 damaged = (header.next_offset, piece.next_offset)  # if the next does not parse
@@ -125,7 +124,7 @@ def _copy(
         at = min(max(at, piece.next_offset), limit)
     if at == start:
         raise errors.OffsetOutOfRange(f"{source.path} has nothing stable at {start} yet")
-    return Copied(at, epoch, taken, builder.finish())
+    return Copied(at, epoch, builder.finish())
 
 
 def named(

@@ -154,7 +154,3 @@ class InSync:
         """M4: until its log was compared again."""
         self._known.pop(replica, None)
         self._full.pop(replica, None)
-
-    def lag_of(self, replica: NodeId, log_end: Offset) -> int:
-        """Records `replica` has not confirmed yet."""
-        return max(0, log_end - self.end_of(replica))

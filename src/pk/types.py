@@ -50,17 +50,6 @@ class PartitionKey(NamedTuple):
         return f"{self.topic_id}:{self.partition}"
 
 
-class OffsetRange(NamedTuple):
-    """Offsets `[start, end)`."""
-
-    start: Offset
-    end: Offset
-
-    @property
-    def empty(self) -> bool:
-        return self.end <= self.start
-
-
 class EpochStart(NamedTuple):
     """`epoch` began at `start_offset` (KIP-101): one entry of the leader-epoch cache."""
 

@@ -109,9 +109,6 @@ class ConnectionQuotas(Generic[C]):
         self._known.pop(connection, None)
         del self._address[connection]
 
-    def is_pending(self, connection: C) -> bool:
-        return connection in self._pending
-
     def _forget_client(self, connection: C) -> None:
         if connection in self._pending or connection in self._known:
             return

@@ -8,14 +8,7 @@ import sys
 import pytest
 
 import pk
-from pk.types import OffsetRange, PartitionKey, TopicPartition
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "empty"), [(0, 0, True), (0, 1, False), (5, 4, True), (7, 9, False)]
-)
-def test_ranges_are_half_open(start: int, end: int, empty: bool) -> None:
-    assert OffsetRange(start, end).empty is empty
+from pk.types import PartitionKey, TopicPartition
 
 
 def test_partitions_print_as_kafkas_do() -> None:

@@ -44,7 +44,6 @@ def test_header_says_what_was_encoded() -> None:
     ) == (7, 2, 40, 42)
     assert header.length == len(RAW)
     assert header.codec == "none"
-    assert header.has_keys
     assert header.has_null_keys
     assert header.idempotent
     assert not header.transactional | header.control | header.sparse | header.log_append_time
