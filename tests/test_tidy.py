@@ -62,7 +62,6 @@ WORLD_GENERIC = {
     "pk.wire.calls",
     "pk.log.checkpointing",
     "pk.log.manager",
-    "pk.log.partition_log",
     "pk.client.network_client",
     "pk.client.described",
     "pk.client.fetch_engine",
