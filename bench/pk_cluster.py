@@ -34,7 +34,7 @@ class PkCluster(PkSide):
 
     def start(self, folder: Path) -> None:
         from pk import AdminClient
-        from pk.cli.embedded_cluster import EmbeddedCluster
+        from pk.cli.embedded import EmbeddedCluster
 
         self._folder = folder
         self._cluster = EmbeddedCluster(folder, nodes=CLUSTER_NODES, settings=SETTINGS)

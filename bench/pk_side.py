@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,6 +18,8 @@ WARM_UP = 1_000_000
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30
 TIER_TIMEOUT_S = 300
+#: A deleted topic's files go at once, as on the other side.
+SETTINGS = {"file_delete_delay_ms": 1000}
 
 
 class PkSide:
@@ -33,45 +32,22 @@ class PkSide:
         tier = "with a file:// tier" if tiered else "without a tier"
         self.description = f"pk, one node {tier}, default settings, its Python client"
         self._folder = Path()
-        self._process: subprocess.Popen[str] | None = None
+        self._server: Any = None
         self._admin: Any = None
         self.address = ""
 
     def start(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        command = [
-            sys.executable,
-            "-m",
-            "pk.cli",
-            "server",
-            "start",
-            "--dir",
-            str(folder / "data"),
-            "--json",
-        ]
-        # a deleted topic's files go at once, as on the other side
-        command += ["--listen", "127.0.0.1:0", "--set", "file_delete_delay_ms=1000"]
-        if self.tiered:
-            (folder / "tier").mkdir(exist_ok=True)
-            command += ["--tier-url", (folder / "tier").as_uri()]
-        with (folder / "pk.err").open("wb") as errors:
-            self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        first: list[str] = []
-        assert self._process.stdout is not None
-        reader = threading.Thread(
-            target=lambda out=self._process.stdout: first.append(out.readline()), daemon=True
-        )
-        reader.start()
-        reader.join(START_TIMEOUT_S)
-        if not first or not first[0].strip():
-            self.stop()
-            raise SideFailed(f"pk did not start:\n{(folder / 'pk.err').read_text()[-2000:]}")
-        self.address = json.loads(first[0])["address"]
-        from pk import AdminClient
+        from pk import AdminClient, errors
+        from pk.cli.embedded import EmbeddedServer
 
+        self._folder = folder
+        tier = (folder / "tier").as_uri() if self.tiered else ""
+        self._server = EmbeddedServer(folder, tier_url=tier, settings=SETTINGS)
+        try:
+            self._server.start(START_TIMEOUT_S)
+        except errors.PkError as problem:
+            raise SideFailed(f"pk did not start: {problem}") from problem
+        self.address = self._server.address
         self._admin = AdminClient(self.address)
         self._make_probe()
 
@@ -82,19 +58,15 @@ class PkSide:
         if self._admin is not None:
             self._admin.close()
             self._admin = None
-        if self._process is None:
+        if self._server is None:
             return
         processes.thaw(self.pids())
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+        self._server.stop(STOP_TIMEOUT_S)
+        self._server = None
 
     def pids(self) -> list[int]:
-        return [] if self._process is None else processes.children(self._process.pid)
+        running = self._server is not None and self._server.running
+        return processes.children(self._server.pid) if running else []
 
     def create_topic(
         self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None

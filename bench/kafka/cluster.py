@@ -24,7 +24,7 @@ from bench.kafka.broker import (
 )
 from bench.kafka.side import KafkaSide
 from bench.sides import CLUSTER_NODES, Pulse, SideFailed
-from pk.cli.embedded_cluster import free_ports
+from pk.cli.embedded import ReservedPorts
 
 WHOLE_S = 180.0
 
@@ -37,12 +37,13 @@ class KafkaNodes(KafkaBroker):
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._ports: dict[int, int] = {}
         self._folder = Path()
+        self._reserved = ReservedPorts()
 
     def start(self, folder: Path) -> None:
         """Format and start all; returns when every port is open."""
         self._folder = folder
         ids = range(1, CLUSTER_NODES + 1)
-        ports = free_ports(2 * CLUSTER_NODES)
+        ports = [self._reserved.draw() for _ in range(2 * CLUSTER_NODES)]
         self._ports = dict(zip(ids, ports, strict=False))
         controllers = dict(zip(ids, ports[CLUSTER_NODES:], strict=True))
         voters = ",".join(f"{node}@127.0.0.1:{port}" for node, port in controllers.items())

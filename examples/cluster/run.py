@@ -8,7 +8,6 @@ second kills.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,9 +15,12 @@ import tomllib
 from pathlib import Path
 from types import FrameType
 
-PK = (sys.executable, "-m", "pk.cli")
+from pk import errors
+from pk.cli.embedded import ServerProcess, pk_command
+
 FILES = sorted(Path(__file__).parent.glob("node*.toml"))
 LOGS = Path(".cluster")
+START_TIMEOUT_S = 120.0
 
 USE = """
 Three nodes serve; any of them knows the others:
@@ -32,45 +34,33 @@ shell: pk server start --config examples/cluster/node1.toml
 Ctrl-C drains and stops all three; rm -r .cluster forgets them."""
 
 
-def start(file: Path) -> subprocess.Popen[str]:
-    """One node; Ctrl-C reaches this process only, which hands it on."""
-    with (LOGS / f"{file.stem}.log").open("a") as log:
-        return subprocess.Popen(
-            [*PK, "server", "start", "--json", "--config", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-
-
 def main() -> int:
     """Format, start, wait; the exit code."""
     LOGS.mkdir(exist_ok=True)
     for file in FILES:
         options = ["--config", str(file), "--initial-controllers", "--ignore-formatted"]
-        subprocess.run([*PK, "server", "format", *options], check=True)
-    nodes = {file: start(file) for file in FILES}
+        subprocess.run(pk_command("server", "format", *options), check=True)
+    nodes = {file: ServerProcess(file, LOGS / f"{file.stem}.log") for file in FILES}
 
     def stop(_number: int = 0, _frame: FrameType | None = None) -> None:
         for node in nodes.values():
-            if node.poll() is None:
-                node.send_signal(signal.SIGTERM)
+            node.ask_to_stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    failed = []
+    for node in nodes.values():
+        node.spawn()
+    failed = False
     for file, node in nodes.items():
-        assert node.stdout is not None
-        said = json.loads(node.stdout.readline() or "{}")
-        if said.get("ready") == "server":
-            print(f"{file.stem} serves on {said['address']}", flush=True)
-        elif not failed:
-            failed.append(file)
-            why = said.get("error", {}).get("message", f"see {LOGS}/{file.stem}.log")
-            print(f"{file.stem} did not start: {why}", file=sys.stderr)
+        try:
+            print(
+                f"{file.stem} serves on {node.wait_ready(START_TIMEOUT_S)['address']}", flush=True
+            )
+        except errors.PkError as problem:
+            print(f"{file.stem} did not start: {problem}", file=sys.stderr)
+            failed = True
             stop()
+            break
     if not failed:
         brokers = ",".join(tomllib.loads(file.read_text())["listen"] for file in FILES)
         print(USE.format(brokers=brokers), flush=True)

@@ -29,11 +29,12 @@ from deltalake import DeltaTable
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "chaos"))  # its names come last
 
-from real_cluster import RealCluster, run as pk, until  # noqa: I001
+from real_cluster import close, run as pk, until  # noqa: I001
 from replicas import compare
 from verdicts import Verdict
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedCluster
 from pk.clock import monotonic_s
 from pk.log import batch as batches
 
@@ -70,15 +71,16 @@ class Replicas:
         self.rng = rng
         self.values: list[bytes] = []  #: by offset; one record a batch
         self.lost: set[int] = set()  #: offsets that an operator gave up
-        self.cluster = RealCluster(home, tier_url=(home / "tier").as_uri(), **SERVER)
-        self.nodes = {node.node_id: node for node in self.cluster.add(1, 2, 3)}
+        tier = {"tier_url": (home / "tier").as_uri()}
+        self.cluster = EmbeddedCluster(home, settings={**tier, **SERVER})
+        self.nodes = self.cluster.nodes
         self.cluster.start()
-        self.admin = AdminClient(self.cluster.bootstrap)
+        self.admin = AdminClient(self.cluster.address)
         self.admin.create_topic(TOPIC, 1, TOPIC_SETTINGS, replication_factor=3)
 
     def close(self) -> None:
         self.admin.close()
-        self.cluster.close()
+        close(self.cluster)
 
     # -- what it is brought to ---------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class Replicas:
 
     def forget(self, node: int) -> None:
         """Its broker starts again: what it had in memory is gone."""
-        broker = self.nodes[node].pid("broker")
+        broker = self.nodes[node].pids()["broker"]
         self.nodes[node].kill("broker")
         self.nodes[node].wait_restarted("broker", broker)
 
@@ -114,7 +116,7 @@ class Replicas:
     @contextmanager
     def stopped(self, role: str, *nodes: int) -> Iterator[None]:
         """These processes stand still."""
-        pids = [self.nodes[node].pid(role) for node in nodes]
+        pids = [self.nodes[node].pids()[role] for node in nodes]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -126,7 +128,7 @@ class Replicas:
     def fill(self, count: int) -> range:
         """The offsets of `count` more records."""
         start = len(self.values)
-        with Producer(self.cluster.bootstrap, linger_ms=0, delivery_timeout_ms=60_000) as producer:
+        with Producer(self.cluster.address, linger_ms=0, delivery_timeout_ms=60_000) as producer:
             for _ in range(count):
                 self.values.append(self.rng.randbytes(1_500))
                 stored = producer.send(TOPIC, self.values[-1], partition=0).result(PATIENCE_S)
@@ -138,7 +140,7 @@ class Replicas:
         return sorted(self.rng.sample(offsets[:-1:2], count))
 
     def folder(self, node: int) -> Path:
-        return self.nodes[node].directory / "topics" / f"{TOPIC}-0"
+        return self.nodes[node].data / "topics" / f"{TOPIC}-0"
 
     def flip(self, node: int, offsets: list[int]) -> None:
         """One bit in each of these batches, in its header as likely as in its body; not in the
@@ -171,7 +173,7 @@ class Replicas:
         got: dict[int, bytes] = {}
         lost: set[int] = set()
         deadline = monotonic_s() + PATIENCE_S
-        with Consumer(self.cluster.bootstrap, auto_offset_reset="earliest") as consumer:
+        with Consumer(self.cluster.address, auto_offset_reset="earliest") as consumer:
             consumer.assign([PLACE])
             while consumer.position(PLACE, timeout_s=PATIENCE_S) < len(self.values):
                 assert monotonic_s() < deadline, f"it stands at {consumer.position(PLACE)}"
@@ -343,7 +345,7 @@ def in_the_only_copy(it: Replicas, flips: int) -> Verdict:
     stopped = it.state().tiered_end <= hit[0]
     wrong = it.wrong(2, 3)
     it.nodes[1].stop()
-    pk(["log", "repair", str(it.nodes[1].directory), "--yes"])
+    pk(["log", "repair", str(it.nodes[1].data), "--yes"])
     it.nodes[1].spawn()
     it.nodes[1].wait_ready()
     it.lost |= set(hit)

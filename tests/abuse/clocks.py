@@ -25,11 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-from real_cluster import Node, RealCluster, run as pk, until  # noqa: I001
+from real_cluster import PATIENCE_S, run as pk, until  # noqa: I001
 from verdicts import Verdict
 from wrong_clock import LIBRARY, WrongClock
 
 from pk import AdminClient, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
 
 HOUR_MS = 3_600_000
 #: A record of the topics, and how many make a segment.
@@ -52,20 +53,20 @@ class Nodes:
     """A cluster whose nodes have clocks of their own."""
 
     def __init__(self, home: Path, size: int, **given: Any) -> None:
-        self.cluster = RealCluster(home, **{**SERVER, **given})
-        self.nodes = self.cluster.add(*range(1, size + 1))
+        self.cluster = EmbeddedCluster(home, nodes=size, settings={**SERVER, **given})
+        self.nodes = list(self.cluster.nodes.values())
         self.clocks = {}
         for node in self.nodes:
             clock = self.clocks[node.node_id] = WrongClock(home / f"clock{node.node_id}")
-            node.env.update(clock.env)
+            node.environment.update(clock.env)
         self.cluster.start()
-        self.admin = AdminClient(self.cluster.bootstrap)
+        self.admin = AdminClient(self.cluster.address)
 
     def close(self) -> None:
         """Kill what runs: a drain whose waits see the clock jump may time out."""
         self.admin.close()
         for node in self.nodes:
-            if node.process is not None:
+            if node.running:
                 node.kill()
 
     # -- topics ------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class Nodes:
 
     def fill(self, name: str, records: int = RECORDS, **options: Any) -> None:
         """Records of now, by the clock of this machine, which is right."""
-        with Producer(self.cluster.bootstrap, linger_ms=0, **options) as producer:
+        with Producer(self.cluster.address, linger_ms=0, **options) as producer:
             for _ in range(records):
                 producer.send(name, value=VALUE).result(timeout=60)
 
@@ -99,13 +100,13 @@ class Nodes:
         for node in stopped:
             node.ask_to_stop()
         for node in stopped:
-            code = node.end()
+            code = node.wait(PATIENCE_S)
             assert code == 0, node.tail()
         for node in stopped:
             self.clocks[node.node_id].set(off)
             node.spawn()
         for node in stopped:
-            node.wait_ready()
+            node.wait_ready(PATIENCE_S)
 
     def brokers(self) -> dict[int, dict[str, Any]]:
         """What `pk brokers list` says."""
@@ -114,7 +115,7 @@ class Nodes:
 
     @property
     def bootstrap(self) -> str:
-        return ",".join(self.cluster.bootstrap)
+        return self.cluster.address
 
     def doubts(self, expected: dict[int, str]) -> None:
         """Wait until the brokers say so of their clocks."""
@@ -241,14 +242,14 @@ def goes_on_after_the_grace(home: Path) -> list[Verdict]:
 
 def _refusal(nodes: Nodes, name: str) -> errors.PkError:
     """What a producer with the right time is told at once."""
-    with Producer(nodes.cluster.bootstrap, linger_ms=0) as producer:
+    with Producer(nodes.cluster.address, linger_ms=0) as producer:
         refusal = producer.send(name, value=VALUE).exception(timeout=60)
     assert isinstance(refusal, errors.InvalidRecord), refusal
     assert not refusal.retriable
     return refusal
 
 
-def _lines(node: Node, event: str) -> int:
+def _lines(node: EmbeddedServer, event: str) -> int:
     """How often the broker said `event`."""
     return sum(f" {event} " in line for line in node.log.read_text().splitlines())
 

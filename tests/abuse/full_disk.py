@@ -25,11 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 
-from real_cluster import RealCluster, until
+from real_cluster import close, until
 from small_disks import MIB, CannotMount, SmallDisk, small_disk
 from verdicts import Verdict
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedCluster
 from pk.client.admin import NewTopic
 from pk.clock import block_s, monotonic_s
 
@@ -52,7 +53,7 @@ Place = tuple[str, int]
 class Load:
     """One producer, a record to each partition every turn; when each was acknowledged."""
 
-    def __init__(self, bootstrap: list[str], places: list[Place]) -> None:
+    def __init__(self, bootstrap: str, places: list[Place]) -> None:
         self._producer = Producer(bootstrap, linger_ms=1, delivery_timeout_ms=600_000)
         self._places = places
         self._stop = threading.Event()
@@ -133,13 +134,13 @@ class Story:
     def __init__(self, work: Path, stack: ExitStack) -> None:
         self.facts = Facts()
         self.disks: dict[int, SmallDisk] = {}
-        self.cluster = RealCluster(work, **SETTINGS)
-        for node in self.cluster.add(1, 2, 3):
-            disk = stack.enter_context(small_disk(node.directory, DISK_MIB))
+        self.cluster = EmbeddedCluster(work, settings=SETTINGS)
+        for node in self.cluster.nodes.values():
+            disk = stack.enter_context(small_disk(node.data, DISK_MIB))
             self.disks[node.node_id] = disk
-        stack.callback(self.cluster.close)
+        stack.callback(close, self.cluster)
         self.cluster.start()
-        self.admin = stack.enter_context(AdminClient(self.cluster.bootstrap))
+        self.admin = stack.enter_context(AdminClient(self.cluster.address))
         for topic in (NewTopic("t", 3, {}, 3), NewTopic("alone", 3, {"min_insync_replicas": 1}, 1)):
             (made,) = self.admin.create_topics([topic], timeout_s=60)
             assert made.error is None, made.error
@@ -183,7 +184,7 @@ def tell(work: Path, short: bool) -> Facts:
         facts = story.facts
         victim = story.described("t")[0].replicas[0]
         until(lambda: story.led_by("t", victim), "the first replica leads")
-        with Load(story.cluster.bootstrap, story.all) as load:
+        with Load(story.cluster.address, story.all) as load:
             epochs = story.epochs()
             story.full("at the reserve", victim, load, RESERVE // 2)
             if not short:
@@ -239,21 +240,20 @@ def _killed(story: Story, victim: int) -> None:
     (place,) = story.led_by("alone", victim)
     story.disks[victim].fill()
     node.kill()
-    node.spawn()
-    node.wait_ready()
-    with Consumer(story.cluster.bootstrap) as consumer:
+    node.start()
+    with Consumer(story.cluster.address) as consumer:
         where = TopicPartition(*place)
         consumer.assign([where])
         consumer.seek_to_beginning(where)
         until(lambda: _read(facts, consumer), "what the node has is read")
-    with Producer(story.cluster.bootstrap, delivery_timeout_ms=3_000, request_timeout_ms=1_000,
+    with Producer(story.cluster.address, delivery_timeout_ms=3_000, request_timeout_ms=1_000,
                   linger_ms=0) as producer:  # fmt: skip
         try:
             producer.send(place[0], VALUE, partition=place[1]).result(30)
         except errors.PkError as refusal:
             facts.refusal = f"{type(refusal).__name__}: {refusal}"
     story.disks[victim].make_room()
-    with Producer(story.cluster.bootstrap, linger_ms=0) as producer:
+    with Producer(story.cluster.address, linger_ms=0) as producer:
         producer.send(place[0], VALUE, partition=place[1]).result(60)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ledger import Read, number_of
 from proxy import Link, Network
 
 from pk import AdminClient, Consumer, TopicPartition, errors
-from pk.cli.embedded_cluster import EmbeddedCluster, free_ports
+from pk.cli.embedded import EmbeddedCluster
 from pk.client.admin import PartitionDescription
 from pk.clock import block_s, monotonic_s
 
@@ -24,13 +24,11 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def links_between(addresses: Mapping[int, str], taken: Set[int]) -> list[Link]:
-    """From each to each other, on ports that are free and not `taken`."""
-    pairs = list(permutations(addresses, 2))
-    free = [port for port in free_ports(len(pairs) + len(taken)) if port not in taken]
+def links_between(addresses: Mapping[int, str], draw: Callable[[], int]) -> list[Link]:
+    """Links from each node to each other one; `draw` gives a port for each."""
     return [
-        Link(source, target, port, port_of(addresses[target]))
-        for (source, target), port in zip(pairs, free, strict=False)
+        Link(source, target, draw(), port_of(addresses[target]))
+        for source, target in permutations(addresses, 2)
     ]
 
 
@@ -46,17 +44,13 @@ class TestedCluster(EmbeddedCluster):
             ("peer_addresses", self.brokers),
             ("peer_controller_addresses", self.controllers),
         ):
-            drawn = links_between(addresses, self.ports() | {link.port for link in links})
+            drawn = links_between(addresses, self.ports.draw)
             links += drawn
             for node, server in self.nodes.items():
                 server.settings[option] = ",".join(
                     f"{link.target}=127.0.0.1:{link.port}" for link in drawn if link.source == node
                 )
         self.network = Network(links)
-
-    def ports(self) -> set[int]:
-        """Where the nodes will listen; nobody does yet, so a probe finds these free."""
-        return {port_of(where) for where in (*self.brokers.values(), *self.controllers.values())}
 
     def stop(self) -> dict[int, int | None]:
         try:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import PK, RealCluster, run, until
+from real_cluster import close, run, until
 
+from pk.cli.embedded import EmbeddedCluster, pk_command
 from pk.client.admin import AdminClient, NewTopic
 from pk.client.quorum import QuorumDescription
 
@@ -20,10 +21,10 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RealCluster]:
-    made = RealCluster(tmp_path)
+def cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
+    made = EmbeddedCluster(tmp_path, nodes=0)
     yield made
-    made.close()
+    close(made)
 
 
 def create(bootstrap: str, name: str) -> None:
@@ -43,10 +44,10 @@ def quorum(bootstrap: str) -> QuorumDescription:
         return admin.describe_metadata_quorum(timeout_s=60)
 
 
-def everywhere(cluster: RealCluster, expected: set[str]) -> None:
+def everywhere(cluster: EmbeddedCluster, expected: set[str]) -> None:
     """Every running broker knows these topics."""
     for node in cluster.nodes.values():
-        if node.process is not None and "listen" in node.given:
+        if node.running and node.node_id in cluster.brokers:
             until(lambda node=node: names(node.listen) == expected, f"topics of {node.listen}")
 
 
@@ -61,7 +62,7 @@ def in_step(bootstrap: str) -> Any:
     return until(look, "a voter lags")
 
 
-def test_three_nodes_go_on_whoever_dies(cluster: RealCluster) -> None:
+def test_three_nodes_go_on_whoever_dies(cluster: EmbeddedCluster) -> None:
     cluster.add(1, 2, 3)
     cluster.start()
     nodes = cluster.nodes
@@ -75,7 +76,7 @@ def test_three_nodes_go_on_whoever_dies(cluster: RealCluster) -> None:
     assert found.observers == ()
 
     active = found.leader_id  # the process of the active controller
-    old = nodes[active].pid("controller")
+    old = nodes[active].pids()["controller"]
     nodes[active].kill("controller")
     for node in nodes.values():
         create(node.listen, f"after-{node.node_id}")
@@ -93,8 +94,7 @@ def test_three_nodes_go_on_whoever_dies(cluster: RealCluster) -> None:
         expected.add(f"without-{node.node_id}")
     everywhere(cluster, expected)
     assert quorum(others[0].listen).leader_id != active
-    dead.spawn()
-    dead.wait_ready()
+    dead.start()
     everywhere(cluster, expected)
     in_step(dead.listen)
 
@@ -103,18 +103,17 @@ def test_three_nodes_go_on_whoever_dies(cluster: RealCluster) -> None:
         other = next(each for each in nodes.values() if each is not node)
         create(other.listen, f"restart-{node.node_id}")
         expected.add(f"restart-{node.node_id}")
-        node.spawn()
-        node.wait_ready()
+        node.start()
     everywhere(cluster, expected)
     in_step(nodes[3].listen)
 
 
-def test_a_stopped_controller_holds_nobody(cluster: RealCluster) -> None:
+def test_a_stopped_controller_holds_nobody(cluster: EmbeddedCluster) -> None:
     """It accepts connections and says nothing: silence is told by a timeout."""
     nodes = {node.node_id: node for node in cluster.add(1, 2, 3)}
     cluster.start()
     active = quorum(nodes[1].listen).leader_id
-    stopped = nodes[active].pid("controller")
+    stopped = nodes[active].pids()["controller"]
     os.kill(stopped, signal.SIGSTOP)
     try:
         for node in nodes.values():
@@ -126,7 +125,7 @@ def test_a_stopped_controller_holds_nobody(cluster: RealCluster) -> None:
     in_step(nodes[active].listen)
 
 
-def test_brokers_and_controllers_of_their_own(cluster: RealCluster) -> None:
+def test_brokers_and_controllers_of_their_own(cluster: EmbeddedCluster) -> None:
     """Roles, voters that come and go, and the words of `pk quorum`."""
     (first,) = cluster.add(1, roles="controller")
     late = cluster.add(2, roles="controller", first=False)[0]
@@ -134,9 +133,9 @@ def test_brokers_and_controllers_of_their_own(cluster: RealCluster) -> None:
     cluster.start()
     assert first.ready["roles"] == ["controller"]
     assert set(first.ready["pids"]) == {"supervisor", "controller"}
-    assert first.ready["address"] == first.ready["controller"] == cluster.voters[1]
+    assert first.ready["address"] == first.ready["controller"] == cluster.controllers[1]
     assert set(brokers[0].ready["pids"]) == {"supervisor", "broker"}
-    assert not (brokers[0].directory / "metadata").exists()
+    assert not (brokers[0].data / "metadata").exists()
     create(brokers[0].listen, "one")
     everywhere(cluster, {"one"})
 
@@ -145,11 +144,11 @@ def test_brokers_and_controllers_of_their_own(cluster: RealCluster) -> None:
     assert added == "controller 2 votes; the voters are 1, 2\n"
     text = run(["quorum", "describe", *through])
     assert "LeaderId:             1" in text
-    assert f"CurrentVoters:        1@{cluster.voters[1]}, 2@" in text
+    assert f"CurrentVoters:        1@{cluster.controllers[1]}, 2@" in text
     rows = [line.split() for line in text.splitlines() if line.endswith(("Leader", "Follower"))]
     assert [(row[0], row[-1]) for row in rows] == [("1", "Leader"), ("2", "Follower")]
     told = json.loads(
-        run(["quorum", "describe", "--json", "--controller", late.given["controller_listen"]])
+        run(["quorum", "describe", "--json", "--controller", late.settings["controller_listen"]])
     )
     assert told["leader_id"] == 1, "asked of the other one, it names the leader"
     assert [each["node_id"] for each in told["voters"]] == [1, 2]
@@ -159,21 +158,23 @@ def test_brokers_and_controllers_of_their_own(cluster: RealCluster) -> None:
     create(brokers[1].listen, "two")
     everywhere(cluster, {"one", "two"})
     assert quorum(brokers[0].listen).leader_id == 2
-    old = brokers[0].pid("broker")
+    old = brokers[0].pids()["broker"]
     brokers[0].kill("broker")
     brokers[0].wait_restarted("broker", old)
     everywhere(cluster, {"one", "two"})
 
 
-def test_an_unformatted_node_of_a_cluster_is_refused(cluster: RealCluster) -> None:
+def test_an_unformatted_node_of_a_cluster_is_refused(cluster: EmbeddedCluster) -> None:
     node = cluster.add(1, 2, 3)[0]
-    node.write()
+    node.write_config()
     done = subprocess.run(
-        [*PK, "server", "start", "--config", str(node.config)],
+        pk_command("server", "start", "--config", str(node.config)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "pk server format" in done.stderr
     assert "whoever runs the server must act" in done.stderr
-    made = node.format("--initial-controllers")
-    assert made["voter"] is True
+    made = run(
+        ["server", "format", "--config", str(node.config), "--initial-controllers", "--json"]
+    )
+    assert json.loads(made)["voter"] is True

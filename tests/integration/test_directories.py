@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +14,7 @@ from typing import Any
 import pytest
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedServer
 from pk.clock import block_s, monotonic_s
 
 pytestmark = pytest.mark.integration
@@ -35,46 +32,21 @@ class Node:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.metrics = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.address = "127.0.0.1:0"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.server = EmbeddedServer(home, data=("a", "b"), settings={"metrics": self.metrics})
+
+    @property
+    def address(self) -> str:
+        return self.server.address
 
     @property
     def log(self) -> str:
-        return (self.home / "server.log").read_text()
+        return self.server.log.read_text()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "pk.cli", "server", "start", "--json"]
-        for name in "ab":
-            command += ["--dir", str(self.home / name)]
-        command += ["--listen", self.address, "--metrics", self.metrics]
-        with (self.home / "server.log").open("ab") as out:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out,
-                env={**os.environ, "PK_SUPERVISOR_PID": str(os.getpid())},
-                start_new_session=True,
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], self.log
-        self.address = json.loads(self.process.stdout.readline())["address"]
+        self.server.start(PATIENCE_S)
 
     def stop(self) -> None:
-        process, self.process = self.process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-    def broker(self) -> int | None:
-        try:
-            return int((self.home / "a" / "run" / "broker.pid").read_text())
-        except (OSError, ValueError):
-            return None
+        self.server.stop(PATIENCE_S)
 
     def metric(self, name: str) -> float:
         text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
@@ -196,10 +168,9 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
         (three,) = admin.describe_topics(["three"])
         assert three.directory == str(node.home / "a")
         # a broker that starts anew finds the directory dead: its records are there, not gone
-        old = node.broker()
-        assert old is not None
-        os.kill(old, signal.SIGKILL)
-        until(lambda: node.broker() not in (None, old))
+        old = node.server.pids()["broker"]
+        node.server.kill("broker")
+        node.server.wait_restarted("broker", old)
         with pytest.raises(errors.StorageFailed, match=f"{lost}-0 is in no directory that works"):
             node.values(lost, 1)
         with pytest.raises(errors.StorageFailed, match=str(bad)):

@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
-from pk.cli.embedded import EmbeddedServer
-from pk.cli.embedded_cluster import EmbeddedCluster
+from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
 from pk.cli.log import app
 from pk.clock import block_s, monotonic_s
 from pk.log.identity import IDENTITIES, PARTITION_FILE, Identity, encode

@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from real_cluster import PK, Node, RealCluster, until
+from real_cluster import close, until
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
-from pk.cli.embedded import EmbeddedServer
+from pk.cli.embedded import EmbeddedCluster, EmbeddedServer, pk_command
 from tests.integration.test_repair_page import TOPIC, commands, fill, numbers, run
 
 pytestmark = pytest.mark.integration
@@ -60,28 +60,27 @@ def test_a_node_alone_goes_on_without_its_damaged_vote(tmp_path: Path) -> None:
     assert server.log.read_text().count("quorum_state_missing") == 1
 
 
-def refused(node: Node) -> str:
+def refused(node: EmbeddedServer) -> str:
     """What a start says that ends."""
     done = subprocess.run(
-        [*PK, "server", "start", "--config", str(node.config)],
+        pk_command("server", "start", "--config", str(node.config)),
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
     return done.stderr
 
 
-def exchange(cluster: RealCluster, lines: list[str]) -> None:
+def exchange(cluster: EmbeddedCluster, lines: list[str]) -> None:
     """The page's commands for node 2, which is down: two make it new, two exchange the voter."""
     node = cluster.nodes[2]
     places = {"node2.toml": str(node.config)}
     through = f" --bootstrap {cluster.nodes[1].listen}"
     assert [line.split()[0] for line in lines] == ["mv", "pk", "pk", "pk"]
     for line in lines[:2]:
-        run(line, node.directory, **places)
-    node.spawn()
-    node.wait_ready()
+        run(line, node.data, **places)
+    node.start()
     for line in lines[2:]:
-        run(line + through, node.directory, **places)
+        run(line + through, node.data, **places)
 
 
 def values(bootstrap: str) -> list[bytes | None]:
@@ -101,11 +100,10 @@ def test_a_controller_of_three_is_exchanged(tmp_path: Path) -> None:
     """Without its vote it does not start; with new metadata it keeps its partitions; the others
     fill a new directory.
     """
-    cluster = RealCluster(tmp_path)
-    cluster.add(1, 2, 3)
+    cluster = EmbeddedCluster(tmp_path)
     cluster.start()
     node = cluster.nodes[2]
-    bootstrap = ",".join(cluster.bootstrap)
+    bootstrap = cluster.address
     wanted = [b"%d" % number for number in range(RECORDS)]
     try:
         with AdminClient(bootstrap) as admin:
@@ -126,7 +124,7 @@ def test_a_controller_of_three_is_exchanged(tmp_path: Path) -> None:
 
         drawn = [voters()]
         assert node.stop() == 0
-        state, log = node.directory / "metadata/quorum-state", node.directory / "topics/flights-0"
+        state, log = node.data / "metadata/quorum-state", node.data / "topics/flights-0"
         until(lambda: log.exists(), "node 2 has no replica")
         whole, inode = state.read_bytes(), log.stat().st_ino
         flip_digit(state)
@@ -140,8 +138,8 @@ def test_a_controller_of_three_is_exchanged(tmp_path: Path) -> None:
         assert log.stat().st_ino == inode, "its partitions stay"
 
         assert node.stop() == 0
-        flip_digit(node.directory / "pk.json")
-        assert f"{node.directory}/pk.json is damaged: its checksum" in refused(node)
+        flip_digit(node.data / "pk.json")
+        assert f"{node.data}/pk.json is damaged: its checksum" in refused(node)
         exchange(cluster, commands("The identity of a node")[1:])
         drawn.append(voters())
         until(in_sync, "node 2 is not filled")
@@ -149,4 +147,4 @@ def test_a_controller_of_three_is_exchanged(tmp_path: Path) -> None:
         assert len({each[2] for each in drawn}) == 3, "each time another voter"
         assert values(bootstrap) == wanted
     finally:
-        cluster.close()
+        close(cluster)

@@ -55,7 +55,7 @@ from measuring import Told, descriptors_of, disk_bytes, free_port, pressure, sam
 from numbered import Run
 
 from pk import AdminClient, errors
-from pk.cli.embedded_cluster import EmbeddedCluster
+from pk.cli.embedded import EmbeddedCluster
 from pk.client.admin import PartitionDescription
 from pk.clock import block_s, monotonic_s, wall_ms
 from pk.log import batch as batches
