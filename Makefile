@@ -21,9 +21,12 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q $(ARGS)
-# What starts no process shares the cores; real processes have them to themselves.
+# Tests without processes keep a core busy each; those of real processes wait half of their time.
+# Groups (tests/conftest.py) keep a file, and all of Spark, in one worker.
 SPREAD := -n 2 --dist worksteal
+SHARED := -n 3 --dist loadgroup --no-loadscope-reorder
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 
 ##@ The main job
@@ -37,8 +40,16 @@ cluster: $(VENV)/.ready ## three nodes on this machine, in .cluster/; Ctrl-C dra
 
 ##@ Tests
 .PHONY: test
-test: java setup test-unit test-integration test-spark test-s3 test-chaos ## all that CI runs
+test: java setup test-fast test-real ## all that CI runs, in two runs: without processes, and with
 	@echo "make test: all suites passed"
+
+.PHONY: test-fast
+test-fast: $(VENV)/.ready
+	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration"
+
+.PHONY: test-real
+test-real: $(VENV)/.jars s3-server
+	$(PYTEST) $(SHARED) $(REAL) -m "(integration or spark or s3 or chaos) and not peer"
 
 .PHONY: test-unit
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
@@ -47,22 +58,15 @@ test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no p
 .PHONY: test-integration
 test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
-	$(PYTEST) $(FAST) tests/integration -m "$(PLAIN) and integration"
+	$(PYTEST) $(SHARED) $(REAL) -m "$(PLAIN) and integration"
 
 .PHONY: test-spark
 test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
-	$(PYTEST) tests -m "spark and not s3 and not peer and not chaos"
+	$(PYTEST) $(REAL) -m "spark and not s3 and not peer and not chaos"
 
 .PHONY: test-s3
-test-s3: $(VENV)/.ready ## the tier on a real S3 server (needs Go)
-	@if [ -x $(VENV)/bin/versitygw ] || command -v versitygw >/dev/null || command -v go >/dev/null; then \
-	  $(MAKE) --no-print-directory s3-server; \
-	  $(PYTEST) tests -m s3; \
-	elif [ "$(S3)" = required ]; then \
-	  echo "error: the S3 tests need Go: apt-get install golang"; exit 1; \
-	else \
-	  echo "S3 tests skipped: they need Go 1.21 or newer (https://go.dev/dl, or apt-get install golang)"; \
-	fi
+test-s3: $(VENV)/.ready s3-server ## the tier on a real S3 server (needs Go, else skipped)
+	$(PYTEST) $(REAL) -m s3
 
 .PHONY: test-chaos
 test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults of a cluster
@@ -165,9 +169,15 @@ $(VENV)/.jars: $(VENV)/.ready | java
 	@touch $@
 
 .PHONY: s3-server
-s3-server: $(VENV)/.ready
-	@if [ ! -x $(VENV)/bin/versitygw ] && ! command -v versitygw >/dev/null; then \
+s3-server:
+	@mkdir -p $(VENV)/bin; \
+	if [ -x $(VENV)/bin/versitygw ] || command -v versitygw >/dev/null; then :; \
+	elif command -v go >/dev/null; then \
 	  echo "building the S3 server (a few minutes, once)"; \
 	  GOBIN="$(CURDIR)/$(VENV)/bin" GOTOOLCHAIN="$${GOTOOLCHAIN:-auto}" GOFLAGS=-buildvcs=false \
 	    go install $(VERSITYGW); \
+	elif [ "$(S3)" = required ]; then \
+	  echo "error: the S3 tests need Go: apt-get install golang"; exit 1; \
+	else \
+	  echo "S3 tests are skipped: they need Go 1.21 or newer (https://go.dev/dl, or apt-get install golang)"; \
 	fi

@@ -1,7 +1,7 @@
 """Whole clusters from seeds: controllers, brokers, tiers and clients in virtual time.
 
-SEEDS runs of FAULT_MS each, spread over the machine's cores.  `PK_SIM_SEEDS=N` runs N seeds (from
-`PK_SIM_FIRST` on) instead; a failure names its seed, and `python -m pk.sim SEED --fault-ms …`
+The CHOSEN seeds, FAULT_MS each, spread over the machine's cores.  `PK_SIM_SEEDS=N` runs N seeds
+(from `PK_SIM_FIRST` on) instead; a failure names its seed, and `python -m pk.sim SEED --fault-ms …`
 replays it.  Campaigns of many more are `make sim-long`.
 """
 
@@ -11,11 +11,10 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,8 +30,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+#: Seeds that together meet every entry of `pk.sim.long.MET`, almost all of them twice or more.
+CHOSEN = (1, 2, 5, 7, 8, 14, 18, 21, 22, 23, 24, 26)
+#: A change of the code moves the histories: so many entries may be missed before others are chosen.
+MISSED_MAX = 4
+ASKED = int(os.environ.get("PK_SIM_SEEDS", "0"))
 FIRST = int(os.environ.get("PK_SIM_FIRST", "1"))
-SEEDS = range(FIRST, FIRST + int(os.environ.get("PK_SIM_SEEDS", "50")))
+SEEDS = range(FIRST, FIRST + ASKED) if ASKED else CHOSEN
 FAULT_MS = 30_000
 SHORT_MS = 2_000
 
@@ -42,26 +46,22 @@ def held(report: Report) -> Report:
     return report
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, Any]]]]:
-    """The seeds that were selected, under way on all cores."""
-    chosen = [
-        item.callspec.params["seed"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_every_promise_holds"
-    ]
+@pytest.mark.timeout(1_200)
+def test_every_promise_holds_and_every_danger_is_met() -> None:
+    """One test, not one for each seed: what a campaign must meet, the seeds meet together.
+
+    If too many are missed after a change that moved the histories, choose other seeds from the rows
+    of `python -m pk.sim.long --fault-ms 30000 --acknowledged-min 0 --seeds 50`.
+    """
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        given = {"fault_ms": FAULT_MS}
-        yield {seed: pool.submit(run_seed, seed, given) for seed in chosen}
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_promise_holds(seed: int, runs: dict[int, Future[dict[str, Any]]]) -> None:
-    row = runs[seed].result()
-    assert row["verdict"] == "ok", f"python -m pk.sim {seed} --fault-ms {FAULT_MS}"
-    assert row["virtual_ms"] >= FAULT_MS
-    assert row["rows_read"], "a run that stores nothing shows nothing"
+        rows = list(pool.map(run_seed, SEEDS, repeat({"fault_ms": FAULT_MS})))
+    found = verdict(rows)[1]
+    missed = [each for each in found if each.startswith("never met")]
+    failed = [each for each in found if each not in missed]
+    assert not failed, f"{failed}; a seed again: python -m pk.sim SEED --fault-ms {FAULT_MS}"
+    assert ASKED or len(missed) <= MISSED_MAX, missed
+    assert all(row["virtual_ms"] >= FAULT_MS for row in rows)
+    assert all(row["rows_read"] for row in rows), "a run that stores nothing shows nothing"
 
 
 QUICK = {

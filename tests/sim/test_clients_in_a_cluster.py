@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 # -- producers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_leader_is_replaced_at_once(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -46,7 +46,7 @@ def test_a_killed_leader_is_replaced_at_once(make: Any, seed: int) -> None:
     assert not reader.told
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -> None:
     """The stream stays open and nothing answers: what is in flight is sent to the new leader."""
     kit = make(seed)
@@ -67,7 +67,7 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
     assert not reader.told
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
     """Who tells of changes is asked whether it is still there (client/network_client K3)."""
     kit = make(seed, brokers=5)
@@ -90,7 +90,7 @@ def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
     reader.check(lines)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_leader_that_only_clients_reach_is_left(make: Any, seed: int) -> None:
     """Cut off from the cluster, it would still tell its clients that it leads."""
     kit = make(seed)
@@ -108,7 +108,7 @@ def test_a_leader_that_only_clients_reach_is_left(make: Any, seed: int) -> None:
     assert not lines.failed
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_leadership_moves_without_a_pause(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.spread("t", min_insync_replicas=2)
@@ -129,7 +129,7 @@ def test_leadership_moves_without_a_pause(make: Any, seed: int) -> None:
     assert not reader.told
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_silent_leader_stops_its_own_partitions_only(make: Any, seed: int) -> None:
     kit = make(seed, replica_lag_time_max_ms=500)
     kit.spread("t", min_insync_replicas=1)
@@ -182,7 +182,7 @@ def test_dead_bootstrap_addresses_are_passed_over(make: Any) -> None:
     assert not lines.failed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_silent_broker_delays_no_newcomer(make: Any, seed: int) -> None:
     """Whoever comes while a broker hangs is served by the others."""
     kit = make(seed, brokers=4)
@@ -248,7 +248,7 @@ def test_a_broker_that_comes_back_elsewhere_is_found(make: Any) -> None:
     assert not lines.failed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_elected_leader_that_does_not_know_is_waited_for(make: Any, seed: int) -> None:
     """Metadata travel: a broker that is behind refuses, or tells of the past."""
     kit = make(seed)
@@ -345,7 +345,7 @@ async def seek(reader: Reader, offset: int) -> None:
 # -- all of it at once -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_whatever_happens_nothing_is_lost_doubled_or_swapped(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.spread("t", min_insync_replicas=2)

@@ -25,7 +25,7 @@ def test_replicas_follow_their_leader(make: Any) -> None:
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_leader_that_is_killed_takes_nothing_with_it(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -44,7 +44,7 @@ def test_a_leader_that_is_killed_takes_nothing_with_it(make: Any, seed: int) -> 
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_dead_follower_leaves_the_isr_and_comes_back(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -103,7 +103,7 @@ def test_below_the_minimum_nothing_is_acknowledged(make: Any) -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_isolated_leader_acknowledges_nothing(make: Any, seed: int) -> None:
     """Rules R6, L5: the others elect, and what was parked is answered when the cut heals."""
     kit = make(seed)
@@ -129,7 +129,7 @@ def test_an_isolated_leader_acknowledges_nothing(make: Any, seed: int) -> None:
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_only_the_old_leader_had_is_cut(make: Any, seed: int) -> None:
     """acks=1 records that nobody else had, then another leader's: the logs part, and meet again."""
     kit = make(seed)
@@ -158,7 +158,7 @@ def test_what_only_the_old_leader_had_is_cut(make: Any, seed: int) -> None:
     assert len(entries[0]) > 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_empty_disk_is_filled_again(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -175,7 +175,7 @@ def test_an_empty_disk_is_filled_again(make: Any, seed: int) -> None:
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_clean_bounce_is_not_noticed(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -192,7 +192,7 @@ def test_a_clean_bounce_is_not_noticed(make: Any, seed: int) -> None:
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_power_loss_at_a_time_loses_nothing(make: Any, seed: int) -> None:
     """Rule L3: min ISR 2 stands one power loss, acknowledged from the page cache or not."""
     kit = make(seed)
@@ -210,7 +210,7 @@ def test_one_power_loss_at_a_time_loses_nothing(make: Any, seed: int) -> None:
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_processes_killed_at_once_lose_nothing(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
@@ -288,7 +288,7 @@ def test_a_damaged_replica_is_made_anew(make: Any) -> None:
     assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_unclean_leader_is_followed_below_the_watermark(make: Any, seed: int) -> None:
     """Rules R3, R4: only where the topic allows it, and then all replicas serve one history."""
     kit = make(seed, unclean_recovery_wait_ms=1_000)
@@ -316,7 +316,7 @@ def test_an_unclean_leader_is_followed_below_the_watermark(make: Any, seed: int)
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_only_member_of_the_isr_is_waited_for(make: Any, seed: int) -> None:
     """Rule R3 without permission: the partition stays offline, and nothing is lost."""
     kit = make(seed, unclean_recovery_wait_ms=500)
@@ -340,7 +340,7 @@ def test_the_only_member_of_the_isr_is_waited_for(make: Any, seed: int) -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_power_lost_everywhere_loses_nothing_that_was_flushed(make: Any, seed: int) -> None:
     kit = make(seed)
     kit.create("t", min_insync_replicas=2, flush_on_ack=True)
@@ -360,7 +360,7 @@ def test_power_lost_everywhere_loses_nothing_that_was_flushed(make: Any, seed: i
     assert not ledger.failed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_power_lost_everywhere_leaves_one_history(make: Any, seed: int) -> None:
     """Page-cache acknowledgements and all power gone: a prefix stays, the same on all replicas."""
     kit = make(seed)
@@ -405,7 +405,7 @@ def test_a_topic_that_went_while_a_broker_was_away(make: Any) -> None:
     assert kit.content(1, "t") == kit.content(2, "t") == kit.content(3, "t")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_acknowledged_deletion_is_not_undone(make: Any, seed: int) -> None:
     """Rule T9, KIP-107: whoever may lead next knows it before it is acknowledged."""
     kit = make(seed)
