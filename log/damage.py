@@ -109,6 +109,24 @@ def survey(
     return list(_Survey(read, size, base_offset, end_offset, index, epoch_of, dense).run())
 
 
+def end_of_range(
+    read: ReadAt,
+    size: int,
+    position: int,
+    offset: Offset,
+    *,
+    end_offset: Offset = UNKNOWN,
+    index: SparseIndex | None = None,
+    base_offset: Offset = 0,
+) -> Offset:
+    """Where the damaged range ends that begins with `offset`, at `position`; UNKNOWN = nothing says
+    so.  Reads from there to the next whole batch.  index: of the segment, whose first offset is
+    `base_offset`.
+    """
+    rest = _Survey(read, size, base_offset, end_offset, index, None, True)
+    return rest.next_whole(position, offset)[1]
+
+
 def is_torn(read: ReadAt, size: int, position: int, offset: Offset, *, dense: bool) -> bool:
     """Whether the last bytes of a segment, from `position` on, are the beginning of one batch that
     a dying process left.  They are not if a whole batch lies among them, or if they are one whole

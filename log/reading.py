@@ -28,7 +28,7 @@ from pk.log.index import NO_TIMESTAMP, SparseIndex
 from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import Read, TimeOffset
 from pk.log.recovery import Stop
-from pk.log.segment import SNAPSHOT, Segment, Walk, corrupt, file_name
+from pk.log.segment import SNAPSHOT, NoBatch, Segment, Walk, file_name
 from pk.types import NONE, AbortedTransaction
 
 Numbers = npt.NDArray[Any]
@@ -248,7 +248,7 @@ class LocalLogReader:
                 row = int(hits[0])
                 return TimeOffset(int(offsets[row]), int(stamps[row]), header.leader_epoch)
         if walk.stop is not Stop.END:
-            raise corrupt(segment.path(), walk)
+            raise _stopped(segment, walk, sparse)
         return None
 
     def offset_of_max_timestamp(self, bound: int) -> TimeOffset | None:
@@ -290,7 +290,7 @@ class LocalLogReader:
             offsets, stamps = _times_of(segment, at, header)
             top = max(top, int(stamps[offsets >= start].max(initial=NO_TIMESTAMP)))
         if walk.stop is not Stop.END:
-            raise corrupt(segment.path(), walk)
+            raise _stopped(segment, walk, sparse)
         return top
 
     def bytes_at(self, offsets: Sequence[int]) -> list[int]:
@@ -342,6 +342,13 @@ def _whole_until(segment: Segment, offset: int, bound: int) -> int:
                 raise damage.lost(segment.path(), each)
             return min(bound, each.start)
     return bound
+
+
+def _stopped(segment: Segment, walk: Walk, sparse: SparseIndex) -> errors.CorruptLog:
+    """Where a walk over headers met damage: the file and the range (rule L9)."""
+    size, end = segment.written.size, segment.written.next_offset
+    stop = NoBatch(walk.position, walk.next_offset, walk.problem)
+    return stop.named(segment.path(), segment.read_at, size, sparse, end)
 
 
 def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers, Numbers]:

@@ -21,7 +21,7 @@ from pk.log import index
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import Read
 from pk.log.reading import verify_batches
-from pk.log.segment import LOG, Opened, Piece, Segment, base_offset_of, cut
+from pk.log.segment import LOG, NoBatch, Opened, Piece, Segment, base_offset_of, cut, file_name
 from pk.log.storage import Storage
 from pk.types import NONE
 
@@ -49,6 +49,11 @@ class SegmentReader:
     def base_offset(self) -> int:
         """Of the first segment, as last listed; -1 without any."""
         return self._bases[0] if self._bases else NONE
+
+    def file_of(self, offset: int) -> str:
+        """The segment file that holds `offset`, as last listed; the directory without one."""
+        at = bisect_right(self._bases, offset) - 1
+        return self.path if at < 0 else f"{self.path}/{file_name(self._bases[at], LOG)}"
 
     def refresh(self) -> None:
         """List again; forget every position."""
@@ -102,7 +107,7 @@ class SegmentReader:
             piece = self._piece(self._bases[at], last, offset, bound, max_bytes, min_one)
             if piece is not None:
                 if verify:
-                    verify_batches(f"{self.path}, segment {self._bases[at]}", piece.data)
+                    verify_batches(self.file_of(offset), piece.data)
                 return Read(
                     piece.data, piece.next_offset, piece.base_offset, _last_epoch(piece.data)
                 )
@@ -126,9 +131,12 @@ class SegmentReader:
             size = file.size()
             self._prepare(segment, size, last, offset)
             extent = Extent(size, _FAR)
-            found = cut(
-                file.read, self._index, extent, self._hints, offset, bound, max_bytes, min_one
-            )
+            try:
+                found = cut(
+                    file.read, self._index, extent, self._hints, offset, bound, max_bytes, min_one
+                )
+            except NoBatch as stop:
+                raise stop.named(segment.path(), file.read, size, self._index) from stop
         if len(self._hints) > 4:
             self._hints = dict(list(self._hints.items())[-2:])
         return found

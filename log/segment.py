@@ -16,6 +16,7 @@ can be removed at any time.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,11 +26,11 @@ from typing import NamedTuple
 from crc32c import crc32c
 
 from pk import errors
-from pk.log import aborted, index
+from pk.log import aborted, damage, index
 from pk.log import batch as batches
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import HEADER_BYTES, Header
-from pk.log.damage import Damage
+from pk.log.damage import UNKNOWN, Damage
 from pk.log.index import Extent, SparseIndex
 from pk.log.recovery import Stop
 from pk.log.storage import File, Storage
@@ -300,23 +301,35 @@ class Segment:
         """Whole batches from the one that holds `offset` (or the next) on, below `bound`; None if
         there is none.
         """
-        extent = self.written
         if self.file is not None:
-            read: ReadAt = self.read_at
-            found = cut(
-                read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
-            )
+            found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)
         else:
             with Opened(self._storage, self.path()) as opened:
-                read = opened.read
-                found = cut(
-                    read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
-                )
+                found = self._cut(opened.read, sparse, offset, bound, max_bytes, min_one)
         if found is None:
             return None
         if len(self.hints) >= HINTS_MAX:
             self.hints = {}
         return found
+
+    def _cut(
+        self,
+        read: ReadAt,
+        sparse: SparseIndex,
+        offset: int,
+        bound: int,
+        max_bytes: int,
+        min_one: bool,
+    ) -> Piece | None:
+        """See `cut`.  Raises `CorruptLog`, with the range."""
+        extent = self.written
+        try:
+            return cut(
+                read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
+            )
+        except NoBatch as stop:
+            size, end = extent.size, extent.next_offset
+            raise stop.named(self.path(), read, size, sparse, end) from stop
 
     def reindexed(self, interval: int) -> SparseIndex:
         """The index rebuilt from the log's headers (a derived file was missing or torn).  Raises
@@ -344,6 +357,36 @@ def corrupt(path: str, walk: Walk) -> errors.CorruptLog:
         position=str(walk.position),
         offset=str(walk.next_offset),
     )
+
+
+class NoBatch(Exception):
+    """At `position` of a segment, where offset `offset` is expected, no whole batch begins."""
+
+    def __init__(self, position: int, offset: int, problem: str = "no batch begins here") -> None:
+        super().__init__(problem)
+        self.position = position
+        self.offset = offset
+        self.problem = problem
+
+    def named(
+        self, path: str, read: ReadAt, size: int, sparse: SparseIndex, end_offset: int = UNKNOWN
+    ) -> errors.CorruptLog:
+        """Rule L9's error: the segment file and the range.  Reads up to the next whole batch."""
+        end = UNKNOWN
+        with contextlib.suppress(errors.PkError, FileNotFoundError):
+            end = damage.end_of_range(
+                read, size, self.position, self.offset, end_offset=end_offset,
+                index=sparse, base_offset=sparse.base_offset,
+            )  # fmt: skip
+        lost = Damage(self.offset, end, self.position, self.position, self.problem)
+        known = {} if end == UNKNOWN else {"next_offset": str(end)}
+        return errors.CorruptLog(
+            f"{path} at {self.position}: offsets {lost} are damaged: {self.problem}",
+            file=path,
+            position=str(self.position),
+            offset=str(self.offset),
+            **known,
+        )
 
 
 class Opened:
@@ -376,7 +419,7 @@ def cut(
     damage: tuple[Damage, ...] = (),
 ) -> Piece | None:
     """Find the byte range of whole batches in `[offset, bound)` by index and headers, then read it
-    at once.  `damage` is outside of `[offset, bound)`.
+    at once.  `damage` is outside of `[offset, bound)`.  Raises `NoBatch`.
     """
     for each in damage:
         if offset < each.start:  # to the reader the segment ends there
@@ -398,13 +441,13 @@ def cut(
             try:
                 batches.check(read(start, header.length))
             except errors.CorruptBatch as cause:
-                raise _damaged(start, offset) from cause
+                raise NoBatch(start, offset) from cause
         if header.last_offset >= bound or not min_one:
             return Piece(b"", offset, offset)
         end, next_offset = start + header.length, header.next_offset
     data = read(start, end - start)
     if len(data) < end - start:
-        raise _damaged(start, offset)
+        raise NoBatch(start, offset)
     first = _header_at(lambda at, size: data[at - start : at - start + size], start, offset)
     hints[next_offset] = end
     return Piece(data, first.base_offset, next_offset)
@@ -420,15 +463,7 @@ def _header_at(read: ReadAt, position: int, offset: int) -> Header:
             and header.last_offset >= offset
         ):
             return header
-    raise _damaged(position, offset)
-
-
-def _damaged(position: int, offset: int) -> errors.CorruptLog:
-    return errors.CorruptLog(
-        f"at {position}, offset {offset}: no batch begins here",
-        position=str(position),
-        offset=str(offset),
-    )
+    raise NoBatch(position, offset)
 
 
 def _start_of(
@@ -444,7 +479,7 @@ def _start_of(
         if header.last_offset >= offset:
             return at
     if walk.stop is not Stop.END:
-        raise corrupt("segment", walk)
+        raise NoBatch(walk.position, walk.next_offset, walk.problem)
     return None
 
 
@@ -482,7 +517,7 @@ def _whole(
         while at <= last:
             base, length, magic, delta = _BRIEF.unpack_from(chunk, at)
             if magic != batches.MAGIC or length < HEADER_BYTES:
-                raise _damaged(end, next_offset)
+                raise NoBatch(end, next_offset)
             following = base + delta + 1
             if end + length > limit or following > bound:
                 return end, next_offset

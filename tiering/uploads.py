@@ -43,14 +43,15 @@ class PartitionDirectory:
     dense: bool = True  #: batches follow each other without gaps: nothing was cleaned
     epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the log: (epoch, its first offset)
 
-    def placed(self, header: Header, at: Offset, *, first: bool) -> Header:
-        """The header of the batch that holds `at`, or begins there unless it is the `first` that
-        was read, with the epoch that the log knows for it.  Raises `CorruptLog`."""
+    def placed(self, header: Header, at: Offset, file: str, *, first: bool) -> Header:
+        """The header of the batch in `file` that holds `at`, or begins there unless it is the
+        `first` that was read, with the epoch that the log knows for it.  Raises `CorruptLog`."""
         begins = header.base_offset
         fits = begins <= at < header.next_offset if first else begins == at
         if self.dense and not fits:
             raise errors.CorruptLog(
-                f"{self.path}: the batch at offset {at} says that it begins at {begins}",
+                f"{file}: the batch at offset {at} says that it begins at {begins}",
+                file=file,
                 offset=str(at),
             )
         known = [epoch for epoch, start in self.epochs if start <= begins]
@@ -110,7 +111,9 @@ def _copy(
         damaged = (piece.base_offset, piece.next_offset)
         try:
             for header, batch in log_batch.iter_batches(piece.data):
-                header = source.placed(header, follows, first=follows == start)
+                header = source.placed(
+                    header, follows, reader.file_of(follows), first=follows == start
+                )
                 follows = header.next_offset
                 if header.base_offset >= limit or header.next_offset <= at:
                     continue
@@ -120,7 +123,7 @@ def _copy(
                 builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
                 damaged = (header.next_offset, piece.next_offset)  # if the next does not parse
         except errors.CorruptBatch as cause:
-            raise _corrupt(source.path, damaged, cause) from cause
+            raise _corrupt(reader.file_of(damaged[0]), damaged, cause) from cause
         at = min(max(at, piece.next_offset), limit)
     if at == start:
         raise errors.OffsetOutOfRange(f"{source.path} has nothing stable at {start} yet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from pk.log import columns, damage, repair
 from pk.log.batch import HEADER_BYTES
 from pk.log.damaged_ranges import survey_log
 from pk.log.partition_log import PartitionLog
+from pk.log.readonly import open_readonly
 from pk.log.segment import Segment
 from pk.sim.disk import Crashed
 from tests.unit.log.conftest import NOW, Bench, make_batch
@@ -347,3 +349,23 @@ def test_neighbours_that_are_hit_cost_themselves(seed: int) -> None:
     ranges = damage.survey(lambda p, n: bytes(raw[p : p + n]), len(raw), 0, epoch_of=epochs)
     lost = {o for each in ranges for o in range(each.start, each.end)}
     assert lost == {o for _, _, header in hit for o in range(*range_of(header))}
+
+
+@pytest.mark.parametrize("where", [3, 11, 25, -2])
+@pytest.mark.parametrize("reader", ["log", "tier"])
+def test_damage_that_is_met_names_its_file_and_range(where: int, reader: str) -> None:
+    """Also where a header is hit, so that no batch says how far the range goes: operators read it
+    in `partition_offline`, `tier_failing` and `pk tier describe`.
+    """
+    bench = filled()
+    base, at, header = places(bench)[where]
+    end = bench.log.written_end
+    flip(bench, base, at + 16)
+    log: Any = open_readonly(bench.storage, PATH) if reader == "tier" else bench.log
+    with pytest.raises(errors.CorruptLog) as told:
+        log.read(header.base_offset, bound=end, max_bytes=10)
+    file = f"{PATH}/{base:020}.log"
+    range_ = f"offsets [{header.base_offset}, {header.next_offset}) are damaged"
+    assert told.value.message.startswith(f"{file} at {at}: {range_}")
+    assert told.value.details["next_offset"] == str(header.next_offset)
+    assert told.value.details["file"] == file

@@ -190,7 +190,7 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
         assert reply.partitions[0].error.code == errors.CorruptLog.code
         watching.close()
         assert await ask(rig, kit, 1) == 0
-        offline_once(rig, warnings, "offset 0")
+        offline_once(rig, warnings, f"{LOG} at 0: offsets [0, 1) are damaged")
 
     rig.run(story)
     assert isinstance(damaged.hosted.cause, errors.CorruptLog)
