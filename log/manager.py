@@ -415,7 +415,7 @@ class LogManager:
         homes = (each for each in self.directories if each.failed is None)
         return next((each for each in homes if each.had(new.topic_id, new.tp)), None)
 
-    async def told(self, new: NewPartition) -> None:
+    async def clear_operator_mark(self, new: NewPartition) -> None:
         """The cluster counts no more on what an operator adopted or discarded here: an adopted log
         is like any other from now on, in place of a discarded one another may begin.  SYNCED.
         """

@@ -205,7 +205,7 @@ class ReaderCheck:
         self.rows = 0
         self.told: dict[str, int] = {}  #: how often of what is damaged or lost
 
-    def was_told(self, of: str) -> None:
+    def reported(self, of: str) -> None:
         self.told[of] = self.told.get(of, 0) + 1
 
     def took(self, topic: str, partition: int, rows: Sequence[Row], log_start: Offset) -> None:

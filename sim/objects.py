@@ -212,7 +212,7 @@ class SimObjects:
 
     def restore_log(self, topic: str, topic_id: TopicId) -> None:
         """An operator restores `_delta_log`."""
-        self.tables.mend(self._uri(topic, topic_id))
+        self.tables.repair(self._uri(topic, topic_id))
 
     def delete_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
         """Another engine's DELETE of all rows of a live file (B8)."""

@@ -168,7 +168,7 @@ class SimConsumer:
         if not start <= position < end:
             self._trouble(f"V5: {where}, is told of another range: {error!r}")
         missing = "partition" in error.details
-        self.check.was_told("missing rows" if missing else "damaged ranges")
+        self.check.reported("missing rows" if missing else "damaged ranges")
         explained = (
             self._oracle.may_be_missing(*place, start, end)
             if missing
@@ -190,7 +190,7 @@ class SimConsumer:
                 self._trouble(f"V5: {self.check.name}: no file of a table rotted: {error!r}")
             return
         if isinstance(error, errors.TierTableChanged):
-            self.check.was_told("rotten Delta logs")
+            self.check.reported("rotten Delta logs")
             if not self._oracle.may_have_changed(error.details.get("uri", "")):
                 self._trouble(f"V5: {self.check.name}: no log of a table rotted: {error!r}")
             return

@@ -265,7 +265,7 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
 
     def lost(part: Range) -> None:
         cause = errors.OffsetOutOfRange(_AGED_OUT)
-        _tell(source, _loss(part, cause), cause)
+        _report_loss(source, _loss(part, cause), cause)
 
     def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
         """What the table cannot give the broker may still have; its tier learns of the file."""
@@ -305,11 +305,11 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         except (errors.OffsetOutOfRange, errors.UnknownTopicId) as cause:
             gone = isinstance(cause, errors.UnknownTopicId)
             left = rest.end if gone or source.fail_on_data_loss else _first_left(client, rest)
-            _tell(source, _loss(rest._replace(end=left), cause), cause)
+            _report_loss(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
         except errors.DataLoss as cause:  # damaged in its only copy (rule L9)
             left = min(rest.end, int(cause.details["next_offset"]))
-            _tell(source, _loss(rest._replace(end=left), cause), cause)
+            _report_loss(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
         except (errors.CorruptBatch, errors.InvalidRecord) as cause:
             # The broker looks at the first batch of a position: it knows whose damage this is.
@@ -331,7 +331,7 @@ def _first_left(client: ClusterClient, one: Range) -> int:
     return now.earliest if one.start < now.earliest < one.end else one.end
 
 
-def _tell(source: Source, loss: Loss, cause: errors.PkError) -> None:
+def _report_loss(source: Source, loss: Loss, cause: errors.PkError) -> None:
     """failOnDataLoss on an executor: raise; otherwise say what is lost and go on."""
     if source.fail_on_data_loss:
         raise offsets.error_of([loss]) from cause

@@ -440,11 +440,11 @@ class Copier:
         in_trouble = isinstance(self._owner_problem or self._diverged, errors.OperatorError)  # K6
         if view is not None and table is not None and view.ready and not in_trouble:  # K2
             if view.settings.enabled and table.end >= view.log_start:  # T1, after T9
-                due += self._mend(view, table, now_ms, effects)
+                due += self._repair_file(view, table, now_ms, effects)
                 due += self._hand(view, table, now_ms, effects)
                 due += self._copy(view, now_ms, effects)
             due += self._drop(view, table, now_ms, effects)
-        self._tell(effects)
+        self._report(effects)
         effects.append(SetTimer(self.partition, min(due) if due else None))
 
     def _divergence(
@@ -504,7 +504,9 @@ class Copier:
         effects.append(Send(OWNER, self._hand_over))
         return []
 
-    def _mend(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
+    def _repair_file(
+        self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]
+    ) -> list[int]:
         """Bring a lost file back: upload its range, then swap the names in the table."""
         repair = self._repair
         if repair is None or repair.hand_over is not None:
@@ -562,7 +564,7 @@ class Copier:
         effects.append(Send(STORE, self._confirming))
         return []
 
-    def _tell(self, effects: list[Effect]) -> None:
+    def _report(self, effects: list[Effect]) -> None:
         """Report to the broker what changed."""
         view, table = self.view, self.table
         if view is None:

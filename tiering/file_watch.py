@@ -64,7 +64,7 @@ class FileWatch:
         self._reading = asyncio.Semaphore(1)
         self._looking: dict[str, None] = {}  #: homes of tables that are looked at
 
-    def met(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
+    def damage_found(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
         """A file of the newest version is damaged."""
         self._note(topic, file, error)
         self._tell(topic, file.partition)

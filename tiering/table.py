@@ -263,7 +263,7 @@ def check_successor(uri: str, old: Snapshot | None, new: Snapshot) -> None:
             )
 
 
-def check_said(uri: str, found: Snapshot, said: Snapshot) -> None:
+def check_known(uri: str, found: Snapshot, said: Snapshot) -> None:
     """What a load of the fake compares: the version that was found with the one that its commits
     say (log_check.py).  Raises `TierTableChanged`."""
     log_check.check_names(uri, found.version, found.files.values())
@@ -314,7 +314,7 @@ class MemoryTables:
         so (rule T2)."""
         self.states[uri].altered = altered
 
-    def mend(self, uri: str) -> None:
+    def repair(self, uri: str) -> None:
         """Somebody restores the log."""
         if uri in self.states:
             self.states[uri].altered = None
@@ -364,7 +364,7 @@ class MemoryTable:
         said = newest = state.versions[-1]
         if state.altered is not None:
             newest = state.altered(said)
-            check_said(self._uri, newest, said)
+            check_known(self._uri, newest, said)
         counters = {partition: newest.partition(partition) for partition in partitions}
         return Snapshot(newest.version, newest.table_id, newest.files, counters, newest.protocol)
 

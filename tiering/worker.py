@@ -93,7 +93,7 @@ class TierWorker:
         self._clock_trusted = clock_trusted
         self._tasks = TaskRegistry(functools.partial(on_bug, "tier"))
         self._watch = FileWatch(
-            store, self.reader, world.clock, self._place, self._tell_damage, self._tasks
+            store, self.reader, world.clock, self._place, self._damage_changed, self._tasks
         )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
         self._buffers: list[OutputBuffer] = []  #: idle ones, at most UPLOADS_MAX
@@ -289,10 +289,10 @@ class TierWorker:
         try:
             return await read(place)
         except errors.DamagedTierFile as error:
-            self._watch.met(topic, place.snapshot.files[error.details["path"]], error)
+            self._watch.damage_found(topic, place.snapshot.files[error.details["path"]], error)
             raise
 
-    def suspect(self, topic: TopicTier, paths: Sequence[str]) -> None:
+    def verify_files(self, topic: TopicTier, paths: Sequence[str]) -> None:
         """A reader of the table, who is no broker, found files damaged."""
         snapshot = topic.owner.snapshot
         if snapshot is None:
@@ -302,7 +302,7 @@ class TierWorker:
         if mine:
             self._tasks.spawn(self._watch.look_at(topic, mine))
 
-    def _tell_damage(self, topic: TopicTier, partition: int) -> None:
+    def _damage_changed(self, topic: TopicTier, partition: int) -> None:
         led = topic.led.get(partition)
         if led is not None:
             self._step_copier(topic, led, copying.Checked(topic.damaged.of(partition)))
@@ -314,7 +314,7 @@ class TierWorker:
         copier hears."""
         topic = self.topic(topic_id, name)
         missing = await self._watch.missing(topic, partition, start, end)
-        self._tell_damage(topic, partition)
+        self._damage_changed(topic, partition)
         return [each.file for each in missing]
 
     async def rows_missing(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
@@ -375,7 +375,7 @@ class TierWorker:
                 case Publish(name=owning.SNAPSHOT, value=snapshot):
                     self.reader.keep_files(topic.home, snapshot.files)
                     for partition in topic.damaged.keep(snapshot.files):
-                        self._tell_damage(topic, partition)
+                        self._damage_changed(topic, partition)
                     for led in list(topic.led.values()):
                         self._show_table(topic, led)
                     self._count_missing(topic, snapshot)

@@ -174,7 +174,7 @@ class ClockTrust:
         else:
             self._own = Doubt.NONE
 
-    def heard(self, samples: Iterable[Sample], expected: Collection[NodeId]) -> None:
+    def compare(self, samples: Iterable[Sample], expected: Collection[NodeId]) -> None:
         """The clocks of all nodes that the active controller has heard lately.
 
         expected: the nodes of which a clock should be among them.

@@ -89,7 +89,7 @@ class ClockWatch:
             running_since_ms=wall_ms - (self._clock.boottime_ms() - self._began_ms),
         )
 
-    def heard(self, reply: wire.BrokerHeartbeatReply, sent_ms: int) -> None:
+    def heartbeat_answered(self, reply: wire.BrokerHeartbeatReply, sent_ms: int) -> None:
         """The reply to a heartbeat that was sent at `sent_ms` (boottime)."""
         if not reply.clock_sent_ms:
             return
@@ -103,7 +103,7 @@ class ClockWatch:
             Sample(each.node_id, line_ms + each.ahead_ms, each.trusted, each.running_since_ms)
             for each in reply.clocks
         ]
-        self.trust.heard(samples, self._expected())
+        self.trust.compare(samples, self._expected())
         self._look()
 
     def unfit(self) -> list[wire.Unfit]:
@@ -149,23 +149,23 @@ class ClockWatch:
         """The doubt in words."""
         trust, limits = self.trust, self._limits
         if trust.doubt is Doubt.START:
-            gap_ms, wait = trust.gap_ms, f"waiting clock_grace_ms ({for_people(limits.grace)})"
+            gap_ms, wait = trust.gap_ms, f"waiting clock_grace_ms ({duration_text(limits.grace)})"
             if gap_ms is None:
                 found = "it is not known when this broker ran last"
             else:
                 side = "past" if gap_ms >= 0 else "before"
-                found = f"the clock is {for_people(abs(gap_ms))} {side} this broker's last run"
+                found = f"the clock is {duration_text(abs(gap_ms))} {side} this broker's last run"
             return f"{found}: {wait} for time synchronisation, other nodes' clocks, or an operator"
         if trust.doubt is Doubt.STEP:
-            by = for_people(abs(trust.stepped_ms))
+            by = duration_text(abs(trust.stepped_ms))
             side = "forward" if trust.stepped_ms > 0 else "back"
             return f"the clock was set {side} by {by}, clock_step_max_ms is {limits.step_max}"
         if trust.doubt is Doubt.AHEAD:
-            by = for_people(abs(trust.skew_ms or 0))
+            by = duration_text(abs(trust.skew_ms or 0))
             return f"the clock is {by} ahead of the median of {trust.nodes} nodes"
         return ""
 
-    def whose(self) -> str:
+    def _suspected_clock(self) -> str:
         """Whose clock is off, as far as this broker knows."""
         core, trust = self._core, self.trust
         mine, skew_ms, limit = (
@@ -175,12 +175,12 @@ class ClockWatch:
         )
         if skew_ms is not None and abs(skew_ms) > limit:
             side = "ahead of" if skew_ms > 0 else "behind"
-            by = for_people(abs(skew_ms))
+            by = duration_text(abs(skew_ms))
             return f"{mine} is off: it is {by} {side} the median of {trust.nodes} nodes"
         if skew_ms is not None:
             return f"{mine} agrees with {trust.nodes - 1} other nodes: the client's clock is off"
         if trust.behind_ms > limit:
-            return f"{mine} is off: it is {for_people(trust.behind_ms)} behind its own last run"
+            return f"{mine} is off: it is {duration_text(trust.behind_ms)} behind its own last run"
         if trust.alert:
             return f"{mine} may be off: {self.why()}"
         return f"{mine} is not known to be off: look at the client's clock first"
@@ -192,7 +192,7 @@ class ClockWatch:
         details: dict[str, str] = dict(refusal.details)
         if self.trust.skew_ms is not None:
             details["broker_clock_skew_ms"] = str(self.trust.skew_ms)
-        return errors.InvalidRecord(f"{refusal.message}; {self.whose()}", **details)
+        return errors.InvalidRecord(f"{refusal.message}; {self._suspected_clock()}", **details)
 
     # -- the last run ------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class ClockWatch:
         return max((each for each in found if each is not None), default=None)
 
 
-def for_people(ms: int) -> str:
+def duration_text(ms: int) -> str:
     """A duration in one or two units."""
     for unit, size, part, smaller in (
         ("d", 86_400_000, "h", 3_600_000),

@@ -325,7 +325,7 @@ class BrokerCore:
             self.feed_moved.set()
         self.lifecycle.heartbeat_soon()  # the controller elects another replica
 
-    def suspect(self, partition: Partition, told: errors.PkError) -> None:
+    def examine(self, partition: Partition, told: errors.PkError) -> None:
         """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
         copied = max(partition.tier.tiered_end, partition.log.tiered_end)
         offset = int(told.details.get("offset", copied))

@@ -353,7 +353,7 @@ class BrokerLifecycleManager:
                 self._say("fenced" if reply.fenced else "unfenced", broker_epoch=self.broker_epoch)
             self.fenced, self.caught_up = reply.fenced, reply.caught_up
             if self._clocks is not None:
-                self._clocks.heard(reply, sent_boottime_ms)
+                self._clocks.heartbeat_answered(reply, sent_boottime_ms)
             if reply.may_shut_down:
                 self.may_shut_down.set()
             asked = reply.report_positions

@@ -341,9 +341,9 @@ class MetadataPublisher:
             future = heapq.heappop(self._waiting)[2]
             if not future.done():
                 future.set_result(None)
-        self._tell(changes)
+        self._notify_listeners(changes)
 
-    def _tell(self, changes: _Changes) -> None:
+    def _notify_listeners(self, changes: _Changes) -> None:
         """Whoever waits for what the chunk changed."""
         if changes.me:
             self._core.lifecycle.heartbeat_soon()
@@ -378,7 +378,7 @@ class MetadataPublisher:
             return
         marked = key in core.manager.operator_marked and self.registered()
         if marked and may_take_part(state, core.node_id, has_log=partition is not None):
-            await self._creator.told(key)
+            await self._creator.clear_operator_mark(key)
         if self._damaged(key) and self._others_have_it(state):
             await self._set_aside(key, partition)
             partition = None

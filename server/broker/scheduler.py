@@ -230,7 +230,7 @@ class BrokerScheduler:
         if partition is None:
             core.retain_now.pop(key, None)
             return
-        if _told(partition) > partition.log.log_start:
+        if _known_log_start(partition) > partition.log.log_start:
             self._begin(self._starts, partition, self.follow_log_start)  # asks for another visit
         self._begin(self._visits, partition, self.retain)
 
@@ -256,7 +256,7 @@ class BrokerScheduler:
         partition = self._core.partitions.get(key)
         if partition is None or not partition.online:
             return
-        told = _told(partition)
+        told = _known_log_start(partition)
         if told > partition.log.log_start:
             await self._core.manager.move_log_starts({key: told})
             partition.bounds_moved(urgent=partition.leader is not None)
@@ -485,9 +485,9 @@ class BrokerScheduler:
             writer.space.measured(free - unwritten, core.now_ms)
 
 
-def _told(partition: Partition) -> Offset:
+def _known_log_start(partition: Partition) -> Offset:
     """The log start that was given for `partition`, as far as its log is committed."""
-    return min(partition.told_log_start, partition.high_watermark)
+    return min(partition.leader_log_start, partition.high_watermark)
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:

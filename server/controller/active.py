@@ -285,7 +285,7 @@ class ActiveController:
         known = broker is not None and broker.broker_epoch == request.broker_epoch
         if known:  # a heartbeat of another registration shows nothing
             self.sessions.heartbeat(who, request.broker_epoch, stream, now_ms)
-            self.clocks.heard(who, request.clock, came_ms, now_ms, broker=True)
+            self.clocks.observe(who, request.clock, came_ms, now_ms, broker=True)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         command = commands.Heartbeat(request, self._known(), retry, unclean)
@@ -298,11 +298,11 @@ class ActiveController:
             if broker is not None and broker.fenced and now is not None and not now.fenced:
                 self._try_elections()  # the elections that this decision had no room for
 
-    def heard_voter(self, request: wire.QuorumFetchRequest) -> None:
+    def voter_fetched(self, request: wire.QuorumFetchRequest) -> None:
         """Note the clock that another controller sent with its fetch (rule L10)."""
         clock = self._world.clock
         now = clock.wall_ms(), clock.monotonic_ms()
-        self.clocks.heard(request.sender.node_id, request.clock, *now, broker=False)
+        self.clocks.observe(request.sender.node_id, request.clock, *now, broker=False)
 
     def _with_clocks(
         self, reply: wire.BrokerHeartbeatReply, came_ms: int
@@ -349,7 +349,7 @@ class ActiveController:
 
     def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
         """Note which replicas are unfit to lead, and move leaderships soon (rule L16)."""
-        if self._rebalancer.heard(before, now):
+        if self._rebalancer.report_changed(before, now):
             self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
             why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
             self._say("broker_fitness", broker=who, unfit=why)

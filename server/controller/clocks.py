@@ -41,7 +41,7 @@ class Clocks:
         self._fresh_ms = fresh_ms
         self._heard: dict[NodeId, _Heard] = {}
 
-    def heard(
+    def observe(
         self, node: NodeId, reading: wire.ClockReading, wall_ms: int, now_ms: int, *, broker: bool
     ) -> None:
         """Note a reading of a node, received at `wall_ms`; `now_ms` is the monotonic clock."""

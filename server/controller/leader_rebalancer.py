@@ -49,7 +49,7 @@ class LeaderRebalancer:
         self._due_ms: int | None = None  #: when to look again; None: nobody gives up
         self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))  #: looks that found nothing
 
-    def heard(self, before: Report | None, now: Report) -> bool:
+    def report_changed(self, before: Report | None, now: Report) -> bool:
         """Note the report of a broker.  Returns whether its fitness changed."""
         changed = now.unfit != (() if before is None else before.unfit)
         if changed or (before is None and self._due_ms is not None):

@@ -294,7 +294,7 @@ class ControllerNode:
 
         async def fetch_of_voter(request: Any, frame: frames.Frame) -> Any:
             if self.active is not None:
-                self.active.heard_voter(request)
+                self.active.voter_fetched(request)
             return await of_quorum["quorum_fetch"](request, frame)
 
         table = {

@@ -335,7 +335,7 @@ class FetchStream:
             else:
                 if isinstance(error, errors.CorruptLog):
                     self._core.storage_failed(partition, error)  # L9
-                self._fail(reply, position, self._core.corruption.told(partition, error))
+                self._fail(reply, position, self._core.corruption.client_error(partition, error))
             return 0
         assert read is not None
         if read.next_offset <= position.next_offset:

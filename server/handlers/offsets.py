@@ -173,7 +173,7 @@ async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
             if isinstance(outcome, errors.CorruptLog):
                 core.storage_failed(partition, outcome)  # L9
             if isinstance(outcome, errors.PkError):
-                outcome = core.corruption.told(partition, outcome)
+                outcome = core.corruption.client_error(partition, outcome)
                 answer.error.CopyFrom(frames.error_of(outcome))
             elif outcome is not None:
                 answer.offset, answer.timestamp_ms = outcome.offset, outcome.timestamp_ms

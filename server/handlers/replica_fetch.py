@@ -110,7 +110,7 @@ class ReplicaEnd:
             elif (
                 position is not None
                 and position.position_id == item.position_id
-                and self._heard_of(key) == self.broker_epoch
+                and self._broker_epoch_of(key) == self.broker_epoch
             ):
                 self._confirm(key, position, item.log_end, item.log_start)
 
@@ -146,7 +146,7 @@ class ReplicaEnd:
             ):
                 leader.on_follower_gone(self.replica)
 
-    def _heard_of(self, key: PartitionKey) -> int:
+    def _broker_epoch_of(self, key: PartitionKey) -> int:
         """The registration that was compared last; NONE = none since the replica left the ISR."""
         partition = self._core.partitions.get(key)
         leader = None if partition is None else partition.leader
@@ -181,9 +181,9 @@ class ReplicaEnd:
         self._untold[key] = None
         if self._telling is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(TELL_MS / 1000, self._tell)
+            self._telling = loop.call_later(TELL_MS / 1000, self._send_watermarks)
 
-    def _tell(self) -> None:
+    def _send_watermarks(self) -> None:
         self._telling = None
         untold, self._untold = self._untold, {}
         for key in untold:

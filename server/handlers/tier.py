@@ -126,7 +126,7 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
         core.corruption.look_in_front(partition)
         problem = partition.tier.problem
         if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
-            core.suspect(
+            core.examine(
                 partition, problem
             )  # L9: the copier did not find records that the broker listed
         if not moved:

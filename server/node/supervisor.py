@@ -156,7 +156,7 @@ class Supervisor:
             now_ms = self._clock.monotonic_ms()
             waiting = [child for child in self.children.values() if child.ready is None]
             for child in waiting:
-                self._raise_if_hopeless(child)
+                self._raise_if_fatal(child)
             if not waiting or ([c.role for c in waiting] == ["tier"] and now_ms > tier_until_ms):
                 return
             if now_ms > deadline_ms:
@@ -180,7 +180,7 @@ class Supervisor:
             )
         self._log.warning("still_starting", role=role, why="no controller is active, or reachable")
 
-    def _raise_if_hopeless(self, child: Child) -> None:
+    def _raise_if_fatal(self, child: Child) -> None:
         """Raise if another start of `child` cannot succeed (O3)."""
         failure = child.failure
         if failure is not None and failure.acts in ("operator", "user"):

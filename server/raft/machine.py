@@ -211,7 +211,7 @@ class Quorum:
             self._enter(epoch)
         self.role, self.leader = Role.UNATTACHED, None
         if led or knew is not None:
-            self._tell_leadership()
+            self._publish_leadership()
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         self._look_for_leader()
 
@@ -226,11 +226,11 @@ class Quorum:
         self.role, self.leader = Role.FOLLOWER, leader
         self._heard_ms = now_ms if heard else now_ms - self.timing.fetch_ms
         self._word_ms = now_ms if heard else self._word_ms
-        self._tell_leadership()
+        self._publish_leadership()
         self._arm(FETCH, now_ms, self.timing.fetch_ms)
         self._fetch(now_ms)
 
-    def _tell_leadership(self) -> None:
+    def _publish_leadership(self) -> None:
         self._effects.append(Publish(LEADERSHIP, Leadership(self.epoch, self.leader)))
 
     def _arm(self, key: str, now_ms: int, wait_ms: int) -> None:
@@ -252,7 +252,7 @@ class Quorum:
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         self.role, self.leader = Role.PROSPECTIVE, None
         if knew is not None:
-            self._tell_leadership()
+            self._publish_leadership()
         for voter in self._others():
             self._effects.append(Send(voter, self._vote_request(voter, pre_vote=True)))
         self._grant(self.me, now_ms)

@@ -77,16 +77,16 @@ class CorruptionManager:
         if not found:
             self._core.damaged(partition, error)  # N2
             return
-        self.tell(partition, found)
+        self.report(partition, found)
         partition.bounds_moved(urgent=True)
 
     def opened(self, partition: Partition) -> None:
         """A log was opened, with damage perhaps; of several copies `settle` has the say."""
         if self.is_only_copy(self._core.publisher.image.partition(partition.key)):
-            self.tell(partition, partition.log.damage)
+            self.report(partition, partition.log.damage)
             self.look_in_front(partition)
 
-    def tell(self, partition: Partition, found: list[Damage]) -> None:
+    def report(self, partition: Partition, found: list[Damage]) -> None:
         """Metric and log line of ranges that were not known."""
         for each in found:
             self._core.metrics.damaged_ranges.inc()
@@ -128,7 +128,7 @@ class CorruptionManager:
             log.absent = None
             return
         leave_file = log.accept_missing(start)
-        self.tell(partition, log.damage[:1])
+        self.report(partition, log.damage[:1])
         self._core.spawn(self._leave(partition, leave_file))
         partition.bounds_moved(urgent=True)
 
@@ -149,13 +149,13 @@ class CorruptionManager:
         told = ranges.corrupt(str(partition), found[0])
         return errors.CorruptLog(told.message + count, **told.details)
 
-    def told(self, partition: Partition, error: errors.PkError) -> errors.PkError:
+    def client_error(self, partition: Partition, error: errors.PkError) -> errors.PkError:
         """`error` of a read, as its reader hears it: while the range is looked for, it waits."""
         if isinstance(error, errors.CorruptLog) and partition.key in self._looking:
             return errors.OffsetNotAvailable(
                 f"{partition}: the broker looks for the range that is damaged: {error.message}"
             )
-        return partition.as_told(error)
+        return partition.client_error(error)
 
 
 def unreadable(partition: Partition, offset: int) -> bool:

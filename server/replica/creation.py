@@ -205,14 +205,14 @@ class ReplicaCreator:
         tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
         return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
 
-    async def told(self, key: PartitionKey) -> None:
+    async def clear_operator_mark(self, key: PartitionKey) -> None:
         """The replica has left ISR and ELR: an adopted log is one like any other, and a discarded
         one may be replaced by an empty log (N5).
         """
         core = self._core
         config = self._topics_of([key])[key.topic_id][2]
         try:
-            await core.manager.told(self._new(key, config))
+            await core.manager.clear_operator_mark(self._new(key, config))
         except errors.PkError as error:  # tried again with the next change
             core.warn("adoption_failed", partition=str(key), error=error.message)
             return

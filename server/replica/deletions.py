@@ -38,7 +38,7 @@ class Deletions:
         self._waiting.append((before, future))
         return future
 
-    def heard(self, known: Offset, name: str, *, leads: bool) -> bool:
+    def log_start_known(self, known: Offset, name: str, *, leads: bool) -> bool:
         """The log start that is known now.  True if it grew."""
         grew, self._known = known > self._known, known
         waiting, self._waiting = self._waiting, []

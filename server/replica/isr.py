@@ -58,7 +58,7 @@ class InSync:
         known = self._known.get(replica)
         return 0 if known is None else known.log_start
 
-    def heard(
+    def fetched(
         self,
         replica: NodeId,
         end: Offset,

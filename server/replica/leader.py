@@ -167,7 +167,7 @@ class Leader:
             raise errors.NotLeaderOrFollower(f"broker {replica} is no follower of this partition")
         if end > self._written_end:
             raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
-        self._followers.heard(replica, end, self._written_end, now_ms, broker_epoch, log_start)
+        self._followers.fetched(replica, end, self._written_end, now_ms, broker_epoch, log_start)
         return self._move()
 
     def low_watermark(self, log_start: Offset) -> Offset:

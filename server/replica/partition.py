@@ -104,7 +104,7 @@ class Partition:
         self._followers: dict[EndWatcher, None] = {}
         #: what a leader said, and up to which offset this replica knew itself to be committed
         self._leader_watermark: Offset = 0
-        self.told_log_start: Offset = 0  #: as the leader, or the tier's table, said last
+        self.leader_log_start: Offset = 0  #: as the leader, or the tier's table, said last
         self._deletions = Deletions()
         self._inflight: deque[DelayedProduce] = deque()
         self._plan: Any = None
@@ -138,7 +138,7 @@ class Partition:
     def serving(self, epoch: Epoch = NONE) -> Leader:
         """The leader machine.  Raises why this broker does not serve it, or `epoch` is wrong."""
         if self.hosted.cause is not None:  # raised again and again: its trace must not grow
-            raise self.as_told(self.hosted.cause).with_traceback(None)
+            raise self.client_error(self.hosted.cause).with_traceback(None)
         if self.leader is None:
             raise errors.NotLeaderOrFollower(
                 f"{self}: broker {self.leader_hint} leads", leader=str(self.leader_hint)
@@ -146,7 +146,7 @@ class Partition:
         self.leader.check_epoch(epoch)
         return self.leader
 
-    def as_told(self, error: errors.PkError) -> errors.PkError:
+    def client_error(self, error: errors.PkError) -> errors.PkError:
         """`error` as clients hear it: what costs one replica of several is no end for them, another
         one will lead (rules L2, L9).
         """
@@ -296,7 +296,7 @@ class Partition:
         every, self._inflight = self._inflight, deque()
         self.writer.done(sum(delayed.size for delayed in every))
         for delayed in every:
-            delayed.answer(self.as_told(error))
+            delayed.answer(self.client_error(error))
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFull):
@@ -343,7 +343,10 @@ class Partition:
     def log_starts_heard(self) -> None:
         """A follower, or the ISR, moved: deletions that waited for it may be answered."""
         leads = self.leader is not None
-        if self._deletions.heard(self.known_log_start, str(self), leads=leads) and self.tiered:
+        if (
+            self._deletions.log_start_known(self.known_log_start, str(self), leads=leads)
+            and self.tiered
+        ):
             self._host.partition_moved(self)  # the table may follow now (T9)
 
     # -- leadership ------------------------------------------------------------------------------
@@ -415,9 +418,9 @@ class Partition:
         if self.leader is not None:
             self._leader_watermark = self.leader.high_watermark
             self.leader = None
-        self._abandon(self.as_told(error))
+        self._abandon(self.client_error(error))
         for delayed in self._host.purgatory.on_epoch(self.key, None):
-            delayed.answer(self.as_told(error))
+            delayed.answer(self.client_error(error))
         self.bounds_moved(urgent=True)
 
     def _overtaken(self, leader_epoch: Epoch | None) -> None:
@@ -495,15 +498,15 @@ class Partition:
 
     def heard_log_start(self, log_start: Offset) -> None:
         """What lies below is given up: the leader says so, or the table begins there (T9)."""
-        if log_start > max(self.told_log_start, self.log.log_start):
-            self.told_log_start = log_start
+        if log_start > max(self.leader_log_start, self.log.log_start):
+            self.leader_log_start = log_start
             self._follow_log_start()
 
     def _follow_log_start(self) -> None:
         """What was given up is given up here too as far as this log is known to be committed; who
         asked for it waits, so not at the wheel's next turn but now.
         """
-        if min(self.told_log_start, self.high_watermark) > self.log.log_start:
+        if min(self.leader_log_start, self.high_watermark) > self.log.log_start:
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:
@@ -514,7 +517,7 @@ class Partition:
         """
         self.tier = known_below(offset, self.log, self.tier)
         self._leader_watermark = min(self._leader_watermark, offset)
-        self.told_log_start = min(self.told_log_start, offset)
+        self.leader_log_start = min(self.leader_log_start, offset)
 
     # -- readers ---------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Runs one Machine: a bounded queue of events, one step at a time, its effects in order.
 
-World-generic.  The host performs effects through the interfaces in `Doors`.
+World-generic.  The host performs effects through the interfaces in `EffectHandlers`.
 
 Rules
   H1  One task performs the writes of a machine in order.  `then` is performed only after the level
@@ -28,7 +28,7 @@ QUEUE_MAX = 4_096
 Fatal = Callable[[BaseException], None]
 
 
-class Doors(Protocol):
+class EffectHandlers(Protocol):
     """The interfaces that the effects of a machine use."""
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
@@ -48,7 +48,7 @@ class MachineHost(Generic[E]):
     def __init__(
         self,
         machine: Machine[E],
-        doors: Doors,
+        handlers: EffectHandlers,
         clock: Clock,
         *,
         timers: Timers | None = None,
@@ -56,7 +56,7 @@ class MachineHost(Generic[E]):
         queue_max: int = QUEUE_MAX,
     ) -> None:
         self.machine = machine
-        self._doors = doors
+        self._handlers = handlers
         self._clock = clock
         self._timers = timers
         self._on_fatal = on_fatal
@@ -98,11 +98,11 @@ class MachineHost(Generic[E]):
                 self._writes.append(effect)
                 self._wake_writer.set()
             elif isinstance(effect, Send):
-                self._doors.send(effect.peer, effect.message)
+                self._handlers.send(effect.peer, effect.message)
             elif isinstance(effect, Respond):
-                self._doors.respond(effect.request, effect.reply)
+                self._handlers.respond(effect.request, effect.reply)
             elif isinstance(effect, Publish):
-                self._doors.publish(effect.name, effect.value)
+                self._handlers.publish(effect.name, effect.value)
             elif isinstance(effect, SetTimer):
                 assert self._timers is not None, "this host was given no timers"
                 self._timers.set(self, effect.key, effect.at_ms)
@@ -112,7 +112,7 @@ class MachineHost(Generic[E]):
             while True:
                 while self._writes:
                     write = self._writes.popleft()
-                    await self._doors.write(write.ops, write.level)
+                    await self._handlers.write(write.ops, write.level)
                     self._perform(write.then)  # H1
                 self._wake_writer.clear()
                 await self._wake_writer.wait()

@@ -131,7 +131,7 @@ class EpochFence:
         if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
             return  # K1: the follower reacts to the newer epoch
         core.publisher.take_office(partition, now)
-        await self._tell_recovered(partition, state.leader_epoch)
+        await self._report_recovered(partition, state.leader_epoch)
 
     async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
         log = partition.log
@@ -174,7 +174,7 @@ class EpochFence:
             return
         _note_covered(partition, end)
 
-    async def _tell_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
+    async def _report_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
         """K3; again until the metadata log has it, or another epoch: until then the leader counts
         as one that waits for its table, and is not moved.
         """

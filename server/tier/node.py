@@ -93,7 +93,7 @@ class TierNode:
             owner_settings=owner_settings(run.server),
             on_report=self._reports.set,
             on_bug=self._bug,
-            on_rows_missing=self._tell_rows_missing,
+            on_rows_missing=self._log_rows_missing,
             clock_trusted=self._ask_clock,
         )
         hello = wire.Hello(
@@ -133,7 +133,7 @@ class TierNode:
         if self._log is not None:
             self._log.bug(where, bug)
 
-    def _tell_rows_missing(self, topic: TopicTier) -> None:
+    def _log_rows_missing(self, topic: TopicTier) -> None:
         """Log one line for each change of missing rows (rule T17)."""
         if self._log is None:
             return
@@ -174,10 +174,10 @@ class TierNode:
             if self._log is not None and (said_ms is None or now_ms - said_ms >= REPEAT_MS):
                 said_ms = now_ms
                 self._log.error("store_probe_failed", message=self.problem.message)
-            await self._tell_problem(self.problem)
+            await self._report_problem(self.problem)
             await self.world.clock.sleep_ms(backoff.next_ms())
 
-    async def _tell_problem(self, problem: errors.PkError) -> None:
+    async def _report_problem(self, problem: errors.PkError) -> None:
         request = wire.TierPartitionsRequest(session_id="", generation=0, max_wait_ms=0)
         try:
             frame = await self._broker.call(request, timeout_ms=CALL_TIMEOUT_MS)
@@ -366,7 +366,7 @@ class TierNode:
         known.sort(key=lambda each: not each.led)  # of a re-created topic: the live one
         problem = self.problem
         if known:
-            self.worker.suspect(known[0], request.suspects)
+            self.worker.verify_files(known[0], request.suspects)
             problem = problem or _topic_problem(known[0])
             _fill(reply, known[0])
         reply.status = "ok" if problem is None else "problem"

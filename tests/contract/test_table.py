@@ -113,7 +113,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
                 def altered(what: str) -> Callable[[], None]:
                     tables.damage(uri, lambda newest: _altered(newest, what))
-                    return lambda: tables.mend(uri)
+                    return lambda: tables.repair(uri)
 
                 kit = Kit(
                     tables,

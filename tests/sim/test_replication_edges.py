@@ -243,7 +243,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
 
     disk.write = writing
     core.manager.move_log_starts = moving
-    partition.told_log_start = log.segments[1].base_offset
+    partition.leader_log_start = log.segments[1].base_offset
     task = kit.sim.spawn(f"b{n}", _visits(kit, n, partition.key))
     kit.until(lambda: task.done() and not core.fetchers.changing)
     assert task.exception() is None
@@ -274,7 +274,7 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
                 await core.clock.sleep_ms(0.01)
 
     core.manager.move_log_starts = moving
-    partition.told_log_start = start
+    partition.leader_log_start = start
     task = kit.sim.spawn(f"b{n}", _visits(kit, n, partition.key))
     kit.until(task.done)
     assert task.exception() is None

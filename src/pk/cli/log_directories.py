@@ -104,7 +104,7 @@ def adopt(
         if _confirmed(plan, yes, as_json):
             adoption.adopt(storage, name, wanted)
             plan["done"] = True
-        _told(plan, as_json)
+        _print_plan(plan, as_json)
 
 
 def discard(
@@ -122,7 +122,7 @@ def discard(
         if _confirmed(plan, yes, as_json):
             plan["removed_at_next_start"] = adoption.discard(storage, found, new_id())
             plan["done"] = True
-        _told(plan, as_json)
+        _print_plan(plan, as_json)
 
 
 def _plan(storage: RealStorage, found: adoption.LogDirectory) -> dict[str, Any]:
@@ -139,11 +139,11 @@ def _plan(storage: RealStorage, found: adoption.LogDirectory) -> dict[str, Any]:
 def _confirmed(plan: dict[str, Any], yes: bool, as_json: bool) -> bool:
     if yes or as_json or not sys.stdin.isatty():
         return yes
-    _told(plan, as_json)
+    _print_plan(plan, as_json)
     return typer.confirm(f"{plan['action']} {plan['name']}?")
 
 
-def _told(plan: dict[str, Any], as_json: bool) -> None:
+def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
     if as_json:
         say(plan)
         return

@@ -81,7 +81,7 @@ class _Meter:
         return found
 
 
-def _tell(result: dict[str, Any], as_json: bool) -> None:
+def _print_result(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         say(result)
         return
@@ -163,7 +163,7 @@ def produce(
         if meter.failure is not None:
             raise meter.failure
         what = "perf produce columnar" if columnar else "perf produce records"
-        _tell(
+        _print_result(
             meter.result(what, partitions=partitions, acks=acks, compression=compression), as_json
         )
 
@@ -295,6 +295,6 @@ def consume(
                     break
                 meter.add(found, size)
                 pace.wait(meter.records)
-        _tell(
+        _print_result(
             meter.result("perf consume columnar" if columnar else "perf consume records"), as_json
         )

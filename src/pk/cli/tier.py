@@ -62,7 +62,9 @@ def repair(
     from pk.client.admin import AdminClient
 
     with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
-        tell(admin.repair_tier(topic, timeout_s=timeout_ms / 1000), "brought back", as_json=as_json)
+        print_rows(
+            admin.repair_tier(topic, timeout_s=timeout_ms / 1000), "brought back", as_json=as_json
+        )
 
 
 @app.command()
@@ -76,10 +78,12 @@ def accept(
     from pk.client.admin import AdminClient
 
     with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
-        tell(admin.accept_tier(topic, timeout_s=timeout_ms / 1000), "accepted", as_json=as_json)
+        print_rows(
+            admin.accept_tier(topic, timeout_s=timeout_ms / 1000), "accepted", as_json=as_json
+        )
 
 
-def tell(found: dict[int, TierRows], what: str, *, as_json: bool) -> None:
+def print_rows(found: dict[int, TierRows], what: str, *, as_json: bool) -> None:
     """What became of the missing rows of each partition."""
     if as_json:
         say({"partitions": {partition: asdict(each) for partition, each in found.items()}})

@@ -190,7 +190,7 @@ def test_what_an_operator_adopts_or_discards_is_told_to_the_cluster_first() -> N
             assert manager.logs()[KEY].log_end == 20
             await manager.close()
         manager, _ = await begun(house)
-        await manager.told(NEW)
+        await manager.clear_operator_mark(NEW)
         await manager.close()
         assert identity.read(storage, "topics/t-0") == ONE
         manager, _ = await begun(house)
@@ -207,7 +207,7 @@ def test_what_an_operator_adopts_or_discards_is_told_to_the_cluster_first() -> N
             await manager.close()
         manager, _ = await begun(house)
         await manager.create_all([NEW])
-        await manager.told(NEW)
+        await manager.clear_operator_mark(NEW)
         (outcome,) = await manager.create_all([NEW])
         assert isinstance(outcome, PartitionLog)
         assert (outcome.log_end, list(manager.operator_marked)) == (0, [])

@@ -166,7 +166,7 @@ class Rig:
         self.core.publisher = Publisher()  # type: ignore[assignment]
         self.core.tier = self.tier  # type: ignore[assignment]
         self.core.clocks.begin("boot", fresh=True)
-        self.core.clocks.trust.heard((), ())  # it is alone, and its clock right
+        self.core.clocks.trust.compare((), ())  # it is alone, and its clock right
         self.ids = ProducerIds(self.core)
 
     def partition(

@@ -51,7 +51,7 @@ class Node:
     def hears(self, *others: Sample) -> Doubt:
         """The cluster's clocks come with a reply."""
         self.trust.observe(self.wall_ms, self.boottime_ms)
-        self.trust.heard(others, self.expected)
+        self.trust.compare(others, self.expected)
         return self.passes()
 
     def alone(self, ms: int = SECOND, *, step_ms: int = 0) -> Doubt:

@@ -19,7 +19,7 @@ def tell(
     reading = wire.ClockReading(wall_ms=WALL + ahead_ms, trusted=True)
     for name, value in said.items():
         setattr(reading, name, value)
-    to.heard(node, reading, WALL, now_ms, broker=broker)
+    to.observe(node, reading, WALL, now_ms, broker=broker)
 
 
 def ahead(of: Clocks, now_ms: int = 0) -> dict[int, int]:
@@ -59,7 +59,7 @@ def test_a_broker_speaks_for_its_node_and_a_controller_for_one_without() -> None
 
 def test_a_broker_that_tells_no_clock_is_not_at_1970() -> None:
     known = clocks()
-    known.heard(2, wire.ClockReading(), WALL, 0, broker=True)
+    known.observe(2, wire.ClockReading(), WALL, 0, broker=True)
     assert ahead(known) == {1: 0}
 
 

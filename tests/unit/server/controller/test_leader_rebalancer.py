@@ -80,7 +80,7 @@ def test_reasons_are_those_of_whoever_gives_them() -> None:
     bench = led_by_one()
     bench.reports[1] = replace(bench.reports[1], unfit=(Unfit("clock", gives_up=True),))
     wanted = LeaderRebalancer()
-    wanted.heard(None, bench.reports[1])
+    wanted.report_changed(None, bench.reports[1])
     assert list(wanted.wanted(bench.image, bench.reports, 1)) == [(1, "clock")]
     assert hand_over(bench, KEY) == (KEY,)
 
@@ -129,13 +129,13 @@ def test_one_move_per_partition_and_minute_the_way_back_included() -> None:
     bench, soft = led_by_one(), LeaderRebalancer()
     first = bench.state("t").replicas[0]
     bench.beat(1, **unfit())
-    assert soft.heard(None, bench.reports[1])
+    assert soft.report_changed(None, bench.reports[1])
     assert soft.wanted(bench.image, bench.reports, 1_000) == {(1, STORAGE_FULL): [KEY]}
     soft.handed_over(bench.image, hand_over(bench, KEY), 1_000)
     bench.beat(1)
     taker = bench.state("t").leader
     bench.beat(taker, **unfit())
-    assert soft.heard(None, bench.reports[taker])
+    assert soft.report_changed(None, bench.reports[taker])
     assert soft.rests(KEY, 1_000 + DWELL_MS - 1)
     assert soft.wanted(bench.image, bench.reports, 1_000 + DWELL_MS - 1) == {}
     assert soft.rest_ends_ms(2_000) == 1_000 + DWELL_MS
@@ -162,8 +162,8 @@ def test_partitions_are_looked_at_on_news_and_seldom_else(
     assert soft.wanted(bench.image, bench.reports, 0) == {}
     for broker in (1, 2, 3):
         bench.beat(broker, **unfit())
-    assert soft.heard(None, bench.reports[1])
-    assert not soft.heard(bench.reports[1], bench.reports[1])
+    assert soft.report_changed(None, bench.reports[1])
+    assert not soft.report_changed(bench.reports[1], bench.reports[1])
     looks: list[int] = []
     look = type(bench.image).partitions_of
 
@@ -178,7 +178,7 @@ def test_partitions_are_looked_at_on_news_and_seldom_else(
     looks.clear()
     before = bench.reports[2]
     bench.beat(2)
-    assert soft.heard(before, bench.reports[2])
+    assert soft.report_changed(before, bench.reports[2])
     assert soft.wanted(bench.image, bench.reports, 60_000) != {}
     assert RETRY_MS < RETRY_MAX_MS
 
@@ -188,7 +188,7 @@ def test_many_partitions_move_in_bounded_decisions(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(leaders, "MOVES_MAX", 4)
     bench, soft = led_by_one(partitions=6), LeaderRebalancer()
     bench.beat(1, **unfit())
-    soft.heard(None, bench.reports[1])
+    soft.report_changed(None, bench.reports[1])
     moved = []
     for now_ms in (0, 100):
         for keys in soft.wanted(bench.image, bench.reports, now_ms).values():

@@ -28,7 +28,7 @@ def test_a_follower_always_one_batch_behind_is_in_sync() -> None:
     """replica/isr M1: it had at each word what the leader had at the one before."""
     known = InSync((1, 2), 0, now_ms=0)
     for turn in range(1, 30):
-        known.heard(2, 10 * (turn - 1), 10 * turn, now_ms=300 * turn, broker_epoch=20)
+        known.fetched(2, 10 * (turn - 1), 10 * turn, now_ms=300 * turn, broker_epoch=20)
         assert wanted(known, (1, 2), log_end=10 * turn, now_ms=300 * turn) == (1, 2)
     assert wanted(known, (1, 2), log_end=290, now_ms=300 * 28 + LAG_MS) == (1, 2)
     assert wanted(known, (1, 2), log_end=290, now_ms=300 * 28 + LAG_MS + 1) == (1,)
@@ -36,7 +36,7 @@ def test_a_follower_always_one_batch_behind_is_in_sync() -> None:
 
 def test_a_follower_that_has_everything_may_be_silent() -> None:
     known = InSync((1, 2), 0, now_ms=0)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20)
     assert wanted(known, (1, 2), now_ms=10**9) == (1, 2)
 
 
@@ -44,20 +44,20 @@ def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
     # replica/isr M2
     known = InSync((1,), 10, now_ms=0)
     assert wanted(known, (1,)) == (1,), "nothing was heard of it"
-    known.heard(2, 9, 10, now_ms=0, broker_epoch=20)
+    known.fetched(2, 9, 10, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,)) == (1,)
     assert wanted(known, (1,), high_watermark=9) == (1, 2)
     assert wanted(known, (1,), high_watermark=5, epoch_start=10) == (1,)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,), epoch_start=10) == (1, 2)
 
 
 def test_joining_needs_to_know_what_was_deleted() -> None:
     """replica/isr M2, rule T9: else deleted records would come back with the next leader."""
     known = InSync((1,), 10, now_ms=0)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20, log_start=4)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20, log_start=4)
     assert wanted(known, (1,), log_start=5) == (1,)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20, log_start=5)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20, log_start=5)
     assert wanted(known, (1,), log_start=5) == (1, 2)
 
 
@@ -76,18 +76,18 @@ def test_the_low_watermark_is_that_of_all_who_may_lead_next() -> None:
 def test_joining_needs_the_registration_that_fetched() -> None:
     # replica/isr M3 (KIP-903)
     known = InSync((1,), 10, now_ms=0)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=19)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=19)
     assert wanted(known, (1,)) == (1,)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,), eligible={3: 30}) == (1,), "fenced, or leaving"
     assert wanted(known, (1,)) == (1, 2)
 
 
 def test_a_new_life_is_not_caught_up_by_what_the_old_one_had() -> None:
     known = InSync((1, 2), 10, now_ms=0)
-    known.heard(2, 10, 10, now_ms=0, broker_epoch=20)
-    known.heard(2, 0, 50, now_ms=2_000, broker_epoch=21)
-    known.heard(2, 20, 60, now_ms=2_001, broker_epoch=21)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20)
+    known.fetched(2, 0, 50, now_ms=2_000, broker_epoch=21)
+    known.fetched(2, 20, 60, now_ms=2_001, broker_epoch=21)
     assert wanted(known, (1, 2), log_end=60, now_ms=2_001) == (1,)
 
 
@@ -159,15 +159,15 @@ def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
     """replica/isr M1, L16: what it cannot store would hold back every acknowledgement."""
     known = InSync((1, 2, 3), 0, now_ms=0)
     for member, epoch in ((2, 20), (3, 30)):
-        known.heard(member, 10, 10, now_ms=0, broker_epoch=epoch)
+        known.fetched(member, 10, 10, now_ms=0, broker_epoch=epoch)
     known.no_room(2)
     assert wanted(known, (1, 2, 3)) == (1, 2, 3), "it has everything"
     assert wanted(known, (1, 2, 3), log_end=11, required=2) == (1, 3)
     assert wanted(known, (1, 2, 3), log_end=11, required=3) == (1, 2, 3)
-    known.heard(2, 10, 11, now_ms=5, broker_epoch=20)
+    known.fetched(2, 10, 11, now_ms=5, broker_epoch=20)
     assert wanted(known, (1, 2, 3), log_end=11, required=2) == (1, 3), "it asks again, no more"
     assert wanted(known, (1, 3), log_end=11, required=2) == (1, 3), "nor does it join so"
-    known.heard(2, 11, 12, now_ms=5, broker_epoch=20)
+    known.fetched(2, 11, 12, now_ms=5, broker_epoch=20)
     assert wanted(known, (1, 2, 3), log_end=12, required=2) == (1, 2, 3), "it stores again"
     assert wanted(known, (1, 3), log_end=12, required=2) == (1, 2, 3)
 
@@ -176,5 +176,5 @@ def test_who_left_and_was_forgotten_is_not_taken_for_full() -> None:
     known = InSync((1, 2), 0, now_ms=0)
     known.no_room(2)
     known.forget(2)
-    known.heard(2, 10, 11, now_ms=0, broker_epoch=20)
+    known.fetched(2, 10, 11, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,), log_end=11) == (1, 2)

@@ -1,4 +1,4 @@
-"""The hosts of machines under the virtual clock, over doors and logs that can fail."""
+"""The hosts of machines under the virtual clock, over handlers and logs that can fail."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Echo:
         return effects
 
 
-class Doors:
+class EffectHandlers:
     def __init__(self, world: World) -> None:
         self.clock = world.clock
         self.said: list[Any] = []
@@ -100,14 +100,14 @@ def test_what_follows_a_write_waits_for_it() -> None:
     once."""
 
     async def story(world: World) -> list[Any]:
-        doors = Doors(world)
-        host: MachineHost[Any] = MachineHost(Echo(), doors, world.clock, on_fatal=pytest.fail)
+        handlers = EffectHandlers(world)
+        host: MachineHost[Any] = MachineHost(Echo(), handlers, world.clock, on_fatal=pytest.fail)
         host.start()
         host.post([Write(["a"], Level.SYNCED, [Respond(1, "a")]), Send("p", "hello")])
         host.post([Write(["b"], Level.WRITTEN, [Respond(2, "b")]), Publish("n", 3)])
         await world.clock.sleep_ms(50)
         await host.close()
-        return doors.said
+        return handlers.said
 
     assert run(story) == [
         ("send", "p", "hello"),
@@ -123,10 +123,12 @@ def test_what_follows_a_write_waits_for_it() -> None:
 
 def test_a_machine_sets_timers() -> None:
     async def story(world: World) -> list[Any]:
-        doors = Doors(world)
+        handlers = EffectHandlers(world)
         hosts: list[MachineHost[Any]] = []
         timers = Timers(world.clock, lambda owner, key: owner.post([Respond(key, "due")]))
-        hosts.append(MachineHost(Echo(), doors, world.clock, timers=timers, on_fatal=pytest.fail))
+        hosts.append(
+            MachineHost(Echo(), handlers, world.clock, timers=timers, on_fatal=pytest.fail)
+        )
         task = asyncio.get_running_loop().create_task(timers.run())
         hosts[0].start()
         hosts[0].post(lambda now_ms: [SetTimer("t", now_ms + 100), SetTimer("u", now_ms + 50)])
@@ -135,7 +137,7 @@ def test_a_machine_sets_timers() -> None:
         await world.clock.sleep_ms(200)
         task.cancel()
         await hosts[0].close()
-        return doors.said
+        return handlers.said
 
     assert run(story) == [("respond", "t", "due")]
 
@@ -144,20 +146,20 @@ def test_a_failed_write_and_a_bug_are_fatal_and_queues_are_bounded() -> None:
     """runtime/replayed_host H2; L2: a failed write is never tried again."""
 
     async def story(world: World) -> None:
-        doors = Doors(world)
+        handlers = EffectHandlers(world)
         fatal: list[BaseException] = []
         host: MachineHost[Any] = MachineHost(
-            Echo(), doors, world.clock, on_fatal=fatal.append, queue_max=2
+            Echo(), handlers, world.clock, on_fatal=fatal.append, queue_max=2
         )
-        doors.fail = errors.StorageFailed("no")
+        handlers.fail = errors.StorageFailed("no")
         host.post([Write(["a"], Level.SYNCED, [Respond(1, "never")])])
         host.post([])
         with pytest.raises(errors.ThrottledError):
             host.post([])
         host.start()
         await world.clock.sleep_ms(50)
-        assert fatal == [doors.fail]
-        assert ("respond", 1, "never") not in doors.said
+        assert fatal == [handlers.fail]
+        assert ("respond", 1, "never") not in handlers.said
         host.post(lambda _now_ms: 1 // 0)
         await world.clock.sleep_ms(1)
         assert isinstance(fatal[1], ZeroDivisionError)
