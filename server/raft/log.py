@@ -298,7 +298,7 @@ class RaftLog(Generic[R]):
         base, newest = self._open_reader.base, self._files.newest
         return LogState(log.synced_end, log.epochs.entries, tuple(self.voters.at), base, newest)
 
-    # -- the effects of the quorum (runtime/machine_host.py) ----------------------------------------
+    # -- the effects of the quorum (runtime/machine_host.py) ---------------------------------------
 
     async def write(self, ops: Sequence[Any], level: Level) -> None:
         """Perform the writes that the quorum machine requests; all of them are SYNCED."""
