@@ -16,7 +16,7 @@ from pk.log import directory as files
 from pk.log.directory import Directory
 from pk.log.last_run import LastRun
 from pk.log.plan import Now
-from pk.server.broker.clock_trust import DELAY_MAX_MS, ClockTrust, Doubt, Limits, Sample
+from pk.server.broker.clock_trust import DELAY_MAX_MS, SLEW_MS, ClockTrust, Doubt, Limits, Sample
 from pk.server.controller.reports import CLOCK_OFF
 from pk.server.replica.context import BrokerContext
 from pk.types import NodeId
@@ -96,8 +96,8 @@ class ClockWatch:
         self._look()
         now_ms = self._clock.boottime_ms()
         took_ms = (now_ms - sent_ms) - (reply.clock_sent_ms - reply.clock_received_ms)
-        if took_ms > min(DELAY_MAX_MS, self.trust.tolerance_ms):
-            return
+        if not -SLEW_MS <= took_ms <= min(DELAY_MAX_MS, self.trust.tolerance_ms):
+            return  # slow, or the controller's clock was set between request and reply
         line_ms = (reply.clock_received_ms - sent_ms + reply.clock_sent_ms - now_ms) // 2
         samples = [
             Sample(each.node_id, line_ms + each.ahead_ms, each.trusted, each.running_since_ms)

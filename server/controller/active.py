@@ -223,7 +223,8 @@ class ActiveController:
 
         async def list_brokers(request: Any, _frame: frames.Frame) -> Any:
             reply: wire.ListBrokersReply = await self._ask(commands.ListBrokers(request))
-            self.clocks.describe(list(reply.brokers), self._world.clock.monotonic_ms())
+            clock = self._world.clock
+            self.clocks.describe(list(reply.brokers), clock.wall_ms(), clock.boottime_ms())
             return reply
 
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
@@ -285,7 +286,7 @@ class ActiveController:
         known = broker is not None and broker.broker_epoch == request.broker_epoch
         if known:  # a heartbeat of another registration shows nothing
             self.sessions.heartbeat(who, request.broker_epoch, stream, now_ms)
-            self.clocks.observe(who, request.clock, came_ms, now_ms, broker=True)
+            self.clocks.observe(who, request.clock, clock.boottime_ms(), broker=True)
         retry = self._hear(request) if known else ()
         unclean = self._losing.union(self._asked) if self._asked else self._losing
         command = commands.Heartbeat(request, self._known(), retry, unclean)
@@ -300,17 +301,17 @@ class ActiveController:
 
     def voter_fetched(self, request: wire.QuorumFetchRequest) -> None:
         """Note the clock that another controller sent with its fetch (rule L10)."""
-        clock = self._world.clock
-        now = clock.wall_ms(), clock.monotonic_ms()
-        self.clocks.observe(request.sender.node_id, request.clock, *now, broker=False)
+        boottime_ms = self._world.clock.boottime_ms()
+        self.clocks.observe(request.sender.node_id, request.clock, boottime_ms, broker=False)
 
     def _with_clocks(
         self, reply: wire.BrokerHeartbeatReply, came_ms: int
     ) -> wire.BrokerHeartbeatReply:
         """Add all nodes' clocks to the reply of a request received at `came_ms` (rule L10)."""
         clock = self._world.clock
-        reply.clocks.extend(self.clocks.samples(clock.monotonic_ms(), self._running_since()))
-        reply.clock_received_ms, reply.clock_sent_ms = came_ms, clock.wall_ms()
+        sent_ms, boottime_ms = clock.wall_ms(), clock.boottime_ms()
+        reply.clocks.extend(self.clocks.samples(sent_ms, boottime_ms, self._running_since()))
+        reply.clock_received_ms, reply.clock_sent_ms = came_ms, sent_ms
         return reply
 
     def _settled(self, command: commands.Heartbeat) -> wire.BrokerHeartbeatReply | None:

@@ -1,9 +1,11 @@
 """The wall clocks of all nodes, as the active controller measures them (rule L10).
 
 This is soft state of one term.  Brokers send their clock in heartbeats, the other controllers in
-fetches of the metadata log.  The module keeps how far each clock is ahead of this controller's.  A
-delayed request makes a clock look behind, never ahead.  So the reading that is furthest ahead among
-the last SAMPLES_MAX readings of a node counts.
+fetches of the metadata log.  The module keeps each reading relative to this controller's
+CLOCK_BOOTTIME, not to its wall clock: if an administrator sets this wall clock, the other clocks do
+not move with it.  Otherwise the old readings would agree with the wrong clock, and a broker on this
+node would trust it.  A delayed request makes a clock look behind, never ahead.  So the reading that
+is furthest ahead among the last SAMPLES_MAX readings of a node counts.
 
 A node is one machine.  If a broker and a controller share a node id, the clock that the broker sent
 counts.  The controller of this node reads its own clock.
@@ -22,11 +24,12 @@ SAMPLES_MAX = 3
 
 @dataclass(slots=True)
 class _Heard:
-    ahead_ms: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    #: wall clock of the node − CLOCK_BOOTTIME of this controller
+    lines_ms: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
     trusted: bool = False
     doubt: str = ""
     running_since_ms: int = 0
-    heard_ms: int = 0  #: monotonic
+    heard_ms: int = 0  #: CLOCK_BOOTTIME
     as_broker: bool = False
 
 
@@ -42,30 +45,32 @@ class Clocks:
         self._heard: dict[NodeId, _Heard] = {}
 
     def observe(
-        self, node: NodeId, reading: wire.ClockReading, wall_ms: int, now_ms: int, *, broker: bool
+        self, node: NodeId, reading: wire.ClockReading, boottime_ms: int, *, broker: bool
     ) -> None:
-        """Note a reading of a node, received at `wall_ms`; `now_ms` is the monotonic clock."""
+        """Note a reading of a node, received at `boottime_ms` of this controller."""
         if not reading.wall_ms:
             return
         known = self._heard.get(node)
-        if known is None or now_ms - known.heard_ms > self._fresh_ms:
+        if known is None or boottime_ms - known.heard_ms > self._fresh_ms:
             known = self._heard[node] = _Heard()
         if known.as_broker and not broker:
             return
-        known.ahead_ms.append(reading.wall_ms - wall_ms)
+        known.lines_ms.append(reading.wall_ms - boottime_ms)
         known.trusted, known.doubt = reading.trusted, reading.doubt
         known.running_since_ms = reading.running_since_ms
-        known.heard_ms, known.as_broker = now_ms, broker
+        known.heard_ms, known.as_broker = boottime_ms, broker
 
     def forget(self, node: NodeId) -> None:
         """Drop the readings of a node whose process ended."""
         self._heard.pop(node, None)
 
-    def samples(self, now_ms: int, running_since_ms: int) -> list[wire.ClockSample]:
-        """Return every fresh reading, and this controller's own clock."""
+    def samples(
+        self, wall_ms: int, boottime_ms: int, running_since_ms: int
+    ) -> list[wire.ClockSample]:
+        """Return every fresh reading, and this controller's own clock, which is at `wall_ms`."""
         found = [wire.ClockSample(node_id=self._node_id, running_since_ms=running_since_ms)]
         for node, each in sorted(self._heard.items()):
-            if now_ms - each.heard_ms > self._fresh_ms:
+            if boottime_ms - each.heard_ms > self._fresh_ms:
                 continue
             if node == self._node_id:
                 found[0].trusted = each.trusted
@@ -73,22 +78,24 @@ class Clocks:
             found.append(
                 wire.ClockSample(
                     node_id=node,
-                    ahead_ms=max(each.ahead_ms),
+                    ahead_ms=max(each.lines_ms) - (wall_ms - boottime_ms),
                     trusted=each.trusted,
                     running_since_ms=each.running_since_ms,
                 )
             )
         return found
 
-    def describe(self, brokers: list[wire.BrokerDescription], now_ms: int) -> None:
+    def describe(
+        self, brokers: list[wire.BrokerDescription], wall_ms: int, boottime_ms: int
+    ) -> None:
         """Fill in the clock fields of `brokers`; the skew is relative to the median."""
-        samples = {each.node_id: each.ahead_ms for each in self.samples(now_ms, 0)}
+        samples = {each.node_id: each.ahead_ms for each in self.samples(wall_ms, boottime_ms, 0)}
         lines = sorted(samples.values())
         middle = len(lines) // 2
         median_ms = (lines[middle] + lines[~middle]) // 2
         for broker in brokers:
             known = self._heard.get(broker.broker_id)
-            if known is None or now_ms - known.heard_ms > self._fresh_ms:
+            if known is None or boottime_ms - known.heard_ms > self._fresh_ms:
                 continue
             broker.clock_skew_ms = samples[broker.broker_id] - median_ms
             broker.clock_trusted, broker.clock_doubt = known.trusted, known.doubt

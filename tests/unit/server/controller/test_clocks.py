@@ -19,11 +19,23 @@ def tell(
     reading = wire.ClockReading(wall_ms=WALL + ahead_ms, trusted=True)
     for name, value in said.items():
         setattr(reading, name, value)
-    to.observe(node, reading, WALL, now_ms, broker=broker)
+    reading.wall_ms += now_ms
+    to.observe(node, reading, now_ms, broker=broker)
 
 
-def ahead(of: Clocks, now_ms: int = 0) -> dict[int, int]:
-    return {each.node_id: each.ahead_ms for each in of.samples(now_ms, WALL)}
+def ahead(of: Clocks, now_ms: int = 0, set_by_ms: int = 0) -> dict[int, int]:
+    """By node; `set_by_ms`: how far this controller's wall clock was set meanwhile."""
+    samples = of.samples(WALL + now_ms + set_by_ms, now_ms, WALL)
+    return {each.node_id: each.ahead_ms for each in samples}
+
+
+def test_other_clocks_do_not_follow_the_clock_of_this_node_when_it_is_set() -> None:
+    """A broker beside this controller would find its wrong clock confirmed by old readings."""
+    known = clocks()
+    tell(known, 2, 3)
+    tell(known, 3, -4)
+    assert ahead(known, 100, DAY) == {1: 0, 2: 3 - DAY, 3: -4 - DAY}
+    assert ahead(known, 100) == {1: 0, 2: 3, 3: -4}
 
 
 def test_a_late_request_makes_no_clock_look_behind() -> None:
@@ -51,7 +63,7 @@ def test_a_broker_speaks_for_its_node_and_a_controller_for_one_without() -> None
     tell(known, 2, 10)
     tell(known, 2, -20, broker=False, trusted=False)
     tell(known, 3, 30, broker=False, trusted=False, running_since_ms=17)
-    samples = {each.node_id: each for each in known.samples(0, WALL - DAY)}
+    samples = {each.node_id: each for each in known.samples(WALL, 0, WALL - DAY)}
     assert [samples[n].ahead_ms for n in (1, 2, 3)] == [0, 10, 30]
     assert [samples[n].trusted for n in (1, 2, 3)] == [True, True, False]
     assert (samples[1].running_since_ms, samples[3].running_since_ms) == (WALL - DAY, 17)
@@ -59,7 +71,7 @@ def test_a_broker_speaks_for_its_node_and_a_controller_for_one_without() -> None
 
 def test_a_broker_that_tells_no_clock_is_not_at_1970() -> None:
     known = clocks()
-    known.observe(2, wire.ClockReading(), WALL, 0, broker=True)
+    known.observe(2, wire.ClockReading(), 0, broker=True)
     assert ahead(known) == {1: 0}
 
 
@@ -69,7 +81,7 @@ def test_the_skew_is_of_the_median() -> None:
         tell(known, node, skew)
     tell(known, 3, DAY, trusted=False, doubt="ahead")
     listed = [wire.BrokerDescription(broker_id=n) for n in (1, 2, 3, 4)]
-    known.describe(listed, 0)
+    known.describe(listed, WALL, 0)
     assert [each.clock_skew_ms for each in listed[:3]] == [-100, 0, DAY - 100]
     assert [each.clock_trusted for each in listed] == [True, True, False, False]
     assert listed[2].clock_doubt == "ahead"
