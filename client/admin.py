@@ -93,8 +93,14 @@ class ConfigEntry:
 class AdminClient(BrokerCalls, QuorumCalls):
     """Administers a cluster.
 
-    With `bootstrap_controllers` instead of brokers it asks controllers directly (KIP-919), also
-    when no broker serves: for the calls that concern the metadata quorum.
+    bootstrap: "host:port,…" of brokers, or a list.  bootstrap_controllers: addresses of controllers
+    instead, which are asked directly (KIP-919), also when no broker serves; for the calls that
+    concern the metadata quorum.  request_timeout_ms: how long one attempt may take.
+
+        >>> with AdminClient("localhost:9092") as admin:
+        ...     created = admin.create_topic("events", partitions=1)
+        ...     [topic.name for topic in admin.list_topics()]
+        ['events']
     """
 
     def __init__(
@@ -150,7 +156,12 @@ class AdminClient(BrokerCalls, QuorumCalls):
         validate_only: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> TopicResult:
-        """Create one topic; raises what stands in the way."""
+        """Create one topic.
+
+        partitions, replication_factor: 0 = the server's default.  configs: topic settings by name.
+        validate_only: check, and create nothing.  Raises `TopicAlreadyExists`, `InvalidTopic`,
+        `InvalidConfig`, `InvalidPartitions`, `InvalidReplicationFactor`.
+        """
         new = NewTopic(name, partitions, {} if configs is None else configs, replication_factor)
         return _one(self.create_topics([new], validate_only=validate_only, timeout_s=timeout_s))
 
@@ -292,7 +303,12 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def delete_records(
         self, before: Mapping[TopicPartition, int], *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
-        """Remove all records below an offset (-1 = all); returns each new log_start."""
+        """Move the log start of each partition up; the records below it are deleted.
+
+        before: partition → the first offset to keep; -1 = the high watermark.
+        Returns the new log start of each partition.  Raises `OffsetOutOfRange` above the high
+        watermark, `RequestTimedOut` if an in-sync replica did not answer (repeat the call).
+        """
         asked = arguments.by_place(before, "before", "offsets")
         wanted = {
             place: arguments.whole(offset, "before", -OFFSET_MAX, OFFSET_MAX)

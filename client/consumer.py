@@ -50,10 +50,20 @@ class OffsetAndTimestamp(NamedTuple):
 
 
 class Consumer:
-    """Reads records of pk.  Options: docs (consumer settings), Kafka's dotted names too.
+    """Reads records of assigned or subscribed partitions.  For one thread at a time.
 
-    `key_deserializer` / `value_deserializer`: "string", "json", `f(data)` or `f(topic, data)`; None
+    bootstrap: "host:port,…", or a list of addresses.
+    key_deserializer, value_deserializer: "string", "json", `f(data)` or `f(topic, data)`; None
     gives bytes.
+    options: the consumer settings of docs/settings.md; Kafka's dotted names are accepted.
+
+    Raises `InvalidOption` or `InvalidConfig` for an option that is unknown or out of bounds.
+
+        >>> with Consumer("localhost:9092", auto_offset_reset="earliest") as consumer:
+        ...     consumer.subscribe("events")
+        ...     records = consumer.poll(timeout_s=30)
+        ...     [(record.offset, record.key, record.value) for record in records]
+        [(0, b'key', b'value')]
     """
 
     def __init__(
@@ -106,7 +116,11 @@ class Consumer:
         *,
         pattern: str | re.Pattern[str] | None = None,
     ) -> None:
-        """All partitions of `topics`, or of those whose whole name matches `pattern`."""
+        """Read all partitions of `topics`, or of those whose whole name matches `pattern`.
+
+        Partitions that are added later are read from their first offset on.  Raises `InvalidOption`
+        unless one of both is given, `InvalidTopic`.
+        """
         if (topics is None) == (pattern is None):
             raise errors.InvalidOption("subscribe takes topics or a pattern, one of both")
         listed = [topics] if isinstance(topics, str) else topics
@@ -125,7 +139,10 @@ class Consumer:
 
     @one_thread
     def assign(self, partitions: Iterable[TopicPartition]) -> None:
-        """Exactly these partitions; positions of those already assigned are kept."""
+        """Read exactly these partitions; the positions of those already assigned are kept.
+
+        Raises `InvalidPartitions`.
+        """
         places = arguments.places(partitions)
         self._call(lambda: self._engine.assign(places))
         self._drop_lines(places)
@@ -178,11 +195,13 @@ class Consumer:
 
     @one_thread
     def resume(self, *partitions: TopicPartition) -> None:
+        """Let poll give records of these partitions again."""
         places = arguments.places(partitions)
         self._call(lambda: self._engine.step(Pause(places, False)))
         self._wakeup.set()
 
     def paused(self) -> list[TopicPartition]:
+        """The partitions that are paused, sorted."""
         self._check_open()
         return sorted(self._engine.fetcher.paused)
 
@@ -427,7 +446,11 @@ class Consumer:
 
     @one_thread
     def position(self, partition: TopicPartition, timeout_s: float | None = None) -> int:
-        """The offset the next poll of an assigned partition begins at."""
+        """The offset at which the next poll of an assigned partition begins.
+
+        timeout_s: seconds; None = default_api_timeout_ms.  Raises `InvalidRequest` if the partition
+        is not assigned, `RequestTimedOut`.
+        """
         place = arguments.place(partition)
         if place not in self.assignment():
             raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
@@ -499,7 +522,7 @@ class Consumer:
         return self._thread.run(work, seconds)
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> list[TopicPartition]:
-        """The partitions of a topic."""
+        """The partitions of a topic.  Raises `UnknownTopicOrPartition`, `RequestTimedOut`."""
         seconds = self._api_s(timeout_s)
         self._check_open()
         work = self._cluster.topic(arguments.topic(topic), int(seconds * 1000))

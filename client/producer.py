@@ -38,10 +38,19 @@ _CLOSE_S = 30.0
 
 
 class Producer:
-    """Sends records to pk.  Options: docs (producer settings), Kafka's dotted names too.
+    """Sends records to topics.  Safe to share between threads.
 
-    `key_serializer` / `value_serializer`: "string", "json", `f(value)` or `f(topic, value)`; None
-    takes bytes.
+    bootstrap: "host:port,…", or a list of addresses.
+    key_serializer, value_serializer: "string", "json", `f(value)` or `f(topic, value)`; None takes
+    bytes.
+    options: the producer settings of docs/settings.md; Kafka's dotted names are accepted.
+
+    Raises `InvalidOption` or `InvalidConfig` for an option that is unknown or out of bounds.
+
+        >>> with Producer("localhost:9092", compression="lz4") as producer:
+        ...     future = producer.send("events", b"value", key=b"key")
+        ...     future.result(timeout=30).offset
+        0
     """
 
     def __init__(
@@ -96,12 +105,18 @@ class Producer:
         timestamp_ms: int | None = None,
         on_delivery: OnDelivery | None = None,
     ) -> SendFuture:
-        """Hand one record over; returns at once unless buffer_memory is full (then up to
-        max_block_ms), or the topic does not exist: then it may come to be for as long.
+        """Hand one record over; returns its future.
 
-        `value=None` is a tombstone.  `on_delivery(metadata, error)` is called once, on the loop
-        thread. Raises `UnknownTopicOrPartition`, `SerializationError`, `RecordTooLarge`,
-        `BufferExhausted`, `ClosedError`.
+        Blocks, for up to max_block_ms, only while buffer_memory is full or the topic does not
+        exist.
+
+        value: None is a tombstone.  key: None = no key.  headers: pairs (text, bytes or None), or a
+        mapping.  partition: None = by the key's hash; without a key, the partition that is being
+        filled.  timestamp_ms: create time since the epoch; None = now.  on_delivery: called once as
+        `on_delivery(metadata, error)`, on the loop thread; one of both is None.
+
+        Raises `UnknownTopicOrPartition`, `SerializationError`, `RecordTooLarge`, `BufferExhausted`,
+        `ClosedError`.
         """
         if type(value) is bytes and headers is None and partition is None and timestamp_ms is None:
             # The fast path: no call besides len and append.  What does not fit, is not just bytes,
@@ -234,10 +249,15 @@ class Producer:
         self._engine.poke()
 
     def send_batch(self, topic: str, batch: pa.RecordBatch) -> BatchFuture:
-        """Hand over a whole batch: columns value, and any of key, timestamp, headers, partition.
+        """Hand a batch of columns over; returns one future for all its parts.
 
-        Split by partition (column, key hash, or sticky) and by batch_size without touching a row;
-        the batch's memory must not be changed until the future is done.  Raises what `send` raises.
+        batch: column `value`, and any of `key`, `timestamp`, `headers`, `partition`.  `value` and
+        `key` are bytes or text; `timestamp` is int64 ms or an Arrow timestamp; `headers` is a list
+        of structs (key, value); a null in `partition` leaves the choice to the key.  The memory of
+        the batch must not change until the future is done.
+
+        The batch is split by partition and by batch_size without touching a row.  Raises what
+        `send` raises.
         """
         if type(topic) is not str:  # it may not be hashable
             topic = arguments.topic(topic)
@@ -270,9 +290,11 @@ class Producer:
     # -- the rest ----------------------------------------------------------------------------------
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> int:
-        """How many partitions a topic has; a topic that does not exist is waited for only a moment.
+        """How many partitions a topic has.
 
-        Waits for brokers for `timeout_s` (None: max_block_ms).
+        A topic that does not exist is waited for only a moment.  timeout_s: how long to wait for
+        brokers, in seconds; None = max_block_ms.  Raises `UnknownTopicOrPartition`,
+        `RequestTimedOut`, `BrokerUnavailable`, `ClosedError`.
         """
         if self._closed:
             raise errors.ClosedError("the producer was closed")
@@ -291,10 +313,10 @@ class Producer:
         return self._engine.identity
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything sent so far has an outcome (good or bad: ask the futures), and its
-        callbacks have returned.
+        """Wait until everything sent so far has an outcome, and its callbacks have returned.
 
-        Raises `TimeoutError` after `timeout_s`, `InvalidRequest` in a callback.
+        The outcome of a record may be an error: ask its future.  timeout_s: seconds; None = no
+        limit.  Raises `TimeoutError` after `timeout_s`, `InvalidRequest` in a callback.
         """
         self._thread.must_not_block()
         deadline = None if timeout_s is None else monotonic_s() + arguments.seconds(timeout_s)
@@ -314,9 +336,9 @@ class Producer:
         return self._engine.begin_flush()
 
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
-        """Flush for up to `timeout_s`, fail what is left with `ClosedError`, disconnect.
+        """Flush for up to `timeout_s` seconds, fail what is left with `ClosedError`, disconnect.
 
-        Idempotent; all callbacks have returned then, unless they take so long that a warning is
+        Idempotent.  All callbacks have returned then, unless they take so long that a warning is
         logged.  Raises `InvalidRequest` in a callback.
         """
         self._thread.must_not_block()

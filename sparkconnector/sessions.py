@@ -45,12 +45,19 @@ def session(
     ui: bool = False,
     **conf: Any,
 ) -> SparkSession:
-    """A session in which `format("pk")` (and `format("delta")`) work.
+    """A Spark session in which `format("pk")` and `format("delta")` work.
 
-    `conf`: Spark settings, dots written as underscores (`spark_sql_shuffle_partitions=4`) or as
-    they are (`**{"spark.sql.shuffle.partitions": 4}`); they win over the defaults here.  A session
-    that is already there is returned, with pk registered in it.  Raises `JavaMissing`,
+    master: as Spark's; None = Spark's default.  delta: have Delta's jars.  ui: start Spark's web
+    page.  conf: Spark settings, dots written as underscores (`spark_sql_shuffle_partitions=4`) or
+    as they are (`**{"spark.sql.shuffle.partitions": 4}`); they win over the defaults here.
+
+    Returns the active session if there is one, with pk registered in it.  Raises `JavaMissing`,
     `JarsMissing`.
+
+        spark = session("report", master="local[2]")
+        spark.read.format("pk").option("pk.bootstrap.servers", "localhost:9092").option(
+            "subscribe", "events"
+        ).load().show()
     """
     find_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -177,12 +184,16 @@ def read_topic(
     include_headers: bool = False,
     **options: Any,
 ) -> DataFrame:
-    """A whole topic as a batch: its Delta table, read natively by Spark, and the hot tail from the
-    log.
+    """A whole topic as a batch: Spark reads its Delta table natively, and the tail from the log.
 
-    The columns of `format("pk")`; each offset once.  The boundary is the table's end at one
-    version, per partition, so the two halves fit whatever is tiered meanwhile.  `options` go to the
-    tail's source.
+    topic: its name.  bootstrap: "host:port,…".  include_headers: add the column `headers`.
+    options: options of `format("pk")`, for the source of the tail.
+
+    Returns the columns of `format("pk")`, each offset once.  The boundary is the table's end at one
+    version, per partition, so the two halves fit whatever is tiered meanwhile.  Raises
+    `UnknownTopicOrPartition`, `BrokerUnavailable`.
+
+        read_topic(spark, "events", "localhost:9092").groupBy("partition").count().show()
     """
     from pk.sparkconnector.connection import cluster
     from pk.sparkconnector.options import CONNECT_TIMEOUT_MS

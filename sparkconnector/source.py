@@ -28,20 +28,32 @@ if TYPE_CHECKING:
 
 
 class PkDataSource(DataSource):
-    """Batch and streaming, source and sink."""
+    """The source and sink `format("pk")`, for batches and streams.
+
+    Its options are those of Spark's Kafka connector under the same names, with
+    `pk.bootstrap.servers` for the addresses (sparkconnector/options).  An option that is unknown or
+    contradicts another raises `InvalidOption` when Spark asks for a reader or a writer.
+
+        spark.readStream.format("pk").option("pk.bootstrap.servers", "localhost:9092").option(
+            "subscribe", "events"
+        ).load()
+    """
 
     @classmethod
     def name(cls) -> str:
+        """The word that users write in `format`."""
         return "pk"
 
     @sentence_alone
     def schema(self) -> str:
+        """The columns that the options ask for, as Spark's DDL."""
         given = dict(self.options)
         read = options.source(_any_side(given), streaming=True)
         return options.ddl(options.column_names(read))
 
     @sentence_alone
     def reader(self, schema: StructType) -> DataSourceReader:
+        """A batch read; its offsets are frozen when Spark plans."""
         from pk.sparkconnector.batch_reader import PkReader
 
         read = options.source(dict(self.options), streaming=False)
@@ -50,6 +62,7 @@ class PkDataSource(DataSource):
 
     @sentence_alone
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """A streaming read; its offsets are in Spark's checkpoint."""
         from pk.sparkconnector.stream_reader import PkStreamReader
 
         read = options.source(dict(self.options), streaming=True)
@@ -58,6 +71,7 @@ class PkDataSource(DataSource):
 
     @sentence_alone
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """A batch write to a topic."""
         from pk.sparkconnector.batch_writer import PkWriter
 
         sink = options.sink(dict(self.options))
@@ -66,6 +80,7 @@ class PkDataSource(DataSource):
 
     @sentence_alone
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """A streaming write: a batch write for each trigger."""
         from pk.sparkconnector.stream_writer import PkStreamWriter
 
         sink = options.sink(dict(self.options))
