@@ -3,7 +3,7 @@ partitions.
 
 Frames arrive on the client's loop thread and wait, bounded by credit; checking, decompressing and
 decoding them happens in the thread that polls, so the two overlap.  A consumer is used by one
-thread at a time (`close` may be called from another) and does not survive a fork.
+thread at a time: a second one gets `InvalidRequest`, but for `close`.  It does not survive a fork.
 
 Errors that concern a partition are raised by the next poll, once; polling on afterwards goes on
 with the rest. Without a group, `subscribe` takes all partitions, later ones too, those from their
