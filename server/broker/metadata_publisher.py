@@ -451,13 +451,13 @@ class MetadataPublisher:
             self._follow_or_not(partition, state)
             return
         fresh = partition.leader_epoch != state.leader_epoch
-        fenced_for = self.epoch_fence.epoch(partition.key)
-        if fenced_for is None and not partition.online:
+        recovering = partition.state is ReplicaState.RECOVERING
+        if not partition.online and not recovering:
             return  # OFFLINE: an election mends neither damage nor a failed disk (rules L2, L9)
         core.fetchers.leave(partition)
-        if fenced_for is not None or (fresh and state.unclean and partition.tiered):
+        if recovering or (fresh and state.unclean and partition.tiered):
             # M5: `take_office` follows when the table is claimed
-            if fenced_for != state.leader_epoch:
+            if self.epoch_fence.epoch(partition.key) != state.leader_epoch:
                 self.epoch_fence.begin(partition, state)
             return
         if partition.leader is None:  # what a former leader sent is written, or undone

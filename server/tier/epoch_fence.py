@@ -27,7 +27,7 @@ from pk import errors
 from pk.backoff import Backoff, equal_jitter
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.partition import Partition
-from pk.server.replica.state import ReplicaEvent
+from pk.server.replica.state import ReplicaEvent, ReplicaState
 from pk.server.tier.context import TierContext
 from pk.tasks import TaskRegistry
 from pk.types import Epoch, Offset, PartitionKey
@@ -97,8 +97,8 @@ class EpochFence:
         self._epochs[partition.key] = state.leader_epoch
 
     def give_up(self, partition: Partition) -> None:
-        """Another broker leads."""
-        if partition.key in self._epochs:
+        """Another broker leads, or none: a RECOVERING replica stops to claim the table."""
+        if partition.state is ReplicaState.RECOVERING:
             self.cancel(partition.key)
             partition.on(ReplicaEvent.RESIGNED)
 
