@@ -70,7 +70,7 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
     kit.until(task.done)
     task.result()
     assert list(core.fetchers._fetchers) == [leader]
-    assert all(each._run_task.done() for each in core.fetchers._fetchers.values())
+    assert all(len(each._tasks) == 0 for each in core.fetchers._fetchers.values())
 
 
 def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -> None:

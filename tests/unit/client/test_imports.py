@@ -11,7 +11,7 @@ import array
 import sys
 import pyarrow as pa
 from pk.client import rows as row_columns
-from pk.client.records import Lines
+from pk.client.records import ConsumerRecords
 from pk.log import columns
 from pk.types import TopicPartition
 
@@ -28,7 +28,7 @@ given = pa.RecordBatch.from_arrays(
 rows, _ = row_columns.normalise(given, 1)
 raw = b"".join(columns.encode(rows, default_timestamp=1))
 found = columns.decode(raw, decoded_bytes_max=1 << 20)
-lines = Lines(TopicPartition("t", 0), found, None, None)
+lines = ConsumerRecords(TopicPartition("t", 0), found, None, None)
 assert [record.timestamp_ms for record in lines] == stamps
 print("pandas" in sys.modules)
 """
