@@ -21,10 +21,8 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q $(ARGS)
-# Tests without processes keep a core busy each; those of real processes wait half of their time.
-# Groups (tests/conftest.py) keep a file, and all of Spark, in one worker.
+# What starts no process shares the cores; real processes have them to themselves.
 SPREAD := -n 2 --dist worksteal
-SHARED := -n 3 --dist loadgroup --no-loadscope-reorder
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
@@ -40,7 +38,7 @@ cluster: $(VENV)/.ready ## three nodes on this machine, in .cluster/; Ctrl-C dra
 
 ##@ Tests
 .PHONY: test
-test: java setup test-fast test-real ## all that CI runs, in two runs: without processes, and with
+test: java setup test-fast test-real ## all that CI runs: without processes, then with
 	@echo "make test: all suites passed"
 
 .PHONY: test-fast
@@ -49,7 +47,10 @@ test-fast: $(VENV)/.ready
 
 .PHONY: test-real
 test-real: $(VENV)/.jars s3-server
-	$(PYTEST) $(SHARED) $(REAL) -m "(integration or spark or s3 or chaos) and not peer"
+	$(PYTEST) $(REAL) -m "$(PLAIN) and integration"
+	$(PYTEST) $(REAL) -m "spark and not s3 and not peer and not chaos"
+	$(PYTEST) $(REAL) -m s3
+	$(PYTEST) tests/chaos -m chaos
 
 .PHONY: test-unit
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
@@ -58,7 +59,7 @@ test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no p
 .PHONY: test-integration
 test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
-	$(PYTEST) $(SHARED) $(REAL) -m "$(PLAIN) and integration"
+	$(PYTEST) $(REAL) -m "$(PLAIN) and integration"
 
 .PHONY: test-spark
 test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark

@@ -18,7 +18,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 settings.register_profile("dev", max_examples=50, **_COMMON)
-settings.register_profile("ci", max_examples=100, **_COMMON)
+settings.register_profile("ci", max_examples=150, **_COMMON)
 settings.register_profile("long", max_examples=3000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
@@ -35,31 +35,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # sys.path.
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 s3_server = importlib.import_module("versitygw").s3_server
-
-
-#: Markers of tests that start processes, and the folders of tests that start none.
-REAL = ("spark", "chaos", "s3", "integration")
-PURE = ("unit", "property", "sim")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order and group the tests of real processes for `--dist loadgroup`.
-
-    The tests of a file share its servers, and all of `tests/spark` share one JVM: a group runs in
-    one worker.  The groups that take longest come first, so that none of them is left for the end.
-    """
-    here = Path(__file__).parent
-    ranks: dict[pytest.Item, int] = {}
-    for item in items:
-        marks = [name for name in REAL if item.get_closest_marker(name)]
-        ranks[item] = REAL.index(marks[0]) if marks else len(REAL)
-        if not marks:
-            continue
-        folder, *_, name = item.path.relative_to(here).parts
-        if folder in PURE:
-            raise pytest.UsageError(f"{item.nodeid} starts processes: it belongs to integration/")
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "spark" else name))
-    items.sort(key=ranks.__getitem__)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
