@@ -1,8 +1,8 @@
-"""`python -m pk.sim SEED …`: the whole cluster, simulated, from one seed.
+"""`python -m pk.sim SEED …` runs a whole simulated cluster from one seed.
 
-The seed is printed first and the line that replays the run last, whatever happens in between.
-Exit code 0: every promise held.  With `--count N` the seeds SEED, SEED + 1, … are run; it ends at
-the first that fails.  `--trace` prints every event.
+The command prints the seed first and the line that replays the run last, whatever happens in
+between.  Exit code 0 means that no check failed.  With `--count N` it runs the seeds SEED,
+SEED + 1, … and stops at the first seed that fails.  `--trace` prints every event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     names = ("fault_ms", "acknowledged_min")
     more = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     tail = "".join(f" --{name.replace('_', '-')} {value}" for name, value in more.items())
-    logging.disable(logging.WARNING)  # what nodes and clients say is in the trace
+    logging.disable(logging.WARNING)  # the trace already holds what nodes and clients log
     for seed in range(given.seed, given.seed + given.count):
         print(f"SEED={seed}", flush=True)
         one = Run(seed, drawn(SimWorld(seed).random("options"), **more))

@@ -1,13 +1,14 @@
 """One seeded run of the whole cluster: fault phase, liveness phase, validation.
 
 Phases
-  1  fault phase: producers, consumers and an administrator work while faults come and go;
-     invariants are looked at after every event (safety)
-  2  liveness phase: faults end, the producers stop; within `heal_ms` every record has an outcome,
-     every partition is led, everything stable is in its table (liveness)
-  3  validation: a reader from offset 0 and the files of the tables against the oracle
+  1  fault phase: producers, consumers and an administrator work while faults begin and end; the
+     invariants are checked after every event (safety)
+  2  liveness phase: all faults end and the producers stop; within `heal_ms` every record has an
+     outcome, every partition has a leader, and every stable record is in its table (liveness)
+  3  validation: the rows that a reader from offset 0 gets, and the files of the tables, are
+     compared with the oracle
 
-The same seed gives the same trace, in any process: `Report.digest` says so.
+The same seed gives the same trace in any process; `Report.digest` is the hash of that trace.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
 from pk.types import PartitionKey, TopicPartition
 
-LOOK_EVERY = 20  #: ticks
+LOOK_EVERY = 20  #: in ticks
 IMAGES_EVERY = 400
 LIVENESS_TICK_MS = 50
 EVENTS_MAX = 5_000_000
-#: Producers have so many times what is asked for by now: they need not hurry.
+#: Producers slow down once they have this multiple of the acknowledgements expected so far.
 AHEAD = 1.2
-#: After so many times the fault phase that was asked for, faults come so many times more rarely.
+#: After LATE times the planned fault phase, the pauses between faults become RARER times longer.
 LATE, RARER = 1.5, 20
-#: Longer than a broker is away in a run, and not longer than its clock jumps by (rule L10).
+#: Longer than any broker is down in a run, and at most as long as a clock jump (rule L10).
 GAP_MAX_MS = 100_000
-#: Longer than a clock is wrong in a run (faults.CLOCK_WRONG_MS).
+#: Longer than any clock is wrong in a run (faults.CLOCK_WRONG_MS).
 GRACE_MS = 30_000
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run."""
+    """The result of a run: violation, digest and counters."""
 
     seed: int
     digest: str
@@ -91,7 +92,7 @@ class Report:
 
 
 class Run:
-    """One run.  `options` replace what the seed would draw."""
+    """One simulated run of a seed.  `options` replace the options that the seed would draw."""
 
     def __init__(self, seed: int, options: SimOptions | None = None) -> None:
         self.seed = seed
@@ -153,7 +154,7 @@ class Run:
         self.troubles.append(words)
 
     def _log_start_of(self, topic: str, partition: int) -> int:
-        """The largest log_start the partition is known to have had in its topic's present life."""
+        """Return the largest known log_start of the partition in the topic's present life."""
         known = self.oracle.topics[topic]
         sample = self._bounds.get(PartitionKey(known.topic_id, partition))
         asked = known.deletions.get(partition, 0)
@@ -220,7 +221,7 @@ class Run:
         self._start_client()
 
     def _replace_producers(self) -> None:
-        """Who may send no more because acknowledged records went is closed, another one made."""
+        """Restart the client if a producer cannot go on because acknowledged records were lost."""
         if any(producer.over for producer in self.producers):
             self.counts["producers gone"] = self.counts.get("producers gone", 0) + 1
             self._restart_client()
@@ -228,13 +229,13 @@ class Run:
     # -- phases ------------------------------------------------------------------------------------
 
     def execute(self) -> Report:
-        """The whole run; a violation is in the report."""
+        """Run all phases and return the report, which holds the violation if there is one."""
         report = Report(self.seed, "")
         try:
             self._whole()
         except (Violation, Stuck) as violation:
             report.violation = str(violation) or repr(violation)
-        except AssertionError as failed:  # an invariant of pk's own
+        except AssertionError as failed:  # an assertion inside pk failed
             report.violation = f"assertion: {failed!r}"
         finally:
             self._fill(report)
@@ -282,7 +283,7 @@ class Run:
             raise Violation(f"unhandled: {self.world.loop.failures[0]}")
 
     def _look(self) -> None:
-        """One look at everything that must always hold."""
+        """Check everything that must always hold, once."""
         self.observer.look_at_all()
         self._complain()
 
@@ -327,7 +328,7 @@ class Run:
             begun = all(topic.life for topic in self.oracle.topics.values())
             enough = self._enough(ticks * options.tick_ms)
             if begun and (enough or left_ms > options.tick_ms):
-                left_ms -= options.tick_ms  # the clock runs once there is work
+                left_ms -= options.tick_ms  # time counts only once all topics exist
         self.faults.heal()
         self.operator.clocks_are_right()
         self.admin.resting = True
@@ -335,8 +336,10 @@ class Run:
         chores.result()
 
     def _enough(self, elapsed_ms: int) -> bool:
-        """Whether `acknowledged_min` is reached; who is far ahead of it slows down, and where it is
-        not reached in time faults become rare.
+        """Return whether `acknowledged_min` acknowledgements are reached.
+
+        Producers that are far ahead of this number slow down.  If the number is not reached in
+        time, faults become rare.
         """
         options, oracle = self.options, self.oracle
         least = options.acknowledged_min
@@ -428,7 +431,8 @@ class Run:
         self.tiered_rows += len(rows)
         check_table(f"{topic.name}-{partition}", counters.start, counters.end, rows, log)
         files = snapshot.files_of(partition)
-        left = sum(file.rows for file in files if file.max_offset < counters.start)  # T17: counted
+        # files below the table's start count as removed (T17)
+        left = sum(file.rows for file in files if file.max_offset < counters.start)
         if counters.rows - counters.removed != len(rows) - left:
             raise Violation(f"V9: {topic.name}-{partition}: {counters}, but {len(rows)} rows")
 
@@ -440,13 +444,13 @@ class Run:
             raw = self.cluster.store.memory.objects.get(f"{home}/{file.path}")
             if raw is None:
                 raise Violation(f"V9: {home}/{file.path} is not in the store")
-            # No threads here, Arrow's neither: one that still holds Python's bytes when the
-            # process ends aborts it.
+            # No threads, not even Arrow's: an Arrow thread that still holds Python's bytes when the
+            # process ends aborts the process.
             file = pq.ParquetFile(pa.BufferReader(raw), pre_buffer=False)
             for batch in file.read(use_threads=False).to_batches():
                 yield from rows_of(batch)
 
 
 def run(seed: int, options: SimOptions | None = None) -> Report:
-    """Run one seed."""
+    """Run one seed and return its report."""
     return Run(seed, options).execute()

@@ -1,31 +1,34 @@
-"""What must always hold, checked on plain values; nothing here knows how pk works inside.
+"""Checks of what must always hold, on plain values; no code here knows how pk works inside.
 
-`Invariants` looks at samples of partitions while the run goes on; `ReaderCheck` at every row a
-consumer is given; `check_log` and `check_table` at the end, at the whole log as a reader from
-offset 0 sees it and at the files of a topic's table.  A failed check raises `Violation`.
+`Invariants` checks samples of partitions during the run, and `ReaderCheck` checks every row that a
+consumer gets.  At the end `check_log` checks the whole log as a reader from offset 0 sees it, and
+`check_table` checks the files of a topic's table.  A failed check raises `Violation`.
 
 Checked
-  V1  one broker serves a leader epoch; log_start ≤ LSO ≤ HW ≤ log_end; under flush_on_ack HW ≤
-      synced end (rules L2, L11)
-  V2  HW never goes back within a leader epoch
-  V3  log_start never goes back on one broker that keeps its copy, of an only replica never behind
-      what was deleted by request, and moves only as far as somebody asked for (rule T9): by true
-      time no record of a run expires, whatever the clocks say (rule L10)
-  V4  what is not local any more is in the table: table start ≤ the largest log_start or what was
-      asked to be deleted, local_log_start ≤ table end (rules T1, T6); the table never passes the
-      LSO of a leader whose HW has caught up
-  V5  a reader sees offsets in order, without gaps above log_start, no record twice.  It is told
-      of a lost range (rule L9) only where too few whole copies are left, of missing rows (rule T17)
-      only where others deleted them, goes on behind it, and the last reader is told of none.
-      Processes report such damage only where it was done (damage_reports.py)
-  V6  every acknowledged record is in the log once, where the acknowledgement said; a record of
-      unknown outcome at most once; nothing that nobody sent; contents unchanged (rules L4, L6, L7).
-      Where an unclean election took the copy that was acknowledged, that of an earlier attempt may
-      have come back: an old leader's, whom nobody had followed before it was replaced
-  V7  an idempotent producer's records stand in send order (rule L6)
-  V8  where acknowledged records may be lost (the end of an era) a suffix is, and only that: what
-      survives of an era is a prefix of it
-  V9  the table holds each offset of [start, end) exactly once, with the log's record in it
+  V1  Each leader epoch has one broker.  log_start ≤ LSO ≤ HW ≤ log_end.  Under flush_on_ack
+      HW ≤ synced end (rules L2, L11).
+  V2  HW never goes back within a leader epoch.
+  V3  log_start never goes back on a broker that keeps its copy.  On the current leader it is never
+      behind a deletion by request that was done, unless an era ended.  It moves only as far as a
+      client asked for (rule T9): by true time no record of a run expires, whatever the clocks say
+      (rule L10).
+  V4  The table holds what is no longer local (rules T1, T6): table start ≤ the largest log_start or
+      the offset that a client asked to delete to, and local_log_start ≤ table end.  The table never
+      passes the LSO of a leader whose HW has caught up.
+  V5  A reader sees offsets in order, without gaps above log_start, and no record twice.  It gets
+      the error of a lost range (rule L9) only where too few whole copies are left, and the error of
+      missing rows (rule T17) only where another engine deleted them; it goes on behind the range.
+      The last reader gets neither error.  A process reports such damage only where a fault caused
+      it (damage_reports.py).
+  V6  Every acknowledged record is in the log once, at the acknowledged offset.  A record of unknown
+      outcome is there at most once.  No record is there that no producer sent.  Contents are
+      unchanged (rules L4, L6, L7).  Where an unclean election lost the acknowledged copy, the copy
+      of an earlier attempt may have come back: it was in the log of an old leader that was replaced
+      before any follower had fetched it.
+  V7  The records of an idempotent producer stand in send order (rule L6).
+  V8  Where acknowledged records may be lost (an era ended), only a suffix is lost: the survivors of
+      an era are a prefix of it.
+  V9  The table holds each offset of [start, end) exactly once, with the record of the log.
 """
 
 from __future__ import annotations
@@ -39,28 +42,30 @@ from pk.types import NONE, NodeId, Offset, PartitionKey
 
 
 class Violation(AssertionError):
-    """A promise was broken."""
+    """A check failed: pk broke a promise."""
 
 
 def require(holds: bool, rule: str, words: str, *facts: object) -> None:
-    """`words` are a format of `facts`: what is looked at after every event is put into words only
-    where it matters.
+    """Raise `Violation` unless `holds`.
+
+    `words` is a format string for `facts`; it is filled in only on failure, because checks run
+    after every event.
     """
     if not holds:
         raise Violation(f"{rule}: {words.format(*facts)}")
 
 
 class Row(NamedTuple):
-    """One record as a reader or a table file has it."""
+    """One record, as a reader or a table file returned it."""
 
     offset: Offset
     id: RecordId
     digest: int
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make
+@dataclass(slots=True)  # creating a frozen instance takes three times as long
 class PartitionSample:
-    """One led partition at one moment."""
+    """The state of one partition on its leader at one moment."""
 
     key: PartitionKey
     topic: str
@@ -74,15 +79,15 @@ class PartitionSample:
     synced_end: Offset
     tiered: bool
     flushed: bool
-    ready: bool  #: its HW covers what its predecessors committed
-    current: bool  #: no later epoch is committed
+    ready: bool  #: its HW covers everything that earlier leaders committed
+    current: bool  #: the metadata log holds no later leader epoch
     table_start: Offset = NONE
     table_end: Offset = NONE
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What earlier samples of a partition showed."""
+    """The values of a partition in earlier samples of one broker."""
 
     era: int
     epoch: int = NONE
@@ -92,13 +97,13 @@ class _Seen:
 
 
 class Invariants:
-    """V1 to V4 over the samples of a run."""
+    """Checks V1 to V4 on the samples of a run."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._seen: dict[tuple[PartitionKey, int], _Seen] = {}
         self._leaders: dict[tuple[PartitionKey, int], int] = {}
-        self._starts: dict[PartitionKey, Offset] = {}  # the largest log_start there was
+        self._starts: dict[PartitionKey, Offset] = {}  # the largest log_start sampled on any broker
         self.samples = 0
 
     def check(self, sample: PartitionSample) -> None:
@@ -113,7 +118,7 @@ class Invariants:
         seen = self._seen.get((s.key, s.broker))
         if seen is None:
             seen = self._seen[s.key, s.broker] = _Seen(era)
-        if s.leader_epoch != seen.epoch:  # what was SYNCED before a restart need not be known after
+        if s.leader_epoch != seen.epoch:  # a restarted process need not know what was SYNCED
             seen.known_synced = s.high_watermark
         if s.flushed:
             synced = max(s.synced_end, seen.known_synced)
@@ -133,8 +138,10 @@ class Invariants:
         )
 
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
-        """Its copy is gone, or all of them: the next begins where its leader's does, who may not
-        have heard how far retention had come here.
+        """Reset the log_start of `broker`, whose copy of `key` (None: every copy) is lost.
+
+        The next copy begins at its leader's log_start, and that leader may not know yet how far
+        retention had moved log_start on this broker.
         """
         for place, seen in self._seen.items():
             if place[1] == broker and key in (None, place[0]):
@@ -154,8 +161,10 @@ class Invariants:
         require(s.log_start <= asked, "V3", words, asked, s)
 
     def _asked(self, s: PartitionSample) -> Offset:
-        """Up to where deletion was asked for, of whoever leads or has not heard that it does not:
-        the table may follow one that is no replica any more, which nobody looks at.
+        """Return the offset up to which clients asked to delete records of the sampled partition.
+
+        All requests of the topic's present life count: the table may follow a broker that is no
+        longer a replica and that has no samples.
         """
         topic = self._oracle.topics.get(s.topic)
         if topic is None or topic.topic_id != s.key.topic_id:
@@ -166,7 +175,7 @@ class Invariants:
     def check_local(
         log_start: Offset, local_log_start: Offset, table_end: Offset, tiered: bool, what: object
     ) -> None:
-        """V4 of any replica."""
+        """Check V4 of any replica: what is no longer local is in the table."""
         if local_log_start > log_start:
             require(tiered, "V4", "dropped from the disk, and no tier has it: {}", what)
             require(table_end >= local_log_start, "V4", "dropped before it was tiered: {}", what)
@@ -184,32 +193,32 @@ class Invariants:
 
 @dataclass(slots=True)
 class _Line:
-    """What one reader has seen of one partition, in one life."""
+    """The rows that one reader has seen of one partition, in one life of the topic."""
 
     life: int
     era: int
-    doubtful: bool = False  #: begun while the topic went: of this life or the next
+    doubtful: bool = False  #: begun during a deletion: of this life or the next
     next: Offset | None = None
     offsets: dict[Offset, Row] = field(default_factory=dict)
     ids: dict[RecordId, Offset] = field(default_factory=dict)
 
 
 class ReaderCheck:
-    """V5 over everything one consumer is given."""
+    """Check V5 on every row that one consumer gets."""
 
     def __init__(self, name: str, oracle: Oracle, *, tail: bool = False) -> None:
         self.name = name
-        self._tail = tail  #: when records below it were deleted it goes on at the end
+        self._tail = tail  #: after a deletion of records it goes on at the end of the log
         self._oracle = oracle
         self.lines: dict[tuple[str, int], _Line] = {}
         self.rows = 0
-        self.told: dict[str, int] = {}  #: how often of what is damaged or lost
+        self.told: dict[str, int] = {}  #: number of errors that reported damage or loss, by kind
 
     def reported(self, of: str) -> None:
         self.told[of] = self.told.get(of, 0) + 1
 
     def took(self, topic: str, partition: int, rows: Sequence[Row], log_start: Offset) -> None:
-        """The next rows; `log_start` is the largest the partition has had."""
+        """Check the next rows; `log_start` is the largest log_start of the partition so far."""
         known = self._oracle.topics[topic]
         place = (topic, partition)
         line = self.lines.get(place)
@@ -218,7 +227,7 @@ class ReaderCheck:
             life = known.life + doubtful
             era = self._oracle.era(known.topic_id, partition)
             if line is not None and life == line.life:
-                era = line.era + 1  # each era that ended may turn a reader back once
+                era = line.era + 1  # each ended era may send a reader back once
             line = self.lines[place] = _Line(life, era, doubtful)
         for row in rows:
             if (line.next is not None and row.offset != line.next) or row.id in line.ids:
@@ -230,7 +239,7 @@ class ReaderCheck:
         self.rows += len(rows)
 
     def _check_step(self, line: _Line, row: Row, log_start: Offset, where: str) -> None:
-        """`row` is not the next one, or is there already."""
+        """Check a `row` that is not the next one, or that the reader has seen already."""
         if line.next is not None and row.offset != line.next:
             require(row.offset > line.next, "V5", "{}: went back", where)
             jumped = self._tail and line.next < log_start
@@ -243,29 +252,31 @@ class ReaderCheck:
         if line.next is None or offset == line.next:
             return False
         if topic.life > line.life or ((topic.going or line.doubtful) and offset == 0):
-            return True  # created again, perhaps before whoever asked for it has heard of that;
-            # or deleted, and a broker that has not heard of it led the reader there once more, and
-            # what came then is taken for the next life's until that begins
+            return True  # The topic was created again, perhaps before its administrator knows.
+            # Or the topic was deleted, and the reader read again from a broker that did not know
+            # this yet.  Those rows count as rows of the next life until it begins.
         return self._oracle.era(topic.topic_id, partition) > line.era and offset < line.next
 
     def passes(self, topic: str, partition: int, end: Offset) -> None:
-        """The reader was told that what it has not seen below `end` is lost, and goes on there."""
+        """Note that the reader goes on at `end`, after an error that reports the range before as
+        lost.
+        """
         line = self.lines.get((topic, partition))
         if line is not None and line.next is not None:
             line.next = max(line.next, end)
 
     def forget(self, topic: str, partition: int | None = None) -> None:
-        """The topic was re-created, or the log was cut: another line begins."""
+        """Start the history of the reader again: the topic was re-created, or its log was cut."""
         for place in [p for p in self.lines if p[0] == topic and partition in (None, p[1])]:
             del self.lines[place]
 
     def compare(self, topic: Topic, partition: int, log: Mapping[Offset, Row]) -> None:
-        """What was seen is what is there."""
+        """Check that the rows this reader saw are the rows of the log."""
         line = self.lines.get((topic.name, partition))
         if line is None or line.life != topic.life or line.doubtful:
             return
         if line.era != self._oracle.era(topic.topic_id, partition):
-            return  # V8 says what may have gone
+            return  # V8 checks what may be lost
         for offset, row in line.offsets.items():
             if offset in log:
                 words, where = "{} saw {} at {}, now {}", f"{topic.name}-{partition}"
@@ -273,8 +284,10 @@ class ReaderCheck:
 
 
 def after_last_gap(rows: Sequence[Row]) -> list[Row]:
-    """What a reader saw of a topic that expires: retention may have passed it while it read, and
-    whether that is what a gap is was asked when it met it (`ReaderCheck`).
+    """Return the rows after the last gap, for a topic whose records expire.
+
+    Retention may have passed the reader while it read.  `ReaderCheck` has already checked that this
+    explains each gap.
     """
     begins = [at for at in range(1, len(rows)) if rows[at].offset != rows[at - 1].offset + 1]
     return list(rows[begins[-1] :] if begins else rows)
@@ -283,7 +296,9 @@ def after_last_gap(rows: Sequence[Row]) -> list[Row]:
 def check_log(
     oracle: Oracle, topic: Topic, logs: Mapping[int, Sequence[Row]], starts: Mapping[int, Offset]
 ) -> None:
-    """V6 to V8 of one topic: every partition from its log_start, as the last reader saw it."""
+    """Check V6 to V8 of one topic: every partition from its log_start, as the last reader saw
+    it.
+    """
     found: dict[RecordId, tuple[int, Offset]] = {}
     for partition, rows in logs.items():
         expected, where = starts[partition], f"{topic.name}-{partition}"
@@ -308,7 +323,7 @@ def check_log(
             if place == (sent.partition, sent.offset):
                 continue
             if place is None and sent.offset < starts.get(sent.partition, 0):
-                continue  # deleted, or aged out
+                continue  # deleted, or expired
             if _may_be_lost(oracle, topic, sent) and (place is None or place[0] == sent.partition):
                 lost.append(sent)
                 continue
@@ -325,11 +340,11 @@ def _may_be_lost(oracle: Oracle, topic: Topic, sent: Sent) -> bool:
 def _check_prefix(
     topic: Topic, mine: Iterable[Sent], lost: Sequence[Sent], found: Mapping[RecordId, object]
 ) -> None:
-    """V8: no survivor above a lost record is of its era.  What was acknowledged after the loss may
-    stand there; so may what an earlier era had cost, if the next leader is one that kept it.
+    """Check V8: no record that stands above a lost record is of the same era.
 
-    Where one copy of an earlier attempt came back, others did, and some may have come to stand
-    where the lost ones did: who survived there nobody can tell.
+    A record that was acknowledged after the loss may stand there.  So may a record that an earlier
+    era lost, if the next leader had kept it.  Where the copy of an earlier attempt came back, other
+    such copies may stand at the offsets of lost records; such a partition cannot be checked.
     """
     unsure = {gone.partition for gone in lost if gone.id in found}
     survivors = [
@@ -339,7 +354,7 @@ def _check_prefix(
         if sent.partition not in unsure
     ]
     gone_first = sorted(lost, key=lambda gone: (gone.partition, gone.offset), reverse=True)
-    below: dict[int, dict[int, Sent]] = {}  # partition → of the lost below, one of each era
+    below: dict[int, dict[int, Sent]] = {}  # partition → era → the last lost record below
     for kept in sorted(survivors, key=lambda kept: (kept.partition, kept.offset)):
         while gone_first and (
             (gone_first[-1].partition, gone_first[-1].offset) < (kept.partition, kept.offset)
@@ -351,9 +366,9 @@ def _check_prefix(
 
 
 def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offset]]) -> None:
-    """V7: by producer and partition, later numbers stand at larger offsets."""
+    """Check V7: records of a producer in a partition stand in the order of their numbers."""
     last: dict[tuple[str, int], tuple[Offset, RecordId]] = {}
-    for sent in mine:  # in send order
+    for sent in mine:  # in the order of sending
         place = found.get(sent.id)
         if place is None or not sent.ordered:
             continue
@@ -368,7 +383,7 @@ def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offse
 def check_table(
     where: str, start: Offset, end: Offset, rows: Iterable[Row], log: Mapping[Offset, Row]
 ) -> None:
-    """V9 for one partition."""
+    """Check V9 for one partition."""
     seen: dict[Offset, Row] = {}
     for row in rows:
         require(row.offset not in seen, "V9", "{}: {} is in the table twice", where, row)

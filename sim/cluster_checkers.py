@@ -1,17 +1,17 @@
-"""What must always hold between machines, checked on plain values; nothing here knows how pk works
-inside.
+"""Checks of what must always hold between machines, on plain values; no code here knows how pk
+works inside.
 
 Checked
-  V10  the metadata quorum: one leader an epoch, one vote an epoch and voter; a voter never goes
-       back behind an epoch it voted or led in, nor a process's high watermark; what is committed
-       is SYNCED on a majority and never changes (rule Q1)
-  V11  equal records give equal images (rule Q4; compared by samples.py)
-  V12  what was committed of a partition stands in every replica below its HW, batch by batch, for
-       ever; only the end of an era takes a suffix
-  V13  HW ≤ the end of every member of the committed ISR, and it stands still while there are fewer
-       than min_insync_replicas (rules R1, R2)
-  V14  a replica never cuts off what was committed by its own knowledge (rule R4), and a leader
-       has all that was
+  V10  The metadata quorum (rule Q1): an epoch has one leader, and a voter gives one vote an epoch.
+       A voter never returns to an epoch before one it voted or led in, and the high watermark of a
+       process never goes back.  What is committed is SYNCED on a majority and never changes.
+  V11  Equal records give equal images (rule Q4; compared by samples.py).
+  V12  Every replica holds, below its HW, the same batches that were committed of the partition.
+       Only the end of an era may remove a suffix of them.
+  V13  HW ≤ log end of every member of the committed ISR, and HW stands still while the ISR has
+       fewer than min_insync_replicas members (rules R1, R2).
+  V14  A replica never truncates what was committed according to its own HW (rule R4), and a leader
+       holds everything that was committed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pk.types import NONE, NodeId, Offset, PartitionKey
 
 
 class Mark(NamedTuple):
-    """One batch, recognisable."""
+    """One batch, identified by its offsets, its leader epoch and its CRC."""
 
     base: Offset
     next: Offset
@@ -36,7 +36,7 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """Committed batches of one log in order; equal for whoever has them."""
+    """The committed batches of one log in order; equal on every replica that has them."""
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
@@ -46,7 +46,7 @@ class Marks:
         return self.marks[-1].next if self.marks else 0
 
     def differs(self, mark: Mark) -> Mark | None:
-        """The known batch that `mark` contradicts."""
+        """Return the known batch that `mark` contradicts, or None."""
         at = bisect_left(self.marks, mark.base, key=lambda known: known.base)
         if at > 0 and self.marks[at - 1].next > mark.base:
             return self.marks[at - 1]
@@ -56,12 +56,12 @@ class Marks:
         return known if known != mark and known.base < mark.next else None
 
     def extend(self, mark: Mark) -> None:
-        """`mark` is committed; below the end it is known already."""
+        """Add the committed batch `mark`, unless it lies below the end and is known already."""
         if mark.base >= self.end:
             self.marks.append(mark)
 
     def cut(self, end: Offset) -> None:
-        """Forget everything that reaches above `end`."""
+        """Remove all batches that reach above `end`."""
         while self.marks and self.marks[-1].next > end:
             self.marks.pop()
 
@@ -71,16 +71,16 @@ class Marks:
 
 @dataclass(slots=True)
 class QuorumSample:
-    """One controller at one moment."""
+    """The state of one controller at one moment."""
 
     node: NodeId
-    life: int  #: the how many-th process of this node
+    life: int  #: number of the process of this node, from its first start on
     leads: bool
     epoch: int
     high_watermark: Offset
     synced_end: Offset
     voters: tuple[NodeId, ...]
-    granted: tuple[NodeId, ...]  #: who gave it a vote in this epoch
+    granted: tuple[NodeId, ...]  #: the voters that gave it a vote in this epoch
 
 
 class QuorumCheck:
@@ -90,9 +90,9 @@ class QuorumCheck:
         self.log = Marks()
         self.leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[int, NodeId], NodeId] = {}
-        self._bound: dict[NodeId, int] = {}  # the last epoch a voter acted in
+        self._bound: dict[NodeId, int] = {}  # the last epoch in which a voter voted or led
         self._last: dict[NodeId, QuorumSample] = {}
-        self._lost: dict[NodeId, Offset] = {}  # what a voter had confirmed whose disk is gone
+        self._lost: dict[NodeId, Offset] = {}  # synced ends of voters whose disk is lost
         self._committed = 0
 
     def check(self, s: QuorumSample) -> None:
@@ -122,8 +122,9 @@ class QuorumCheck:
             self._committed = s.high_watermark
 
     def forget(self, node: NodeId) -> None:
-        """Its disk is gone: what has its id from now on is another voter (rule Q1).  A leader that
-        has not heard of it counts what it confirmed before.
+        """Forget a voter whose disk is lost; with a new disk its id names another voter (rule Q1).
+
+        A leader that does not know this yet still counts what the old voter had confirmed.
         """
         last = self._last.pop(node, None)
         if last is not None:
@@ -138,7 +139,9 @@ class QuorumCheck:
         return has or self._lost.get(node, NONE) >= end
 
     def committed(self, node: NodeId, marks: Sequence[Mark]) -> list[Mark]:
-        """What a controller has committed; returns what is new to everybody."""
+        """Check the batches that a controller has committed; return those that no controller had
+        before.
+        """
         fresh = []
         for mark in marks:
             known = self.log.differs(mark)
@@ -155,33 +158,33 @@ class QuorumCheck:
 
 @dataclass(slots=True)
 class ReplicaSample:
-    """One replica at one moment."""
+    """The state of one replica at one moment."""
 
     key: PartitionKey
     topic: str
     broker: NodeId
-    life: int  #: the how many-th process of the broker
-    leader_epoch: int  #: that it leads or follows; NONE = neither
+    life: int  #: number of the process of the broker, from its first start on
+    leader_epoch: int  #: the epoch that it leads or follows; NONE = neither
     leads: bool
-    current: bool  #: no later epoch is committed
+    current: bool  #: the metadata log holds no later leader epoch
     high_watermark: Offset
     log_start: Offset
     local_log_start: Offset
     log_end: Offset
-    in_sync: int  #: members of the ISR as the leader knows it
-    required: int  #: that many must be in sync for anything to be committed
-    hit: bool  #: it lost data, and is not in sync again
-    #: (member of the committed ISR, end of its log), those that were hit left out
+    in_sync: int  #: size of the ISR as the leader knows it
+    required: int  #: min_insync_replicas: fewer in-sync replicas commit nothing
+    hit: bool  #: it lost data and is not back in the ISR
+    #: (member of the committed ISR, its log end), without members that were hit
     isr_ends: tuple[tuple[NodeId, Offset], ...] = ()
 
 
 @dataclass(slots=True)
 class _Replica:
-    """What was seen of one replica."""
+    """The values of one replica in earlier samples."""
 
     life: int
     era: int
-    compared: Offset = 0  #: everything local below it is as committed
+    compared: Offset = 0  #: local batches below it were compared with the committed ones
     high_watermark: Offset = NONE
     leader_epoch: int = NONE
 
@@ -190,9 +193,10 @@ class _Replica:
 class _History:
     era: int
     log: Marks = field(default_factory=Marks)
-    cut_epoch: int = NONE  #: of the leader that ended it last with less
-    led_end: Offset = 0  #: of the leader's log, when it was last seen
-    parted_epoch: int = NONE  #: in which a leader that ended it parts from it further down, too
+    cut_epoch: int = NONE  #: leader epoch of the last leader that held less than was committed
+    led_end: Offset = 0  #: log end of the leader in its last sample
+    #: the `cut_epoch` whose leader also had another batch below its log end
+    parted_epoch: int = NONE
 
 
 class ReplicaCheck:
@@ -204,7 +208,7 @@ class ReplicaCheck:
         self._histories: dict[PartitionKey, _History] = {}
 
     def check(self, s: ReplicaSample) -> tuple[Offset, Offset]:
-        """Look at a sample; the range of the replica's log that `committed` wants to see."""
+        """Check a sample; return the range of the replica's log whose batches `committed` needs."""
         era = self._oracle.era(*s.key)
         history = self._histories.get(s.key)
         if history is None:
@@ -215,7 +219,7 @@ class ReplicaCheck:
         if s.log_end < seen.compared:
             words = "cut below what was committed, {}: {}"
             require(s.hit or era > seen.era, "V14", words, seen.compared, s)
-            seen.era += not s.hit  # each era that ended may cost a replica a suffix once
+            seen.era += not s.hit  # each ended era may remove a suffix of a replica once
             seen.compared = s.log_end
         if s.leads and s.current:
             self._check_leader(s, history, era)
@@ -231,7 +235,7 @@ class ReplicaCheck:
             return 0, 0
         upto = s.high_watermark
         if not s.leads and s.leader_epoch <= history.cut_epoch:
-            upto = min(upto, history.led_end)  # above it is what an earlier leader told
+            upto = min(upto, history.led_end)  # its HW may come from an earlier leader
         return max(seen.compared, s.local_log_start), upto
 
     def _check_leader(self, s: ReplicaSample, history: _History, era: int) -> None:
@@ -242,17 +246,17 @@ class ReplicaCheck:
         require(era > history.era, "V14", words, end, s)
         history.log.cut(s.log_end)
         history.cut_epoch = s.leader_epoch
-        history.era += 1  # each era that ended may cost a suffix once
+        history.era += 1  # each ended era may remove a suffix once
 
     def committed(self, key: PartitionKey, broker: NodeId, marks: Sequence[Mark]) -> None:
-        """The batches of the range that `check` asked for."""
+        """Compare the batches of the range that `check` returned with what was committed."""
         era = self._oracle.era(*key)
         history, seen = self._histories[key], self._replicas[key, broker]
         for mark in marks:
             known = history.log.differs(mark)
             if known is not None:
-                # An election that ended it with less may cost more: what that leader has of an
-                # epoch before, uncommitted then, stands where a later one was committed.
+                # A leader that was elected with less than was committed may cost more: it may have
+                # a batch of an earlier epoch, uncommitted then, where a later batch was committed.
                 also = seen.leader_epoch == history.cut_epoch != history.parted_epoch
                 words = "{}: broker {} has {}, {} was committed"
                 require(era > history.era or also, "V12", words, key, broker, mark, known)
@@ -265,13 +269,18 @@ class ReplicaCheck:
             seen.compared = max(seen.compared, mark.next)
 
     def given_up(self, broker: NodeId, key: PartitionKey) -> None:
-        """What it has goes on its leader's word; it dies on the way and may find it all again."""
+        """Compare the whole replica again: the leader makes it begin its log again.
+
+        The broker may die on the way and find its old log again.
+        """
         seen = self._replicas.get((key, broker))
         if seen is not None:
             seen.compared = 0
 
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
-        """Its disk is gone, or its replica of one partition was moved away."""
+        """Forget the replicas of a broker whose disk is lost, or one replica that was moved
+        away.
+        """
         for place in list(self._replicas):
             if place[1] == broker and key in (None, place[0]):
                 del self._replicas[place]

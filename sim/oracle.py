@@ -1,15 +1,16 @@
-"""What the outside of the cluster knows: records handed over, acknowledgements, what was asked to
-be deleted, when data could be lost.
+"""What is known outside the cluster: records sent, acknowledgements, deletions asked for, and when
+data could be lost.
 
-The oracle never looks into a broker; the checkers compare what it knows with what readers see.
+The oracle never looks into a broker.  The checkers compare what the oracle knows with the rows that
+readers get.
 
 Words
-  life     of a topic name: from its creation to its deletion; the next topic of that name is
-           another life (rule L8)
-  era      of a partition: ends when as many of its replicas are hit at once as may cost what was
-           acknowledged (loss_model.py), or when it elects a leader uncleanly by permission.
-           Replies of the last era may be heard for a while after its end: what is acknowledged then
-           may belong to either
+  life     of a topic name: from its creation to its deletion.  The next topic of that name is
+           another life (rule L8).
+  era      of a partition: it ends when so many of its replicas are hit at once that acknowledged
+           records may be lost (loss_model.py), or when the partition elects a leader uncleanly by
+           permission.  Replies of an era may arrive for a while after its end; a record that is
+           acknowledged in that time may belong to either era.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pk.types import NONE, Offset
 
 
 class RecordId(NamedTuple):
-    """Who sent a record, and which it was."""
+    """The identity of a record: its producer and its number."""
 
     producer: str
     number: int
@@ -34,86 +35,90 @@ class RecordId(NamedTuple):
 class Outcome(enum.Enum):
     PENDING = "pending"
     ACKNOWLEDGED = "acknowledged"
-    UNKNOWN = "unknown"  #: it failed, or nobody is left to hear of it: stored zero or one times
+    UNKNOWN = "unknown"  #: it failed, or its client died: stored zero or one times
 
 
 @dataclass(slots=True)
 class Sent:
-    """One record handed to a producer."""
+    """One record that a producer was asked to send."""
 
     id: RecordId
     topic: str
-    life: int  #: of the topic, when it was handed over
-    ordered: bool  #: its producer keeps send order (idempotent)
+    life: int  #: life of the topic when the record was sent
+    ordered: bool  #: its producer is idempotent and keeps send order
     digest: int
     outcome: Outcome = Outcome.PENDING
     partition: int = NONE
     offset: Offset = NONE
-    acked_life: int = NONE  #: NONE: acknowledged while its topic was going
-    acked_era: int = NONE  #: it is of this era or a later one, up to `acked_era_max`
+    acked_life: int = NONE  #: NONE: acknowledged during the deletion of its topic
+    acked_era: int = NONE  #: the record is of this era or of a later one, up to `acked_era_max`
     acked_era_max: int = NONE
     error: str = ""
 
 
 @dataclass(slots=True)
 class Topic:
-    """One name."""
+    """One topic name with its present and former lives."""
 
     name: str
     tiered: bool
     expires: bool
-    life: int = 0  #: 0 = never created
-    going: bool = True  #: not there, or its deletion has been asked for
+    life: int = 0  #: 0 = not created yet
+    going: bool = True  #: the topic does not exist, or its deletion was requested
     topic_id: str = ""
-    former: list[str] = field(default_factory=list)  #: the ids of its earlier lives
+    former: list[str] = field(default_factory=list)  #: topic ids of its earlier lives
     partitions: int = 0
-    #: partition → the largest offset below which deletion was asked for, in this life
+    #: partition → the largest offset below which a client asked to delete records, in this life
     deletions: dict[int, Offset] = field(default_factory=dict)
-    deleted: dict[int, Offset] = field(default_factory=dict)  #: the same, of those that were done
+    deleted: dict[int, Offset] = field(default_factory=dict)  #: the same for completed deletions
 
 
 def digest_of(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes | None]]
 ) -> int:
-    """Equal content, equal number."""
+    """Return a checksum of key, value and headers; equal contents have equal checksums."""
     rest = zlib.crc32(repr((key, headers, value is None)).encode())
     return zlib.crc32(value or b"", rest)
 
 
 def value_of(name: RecordId, size: int) -> bytes:
-    """A value that names its record, of about `size` bytes."""
+    """Return a value of about `size` bytes that contains the record's identity."""
     head = f"{name.producer}/{name.number}/".encode()
     return head + b"%03d" % (name.number % 1000) * max(0, (size - len(head)) // 3)
 
 
 def id_of(value: bytes) -> RecordId:
-    """The record a value names."""
+    """Return the record identity that a value contains."""
     producer, number, _ = value.split(b"/", 2)
     return RecordId(producer.decode(), int(number))
 
 
 class Oracle:
-    """See the module."""
+    """The records, topics and eras of a run, as known outside the cluster."""
 
     def __init__(self, plans: Iterable[TopicPlan]) -> None:
         self.sent: dict[RecordId, Sent] = {}
         self.topics = {plan.name: Topic(plan.name, plan.tiered, plan.expires) for plan in plans}
         self.now_ms: Callable[[], float] = lambda: 0.0
         self.acknowledgements = 0
-        self.ahead = False  #: more was acknowledged than the run asks for by now
-        self.rotten: dict[tuple[str, int], None] = {}  #: a copy of the partition was damaged once
-        #: A rotten copy may be the last one that ISR and ELR know.
+        self.ahead = False  #: more records are acknowledged than the run needs by now
+        #: partitions of which a copy was ever damaged
+        self.rotten: dict[tuple[str, int], None] = {}
+        #: Partitions whose last copy in ISR and ELR may be a rotten one.
         self.stranded: dict[tuple[str, int], None] = {}
-        self.rotten_files: dict[str, None] = {}  #: data files of tables, by their tables' paths
-        self.rotten_tables: dict[str, None] = {}  #: paths of tables whose log rotted once
-        #: (topic id, partition) → `[start, end)` of rows that another engine deleted once
+        #: damaged data files of tables, by path in the store
+        self.rotten_files: dict[str, None] = {}
+        #: paths of tables whose Delta log was ever damaged
+        self.rotten_tables: dict[str, None] = {}
+        #: (topic id, partition) → `[start, end)` of rows that another engine deleted
         self._deleted_rows: dict[tuple[str, int], list[tuple[Offset, Offset]]] = {}
-        #: Topics whose durability was changed → the least copies since then, and nothing of them
-        #: counts as flushed.  For good: a change may be carried out late, on the topic's next life.
+        #: Topics whose durability settings were changed → the least number of copies since then.
+        #: None of their records counts as flushed any more.  An entry stays: a late change may
+        #: reach the topic's next life.
         self.weak: dict[str, int] = {}
         self.on_weakened: Callable[[str], None] = lambda _topic: None
         self._next: dict[str, int] = {}
-        #: (topic id, partition) → until when replies of each era that ended may be heard
+        #: (topic id, partition) → for each ended era, the time until which its replies may arrive
         self._ended: dict[tuple[str, int], list[float]] = {}
 
     # -- topics ------------------------------------------------------------------------------------
@@ -133,8 +138,10 @@ class Oracle:
         topic.partitions = max(topic.partitions, partitions)
 
     def weakening(self, name: str, copies: int) -> None:
-        """Settings are about to change: what is acknowledged from now on may be kept by `copies`
-        only, and not be flushed (whatever is asked for later: flights overlap).
+        """Note that durability settings are about to change.
+
+        Records acknowledged from now on may be on `copies` replicas only and may not be flushed.
+        This stays so whatever is requested later, because requests in flight overlap.
         """
         self.weak[name] = min(copies, self.weak.get(name, copies))
         self.on_weakened(name)
@@ -151,36 +158,42 @@ class Oracle:
     # -- eras --------------------------------------------------------------------------------------
 
     def era(self, topic_id: str, partition: int) -> int:
-        """How many eras of the partition are over."""
+        """Return how many eras of the partition are over."""
         return len(self._ended.get((topic_id, partition), ()))
 
     def era_ends(self, topic_id: str, partition: int, settled_ms: float) -> None:
-        """What was acknowledged so far may be lost; replies may be heard until `settled_ms`."""
+        """End an era: records acknowledged so far may be lost; replies may arrive until
+        `settled_ms`.
+        """
         self._ended.setdefault((topic_id, partition), []).append(settled_ms)
 
     def may_be_cut(self, topic: str, partition: int) -> bool:
-        """Whether a reader may have seen what is gone: in the topic's present life, or in a former
-        one, as with `may_be_damaged`.
+        """Return whether a reader may have seen records that were lost since.
+
+        The topic's former lives count too, as with `may_be_damaged`.
         """
         known = self.topics[topic]
         return any(self.era(life, partition) for life in (known.topic_id, *known.former))
 
     @property
     def lossy(self) -> bool:
-        """Whether anything that was acknowledged may be gone."""
+        """Whether any acknowledged record may be lost."""
         return bool(self._ended)
 
     def may_be_damaged(self, topic: str, partition: int) -> bool:
-        """Whether a copy of the partition has rotted, in the topic's present or coming life; or in
-        a former one, which a broker that has not heard of its end may still serve.
+        """Return whether a copy of the partition has rotted in the topic's present or coming life.
+
+        A former life counts too: a broker that does not know of the deletion may still serve it.
         """
         known = self.topics[topic]
         lives = (known.topic_id, *known.former)
         return known.going or any((life, partition) in self.rotten for life in lives)
 
     def may_be_lost(self, topic: str, partition: int) -> bool:
-        """Whether a range may be told as lost (rule L9): a copy has rotted, and it may be the only
-        one that ISR and ELR know, because the promise permits that (loss_model.py).
+        """Return whether a reader may get the error of a lost range (rule L9).
+
+        A copy has rotted, and it may be the only copy in ISR and ELR, because the promise permits
+        this (loss_model.py).
         """
         known = self.topics[topic]
         lives = [(life, partition) for life in (known.topic_id, *known.former)]
@@ -188,16 +201,18 @@ class Oracle:
         return known.going or any(life in self.rotten and life in only for life in lives)
 
     def may_have_changed(self, uri: str) -> bool:
-        """Whether the Delta log of the table at `uri` rotted once (rule T8)."""
+        """Return whether the Delta log of the table at `uri` was ever damaged (rule T8)."""
         return any(uri.endswith(f"/{home}") for home in self.rotten_tables)
 
     def rows_deleted(self, topic_id: str, partition: int, start: Offset, end: Offset) -> None:
-        """Another engine deleted the rows of `[start, end)` from a table."""
+        """Note that another engine deleted the rows of `[start, end)` from a table."""
         self._deleted_rows.setdefault((topic_id, partition), []).append((start, end))
 
     def may_be_missing(self, topic: str, partition: int, start: Offset, end: Offset) -> bool:
-        """Whether a table may lack all rows of `[start, end)` (rule T17): others deleted them once,
-        in the topic's present life or, as with `may_be_damaged`, in a former one.
+        """Return whether a table may lack all rows of `[start, end)` (rule T17).
+
+        Another engine deleted them in the topic's present life or, as with `may_be_damaged`, in a
+        former one.
         """
         known = self.topics[topic]
         lives = (known.topic_id, *known.former)
@@ -232,7 +247,7 @@ class Oracle:
             sent.outcome, sent.error = Outcome.UNKNOWN, error
 
     def forget_pending(self, why: str) -> None:
-        """The client died: nobody hears what became of what is under way."""
+        """Set the outcome of all pending records to unknown: their client died."""
         for sent in self.sent.values():
             self.failed(sent, why)
 
@@ -241,7 +256,7 @@ class Oracle:
 
 
 def _covers(ranges: Iterable[tuple[Offset, Offset]], start: Offset, end: Offset) -> bool:
-    """Whether `ranges` together hold all of `[start, end)`."""
+    """Return whether `ranges` together contain all of `[start, end)`."""
     at = start
     for low, high in sorted(ranges):
         if low > at:
