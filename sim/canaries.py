@@ -1,10 +1,11 @@
-"""Broken on purpose: each canary takes one rule of docs/PROTOCOL.md out of the production classes,
-and the simulator must notice.
+"""Canaries: each breaks one rule of docs/PROTOCOL.md in the production classes, and the simulator
+must notice.
 
-A canary patches classes while it is open; production code has no switch for it.  Its options make
-what it breaks matter: few faults, often.  `tests/data/canaries.json` holds a seed that notices, and
-that ends well when the rule is whole; CI replays just that one.  `python -m pk.sim.canaries` looks
-for the seeds again, SEEDS_MAX a canary.
+A canary patches classes only while its context is open; production code has no switch for it.  The
+canary's options choose few but frequent faults, those that make the broken rule matter.
+`tests/data/canaries.json` holds for each canary a seed that notices it and that passes when the
+rule is whole; CI replays only this seed.  `python -m pk.sim.canaries` searches for the seeds again,
+up to SEEDS_MAX seeds for each canary.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ TIERED = {
 HOT = {"tier_enable": "false"}
 FLUSHED = {**HOT, "flush_on_ack": "true"}
 SAFE = {**HOT, "min_insync_replicas": "2"}
-#: Power is lost one machine at a time, with a long pause: only then does every copy count.
+#: Machines lose power one at a time, with long pauses, so that every remaining copy counts.
 THREE = tuple(NodePlan(number) for number in (1, 2, 3))
 ALONE = (NodePlan(1),)
 
 
 @dataclass(frozen=True)
 class Canary:
-    """One rule, how it is broken, and what it takes to notice."""
+    """One broken rule: how it is broken, and the options of a run that notices it."""
 
     rule: str
     patches: Callable[[ExitStack], None]
-    caught_as: str  #: what the violation may begin with
+    caught_as: str  #: the checks that may notice it: first words of the violation
     configs: Mapping[str, str]
     faults: tuple[str, ...]
     chores: tuple[str, ...] = ()
@@ -101,13 +102,13 @@ class Canary:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """While this is open the rule does not hold."""
+        """Break the rule while this context is open."""
         with ExitStack() as stack:
             self.patches(stack)
             yield
 
     def notices(self, seed: int) -> str:
-        """The violation that a seed ends in; '' = none."""
+        """Run a seed with the broken rule; return the violation, '' = none."""
         with self.broken():
             return Run(seed, self.options).execute().violation
 
@@ -150,7 +151,7 @@ def _flush_that_only_says_so() -> Any:
     sync = writing._sync_segment
 
     def lazy(storage: Any, segment: Any) -> None:
-        if segment.path().startswith("__"):  # the metadata log keeps its promise
+        if segment.path().startswith("__"):  # the metadata log is still flushed
             sync(storage, segment)
 
     return _put(writing, "_sync_segment", lazy)
@@ -263,7 +264,10 @@ def _full_leader_keeps_leading() -> Any:
 
 def _vote_not_saved() -> Any:
     def forget(self: LogWriter[Any], vote: Any) -> None:
-        """The file stays as the format wrote it; without one the next start is refused (Q5)."""
+        """Keep the file as it was when the directory was formatted.
+
+        Without a file the next start would be refused (rule Q5).
+        """
         self.log.flush()
         if not self._disk.storage.exists(QUORUM_STATE):
             self._disk.storage.replace_file(QUORUM_STATE, first_state())
@@ -308,7 +312,7 @@ def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
 
 
 def _directory_out_of_the_way(stack: ExitStack) -> None:
-    """As before rule L15: what has no identity is renamed, and its partition begins empty."""
+    """Rename a directory without identity and begin its partition empty, as before rule L15."""
 
     def read_only(storage: Any, path: str, _second: Any) -> Any:
         with suppress(errors.LogUnidentified):
@@ -342,14 +346,15 @@ CANARIES: dict[str, Canary] = {
         "L3", _put(PartitionChangeBuilder, "lose", lambda *_: None), f"V2 {LOSSES}", SAFE,
         ("power",), nodes=THREE, copies=3, fault_ms=20_000, fault_every_ms=(1_000, 4_000),
     ),
-    # A batch waits for its follower behind a cut until its time is out, or its stream breaks; it is
-    # sent again; the leader dies, and the follower, in sync all the while, leads without it.
+    # A batch waits behind a cut for its follower until its time is over, or its stream breaks, and
+    # the producer sends it again.  The leader dies, and the follower, in sync all the time, leads
+    # without the batch.
     "a duplicate answered at once": Canary(
         "L4", _duplicate_answered_at_once(), "V6", SAFE, ("cut", "flaky_network", "kill_leader"),
         nodes=THREE, copies=2, fault_ms=8_000, lag_ms=60_000, session_ms=12_000,
     ),
-    # An administrator moves the lead while a batch is on its way to the next leader over a slow
-    # link: who stops to follow stops to fetch.
+    # An administrator moves the leadership while a batch is on its way to the next leader over a
+    # slow link: a broker that is no longer a follower does not fetch the batch any more.
     "success told when leadership is lost": Canary(
         "L5", _parked_replies_told_success(), "V6", SAFE, ("slow_network",),
         ("reassign", "elect"), nodes=THREE, copies=2, fault_ms=5_000, fault_every_ms=(200, 600),
@@ -370,9 +375,9 @@ CANARIES: dict[str, Canary] = {
         "R2", _removal_counts_at_once(), "V13", {**HOT, "min_insync_replicas": "1"},
         ("cut", "pause", "isolate"), nodes=THREE, copies=3, fault_ms=20_000,
     ),
-    # One loses power and is forgotten (the ISR is large enough without it); the other commits
-    # alone, loses power too and is the last-known: registered, not yet unfenced, when the first is
-    # there and could be had at once.
+    # Replica A loses power and leaves the ISR, which is large enough without it.  Replica B commits
+    # alone, loses power too and is the last-known replica.  B has registered but is not unfenced
+    # yet when A is already there and could be elected at once.
     "elected without waiting for the last-known": Canary(
         "R3", _elected_without_waiting(), "V6 V12 V14", {**FLUSHED, "min_insync_replicas": "1"},
         ("power",), nodes=THREE, copies=2, fault_ms=6_000, fault_every_ms=(300, 1_500),
@@ -406,15 +411,16 @@ CANARIES: dict[str, Canary] = {
         "Q1", _vote_not_saved(), "V10", HOT, ("kill_controller", "split", "power"),
         nodes=THREE, fault_ms=20_000,
     ),
-    # The controllers come back after a power cut and have not fenced anybody yet; the first image
-    # of a broker that comes back, too, says that it leads, as the process before it did.
+    # The controllers come back after a power loss and have fenced no broker yet.  The first
+    # metadata image of a broker that comes back, too, still names it as leader, as its last process
+    # was.
     "a broker that leads in the name of its predecessor": Canary(
         "Q2", _put(MetadataPublisher, "registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         fault_ms=4_000, fault_every_ms=(500, 2_500),
     ),
-    # A broker dies, its topic is deleted and made again before the broker is fenced, so that it is
-    # a replica once more; it comes back and finds the directory of the earlier life.
+    # A broker dies.  Its topic is deleted and created again before the broker is fenced, so that
+    # the broker is a replica again.  It comes back and finds the directory of the earlier topic.
     "a stray that is taken for the topic of its name": Canary(
         "Q2", _stray_taken_for_the_topic_of_its_name, "V6 V12", SAFE,
         ("cut", "isolate", "kill_broker", "kill_machine"), ("recreate",), nodes=THREE, copies=3,
@@ -431,8 +437,8 @@ CANARIES: dict[str, Canary] = {
         "T4", _any("pk.server.tier.epoch_fence.agrees", lambda *_, **_more: True),
         "V4 V6 V9 V12 assertion", TIERED, ("power",),
     ),
-    # The answer to a commit is lost, and its file with it.  Rule T6 would upload it again before
-    # the local data goes, which is not in this run.
+    # The reply to a commit is lost, and the copier deletes the file.  Rule T6 would upload the file
+    # again before local data is dropped, which does not happen in this run.
     "a copier that tidies up after a failed commit": Canary(
         "T5", tier_canaries.tidies_up_after_a_commit, "V9",
         {**TIERED, "local_drop_delay_ms": "60000"}, ("store_flaky",),
@@ -445,7 +451,7 @@ CANARIES: dict[str, Canary] = {
         ("object_rot", "object_rot", "object_rot", "kill_client", "kill_tier"),
         fault_ms=10_000, fault_every_ms=(20, 60),
     ),
-    # A version that names one file less, or a later end of the table, is taken for true.
+    # A load accepts a version that lacks a file, or that has a later end of the table.
     "a Delta log whose checksums are not verified": Canary(
         "T2", tier_canaries.delta_log_not_verified, "V4 V5 V6 V9 assertion", TIERED,
         ("delta_rot", "delta_rot", "kill_client", "kill_tier"),
@@ -456,15 +462,17 @@ CANARIES: dict[str, Canary] = {
         ("delete_rows", "delete_rows", "kill_client", "kill_tier"),
         fault_ms=10_000, fault_every_ms=(50, 200),
     ),
-    # The follower is out of ISR while the leader's copy rots, and a reader begins anew.
+    # The follower is out of the ISR while the leader's copy rots, and a reader starts from the
+    # beginning.
     "a damaged range that is passed over in silence": Canary(
         "L9", log_canaries.damaged_range_not_told, "V5",
         {**HOT, "min_insync_replicas": "1", "unclean_leader_election_enable": "true"},
         ("rot", "rot", "rot", "kill_client", "kill_client", "cut", "isolate", "kill_machine"),
         nodes=THREE, copies=2, fault_ms=10_000, fault_every_ms=(50, 300), recent_bytes=0,
     ),
-    # A leader has what nobody else has; the next one misses it, the producer sends it again under
-    # another epoch, and the former leader, in sync and never cut, is elected once more.
+    # A leader has a batch that no follower has.  The next leader lacks it, and the producer sends
+    # it again under another epoch.  The former leader, in sync and never truncated, is elected
+    # again.
     "a gap that is told before all in sync were heard": Canary(
         "L6", _put(Leader, "settled", property(lambda _: True)), "V5 V6 V7",
         {**HOT, "min_insync_replicas": "1"},
@@ -481,7 +489,8 @@ CANARIES: dict[str, Canary] = {
         {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
         ("wrong_start",), fault_ms=8_000, fault_every_ms=(500, 2_000),
     ),
-    # The names of dropped segments find no room; the next drop takes later ones.
+    # A full directory has no space for the new names of dropped segments; the next drop takes later
+    # segments.
     "a dropped segment that keeps its name": Canary(
         "L2", log_canaries.what_was_not_renamed_is_forgotten, "V5 liveness",
         {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
@@ -490,8 +499,8 @@ CANARIES: dict[str, Canary] = {
     "a directory without identity is out of the way": Canary(
         "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
     ),
-    # Both replicas are down, one without its log: it comes back first and leads, for ISR or ELR
-    # name it.
+    # Both replicas are down, one of them without its log.  That one comes back first and leads,
+    # because ISR or ELR still name it.
     "a missing log begun empty in the ISR": Canary(
         "L15", _put(Directory, "had", lambda *_: False), f"V2 V5 {LOSSES}", SAFE,
         ("partition_lost", "kill_machine", "kill_leader"), nodes=THREE, copies=2, fault_ms=20_000,
@@ -504,13 +513,16 @@ CANARIES: dict[str, Canary] = {
 
 
 def recorded() -> dict[str, int]:
-    """The seed that notices each canary."""
+    """Return the recorded seed of each canary."""
     found: dict[str, int] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return found
 
 
 def find(name: str, first: int = 1) -> int | None:
-    """The first seed that notices, and ends well with the rule whole; None if SEEDS_MAX do not."""
+    """Return the first seed that notices the canary and passes with the rule whole.
+
+    Returns None if none of SEEDS_MAX seeds does.
+    """
     canary = CANARIES[name]
     for seed in range(first, first + SEEDS_MAX):
         violation = canary.notices(seed)
@@ -528,7 +540,7 @@ def find(name: str, first: int = 1) -> int | None:
 
 
 def main(names: list[str]) -> int:
-    """Look for the seeds of the named canaries, or of all, and record them."""
+    """Search the seeds of the named canaries, or of all, and record them."""
     logging.disable(logging.CRITICAL)
     for name in names or CANARIES:
         seed = find(name)

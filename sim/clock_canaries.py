@@ -1,4 +1,4 @@
-"""How the canaries of rule L10 are broken (canaries.py)."""
+"""The code that breaks rule L10 (clocks) for its canaries (canaries.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pk.server.broker.clock_trust import ClockTrust
 
 
 def trusted_for_producers(stack: ExitStack) -> None:
-    """Producers are forgotten by a clock that jumped."""
+    """Let producers expire by the time of a clock that jumped."""
     checkpoint = LogManager.checkpoint
 
     async def trusting(self: LogManager, directory: Any = None, _now_ms: Any = None) -> None:
@@ -21,7 +21,9 @@ def trusted_for_producers(stack: ExitStack) -> None:
 
 
 def believed_after_a_start(stack: ExitStack) -> None:
-    """A start is compared with nothing; what is set while the process runs is still noticed."""
+    """Trust the clock at every start; a clock that is set while the process runs is still
+    noticed.
+    """
 
     def begin(self: ClockTrust, *_: Any, **_more: Any) -> None:
         self._compared = True

@@ -1,7 +1,7 @@
 """All machines of one simulated world, and the object store they share.
 
-A cluster of one machine with one controller, broker and tier is the smallest case, not another one
-(rule Q4): nothing here asks how many there are.
+A cluster of one machine with one controller, broker and tier needs no code of its own (rule Q4): no
+code here depends on the number of machines.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from pk.types import NONE, PartitionKey
 BROKER_PORT = 9292
 CONTROLLER_PORT = 9093
 CLUSTER_ID = "c" * 36
-#: What a voter and a broker say when the metadata log no longer reached back to where they were.
+#: A controller or broker logs this event when it had to load a metadata snapshot, because the
+#: metadata log began after its position.
 SNAPSHOT_LOADED = "metadata_snapshot_loaded"
 
-#: Little beside what a full disk of the simulator has left, so that metadata finds no room, too.
+#: Smaller than the space that a full disk of the simulator mostly has left, so that metadata may
+#: find no space either.
 METADATA_RESERVE = 1_000
 
 
 class SimCluster:
-    """See the module."""
+    """The machines, store and configuration of one simulated cluster."""
 
     def __init__(self, world: SimWorld, options: SimOptions, **server: Any) -> None:
         self.world = world
         self.options = options
         self.store = SimObjects(world)
         self.problems: list[str] = []
-        self.events: dict[str, int] = {}  #: how often processes said what
+        self.events: dict[str, int] = {}  #: log events of all processes, by name
         self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
         self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
         self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
-        #: Event → what happens, once, to the process that says it next.
-        #: Told of each event of a name, by the machine it happened on.
+        #: Event → function called at each log event of that name, with the machine of the process.
+        #: `traps`: the same, but called only at the next event and then removed.
         self.listeners: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.traps: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
         self.on_damage: Callable[[Machine], bool] | None = None
-        # Full disks of the simulator have less room than the default reserve leaves.
+        # Full disks of the simulator have less space than the default reserve.
         self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
         self.machines = [Machine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
@@ -59,7 +61,7 @@ class SimCluster:
 
     @property
     def bootstrap(self) -> str:
-        """What clients are given."""
+        """The broker addresses that clients connect to first."""
         return ",".join(f"{node.name}:{BROKER_PORT}" for node in self.options.with_role(BROKER))
 
     def _voters(self) -> dict[Voter, str]:
@@ -69,7 +71,7 @@ class SimCluster:
         }
 
     def run_of(self, plan: NodePlan) -> RunConfig:
-        """What the supervisor of a machine hands to its processes."""
+        """Return the configuration that the supervisor of a machine gives to its processes."""
         voters = [f"{voter.node_id}@{at}" for voter, at in self._voters().items()]
         given = {
             "listen": f"{plan.name}:{BROKER_PORT}",
@@ -88,7 +90,7 @@ class SimCluster:
         )
 
     def quorum_of(self) -> dict[str, Any]:
-        """More of what a controller is given."""
+        """Return the arguments of a controller besides its configuration."""
         timing = Timing(**self.options.timing)
         return {"voters": self._voters(), "timing": timing, "reserve_bytes": METADATA_RESERVE}
 
@@ -98,12 +100,14 @@ class SimCluster:
         return [machine for machine in self.machines if role in machine.processes]
 
     def supervise(self) -> None:
-        """Called every tick."""
+        """Run the supervisors of all machines; called every tick."""
         for machine in self.machines:
             machine.supervise()
 
     def said(self, name: str, event: str, facts: dict[str, object]) -> None:
-        """The process `name`, MACHINE/ROLE, logged `event`."""
+        """Count the `event` that the process `name` (MACHINE/ROLE) logged, and call its
+        listeners.
+        """
         self.events[event] = self.events.get(event, 0) + 1
         host, _, role = name.partition("/")
         if event == SNAPSHOT_LOADED:
@@ -113,21 +117,23 @@ class SimCluster:
                 told(next(machine for machine in self.machines if machine.name == host), facts)
 
     def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
-        """A controller is about to start."""
+        """Pass a controller that is about to start to `on_controller`."""
         if self.on_controller is not None:
             self.on_controller(machine, node)
 
     def watch_broker(self, machine: Machine, node: BrokerNode) -> None:
-        """A broker is about to start."""
+        """Pass a broker that is about to start to `on_broker`."""
         if self.on_broker is not None:
             self.on_broker(machine, node)
 
     def has_operator_for(self, machine: Machine, role: str) -> bool:
-        """Whether somebody sees to a process that must not be started again as it is."""
+        """Return whether the operator repairs a process that cannot be restarted as it is."""
         return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
     def active(self) -> Machine | None:
-        """The machine of the active controller, of the latest epoch if several think they are."""
+        """Return the machine of the active controller; if several claim this, that of the latest
+        epoch.
+        """
         found = [
             (machine.controller.active.epoch, machine.node_id)
             for machine in self.with_role(CONTROLLER)
@@ -136,7 +142,7 @@ class SimCluster:
         return self.by_id[max(found)[1]] if found else None
 
     def unwell(self) -> str:
-        """Why the cluster does not work as it should; '' = it does."""
+        """Return why the cluster does not work as it should; '' = it does."""
         for machine in self.machines:
             for role, process in machine.processes.items():
                 if not machine.alive(role):

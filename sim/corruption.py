@@ -1,17 +1,19 @@
-"""Bit rot: a bit of what was SYNCED reads as another one (rule L9).
+"""Bit rot: one bit of what was SYNCED reads as another one (rule L9).
 
 What may rot
-  log         a batch of a segment.  It costs a copy, so it strikes only where the promise stands
-              without that copy, or permits the loss (loss_model.py); an only copy is left alone,
-              for what rots there is told and stays offline for ever
-  index       .index, .timeindex, .txnindex: made anew from the segment
-  producers   a snapshot of producers, or the leader epochs: an older one and the segments do
+  log         a batch of a segment.  This costs a copy, so it happens only where the promise stands
+              without that copy, or permits the loss (loss_model.py).  An only copy is left alone,
+              because its partition would stay offline without end
+  index       .index, .timeindex, .txnindex: the broker builds them again from the segment
+  producers   a snapshot of producers, or the leader epochs: the broker uses an older one and the
+              segments
   offsets     the checkpoints of recovery points and high watermarks: each has a safe default
-  metadata    of one controller of several: its log where it is committed, a snapshot of it; who
-              meets it ends, and an operator gives it an empty disk (operations.py)
+  metadata    of one controller of several: its log where it is committed, or a snapshot of it.  The
+              controller that finds the damage ends, and an operator gives it an empty disk
+              (operations.py)
 
-A batch's base offset and leader epoch are left alone: no checksum covers them (log/batch.py), as in
-Kafka's format.
+A batch's base offset and leader epoch never rot, because no checksum covers them (log/batch.py), as
+in Kafka's format.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ from pk.sim.samples import Observer
 
 KINDS = ("log", "log", "log", "index", "producers", "offsets", "metadata")
 DERIVED = {"index": (INDEX, TIMEINDEX, TXNINDEX), "producers": (SNAPSHOT, EPOCHS)}
-#: How often it is a leader's copy, if that may rot: others read those, so that damage is met.
+#: Chance that a leader's copy rots if it may: readers read from leaders and so find the damage.
 LED_CHANCE = 0.7
-#: Of a batch's header: base offset, leader epoch.
+#: Bytes of a batch's header without a checksum: base offset and leader epoch.
 UNCHECKED = (*range(8), *range(12, 16))
 _Copy = tuple[PartitionFacts, Machine, str]
 
 
 class Corruption:
-    """See the module.  `counts`: what rotted, by kind."""
+    """Flips bits of files on simulated disks.  `counts`: flipped bits by kind of file."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Corruption:
         self._counts = counts
 
     def strike(self) -> None:
-        """Something rots, if there is anything of the kind that was drawn."""
+        """Draw a kind of file and damage one such file, if there is any."""
         kind = self._rng.choice(KINDS)
         one_of = {
             "log": lambda: self._log() is not None,
@@ -75,7 +77,7 @@ class Corruption:
             self._count(kind)
 
     def strike_log(self) -> Machine | None:
-        """A segment rots; whose."""
+        """Damage a segment; return its machine, or None if no segment may rot."""
         machine = self._log()
         if machine is not None:
             self._count("log")
@@ -85,7 +87,7 @@ class Corruption:
         self._counts[f"rot of {kind}"] = self._counts.get(f"rot of {kind}", 0) + 1
 
     def copies(self) -> Iterator[_Copy]:
-        """Every replica there is on a disk, with its directory."""
+        """Return every replica that exists on a disk, with its machine and directory."""
         for facts in self._observer.facts():
             path = f"topics/{facts.topic}-{facts.key.partition}"
             for broker in facts.replicas:
@@ -134,7 +136,7 @@ class Corruption:
 
     @staticmethod
     def _batches(chosen: tuple[_Copy, str]) -> list[tuple[int, int]]:
-        """Position and size of each batch of a segment that is SYNCED."""
+        """Return position and size of each SYNCED batch of a segment."""
         (_, machine, _), path = chosen
         return _synced(machine.storages[DISKS[BROKER]], path, 2**62)
 
@@ -187,12 +189,12 @@ class Corruption:
 
 
 def _on(machine: Machine, storage: KillableStorage, still: Callable[[], bool]) -> bool:
-    """Whether the damage is on a disk that the machine has."""
+    """Return whether the damage is still there, on the disk that the machine has now."""
     return machine.storages[DISKS[BROKER]] is storage and still()
 
 
 def _synced(storage: KillableStorage, path: str, end: int) -> list[tuple[int, int]]:
-    """Position and size of each batch below offset `end` of a segment that is SYNCED."""
+    """Return position and size of each SYNCED batch of a segment below offset `end`."""
     raw = storage.peek(path)[: storage.synced_bytes(path)]
     found = []
     try:
@@ -200,5 +202,5 @@ def _synced(storage: KillableStorage, path: str, end: int) -> list[tuple[int, in
             if header.next_offset <= end:
                 found.append((position, header.length))
     except errors.CorruptBatch:
-        pass  # it ends within a batch, or rotted before
+        pass  # the segment ends within a batch, or is damaged already
     return found

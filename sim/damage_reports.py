@@ -1,8 +1,8 @@
-"""What the processes of a run report as damaged or missing, against the faults of the run.
+"""Checks what the processes of a run report as damaged or missing against the faults of the run.
 
-A report that no fault explains is a violation, before any reader hears of it: a broker's
-`damaged_range` where that copy never rotted (rule L9), and a tier's `tier_rows_missing` where no
-other engine deleted rows (rule T17).
+A report that no fault explains is a violation, even before a reader meets the damage: the event
+`damaged_range` of a broker whose copy never rotted (rule L9), and the event `tier_rows_missing` of
+a tier where no other engine deleted rows (rule T17).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _RANGE = re.compile(r"\[(\d+), (\d+)\)")
 
 
 def watch_reports(cluster: SimCluster, observer: Observer, oracle: Oracle) -> None:
-    """Judge what the processes log; see the module."""
+    """Listen for reports of damage in the processes' logs, and add unexplained ones to
+    `problems`.
+    """
 
     def damaged_range(machine: Machine, told: dict[str, object]) -> None:
         name, _, number = str(told["partition"]).rpartition("-")

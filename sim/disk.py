@@ -1,19 +1,24 @@
-"""A simulated Storage that loses data like reality, and a Disk whose lanes run in the loop.
+"""A simulated Storage with the losses of a real disk, and a Disk whose lanes run in the loop.
 
 Model (log/storage D1–D4, L1)
-  WRITTEN  what an operation did is there after `crash` (the process died), up to the very operation
-  it died in:
-           an append may have left any prefix.
+  WRITTEN  `crash` (the process died) keeps the effect of every completed operation.  Of an append
+           in which the process died, any prefix may be left.
   SYNCED   `power_loss` keeps, of every file, the last synced content plus any subset of the 4 KiB
-  blocks written
-           since (a lost block that lies inside reads as zeroes), and of every directory a prefix of
-           the creates, renames and removes since its last `sync_dir`.
+           blocks written since (a lost block inside the file reads as zeroes).  It keeps, of every
+           directory, a prefix of the creates, renames and removes since its last `sync_dir`.
 
-Faults: `capacity` (StorageFull), `fault` (any exception for an operation), `crash_at` (the process
-dies in the n-th mutation), `rot` (a bit that was written reads as another one), `lose` (a file or
-directory is gone), `lag_ms` (all of the disk is slow), `stall` (one job of a lane lasts long, while
-the other lanes go on: what it reads is as of its beginning or of its end).  Everything random comes
-from the `Random` handed in."""
+Faults
+  capacity  the disk is full beyond this size (StorageFull)
+  fault     an operation raises the returned exception
+  crash_at  the process dies in the n-th mutation
+  rot       a bit that was written reads as another one
+  lose      a file or directory disappears
+  lag_ms    the whole disk is slow
+  stall     one job of a lane lasts long while the other lanes go on; the job takes effect at its
+            beginning or at its end
+
+All random choices come from the `Random` that the caller passes.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +37,21 @@ T = TypeVar("T")
 
 BLOCK = 4096
 
-#: How a full disk tells of itself.
+#: What the error of a full disk says.
 NO_ROOM = "no space for"
 
 
 class Crashed(BaseException):
-    """The simulated process died here; not an `Exception`, nothing may handle it."""
+    """The simulated process died here.  It is not an `Exception`, so that no code handles it."""
 
 
 class _Inode:
-    """A file's bytes: now, and as of the last sync."""
+    """The bytes of a file: now, and at the last sync."""
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.durable = bytearray()
-        self.dirty: set[int] = set()  # blocks; only ever iterated sorted
+        self.dirty: set[int] = set()  # block numbers; always iterated in sorted order
 
     def touch(self, start: int, end: int) -> None:
         self.dirty.update(range(start // BLOCK, -(-max(end, start + 1) // BLOCK)))
@@ -56,7 +61,7 @@ class _Inode:
         self.dirty.clear()
 
     def lose(self, rng: random.Random) -> None:
-        """Power loss: any subset of the blocks written since the last sync survives."""
+        """Apply a power loss: any subset of the blocks written since the last sync survives."""
         if not self.dirty and len(self.durable) == len(self.data):
             return
         kept = bytearray(self.durable)
@@ -69,16 +74,17 @@ class _Inode:
                 kept.extend(bytes(start - len(kept)))
             kept[start : start + len(piece)] = piece
         if len(self.data) > len(kept) and rng.random() < 0.3:
-            kept.extend(bytes(len(self.data) - len(kept)))  # the size got there, the data did not
+            # the new size survived, the data did not
+            kept.extend(bytes(len(self.data) - len(kept)))
         if len(self.data) < len(self.durable) and rng.random() < 0.5:
-            del kept[len(self.data) :]  # the truncation got there
+            del kept[len(self.data) :]  # the truncation survived
         self.data = kept
         self.durable = bytearray(kept)
         self.dirty.clear()
 
 
 class _Dir:
-    """Names, and the operations on them since the last sync_dir."""
+    """The names in a directory, and the changes since the last sync_dir."""
 
     def __init__(self) -> None:
         self.entries: dict[str, _Inode | _Dir] = {}
@@ -86,7 +92,7 @@ class _Dir:
         self.pending: list[list[tuple[str, _Inode | _Dir | None]]] = []
 
     def change(self, *edits: tuple[str, _Inode | _Dir | None]) -> None:
-        """One atomic operation: several names set, or removed (None)."""
+        """Apply one atomic operation that sets or removes (None) several names."""
         self.pending.append(list(edits))
         _apply(self.entries, edits)
 
@@ -191,7 +197,9 @@ class SimFile:
 
 
 class SimStorage:
-    """A directory tree in memory.  `crash()` and `power_loss()` start the next process's life."""
+    """A directory tree in memory.  After `crash()` or `power_loss()` the next process may open
+    it.
+    """
 
     def __init__(
         self, root: str = "sim", rng: random.Random | None = None, capacity: int | None = None
@@ -200,10 +208,11 @@ class SimStorage:
         self.failed: Exception | None = None
         self.capacity = capacity
         self.fault: Callable[[str, str], Exception | None] | None = None
-        self.crash_at: int | None = None  #: die in the n-th mutation from here (0 = the next)
-        self.lag_ms = 0.0  #: of every operation of a slow disk, on top
-        #: Asked with the lane ("read", "write") at each job: how long it is held before it is done,
-        #: and after that, before its caller hears of it.
+        #: the process dies in the n-th mutation from here (0 = the next)
+        self.crash_at: int | None = None
+        self.lag_ms = 0.0  #: extra time of every operation on a slow disk
+        #: Called with the lane ("read", "write") at each job: returns the delay before the job is
+        #: done and the delay after it, before its caller gets the result.
         self.stall: Callable[[str], tuple[float, float]] | None = None
         self.mutations = 0
         self.life = 0
@@ -214,7 +223,7 @@ class SimStorage:
 
     # -- what the test does to it ------------------------------------------------------------------
     def crash(self) -> None:
-        """The process died: what is WRITTEN stays; open files and the lock are gone."""
+        """Let the process die: what is WRITTEN stays, open files and the lock become invalid."""
         self.life += 1
         self.failed = None
         self.crash_at = None
@@ -222,22 +231,24 @@ class SimStorage:
         self._locked_by = -1
 
     def power_loss(self, rng: random.Random | None = None) -> None:
-        """The machine lost power: only what is SYNCED is sure to stay (log/storage D3)."""
+        """Let the machine lose power: only what is SYNCED is sure to stay (log/storage D3)."""
         self.crash()
         self._tree.lose(rng or self._rng)
 
     def peek(self, path: str) -> bytes:
-        """A file's content, looked at from outside; empty if there is no such file."""
+        """Return a file's content without any fault; empty if there is no such file."""
         node = self._find(path)
         return bytes(node.data) if isinstance(node, _Inode) else b""
 
     def names(self, path: str) -> list[str]:
-        """What a directory holds, looked at from outside."""
+        """Return the names in a directory without any fault."""
         node = self._find(path)
         return sorted(node.entries) if isinstance(node, _Dir) else []
 
     def synced_bytes(self, path: str) -> int:
-        """How much of a file, from its beginning on, is SYNCED; 0 = there is no such file."""
+        """Return how many bytes of a file, from its beginning, are SYNCED; 0 = there is no such
+        file.
+        """
         node = self._find(path)
         if not isinstance(node, _Inode):
             return 0
@@ -245,7 +256,7 @@ class SimStorage:
         return min([same, *(block * BLOCK for block in node.dirty)])
 
     def rot(self, path: str, position: int, bit: int) -> Callable[[], bool]:
-        """Flip one bit of a file; returns what tells whether the damage is still there."""
+        """Flip one bit of a file; return a function that says whether the damage is still there."""
         node = self._find(path)
         assert isinstance(node, _Inode), path
         was = node.data[position]
@@ -266,7 +277,7 @@ class SimStorage:
         return _bytes_of(self._tree)
 
     def files(self) -> dict[str, bytes]:
-        """Every file's content by path: to compare two states."""
+        """Return every file's content by path, to compare two states."""
         found: dict[str, bytes] = {}
 
         def walk(prefix: str, node: _Dir) -> None:
@@ -336,7 +347,7 @@ class SimStorage:
         ) from error
 
     def lose(self, path: str) -> None:
-        """A file or directory is gone, and no power loss brings it back."""
+        """Remove a file or directory; no power loss brings it back."""
         parent, name = self._parent(path)
         parent.entries.pop(name, None)
         parent.durable.pop(name, None)
@@ -463,7 +474,7 @@ def _bytes_of(node: _Inode | _Dir) -> int:
 
 
 class SimDisk:
-    """Executors in the loop: `write` in order, everything after a drawn delay of virtual time."""
+    """Executors in the loop: `write` jobs run in order, every job after a drawn virtual delay."""
 
     def __init__(
         self,
@@ -500,13 +511,13 @@ class SimDisk:
         await asyncio.gather(*list(self._running), return_exceptions=True)
 
     def kill(self) -> None:
-        """The process died: nothing queued happens any more."""
+        """Let the process die: queued jobs do not run any more."""
         self._closing = True
         for task in list(self._running):
             task.cancel()
 
     async def _shielded(self, coroutine: Coroutine[None, None, T]) -> T:
-        """A queued job runs, also if its caller is cancelled (log/files F2)."""
+        """Run a queued job to its end even if its caller is cancelled (log/files F2)."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running[task] = None
         task.add_done_callback(self._done)
@@ -515,7 +526,7 @@ class SimDisk:
     def _done(self, task: asyncio.Task[object]) -> None:
         self._running.pop(task, None)
         if not task.cancelled():
-            task.exception()  # retrieved: the caller may have been cancelled
+            task.exception()  # take the exception: the caller may have been cancelled
 
     async def _ordered(self, work: Callable[[], T], delay_ms: float) -> T:
         if self._order is None:
@@ -524,7 +535,9 @@ class SimDisk:
             return await self._later(work, delay_ms, "write")
 
     async def _later(self, work: Callable[[], T], delay_ms: float, lane: str = "") -> T:
-        """`lane`: of the disk; '' = work for a processor, which no disk holds up."""
+        """Run a job later.  `lane` is a lane of the disk; '' = work of a processor, never
+        stalled.
+        """
         storage = self.storage
         before, after = (0.0, 0.0) if storage.stall is None or not lane else storage.stall(lane)
         await self._clock.sleep_ms(delay_ms + storage.lag_ms + before)

@@ -1,9 +1,7 @@
-"""What goes wrong in a run, and when it is right again: a plan made of a seed, carried out tick by
-tick.
+"""The faults of a run: a plan drawn from the seed, carried out tick by tick.
 
-Every fault has its end: a killed process is restarted by its supervisor, a full disk gets space, a
-cut link heals.  `heal` ends all of them at once, for the phase in which everything must become
-well.
+Every fault has an end: the supervisor restarts a killed process, a full disk gets space, a cut link
+works again.  `heal` ends all faults at once, before the phase in which the cluster must recover.
 """
 
 from __future__ import annotations
@@ -32,34 +30,37 @@ from pk.types import NONE
 from pk.wire import frames
 
 CLIENTS = ("client", "admin")
-#: Longer than any reply of the machine that lost power can be on its way (see loss_model.py).
+#: Longer than a reply of a machine that lost power can take to arrive (loss_model.py).
 POWER_OFF_MS = (400, 5_000)
 SLOW_DELAY_US = (1_000, 60_000)
 SLOW_BYTES_PER_MS = 200
 CUT_MS = (50, 6_000)
 PAUSE_MS = (50, 9_000)
-#: How long single things are held, drawn log-uniformly: mostly short, and now and then so long that
-#: sessions expire, leaders change, and their logs are cut and filled again meanwhile.
+#: How long a single operation is held, drawn log-uniformly: mostly short, but sometimes so long
+#: that sessions expire, leaders change, and logs are truncated and filled again meanwhile.
 DISK_STALL_MS = (100, 8_000)
 STREAM_STALL_MS = (100, 5_000)
 STORE_STALL_MS = (300, 60_000)
-#: Beyond what a clock may step by, and what producers may be silent for (rule L10).
+#: More than a clock may step unnoticed, and than the time after which producers expire (rule L10).
 CLOCK_JUMP_MS = (100_000, 90_000_000)
-#: A leader's disk: long enough that somebody else should lead meanwhile (rule L16).
+#: How long a leader's disk is full: also long enough that another broker must lead (rule L16).
 LEADER_FULL_MS = (500, 40_000)
-#: What a fault without an end of its own, a stalled stream say, may go on to do.
+#: How long a fault without an end of its own, for example a stalled stream, may still have effects.
 AFTERMATH_MS = 9_000
-#: A broker this far behind still takes what right clients send (message_timestamp_after_max_ms).
+#: A broker whose clock is this far behind still accepts the timestamps of clients with right clocks
+#: (message_timestamp_after_max_ms).
 CLOCK_BEHIND_MS = (100_000, 1_500_000)
-#: A wrong clock is right again before the grace is over (campaign.GRACE_MS): beyond that a node may
-#: believe it.
+#: A wrong clock is set right before the grace (campaign.GRACE_MS) is over: after that a node may
+#: trust its clock.
 CLOCK_WRONG_MS = (500, 20_000)
-#: What needs room: the data, and names in directories.
+#: The operations that need space: for data, or for names in directories.
 GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
 
 class Faults:
-    """See the module.  `restart_client` kills the client's process and starts another."""
+    """Begins and ends the faults of a run.  `restart_client` kills the client and starts
+    another.
+    """
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class Faults:
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
         self.calm_since_ms = (
-            0.0  #: no fault but `leader_full` has been at work since; may lie ahead
+            0.0  #: since then no fault but `leader_full` was active; may lie in the future
         )
-        self.rarer = 1  #: times as long between two faults
+        self.rarer = 1  #: factor of the pauses between two faults
         self.counts: dict[str, int] = {}
-        self.met: dict[str, int] = {}  #: what came of faults that may strike or not
+        self.met: dict[str, int] = {}  #: effects that were counted, by name
         self._operator = operator
         self._rots = Corruption(cluster, observer, operator, self._rng, self.met)
         self._lost = IdentityFaults(
@@ -102,7 +103,9 @@ class Faults:
     def _after(
         self, delay_ms: tuple[float, float], undo: Callable[[], None], *, alone: bool = False
     ) -> None:
-        """`alone`: it leaves everybody else calm."""
+        """Run `undo` after a drawn delay.  `alone`: the fault does not end the calm
+        (`calm_since_ms`).
+        """
         self._in(self._rng.uniform(*delay_ms), undo, alone=alone)
 
     def _in(self, delay_ms: float, undo: Callable[[], None], *, alone: bool = False) -> None:
@@ -113,7 +116,7 @@ class Faults:
         heapq.heappush(self._due, (due, self._number, undo))
 
     def tick(self) -> None:
-        """Undo what is over; begin what is due."""
+        """End the faults that are over and begin a fault if one is due."""
         now_ms = self._world.loop.now_us / 1000
         while self._due and self._due[0][0] <= now_ms:
             heapq.heappop(self._due)[2]()
@@ -128,7 +131,7 @@ class Faults:
             getattr(self, f"_{name}")()
 
     def heal(self) -> None:
-        """No fault is left; dead processes are restarted by their supervisors."""
+        """End all faults; the supervisors restart dead processes."""
         while self._due:
             heapq.heappop(self._due)[2]()
         for machine in self._cluster.machines:
@@ -152,7 +155,7 @@ class Faults:
         return [*CLIENTS, *(machine.name for machine in self._cluster.machines)]
 
     def _link(self) -> tuple[str, str]:
-        """Two ends of a link: two hosts, or two processes of a machine."""
+        """Draw the two ends of a link: two hosts, or two processes of one machine."""
         machine = self._rng.choice(self._cluster.machines)
         processes = [process.name for process in machine.processes.values()]
         if len(processes) > 1 and self._rng.random() < 0.3:
@@ -206,7 +209,7 @@ class Faults:
         self._after(PAUSE_MS, undo)
 
     def _torn_write(self) -> None:
-        """The process dies inside one of its next operations on the disk."""
+        """Make a process die inside one of its next operations on the disk."""
         self._storage().crash_at = self._rng.randint(0, 60)
 
     def _power(self) -> None:
@@ -226,7 +229,7 @@ class Faults:
         machine.replace_disk(BROKER, self._rng.uniform(*POWER_OFF_MS))
 
     def _empty_metadata(self) -> None:
-        """A controller comes back with an empty disk."""
+        """Restart a controller with an empty disk."""
         free = self._operator.free()
         if free:
             self._operator.replace_metadata(
@@ -243,7 +246,7 @@ class Faults:
         machine.clock.step(by_ms)
 
     def _clock_jump(self) -> None:
-        """A clock is far ahead for a while, also when its broker starts (sim/machine K4)."""
+        """Set a clock far ahead for a while, also across starts of its broker (sim/machine K4)."""
         self._jump([self._machine(BROKER)], self._ahead_ms())
 
     def _ahead_ms(self) -> int:
@@ -256,8 +259,10 @@ class Faults:
                 self._after(CLOCK_WRONG_MS, machine.right)
 
     def _wrong_start(self) -> None:
-        """Machines go down, or lose their power, and come back under a wrong clock: ahead, or a
-        little behind; one, or all by as much.
+        """Stop one or all brokers' machines and restart them with a wrong clock.
+
+        The machines lose their power or only their processes.  The clock is ahead or a little
+        behind, by the same amount on all of them.
         """
         rng, machines = self._rng, list(self._cluster.with_role(BROKER))
         if rng.random() < 0.7:
@@ -281,7 +286,7 @@ class Faults:
     def _change(
         self, pairs: Sequence[tuple[str, str]], change: Callable[[Link], None], last_ms: float
     ) -> None:
-        """Change links both ways, for a while."""
+        """Change links in both directions for a while."""
         network = self._world.network
         links = [network.link(*ends) for pair in pairs for ends in (pair, pair[::-1])]
         for link in links:
@@ -303,7 +308,7 @@ class Faults:
         self._change([self._link()], slow, 2_000)
 
     def _flaky_network(self) -> None:
-        """Streams of everybody break now and then."""
+        """Let streams between all hosts break now and then."""
 
         def lose(link: Link) -> None:
             link.break_chance = 0.01
@@ -314,7 +319,7 @@ class Faults:
         self._sever([self._link()], both=self._rng.random() < 0.7)
 
     def _isolate(self) -> None:
-        """A host is cut off, both ways or one."""
+        """Cut a host off from all others, in one direction or both."""
         name = self._rng.choice(self._cluster.machines).name
         pairs = [(name, host) for host in self._hosts() if host != name]
         if self._rng.random() < 0.5:
@@ -322,7 +327,7 @@ class Faults:
         self._sever(pairs, both=self._rng.random() < 0.6)
 
     def _split(self) -> None:
-        """Two halves that do not hear each other."""
+        """Split the hosts into two groups that cannot reach each other."""
         hosts = self._hosts()
         self._rng.shuffle(hosts)
         at = self._rng.randint(1, len(hosts) - 1)
@@ -330,8 +335,8 @@ class Faults:
         self._sever(pairs, both=self._rng.random() < 0.8)
 
     def _stream_stall(self) -> None:
-        """One direction of a stream, or of a few, is held while the others pass (sim/network N8);
-        mostly of one between brokers and controllers, which are fewer than those of clients.
+        """Hold one direction of one to three streams while other streams pass (sim/network N8);
+        mostly streams between brokers and controllers, because clients have many more.
         """
         network = self._world.network
         ends = network.ends()
@@ -342,8 +347,9 @@ class Faults:
             network.stall(end, self._log_uniform(STREAM_STALL_MS))
 
     def _lost_isr_change(self) -> None:
-        """The next leader that asks for another ISR hears nothing: the request got lost, or it was
-        done and the answer did not come back.
+        """Let the next leader that asks to change the ISR get no answer.
+
+        Either the request is lost, or the controller executes it and the answer is lost.
         """
         network, done = self._world.network, self._rng.random() < 0.6
 
@@ -362,8 +368,8 @@ class Faults:
         network.trap = trap
 
     def _late_frames(self) -> None:
-        """Somebody gives up a stream with a request on its way, which is executed late: mostly
-        after it was sent again on another stream.
+        """Let a client or broker give up a stream with a request on its way, which is executed
+        late, mostly after it was sent again on another stream.
         """
         network = self._world.network
         of_client, skipped = self._rng.random() < 0.7, self._rng.randint(0, 5)
@@ -382,7 +388,7 @@ class Faults:
         network.trap = trap
 
     def _crash_anew(self) -> None:
-        """The next broker that begins a log anew (rules R5, T4) dies in the middle of it."""
+        """Make the next broker that begins a log again (rules R5, T4) die in the middle of it."""
 
         def trap(machine: Machine, facts: dict[str, object]) -> None:
             self._observer.given_up(machine, str(facts["partition"]))
@@ -392,7 +398,9 @@ class Faults:
         self._cluster.traps["log_begun_anew"] = trap
 
     def _rot_and_cut(self) -> None:
-        """A leader's copy rots, and nobody can be told; readers look from the beginning."""
+        """Damage a leader's copy, cut it off from the controller, and restart readers at offset
+        0.
+        """
         machine, active = self._rots.strike_log(), self._cluster.active()
         if machine is not None and active is not None and machine is not active:
             self._sever([(machine.name, active.name)], both=self._rng.random() < 0.5)
@@ -421,7 +429,7 @@ class Faults:
         self._after((100, 2_000), undo)
 
     def _leader_full(self) -> None:
-        """The disk of a broker that leads, and of nobody else; at the reserve, or to the brim."""
+        """Fill only the disk of a broker that leads, up to the reserve or nearly completely."""
         led = [facts.leader for facts in self._observer.facts() if facts.leader != NONE]
         machine = self._cluster.by_id[self._rng.choice(led)] if led else self._machine(BROKER)
         storage = machine.storages[DISKS[BROKER]]
@@ -445,7 +453,7 @@ class Faults:
         self._after((100, 4_000), undo)
 
     def _disk_stall(self) -> None:
-        """Some jobs of a disk last long, each by itself, in one lane or both."""
+        """Hold single jobs of a disk for a long time, in the read lane, the write lane or both."""
         storage, rng = self._storage(), self._rng
         lanes = rng.choice([("read",), ("write",), ("read", "write")])
         chance = rng.choice([0.02, 0.1, 0.5])
@@ -467,7 +475,7 @@ class Faults:
         self._after((200, 5_000), undo)
 
     def _disk_short(self) -> None:
-        """There is no room for a few operations in a row, all over the disk or in one directory."""
+        """Let a few operations in a row find no space, on the whole disk or in one directory."""
         storage, rng = self._storage(), self._rng
         skipped, left = rng.randint(0, 20), rng.choice([1, 1, 2, 4, 10])
         local, where = rng.random() < 0.5, ""
@@ -529,7 +537,7 @@ class Faults:
         self._after((300, 3_000), undo)
 
     def _store_stall(self) -> None:
-        """Some requests are answered, or carried out, very late, while others pass."""
+        """Let the store execute, or answer, some requests very late while others pass."""
         store, rng = self._cluster.store, self._rng
         chance = rng.choice([0.05, 0.3])
 
@@ -550,8 +558,10 @@ class Faults:
         self._after((300, 5_000), undo)
 
     def _late_commit(self) -> None:
-        """The tier dies with a commit on its way; its successor is quick, the commit is not: it
-        mostly lands after the successor has looked at the table and before it commits itself.
+        """Kill the tier while a commit is on its way, and delay that commit.
+
+        The commit mostly takes effect after the next tier process has loaded the table and before
+        that process commits.
         """
         rng, machine = self._rng, self._machine(TIER)
 
@@ -567,7 +577,7 @@ class Faults:
             self._cluster.store.optimize(topic.name, topic.topic_id)
 
     def _object_rot(self) -> None:
-        """A file of a table rots, until somebody restores it."""
+        """Damage a data file of a table until an operator restores it."""
         store, topics = self._cluster.store, list(self._observer.image.topics.values())
         if not topics:
             return

@@ -1,11 +1,11 @@
-"""Leaders whose disk is full, and what must become of them.
+"""The check that leaders whose disk is full hand over their leadership.
 
 Checked
-  V16  a leader whose disk has less than the reserve hands over within CALM_MS in which nothing else
-       is wrong, if an in-sync replica has room and the partition has rested (rule L16)
+  V16  A leader whose disk has less free space than the reserve hands over within CALM_MS without
+       another fault, if an in-sync replica has space and the partition has rested (rule L16).
 
-What else is wrong is decided from outside: a fault that is not over, or was begun lately; a process
-that is not the one it was; another leader, another ISR, another active controller.
+The check decides from outside what counts as another fault: a fault that is not over, or that began
+lately; a process that was restarted; a change of leader, ISR or active controller.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from pk.sim.machine import DISKS, Machine
 from pk.sim.options import BROKER
 from pk.types import NONE, PartitionKey
 
-#: More than a measurement, a heartbeat, the longest wait of the controller and a commit take.
+#: Longer than a measurement, a heartbeat, the longest wait of the controller and a commit together.
 CALM_MS = 10_000
-#: After a move of the lead; more than `leader_rebalancer.DWELL_MS`.
+#: Rest of a partition after a change of its leader; more than `leader_rebalancer.DWELL_MS`.
 REST_MS = 62_000
-#: Less than clock_step_max_ms, with all that slewing and messages cost.
+#: Less than clock_step_max_ms, even with the effects of slewing and of message delays.
 CLOCK_OFF_MS = 30_000
 
 
 class FullDiskCheck:
-    """Looks now and then; `reserve`: disk_reserve_bytes of every broker."""
+    """Checks V16 from time to time; `reserve` is the disk_reserve_bytes of every broker."""
 
     def __init__(self, cluster: SimCluster, reserve: int) -> None:
         self._cluster = cluster
         self._reserve = reserve
-        self._since: dict[PartitionKey, tuple[Any, float]] = {}  #: what stands, since when
-        self._led: dict[PartitionKey, tuple[int, float]] = {}  #: leader epoch, seen first when
+        #: a full leader's situation, and since when it is unchanged
+        self._since: dict[PartitionKey, tuple[Any, float]] = {}
+        #: leader epoch, and when it was first seen
+        self._led: dict[PartitionKey, tuple[int, float]] = {}
 
     def look(self, now_ms: float, calm_since_ms: float) -> None:
-        """`calm_since_ms`: since when no other fault has been at work."""
+        """Check all partitions; since `calm_since_ms` no other fault was active."""
         active = self._cluster.active()
         controller = None if active is None else active.controller
         if not self._reserve or controller is None or controller.active is None:
@@ -75,7 +77,10 @@ class FullDiskCheck:
         return machine.serving and has_room and self._right(machine)
 
     def _right(self, machine: Machine) -> bool:
-        """Its clock is no reason not to lead (rule L10): some are set apart for good."""
+        """Return whether the broker's clock allows it to lead (rule L10).
+
+        Some machines have a clock that differs during the whole run.
+        """
         skews = sorted(each.clock.skew_ms for each in self._cluster.machines)
         middle = len(skews) // 2
         median_ms = (skews[middle] + skews[~middle]) / 2

@@ -1,13 +1,15 @@
-"""Identities and directories of logs that go while their broker is down (rule L15).
+"""Losses of identities and directories of logs while their broker is down (rule L15).
 
-What may go
-  identity file    partition.json is removed, or a bit of it flips: restored from the second copy
-  second copy      a bit of it flips, while all first copies are whole: made again
-  log directory    the whole directory of a partition: it costs a copy, as rot does (corruption.py),
-                   so it strikes only where the promise stands without that copy, or permits the
-                   loss
+What may be lost
+  identity file    partition.json is removed, or a bit of it flips; the broker restores it from the
+                   second copy
+  second copy      a bit of it flips while all first copies are whole; the broker writes it again
+  log directory    the whole directory of a partition.  This costs a copy, as rot does
+                   (corruption.py), so it happens only where the promise stands without that copy,
+                   or permits the loss
 
-One copy of an identity is always left: where both are gone an operator has to say whose log it is.
+One copy of an identity is always left: without both, an operator would have to say which partition
+the log belongs to.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _Copy = tuple[PartitionFacts, Machine, str]
 
 
 class IdentityFaults:
-    """See the module.  `copies`: every replica on a disk, with its directory."""
+    """Removes or damages identities of logs.  `copies`: every replica on a disk, with its
+    directory.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class IdentityFaults:
         self._count = count
 
     def lose_file(self) -> None:
-        """partition.json of one replica is removed, or rots."""
+        """Remove or damage partition.json of one replica."""
         found = [each for each in self._copies() if self._known(each)]
         if not found:
             return
@@ -61,7 +65,7 @@ class IdentityFaults:
             self._flip(storage, where)
 
     def rot_second(self) -> None:
-        """The second copies of a broker rot."""
+        """Damage the file with the second copies of a broker."""
         machine = self._rng.choice(self._cluster.with_role(BROKER))
         storage = machine.storages[DISKS[BROKER]]
         if not storage.peek(IDENTITIES) or not self._all_whole(storage):
@@ -70,7 +74,7 @@ class IdentityFaults:
         self._flip(storage, IDENTITIES)
 
     def lose_directory(self) -> None:
-        """The directory of one replica is gone."""
+        """Remove the directory of one replica."""
         losses = self._observer.losses
         found = [
             each
@@ -91,7 +95,7 @@ class IdentityFaults:
     # -- how ---------------------------------------------------------------------------------------
 
     def _stop(self, machine: Machine) -> None:
-        """The processes that have the disk open; the supervisor starts them again."""
+        """Kill the processes that use the broker's disk; the supervisor restarts them."""
         for role in (BROKER, TIER):
             machine.kill(role, self._rng.uniform(*RESTART_MS))
 
@@ -105,13 +109,13 @@ class IdentityFaults:
         self._cluster.world.record(f"{what}: {storage.root}/{where}")
 
     def _known(self, copy: _Copy) -> bool:
-        """The second copy has it."""
+        """Return whether the second copy holds the identity of this replica."""
         facts, machine, path = copy
         known = second_of(machine.storages[DISKS[BROKER]]).get(path.rpartition("/")[2])
         return known is not None and known.identity.key == facts.key
 
     def _all_whole(self, storage: KillableStorage) -> bool:
-        """No directory of the disk needs its second copy."""
+        """Return whether no directory of the disk needs its second copy."""
         for name in storage.names("topics"):
             raw = storage.peek(f"topics/{name}/{PARTITION_FILE}")
             try:
@@ -122,7 +126,7 @@ class IdentityFaults:
 
 
 def second_of(storage: KillableStorage) -> Identities:
-    """The second copies as they are on the disk; {} if they are damaged."""
+    """Return the second copies that are on the disk; {} if the file is damaged."""
     try:
         return identity.parse(checkpoints.decode(IDENTITIES, storage.peek(IDENTITIES)))
     except ValueError:
@@ -130,7 +134,7 @@ def second_of(storage: KillableStorage) -> Identities:
 
 
 def _missing(machine: Machine, storage: KillableStorage, path: str, key: PartitionKey) -> bool:
-    """The machine has that disk, and the log is not there."""
+    """Return whether the machine still has that disk and the log is missing on it."""
     if machine.storages[DISKS[BROKER]] is not storage:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How the canaries of what a disk keeps, and of what rots on it, are broken (canaries.py)."""
+"""The code that breaks the rules about files and damage of a log for its canaries (canaries.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pk.log.writing import LocalLogWriter
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
-    """A later drop leaves a hole behind the segment that kept its name (log/writing W2), and
-    nothing reads around it at the next opening.
+    """Forget segments whose rename failed, and let the next start ignore the hole this leaves.
 
-    Salvage (log/loading O10) would: log_start is durable before segments go, so that the hole of a
-    topic without a tier lies below every reader.
+    A later drop removes the segments behind one that kept its name (log/writing W2).  Salvage
+    (log/loading O10) would report the hole as damaged. log_start is durable before segments are
+    dropped, so without a tier the hole lies below the offsets of every reader.
     """
     rename = LocalLogWriter._rename_pending_delete
 
@@ -31,7 +31,7 @@ def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
 
 
 def damaged_range_not_told(stack: ExitStack) -> None:
-    """A reader goes on behind a damaged range without `DataLoss`."""
+    """Let a reader go on behind a damaged range without a `DataLoss` error."""
 
     def silent(self: Fetcher, slot: Any, error: Any) -> None:
         slot.next = int(error.details["next_offset"])

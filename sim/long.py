@@ -1,19 +1,19 @@
-"""`python -m pk.sim.long`: a campaign of many seeds over several processes, resumable.
+"""`python -m pk.sim.long`: a campaign of many seeds over several processes that can be resumed.
 
-One JSON line per seed is appended to a results file: seed, verdict, counters, what was tested.  A
-seed that is there already for these sources and these options is not run again, so a campaign that
-was interrupted goes on, also after a commit of documentation or tests.  A seed that fails says at
-once how it is replayed.  At the end the counters of the whole campaign are printed.  It fails if a
-seed did, or if something that must be met was not met once: a promise that was never in danger was
-not tested.
+A results file gets one JSON line for each seed: seed, verdict, counters, what was tested.  A seed
+whose line is there already for these sources and options is not run again.  So an interrupted
+campaign can go on, also after a commit of documentation or tests.  When a seed fails, the command
+that replays it is printed at once.  At the end the counters of the whole campaign are printed.  The
+campaign fails if a seed failed, or if an event that every campaign must meet (`MET`) never
+happened: a promise that was never in danger was not tested.
 
 The rows stay out of the repository.  `--summary FILE` writes the outcome as a page that can be
 committed: which sources and seeds, the verdict, the counters.
 
-What was tested is the content of the production sources and of what draws a seed's options,
-committed or not; the commit is written beside it.  The rest of the simulator makes and judges the
-histories: rows of another one count, and how many there are is said; where one found fault, the
-seed is run again.
+The key of a row is the content of the production sources and of the module that draws a seed's
+options, committed or not; the commit is recorded beside it.  The rest of the simulator makes and
+judges the histories.  Rows of another version of the simulator count, and the summary says how many
+there are; seeds that failed under another version are run again.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ RESULTS = ".sim/long.jsonl"
 FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
-#: Processes are replaced after so many seeds each, all together: what Arrow keeps is given back.
-#: (An executor that replaces one at a time, by max_tasks_per_child, stands still for ever where all
-#: come to their end at once: gh-115634.)
+#: Number of seeds after which all processes are replaced, so that memory that Arrow holds is freed.
+#: (max_tasks_per_child, which replaces one process at a time, hangs if all processes reach their
+#: limit at once: gh-115634.)
 SEEDS_PER_PROCESS = 50
-#: What the key of a campaign covers, below the package.
+#: The parts of the package whose content is the key of a campaign.
 PRODUCTION = (".", "client", "compaction", "log", "server", "tiering")
 OPTIONS = "sim/options.py"
-#: Of the simulator, what neither makes a history nor judges one.
+#: Modules of the simulator that neither make nor judge a history.
 BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
-#: How often a campaign says how far it is, where nobody watches a bar.
+#: Pause between two progress lines where no progress bar is shown.
 TELL_EVERY_MS = 60_000
-#: Objects made before the young ones are looked through: a run makes few cycles.
+#: Number of new objects between two garbage collections: a run makes few cycles.
 GC_YOUNG = 20_000
-#: What a campaign must have met (Report.counts).
+#: Events that a campaign must meet at least once (Report.counts).
 MET = (
     "ISR expand",
     "ISR shrink",
@@ -104,14 +104,14 @@ MET = (
 
 
 def counters(report: Report) -> dict[str, int]:
-    """Everything that was counted in one run."""
+    """Return all counters of one run, those of its faults included."""
     faults = {f"fault {name}": count for name, count in report.faults.items()}
     return {**report.counts, **faults}
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """What lives already stays, and what is made meanwhile is looked through rarely."""
+    """Exclude existing objects from garbage collection, and collect new ones rarely."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -124,11 +124,11 @@ def rare_collections() -> Iterator[None]:
 
 
 def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
-    """One seed as a line of the results."""
+    """Run one seed and return its row of the results."""
     logging.disable(logging.CRITICAL)
     options = drawn(SimWorld(seed).random("options"), **given)
     run = Run(seed, options)
-    run.world.trace = deque(maxlen=TRACE_TAIL)  # its digest says all
+    run.world.trace = deque(maxlen=TRACE_TAIL)  # the digest covers the whole trace
     began = os.times()
     with rare_collections():
         report = run.execute()
@@ -153,7 +153,7 @@ def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(files: Iterable[Path], home: Path) -> str:
-    """Equal names and contents, equal text."""
+    """Return a digest of the names and contents of `files`."""
     found = hashlib.sha256()
     for path in sorted(set(files)):
         found.update(f"{path.relative_to(home)}\0".encode())
@@ -162,43 +162,43 @@ def digest_of(files: Iterable[Path], home: Path) -> str:
 
 
 def tested(home: Path) -> str:
-    """What is under test in the package at `home`, and what decides the options of a seed."""
+    """Return a digest of the production sources at `home` and of what draws a seed's options."""
     sources = [path for part in PRODUCTION for path in (home / part).rglob("*.py")]
-    simulator = home / "sim"  # elsewhere than in a checkout it is no link, and found above
+    simulator = home / "sim"  # a link in a checkout, a real directory in an installed package
     return digest_of(
         [*(path for path in sources if simulator not in path.parents), home / OPTIONS], home
     )
 
 
 def simulator(home: Path) -> str:
-    """What makes and judges a history."""
+    """Return a digest of the modules that make and judge histories."""
     beside = [home / name for name in BESIDE]
     return digest_of((path for path in (home / "sim").rglob("*.py") if path not in beside), home)
 
 
 def commit() -> str:
-    """The commit, and whether something was changed since."""
+    """Return the current commit, with a mark if files were changed since."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def known(results: Path, key: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The lines of earlier runs of the same campaign, by seed."""
+    """Return the rows of earlier runs of the same campaign, by seed."""
     found: dict[int, dict[str, Any]] = {}
     if results.exists():
         for line in results.read_text().splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the end of an interrupted write
+                continue  # a line whose write was interrupted
             if all(row.get(name) == value for name, value in key.items()):
                 found[row["seed"]] = row
     return found
 
 
 def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """What is printed of a campaign, and why it fails."""
+    """Return the lines to print of a campaign, and the reasons why it fails."""
     total: dict[str, int] = {}
     failed: list[str] = []
     figures = dict.fromkeys(("seeds", "events", "virtual_ms", "acknowledged", "cpu_s"), 0.0)
@@ -224,12 +224,12 @@ def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
 
 
 def joined(rows: Iterable[dict[str, Any]], name: str) -> str:
-    """The different values of a column, in the order of the seeds."""
+    """Join the different values of a column, in the order of the seeds."""
     return ", ".join(dict.fromkeys(str(row[name]) for row in rows))
 
 
 def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """The page of a campaign: what was tested, how it ended, what it met."""
+    """Return the summary page of a campaign: what was tested, its verdict, its counters."""
     ordered = sorted(rows, key=lambda each: int(each["seed"]))
     lines, failed = verdict(ordered)
     *counts, total = lines
@@ -261,7 +261,7 @@ def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
 
 
 class CampaignProgress:
-    """How far a campaign is.  `now_ms` is a wall clock."""
+    """The progress of a campaign.  `now_ms` is a wall clock."""
 
     def __init__(self, seeds: int, known: int, failed: int, now_ms: Callable[[], int]) -> None:
         self.seeds = seeds
@@ -274,7 +274,7 @@ class CampaignProgress:
         self._began_ms = self._told_ms = now_ms()
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more seed was run."""
+        """Count one more finished seed."""
         self.done += 1
         self._run += 1
         self._failed += row["verdict"] != "ok"
@@ -282,7 +282,7 @@ class CampaignProgress:
         self._cpu_s += row["cpu_s"]
 
     def due(self) -> bool:
-        """Whether a line is to be printed: once every `TELL_EVERY_MS`."""
+        """Return whether a progress line is due: once every `TELL_EVERY_MS`."""
         due = self._now_ms() - self._told_ms >= TELL_EVERY_MS
         if due:
             self._told_ms = self._now_ms()
@@ -290,7 +290,7 @@ class CampaignProgress:
 
     @property
     def line(self) -> str:
-        """Seeds, failures, speed, and when the campaign ends if it goes on like this."""
+        """Return a line with seeds, failures, speed and the expected end of the campaign."""
         words = f"{self.done} of {self.seeds} seeds, {self._failed} failed"
         if not self._run:
             return words
@@ -304,14 +304,14 @@ class CampaignProgress:
 
 
 def processes(jobs: int) -> Executor:
-    """Where seeds are run."""
+    """Return the executor whose processes run the seeds."""
     return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
 def finished(
     jobs: int, seeds: Sequence[int], given: dict[str, Any]
 ) -> Iterator[dict[str, Any] | None]:
-    """Each seed's row when it is there; None when there was none for `TELL_EVERY_MS`."""
+    """Yield the row of each finished seed, and None after `TELL_EVERY_MS` without one."""
     at_once = jobs * SEEDS_PER_PROCESS
     for at in range(0, len(seeds), at_once):
         with processes(jobs) as pool:
@@ -322,7 +322,7 @@ def finished(
 
 
 def replay(seed: int, given: dict[str, Any]) -> str:
-    """The command that runs one seed again."""
+    """Return the command that runs one seed again."""
     tail = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     return f"replay: python -m pk.sim {seed} {tail}"
 
@@ -330,7 +330,7 @@ def replay(seed: int, given: dict[str, Any]) -> str:
 def run_all(
     console: Console, standing: CampaignProgress, rows: Iterable[dict[str, Any] | None], out: Any
 ) -> Iterator[dict[str, Any]]:
-    """Pass `rows` on as they come: written down, told of."""
+    """Write each row to `out`, show the progress, and pass the row on."""
     bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
                    console=console, disable=not console.is_terminal)  # fmt: skip
     with bar:

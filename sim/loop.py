@@ -1,18 +1,18 @@
 """Virtual time: an asyncio event loop that never waits.
 
-The loop has a ready queue and a heap of timers; when nothing is ready, time jumps to the next
-timer.
+The loop has a queue of ready callbacks and a heap of timers.  When no callback is ready, time jumps
+to the next timer.
 
 Rules
   W1  Timers of one instant fire in the order they were set; nothing else orders events.
-  W2  There are no threads, no sockets, no signals: asking for one raises.
-  W3  A node is a context variable that its tasks inherit.  `kill` is kill -9: from then on no
-      callback of the node runs, not even a `finally`; its streams break, its disk drops what it
-      must (on_kill).  `pause` is SIGSTOP: what would run waits, in order, for `resume`; time and
-      the rest of the world go on.
-  W5  Whatever comes due within one grain of time is ready at once, as where loops are busy: a
-      message may be read, a disk have answered and a timer have fired before any task they wake
-      has run.
+  W2  There are no threads, sockets or signals; a call that needs one raises an error.
+  W3  A node is a context variable that its tasks inherit.  `kill` is kill -9: afterwards no
+      callback of the node runs, not even a `finally`; its streams break, and its disk drops what it
+      must (on_kill).  `pause` is SIGSTOP: the node's callbacks wait, in order, for `resume`, while
+      time and the other nodes go on.
+  W5  All timers that are due within one grain of time become ready at once, as in a busy loop.  So
+      a message may be read, a disk may answer and a timer may fire before any task that they wake
+      runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 if TYPE_CHECKING:
     _Base = asyncio.BaseEventLoop
 else:
-    _Base = asyncio.AbstractEventLoop  # whatever is not defined below raises (W2)
+    _Base = asyncio.AbstractEventLoop  # every method not defined below raises (W2)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -39,32 +39,32 @@ UNWIND_MAX = 100
 
 
 class Stuck(AssertionError):
-    """The simulation did not reach its goal: no event is left, or it took too many."""
+    """The simulation did not reach its goal: no event is left, or it needed too many."""
 
 
 @dataclass(eq=False)
 class SimNode:
-    """One incarnation of a node (W3)."""
+    """One life of a node, from its start to its death (W3)."""
 
     name: str
     incarnation: int
     alive: bool = True
     paused: bool = False
-    held: list[asyncio.Handle] = field(default_factory=list)  #: what waits for `resume`
+    held: list[asyncio.Handle] = field(default_factory=list)  #: callbacks that wait for `resume`
     on_kill: list[Callable[[], None]] = field(default_factory=list)
-    after: Callable[[], None] | None = None  #: told of every event of this node, once it ran
+    after: Callable[[], None] | None = None  #: called after every event of this node
 
 
 NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
 
 
 def current_node() -> SimNode | None:
-    """The node whose code is running."""
+    """Return the node whose code is running."""
     return NODE.get()
 
 
 class _Handle(asyncio.Handle):
-    """A callback that is ready; without the base class's questions about debug mode."""
+    """A ready callback, created without the base class's handling of debug mode."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A callback that is due later; it is ordered by its place in the loop's heap alone."""
+    """A callback that is due later; only its place in the loop's heap orders it."""
 
     __slots__ = ()
 
@@ -110,24 +110,25 @@ class _Timer(asyncio.TimerHandle):
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
-            self._callback = self._args = None  # type: ignore[assignment]  # let go of them
+            self._callback = self._args = None  # type: ignore[assignment]  # release references
 
 
 class SimLoop(_Base):
-    """The event loop of virtual time, in whole microseconds."""
+    """The event loop of virtual time, which counts in whole microseconds."""
 
     def __init__(self) -> None:
         self.now_us = 0
         self.grain_us = 1  #: W5
         self.events = 0
-        self.failures: list[dict[str, Any]] = []  #: what reached the exception handler
+        self.failures: list[dict[str, Any]] = []  #: contexts passed to the exception handler
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[int, int, _Timer]] = []  # W1: by time, then number
+        self._timers: list[tuple[int, int, _Timer]] = []  # W1: ordered by time, then number
         self._timer_number = 0
         self._closed = False
         self._running = False
         self._tasks: list[asyncio.Task[Any]] = []
-        self._owners: dict[int, SimNode | None] = {}  # by `id`: the last task made at an address
+        # task `id` → its node; an id may be used again
+        self._owners: dict[int, SimNode | None] = {}
         self._tasks_max = 64
 
     # -- scheduling ----------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class SimLoop(_Base):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Like `call_at`, in whole microseconds."""
+        """Set a timer like `call_at`, with a time in whole microseconds."""
         timer = _Timer(callback, args, self, context, due_us)
         self._timer_number += 1
         if not self._closed:
@@ -182,7 +183,7 @@ class SimLoop(_Base):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are skipped when they come due."""
+        """Do nothing: `step` skips cancelled timers when they are due."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -196,7 +197,7 @@ class SimLoop(_Base):
     ) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, name=str(name) if name else None, context=context)
         self._owners[id(task)] = NODE.get() if context is None else context.get(NODE)
-        self._tasks.append(task)  # W3: the collector must not end what a killed node left behind
+        self._tasks.append(task)  # W3: keeps tasks of killed nodes from the garbage collector
         if len(self._tasks) > self._tasks_max:
             self._tasks = [task for task in self._tasks if not task.done()]
             self._tasks_max = 2 * len(self._tasks) + 64
@@ -205,7 +206,7 @@ class SimLoop(_Base):
     # -- running -------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run the next event; False if there is none."""
+        """Run the next event; return False if there is none."""
         ready = self._ready
         while not ready:
             if not self._wake_timers():
@@ -232,7 +233,9 @@ class SimLoop(_Base):
         return True
 
     def _wake_timers(self) -> bool:
-        """Let time jump to the next timer and make ready what is due; False if there is none."""
+        """Jump to the time of the next timer and make all due timers ready; return False if
+        none.
+        """
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
@@ -247,11 +250,11 @@ class SimLoop(_Base):
         return True
 
     def resume(self, handles: list[asyncio.Handle]) -> None:
-        """What a paused node was kept from is ready, in its order."""
+        """Make the callbacks that waited while a node was paused ready, in their order."""
         self._ready.extend(handles)
 
     def run_until(self, predicate: Callable[[], bool], events_max: int = EVENTS_MAX) -> None:
-        """Run events until `predicate` holds.  Raises `Stuck`."""
+        """Run events until `predicate` holds.  Raises `Stuck` if it never does."""
         assert not self._running, "the loop runs already"
         self._running = True
         asyncio._set_running_loop(self)
@@ -272,7 +275,7 @@ class SimLoop(_Base):
         return task.result()
 
     def run_for_ms(self, duration_ms: float, events_max: int = EVENTS_MAX) -> None:
-        """Run what happens within `duration_ms` of virtual time."""
+        """Run the events of the next `duration_ms` of virtual time."""
         done: list[None] = []
         context = contextvars.Context()
         self.call_later(duration_ms / 1000, done.append, None, context=context)
@@ -285,13 +288,15 @@ class SimLoop(_Base):
         return self._closed
 
     def close(self) -> None:
-        """End time.  What still waits is unwound outside of it; nothing it does has an effect."""
+        """Close the loop and unwind all unfinished tasks; nothing they do has an effect any
+        more.
+        """
         self._closed = True
         self._ready.clear()
         self._timers.clear()
         asyncio._set_running_loop(self)
         try:
-            while self._tasks:  # a `finally` may start more: they never run
+            while self._tasks:  # tasks that a `finally` creates never run
                 task = self._tasks.pop()
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -305,23 +310,23 @@ class SimLoop(_Base):
         return False
 
     def set_debug(self, enabled: bool) -> None:
-        """There is no debug mode."""
+        """Do nothing: there is no debug mode."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         task = context.get("future")
         node = self._owners.get(id(task)) if isinstance(task, asyncio.Task) else None
-        if node is None or node.alive:  # W3: who would have heard of a killed node's task is dead
+        if node is None or node.alive:  # W3: failures of a killed node's tasks do not count
             self.failures.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)
 
     async def shutdown_asyncgens(self) -> None:
-        """Generators end with their tasks."""
+        """Do nothing: asynchronous generators end with their tasks."""
 
 
 def _unwind(coro: Any) -> None:
-    for _ in range(UNWIND_MAX):  # a `finally` that awaits asks for another turn
+    for _ in range(UNWIND_MAX):  # a `finally` that awaits needs another call
         try:
             coro.close()
         except BaseException:

@@ -1,18 +1,17 @@
-"""One simulated machine: disks, a clock, power, the processes on it and the supervisor that starts
-them again.
+"""One simulated machine: disks, a clock, power, processes and the supervisor that restarts them.
 
-The processes are the production classes, composed as their `main` functions do.  Everything a real
-one would lose with its death is lost: `kill` keeps what is WRITTEN, `power_loss` what is SYNCED
-(rule L1), `replace_disk` nothing.
+The processes are the production classes, composed as their `main` functions do.  A simulated death
+loses what a real one would lose: `kill` keeps what is WRITTEN, `power_loss` keeps what is SYNCED
+(rule L1), `replace_disk` keeps nothing.
 
 Rules
-  K1  a process that would have ended (its start failed, a fatal error) is restarted, as the real
-      supervisor does, unless an operator would have to act: without damage nothing here asks for
-      one, so that is a failure of the run
-  K2  what processes log goes into the trace; a reported bug is a failure of the run
-  K3  a machine without power runs nothing; with it comes another boot id
-  K4  a clock that jumped is wrong across starts, too, until it is set right (rule L10).  With an
-      empty disk it is right: nothing there could say that it is not
+  K1  The supervisor restarts a process that would have ended (its start failed, or it met a fatal
+      error), as the real supervisor does.  An error that needs an operator is a failure of the run,
+      because nothing here needs one without damage.
+  K2  The log of each process goes into the trace; a reported bug is a failure of the run.
+  K3  A machine without power runs nothing; when the power returns it has another boot id.
+  K4  A clock that jumped stays wrong across starts until it is set right (rule L10).  With an empty
+      disk the clock is set right at once, because nothing on that disk could show the jump.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from pk.world import World
 
 T = TypeVar("T")
 
-#: The directory of each role that has one: DIR/metadata, and the broker's data directory.
+#: Disk name by role: for DIR/metadata of a controller and for a broker's data directory.
 DISKS = {CONTROLLER: "meta", BROKER: "d1"}
 RESTART_MS = (20, 800)
 
 
 class KillableStorage(SimStorage):
-    """A storage whose process dies in the operation that `crash_at` names."""
+    """A storage that kills its process in the operation that `crash_at` names."""
 
     def __init__(self, root: str, rng: random.Random) -> None:
         super().__init__(root, rng)
@@ -59,12 +58,12 @@ class KillableStorage(SimStorage):
         try:
             super()._die(apply, partly, size)
         except Crashed:
-            self.on_death()  # what is WRITTEN can be read by others, the tier process for one
+            self.on_death()  # other processes, such as the tier, can read what is WRITTEN
             raise
 
 
 class MachineEnvironment(Protocol):
-    """The cluster as one of its machines sees it (cluster.py)."""
+    """What a machine uses of its cluster (cluster.py)."""
 
     @property
     def world(self) -> SimWorld: ...
@@ -92,7 +91,7 @@ class MachineEnvironment(Protocol):
 
 
 class NodeLog(tracing.Log):
-    """A process's log, kept in the trace (K2)."""
+    """The log of a process, written into the trace (K2)."""
 
     def __init__(self, name: str, cluster: MachineEnvironment) -> None:
         super().__init__(name, lambda: 0)
@@ -108,18 +107,18 @@ class NodeLog(tracing.Log):
 
 @dataclass(slots=True)
 class Process:
-    """One role on a machine, over its lives."""
+    """One role on a machine, across restarts."""
 
     role: str
-    name: str  #: of its node in the simulated world
-    node: Any = None  #: ControllerNode, BrokerNode or TierNode of the present life
+    name: str  #: name of its node in the simulated world
+    node: Any = None  #: the present ControllerNode, BrokerNode or TierNode
     start: Any = None  #: the task that starts it
-    due_ms: float = 0.0  #: when a dead one starts again
-    closing: Any = None  #: a drain under way
+    due_ms: float = 0.0  #: when the supervisor restarts it
+    closing: Any = None  #: task of a drain that goes on
 
 
 class Machine:
-    """See the module."""
+    """One simulated machine with its processes; the module says what each fault keeps."""
 
     def __init__(self, cluster: MachineEnvironment, plan: NodePlan) -> None:
         self._cluster = cluster
@@ -141,12 +140,12 @@ class Machine:
         self.clock = SimClock(self._world.loop, plan.skew_ms)
         for process in self.processes.values():
             self._world.clocks[process.name] = self.clock
-        self._jumped_ms = 0  #: by how much the clock is wrong
+        self._jumped_ms = 0  #: error of the clock by jumps
         self.run: RunConfig = cluster.run_of(plan)
         self._rng = self._world.random(f"{plan.name}/supervisor")
 
     def _insert(self, disk: str, role: str) -> None:
-        """An empty disk."""
+        """Put an empty disk into the machine."""
         root = f"{self.name}.{disk}"
         number = f"/{self.disks_replaced}" if self.disks_replaced else ""
         fresh = KillableStorage(root, self._world.random(f"disk/{root}{number}"))
@@ -159,7 +158,7 @@ class Machine:
         return self._world.loop.now_us / 1000
 
     def sim_node(self, role: str) -> SimNode | None:
-        """The running node of a role."""
+        """Return the running node of a role, or None."""
         process = self.processes.get(role)
         node = self._world.nodes.get(process.name) if process is not None else None
         return node if node is not None and node.alive else None
@@ -181,7 +180,7 @@ class Machine:
 
     @property
     def serving(self) -> bool:
-        """Whether the broker takes streams."""
+        """Whether the broker accepts streams."""
         broker = self.broker
         return broker is not None and broker._serving.is_set()
 
@@ -230,7 +229,7 @@ class Machine:
         drawn = self._world.random(f"{process.name}/{node.incarnation}/lanes")
 
         async def execute(work: Callable[[], T]) -> T:
-            stall = self.storages[DISKS[BROKER]].stall  # of the broker's disk, which it reads
+            stall = self.storages[DISKS[BROKER]].stall  # the tier reads the broker's disk
             before, after = (0.0, 0.0) if stall is None else stall("read")
             await world.clock.sleep_ms(drawn.uniform(0.1, 3.0) + before)
             done = work()
@@ -251,7 +250,7 @@ class Machine:
         await process.node.start()
 
     def _view(self, path: str) -> tuple[Storage, str]:
-        """Where a path of the broker's is."""
+        """Return the storage and the path in it for a path of the broker."""
         root, _, inside = path.partition("/")
         storage = self.storages[DISKS[BROKER]]
         assert root == storage.root, path
@@ -266,24 +265,24 @@ class Machine:
 
     @property
     def knows_time(self) -> bool:
-        """Whether its broker has stored a last run (K4)."""
+        """Whether its broker has stored the time of its last run (K4)."""
         return self.storages[DISKS[BROKER]].exists(LAST_RUN)
 
     def jump(self, by_ms: int) -> None:
-        """The wall clock is wrong by so much more, until `right`."""
+        """Move the wall clock by `by_ms`; the error adds up until `right`."""
         self._world.record(f"clock jump {self.name} {by_ms}")
         self._jumped_ms += by_ms
         self.clock.step(by_ms)
 
     def right(self) -> None:
-        """The wall clock is as it was before it jumped."""
+        """Undo all jumps of the wall clock."""
         if self._jumped_ms:
             self.jump(-self._jumped_ms)
 
     # -- deaths ------------------------------------------------------------------------------------
 
     def kill(self, role: str, restart_ms: float) -> None:
-        """kill -9; the supervisor starts it again after `restart_ms`."""
+        """Kill a process like kill -9; the supervisor restarts it after `restart_ms`."""
         if not self.alive(role):
             return
         process = self.processes[role]
@@ -293,12 +292,12 @@ class Machine:
         process.due_ms = self._now_ms() + restart_ms
 
     def kill_all(self, restart_ms: float) -> None:
-        """Every process, the supervisor's own children in one go."""
+        """Kill every process of the machine at once."""
         for role in self.processes:
             self.kill(role, restart_ms)
 
     def power_loss(self, restart_ms: float) -> None:
-        """The machine is off; only what is SYNCED is sure to be there when it comes back (K3)."""
+        """Cut the power: after the restart only what is SYNCED is sure to be there (K3)."""
         self._world.record(f"power loss of {self.name}")
         self.kill_all(restart_ms)
         for process in self.processes.values():
@@ -308,28 +307,28 @@ class Machine:
         self.boots += 1
 
     def replace_disk(self, role: str, restart_ms: float) -> None:
-        """The process's disk is gone; it starts again on an empty one."""
+        """Replace the disk of a process by an empty one and restart the process."""
         self._world.record(f"empty disk for {self.name}/{role}")
         self.kill(role, restart_ms)
-        if role == BROKER:  # it reads that disk
+        if role == BROKER:  # the tier reads that disk
             self.kill(TIER, restart_ms)
             self.right()  # K4
         self.processes[role].due_ms = self._now_ms() + restart_ms
         self.disks_replaced += 1
         self._insert(DISKS[role], role)
-        if role == CONTROLLER:  # formatted anew: another voter (rule Q1)
+        if role == CONTROLLER:  # a formatted directory is another voter (rule Q1)
             directory = f"{self.name}-dir/{self.disks_replaced}".ljust(36, "-")
             self.run = replace(self.run, metadata_directory_id=directory)
 
     def drain(self) -> None:
-        """SIGTERM of the broker: it ends by itself, cleanly, and is started again."""
+        """Send SIGTERM to the broker: it shuts down cleanly and is then restarted."""
         process, broker = self.processes[BROKER], self.broker
         if process.closing is None and broker is not None and self.serving:
             self._world.record(f"drain {process.name}")
             process.closing = self._world.spawn(process.name, broker.close())
 
     def pause(self, role: str) -> None:
-        """SIGSTOP."""
+        """Stop a process like SIGSTOP."""
         if self.alive(role):
             self._world.pause(self.processes[role].name)
 
@@ -340,7 +339,7 @@ class Machine:
     # -- the supervisor ----------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """K1; called every tick."""
+        """Start, restart and watch the processes (K1); the cluster calls this every tick."""
         nodes = self._world.nodes
         for role, process in self.processes.items():
             node = nodes.get(process.name)
@@ -375,6 +374,9 @@ class Machine:
 
 
 def _seen(start: asyncio.Task[Any]) -> None:
-    """A start that failed may be killed before the supervisor looks: the next one tells."""
+    """Take the exception of a failed start, so that asyncio does not report it as never retrieved.
+
+    The process may be killed before the supervisor looks; its next start then fails again.
+    """
     if not start.cancelled():
         start.exception()

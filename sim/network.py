@@ -1,24 +1,24 @@
-"""The simulated network: the streams of `pk.world` with delays, breaks, cuts and slow links,
-seeded.
+"""The simulated network: the streams of `pk.world` with delays, breaks, cuts and slow links.
 
-A stream is two one-way pipes.  A frame arrives after a drawn delay, never before its
-predecessor; a pipe holds a bounded window, beyond which `send` waits.  As with TCP, a frame is
-lost only with its stream.
+A stream is two one-way pipes.  A frame arrives after a drawn delay, but never before the frame sent
+before it.  A pipe holds a bounded window, and `send` waits while the window is full.  As with TCP,
+a frame is lost only together with its stream.
 
 A node is named PROCESS or HOST/PROCESS.  All processes of one host share its links to other hosts;
 two processes of one host have a link of their own (a unix socket).
 
 Rules
-  N5  A cut (one way or both) holds frames back; a stream that was cut for `silence_ms` breaks on
-      both ends (the keepalive of the real network).  Connecting across a cut fails after
-      `connect_ms`.
-  N6  A killed node's streams break at the peers after one delay (a reset, rule R7); its own ends
-      are gone.
-  N7  At a break frames that had arrived may still be received; those on the way are lost, or, at a
-      break that only the sender knows of (`give_up`), received late: by then it may have connected
-      anew and asked again.  On one stream no frame is doubled or overtaken.
+  N5  A cut, in one direction or both, holds frames back.  A stream that was cut for `silence_ms`
+      breaks on both ends, like the keepalive of the real network.  A connection attempt across a
+      cut fails after `connect_ms`.
+  N6  The streams of a killed node break at its peers after one delay (a reset, rule R7); its own
+      ends no longer exist.
+  N7  After a break the receiver may still receive frames that had arrived.  Frames on their way are
+      lost.  If only the sender takes the stream for broken (`give_up`), they arrive late: the
+      sender may have connected again and repeated its request by then.  On one stream no frame is
+      doubled and no frame overtakes another.
   N8  One direction of one stream may stand still for a while (`stall`: a lost segment that is sent
-      again, a peer's socket that nobody reads) while other streams of the same two nodes pass.
+      again, or a peer that does not read its socket) while other streams of these nodes pass.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from pk import limits
 from pk.sim.loop import SimLoop, SimNode
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
-#: Frames travel in nobody's name: a context that holds no node, and where nothing sets a variable.
+#: A context without a node for frames in transit: they travel on after their sender was killed.
 NOBODY = contextvars.Context()
 
-#: After a listener closed: how long its handlers may take to notice, before they are cancelled.
+#: How long handlers may take to notice that their listener closed, before they are cancelled.
 HANDLER_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
 class Link:
-    """How frames travel from one node to another."""
+    """Delay, bandwidth and faults of the frames from one node to another."""
 
     delay_us: tuple[int, int] = (50, 500)
-    bytes_per_ms: int = 1_000_000  #: a slow link has less
-    break_chance: float = 0.0  #: that a frame takes its stream with it
+    bytes_per_ms: int = 1_000_000  #: a slow link has a lower value
+    break_chance: float = 0.0  #: chance that a frame breaks its stream
     cut: bool = False
     cut_since_us: int = 0
 
 
 class SimNetwork:
-    """All links, listeners and streams of one world; `network_of(node)` is a node's Network."""
+    """All links, listeners and streams of one world."""
 
     def __init__(self, loop: SimLoop, rng: random.Random, record: Callable[[str], None]) -> None:
         self.loop = loop
@@ -66,26 +66,28 @@ class SimNetwork:
         self.connect_ms = 3_000
         self.silence_ms = 10_000
         self._links: dict[tuple[str, str], Link] = {}
-        self._between: dict[tuple[str, str], Link] = {}  # the same by node names, as looked up
+        self._between: dict[tuple[str, str], Link] = {}  # the same links by node names, as a cache
         self._listeners: dict[str, _SimListener] = {}
-        #: Looks at each frame that is sent, with the end that sends; only while it is set.
+        #: If set, it is called with each frame that is sent and the end that sends it.
         self.trap: Callable[[End, bytes], None] | None = None
-        self.late_frames = 0  #: that were received after their sender had given the stream up
-        self.stalled_frames = 0  #: that came due while their stream stood still (N8)
+        self.late_frames = 0  #: frames received after their sender gave the stream up
+        self.stalled_frames = 0  #: frames that were due during a stall (N8)
         self._refused: dict[str, None] = {}
         self._streams: dict[int, tuple[End, End]] = {}
         self._next_stream = 1
         self._next_port = 40_001
 
     def network_of(self, node: SimNode) -> _NodeNetwork:
-        """The network as `node` sees it."""
+        """Return the network as `node` uses it."""
         return _NodeNetwork(self, node)
 
     # -- faults --------------------------------------------------------------------------------
 
     def link(self, source: str, target: str) -> Link:
-        """The link from `source` to `target`, hosts or nodes, to be changed in place; `default` is
-        its model.
+        """Return the link from `source` to `target` (hosts or nodes); callers may change it in
+        place.
+
+        A new link is a copy of `default`.
         """
         found = self._between.get((source, target))
         if found is None:
@@ -98,7 +100,7 @@ class SimNetwork:
         return found
 
     def cut(self, source: str, target: str, *, both: bool = True) -> None:
-        """Stop frames from `source` to `target`, and back unless `both` is false (N5)."""
+        """Stop frames from `source` to `target`, and also in the other direction if `both` (N5)."""
         for pair in ((source, target), (target, source))[: 2 if both else 1]:
             link = self.link(*pair)
             if not link.cut:
@@ -108,7 +110,7 @@ class SimNetwork:
                 self._at(due, self._silence, pair, self.loop.now_us)
 
     def heal(self, source: str, target: str, *, both: bool = True) -> None:
-        """Undo `cut`; frames held back arrive."""
+        """Undo `cut` and deliver the frames that were held back."""
         for pair in ((source, target), (target, source))[: 2 if both else 1]:
             link = self.link(*pair)
             if link.cut:
@@ -120,24 +122,24 @@ class SimNetwork:
                             end.release()
 
     def ends(self) -> list[End]:
-        """Both ends of every stream that is open."""
+        """Return both ends of every open stream."""
         return [end for number in sorted(self._streams) for end in self._streams[number]]
 
     def stall(self, end: End, held_ms: float) -> None:
-        """What `end` sent, and sends, arrives `held_ms` later at the earliest, in order (N8)."""
+        """Hold the frames that `end` sent and sends for `held_ms`; they stay in order (N8)."""
         self.record(f"stall {end.number} {end.node.name}>{end.other.node.name} {held_ms:.0f} ms")
         end.stalls += 1
         self._at(self.loop.now_us + int(held_ms * 1000), end.moves_again)
 
     def refuse(self, address: str, refused: bool = True) -> None:
-        """New connections to `address` are refused, or not any more."""
+        """Refuse new connections to `address`, or accept them again."""
         if refused:
             self._refused[address] = None
         else:
             self._refused.pop(address, None)
 
     def break_streams(self, one: str, two: str) -> int:
-        """Break every stream between two nodes, or two hosts; returns how many."""
+        """Break every stream between two nodes, or two hosts; return how many."""
         broken = 0
         links = (self.link(one, two), self.link(two, one))
         for ends in list(self._streams.values()):
@@ -148,8 +150,9 @@ class SimNetwork:
         return broken
 
     def give_up(self, end: End, late_ms: float) -> None:
-        """`end` takes its stream for broken; the other end hears of that `late_ms` later, and gets
-        what was on the way before (N7).
+        """Break the stream at `end` at once, and at the other end `late_ms` later (N7).
+
+        The other end receives the frames that were on their way just before its stream breaks.
         """
         on_the_way = [frame for frame in end._transit if frame is not None]
         self.record(f"give up {end.number}, {len(on_the_way)} frames come late")
@@ -165,7 +168,7 @@ class SimNetwork:
         end.broken("the connection was reset")
 
     def lose(self, node: SimNode) -> None:
-        """`node` was killed (N6)."""
+        """Break the streams and close the listeners of the killed `node` (N6)."""
         for address, listener in list(self._listeners.items()):
             if listener.node is node:
                 del self._listeners[address]
@@ -239,13 +242,13 @@ class SimNetwork:
 
 
 def _ends_of(source: str, target: str) -> tuple[str, str]:
-    """Between what the link of two nodes is: their hosts, or they themselves on one host."""
+    """Return the ends of the link between two nodes: their hosts, or the nodes if on one host."""
     here, there = source.partition("/")[0], target.partition("/")[0]
     return (source, target) if here == there else (here, there)
 
 
 class _NodeNetwork:
-    """`pk.world.Network` of one node."""
+    """The `pk.world.Network` of one node."""
 
     def __init__(self, network: SimNetwork, node: SimNode) -> None:
         self._network = network
@@ -264,7 +267,9 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class End:
-    """One end of a stream.  Its pipe is what it sent and the other end has not received."""
+    """One end of a stream.  Its pipe holds the frames it sent that the other end has not
+    received.
+    """
 
     other: End
 
@@ -276,15 +281,16 @@ class End:
         self._peer = peer
         self.gone = False  #: its node was killed
         self.closed = False
-        self._ended: str | None = None  # the other side's end: "" clean, else why it broke
+        # how the other side ended: "" = cleanly, else the reason of the break
+        self._ended: str | None = None
         self._inbox: deque[bytes] = deque()
-        self._transit: deque[bytes | None] = deque()  # on the way to the other end; None = the end
-        self._piped_bytes = 0  # of frames that the other end has not received
+        self._transit: deque[bytes | None] = deque()  # frames on their way; None = end of stream
+        self._piped_bytes = 0  # bytes of frames that the other end has not received
         self._piped = 0
         self._last_due_us = 0
-        self._held = 0  # frames that came due during a cut, or a stall
-        self.stalls = 0  #: of this direction, that last (N8)
-        self._link: Link | None = None  # to the other end's node, once it was looked up
+        self._held = 0  # frames that came due during a cut or a stall
+        self.stalls = 0  #: number of current stalls of this direction (N8)
+        self._link: Link | None = None  # to the other end's node, once looked up
         self._readers: deque[asyncio.Future[None]] = deque()
         self._writers: deque[asyncio.Future[None]] = deque()
 
@@ -294,7 +300,7 @@ class End:
 
     @property
     def link(self) -> Link:
-        """What frames to the other end travel on; changed in place, never replaced."""
+        """The link to the other end; it is changed in place and never replaced."""
         found = self._link
         if found is None:
             found = self._link = self._network.link(self.node.name, self.other.node.name)
@@ -335,7 +341,7 @@ class End:
         return frame
 
     def admit(self, known: bool) -> None:
-        """The simulated network has room for all."""
+        """Do nothing: the simulated network does not limit connections."""
 
     def close(self) -> None:
         if self.closed:
@@ -361,7 +367,7 @@ class End:
         network._at(self._last_due_us, self._arrive)
 
     def _arrive(self) -> None:
-        if not self._transit:  # lost with the stream
+        if not self._transit:  # lost when the stream broke
             return
         if self._held or self.stalls or self.link.cut:
             self._held += 1
@@ -370,12 +376,12 @@ class End:
         self._deliver()
 
     def moves_again(self) -> None:
-        """A stall is over."""
+        """End one stall of this direction."""
         self.stalls -= 1
         self.release()
 
     def release(self) -> None:
-        """What is held arrives, unless something else still holds it."""
+        """Deliver the held frames, unless a stall or a cut still holds them."""
         if self.stalls or self.link.cut:
             return
         while self._held:
@@ -399,14 +405,14 @@ class End:
             other._wake_readers()
 
     def taken(self, size: int) -> None:
-        """The other end received a frame."""
+        """Free the window of a frame that the other end received."""
         self._piped_bytes -= size
         self._piped -= 1
         while self._writers:
             _wake(self._writers.popleft())
 
     def finished(self) -> None:
-        """The other end closed cleanly; nobody will read what this end still sends."""
+        """Note that the other end closed cleanly and reads no more frames."""
         if self._ended is None:
             self._ended = ""
             self._wake_all()
@@ -414,7 +420,7 @@ class End:
             self._network.forget(self.number)
 
     def broken(self, why: str) -> None:
-        """The stream is lost (N7)."""
+        """Break the stream at this end: frames on their way are lost (N7)."""
         self._transit.clear()
         self._held = 0
         if self._ended is None:
@@ -450,7 +456,7 @@ class End:
 
 
 class _SimListener:
-    """A bound address of a node."""
+    """A listener on a bound address of a node."""
 
     def __init__(
         self, network: SimNetwork, node: SimNode, address: str, handler: StreamHandler
@@ -460,7 +466,7 @@ class _SimListener:
         self.node = node
         self._address = address
         self._handler = handler
-        self._context = contextvars.copy_context()  # the node's (sim/loop W3)
+        self._context = contextvars.copy_context()  # the context of the node (sim/loop W3)
         self._serving: dict[asyncio.Task[None], End] = {}
         self.closed = False
 
@@ -489,7 +495,7 @@ class _SimListener:
             end.close()
 
     async def close(self, grace_ms: int) -> None:
-        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        """Accept no new stream, wait `grace_ms` for open streams, then break them."""
         self.closed = True
         self._network.unlisten(self)
         tasks = list(self._serving)
@@ -499,7 +505,7 @@ class _SimListener:
             end = self._serving[task]
             end.broken("the server shut down")
             end.other.broken("the server shut down")
-        if self._serving:  # they learn of it from recv or send
+        if self._serving:  # handlers notice the break in recv or send
             await asyncio.wait(list(self._serving), timeout=HANDLER_GRACE_S)
         for task in list(self._serving):
             task.cancel()

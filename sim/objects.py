@@ -1,20 +1,21 @@
-"""A simulated object store and its Delta tables: slow, flaky, away, and deaf to who asked.
+"""A simulated object store and its Delta tables: slow, unreliable and sometimes unreachable.
 
-An operation is carried out by the *store*: once the request has left, it happens whether or not the
-process that asked still lives, and perhaps long after that process was replaced.  The reply may be
-lost, so that a put or a commit that raised has taken effect (rule T5).
+The *store* carries out an operation: once a request has left its sender, it is executed even if the
+sender dies, and perhaps long after another process has replaced the sender.  The reply may be lost,
+so a put or a commit that raised an error may have taken effect (rule T5).
 
 Model
-  B1  request → a drawn delay → the operation, atomically → a drawn delay → the reply
-  B2  while the store is away, calls end in `TierUnavailable` after `deadline_ms`
-  B3  a lost request never happens, a lost reply has happened; the caller cannot tell
-  B4  a request may be held by itself, on its way there or back, for as long as an owner's whole
-      office (`stall`); it happens all the same
-  B5  a table lives as long as its log: removing the objects below it removes the table
-  B6  a bit of a data file may flip, until an operator restores the file (rule T10)
-  B7  a table's log may rot, until an operator restores it (rules T2, T8); what commits on top of a
-      version does so on what was committed, not on what a load sees
-  B8  another engine may delete rows, and restore the version before (rule T17); the files stay
+  B1  A request takes a drawn delay, the operation is atomic, and the reply takes a drawn delay.
+  B2  While the store is away, calls raise `TierUnavailable` after `deadline_ms`.
+  B3  A lost request is never executed; after a lost reply the operation has been executed.  The
+      caller cannot tell the two apart.
+  B4  A single request or its reply may be held (`stall`), even for as long as a process owns a
+      partition; it is executed all the same.
+  B5  A table lives as long as its log: removing the objects below its path removes the table.
+  B6  A bit of a data file may flip, until an operator restores the file (rule T10).
+  B7  A table's log may rot, until an operator restores it (rules T2, T8).  A commit on top of a
+      version builds on what was committed, not on what a load returns.
+  B8  Another engine may delete rows and restore the version before (rule T17); the files stay.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class SimObjects:
         self.memory = MemoryStore()
         self.tables = MemoryTables(self.memory.url)
         self.away = False
-        self.lost_requests = 0.0  #: chances
+        self.lost_requests = 0.0  #: chances between 0 and 1
         self.lost_replies = 0.0
-        self.stragglers = 0.0  #: of requests that take ten times as long to get there
-        self.late_commit: Callable[[], float] | None = None  #: told of the next one; delays it
-        #: Asked at each request: how long it is held there, and its reply (B4).
+        self.stragglers = 0.0  #: chance that a request takes ten times as long to arrive
+        #: called at the next commit; returns its delay
+        self.late_commit: Callable[[], float] | None = None
+        #: Called at each request: returns how long the request and its reply are held (B4).
         self.stall: Callable[[str], tuple[float, float]] | None = None
-        self.rotten: dict[str, bytes] = {}  #: what the objects were that rot
+        self.rotten: dict[str, bytes] = {}  #: the undamaged content of damaged objects
         self.counts: dict[str, int] = {}
         self.delay_ms = (0.5, 8.0)
         self.deadline_ms = 300.0
@@ -63,7 +65,7 @@ class SimObjects:
     # -- the wire --------------------------------------------------------------------------------
 
     async def call(self, what: str, work: Callable[[], Awaitable[T]], late_ms: float = 0.0) -> T:
-        """One request (B1): carried out in nobody's name."""
+        """Execute one request (B1) outside any node, so that it outlives its sender."""
         remote = self._remote(what, work, late_ms)
         task = self._world.loop.create_task(remote, context=contextvars.Context())
         task.add_done_callback(_seen, context=contextvars.Context())
@@ -126,7 +128,7 @@ class SimObjects:
         async def work() -> None:
             await self.memory.delete(path)
             home, found, _ = path.partition("/" + layout.commit_file(0))
-            if found:  # B5
+            if found:  # B5: the table goes with its first log entry
                 self.tables.drop(f"{self.url}/{home}")
 
         await self.call(f"delete {path}", work)
@@ -153,12 +155,14 @@ class SimObjects:
     # -- what others do to the tables --------------------------------------------------------------
 
     def snapshot(self, topic: str, topic_id: TopicId) -> Snapshot | None:
-        """The newest version, as nobody in particular sees it."""
+        """Return the newest version of a table, without delay or damage."""
         state = self.tables.state(f"{self.url}/{layout.table_path(topic, topic_id)}")
         return None if state is None else state.versions[-1]
 
     def optimize(self, topic: str, topic_id: TopicId) -> bool:
-        """Somebody's maintenance: one file's rows move to a file of another name."""
+        """Move the rows of one file to a file of another name, as another engine's OPTIMIZE
+        does.
+        """
         newest = self.snapshot(topic, topic_id)
         if newest is None or not newest.files or self.log_is_rotten(topic, topic_id):
             return False
@@ -168,7 +172,7 @@ class SimObjects:
         home = layout.table_path(topic, topic_id)
         objects = self.memory.objects
         if f"{home}/{file.path}" not in objects or f"{home}/{file.path}" in self.rotten:
-            return False  # who rewrites a file reads it, and is told that it is damaged
+            return False  # the other engine would read the damaged file and fail
         objects[f"{home}/{path}"] = objects[f"{home}/{file.path}"]
         uri = f"{self.url}/{home}"
         self.tables.rewrite(uri, [file.path], [moved(file, path)])
@@ -176,7 +180,7 @@ class SimObjects:
         return True
 
     def rot(self, topic: str, topic_id: TopicId, rng: random.Random) -> str | None:
-        """A bit of a data file that the newest version names flips (B6); the path of the file."""
+        """Flip a bit of a data file that the newest version names (B6); return the file's path."""
         newest = self.snapshot(topic, topic_id)
         home, objects = layout.table_path(topic, topic_id), self.memory.objects
         named = [f"{home}/{path}" for path in sorted(newest.files)] if newest is not None else []
@@ -186,13 +190,13 @@ class SimObjects:
         path = rng.choice(found)
         self.rotten[path] = whole = objects[path]
         raw = bytearray(whole)
-        pages = len(raw) - footer_size(raw)  # most of a small file is its footer
+        pages = len(raw) - footer_size(raw)  # the footer is most of a small file
         raw[rng.randrange(pages if rng.random() < 0.8 else len(raw))] ^= 1 << rng.randrange(8)
         objects[path] = bytes(raw)
         return path
 
     def restore(self, path: str) -> None:
-        """An operator puts a rotten file back from a backup, unless it was deleted meanwhile."""
+        """Restore a damaged file from a backup, unless it was deleted meanwhile."""
         whole = self.rotten.pop(path)
         if path in self.memory.objects:
             self.memory.objects[path] = whole
@@ -207,26 +211,28 @@ class SimObjects:
     def rot_log(
         self, topic: str, topic_id: TopicId, altered: Callable[[Snapshot], Snapshot]
     ) -> None:
-        """What loads see of each version from now on is `altered` (B7)."""
+        """Let every load of the table return `altered(version)` from now on (B7)."""
         self.tables.damage(self._uri(topic, topic_id), altered)
 
     def restore_log(self, topic: str, topic_id: TopicId) -> None:
-        """An operator restores `_delta_log`."""
+        """Restore the table's `_delta_log`, as an operator does."""
         self.tables.repair(self._uri(topic, topic_id))
 
     def delete_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
-        """Another engine's DELETE of all rows of a live file (B8)."""
+        """Delete all rows of a live file, as another engine's DELETE does (B8)."""
         self.tables.rewrite(self._uri(topic, topic_id), [file.path], [])
 
     def restore_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
-        """And its RESTORE, unless the table is gone."""
+        """Add the deleted file again, as another engine's RESTORE does, unless the table was
+        removed.
+        """
         newest = self.snapshot(topic, topic_id)
         if newest is not None and file.path not in newest.files:
             self.tables.rewrite(self._uri(topic, topic_id), [], [file])
 
 
 class SimTable:
-    """One topic's table behind the wire.  Implements `Table`."""
+    """The table of one topic, reached through the simulated store.  Implements `Table`."""
 
     def __init__(self, store: SimObjects, topic: str, topic_id: TopicId) -> None:
         self._store = store
@@ -273,7 +279,7 @@ class SimTable:
         return await store.call(f"commit {self._home}", work, late_ms)
 
     async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
-        if not await may_delete():  # the caller's own doing, which ends with its machine
+        if not await may_delete():  # runs in the caller and ends with its machine
             return None
         return await self._store.call(
             f"vacuum {self._home}", lambda: self._table.vacuum(retention_ms, always)
@@ -282,4 +288,4 @@ class SimTable:
 
 def _seen(task: asyncio.Task[object]) -> None:
     if not task.cancelled():
-        task.exception()  # whoever asked may be gone
+        task.exception()  # its caller may be dead

@@ -1,20 +1,21 @@
-"""The operator of a simulated cluster: does what only a person may decide, when nothing else helps.
+"""The operator of a simulated cluster: makes the decisions that only a person may make.
 
-A partition whose last known copies were hit, a rotten one among them, waits for somebody who says
-that the rest may be lost (rules R3, L9): an unclean election.  It is asked for where the promise
-(loss_model.py) allows it, and only while nobody of ISR or ELR can come back.
+Unclean elections (rules R3, L9).  A partition whose last-known copies were hit, one of them rotten,
+waits until an operator accepts the loss of records.  This operator asks for an unclean election
+where the promise (loss_model.py) allows it, and only while no member of ISR or ELR can come back.
 
-Where every fault is over and a broker still does not trust its clock, which was set apart from the
-others' for good, it is told that it is right (rule L10).
+Clocks (rule L10).  After all faults have ended, a broker may still not trust its clock, because the
+run set the clocks of the machines apart.  The operator confirms that the clock is right.
 
-A log that rotted in the only copy that ISR and ELR know is led and served around the damage (rule
-L9), and no other replica can copy the range.  Where every fault is over and that still stands, the
-broker gets an empty disk, which is what the promise counts a rotten copy as: its log is missing,
-and an election takes another replica.
+Damaged brokers (rule L9).  If the only copy that ISR and ELR name is rotten, its broker leads and
+serves the log around the damage, and no other replica can copy the damaged range.  If this is still
+so after all faults have ended, the broker gets an empty disk.  The promise counts a rotten copy as
+a lost disk already.  The log is then missing, and an election takes another replica.
 
-A controller whose metadata is damaged gets an empty disk, and one with an empty disk another vote
-(rule Q1, KIP-853): the voter of the old directory is removed, that of the new one is added when it
-has caught up.  One at a time: `free` says when the next metadata disk may be taken.
+Damaged controllers (rule Q1, KIP-853).  A controller whose metadata is damaged gets an empty disk.
+A controller with an empty disk must become a voter again: the operator removes the voter of the old
+directory, and adds the voter of the new directory when it has caught up.  Only one controller is
+replaced at a time: `free` returns the controllers that may lose their metadata disk now.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
-#: Between two looks, in ms.
+#: Pause between two rounds, in ms.
 LOOK_MS = (300.0, 900.0)
-#: So long after all faults ended the grace of every start is over (campaign.GRACE_MS).
+#: This long after the end of all faults, the grace of every start is over (campaign.GRACE_MS).
 GRACE_OVER_MS = 40_000
 
 
 class Operator:
-    """See the module.  `counts`: what was done."""
+    """The operator's task; the module says what it does.  `counts`: completed actions by name."""
 
     def __init__(
         self,
@@ -59,18 +60,23 @@ class Operator:
         self._counts = counts
         self._begun = False
         self._right_since_ms: int | None = None
-        self._disks: dict[NodeId, str] = {}  # node whose disk was replaced → its old directory
+        self._disks: dict[NodeId, str] = {}  # node whose disk was replaced → its old directory id
         observer.cluster.on_damage = self._damaged
 
     # -- clocks ------------------------------------------------------------------------------------
 
     def clocks_are_right(self) -> None:
-        """From now on no clock is wrong; a broker that still doubts its own may be told so."""
+        """Note that all clocks are right from now on, so that the operator may confirm a broker's
+        clock.
+        """
         self._right_since_ms = self._world.clock.monotonic_ms()
 
     def _doubting(self) -> list[Machine]:
-        """Brokers whose doubt nothing else may end (rule L10): a start's ends by the grace, or by
-        agreement, unless the others' clocks were set apart.
+        """Return the brokers whose doubt about their clock can only be ended by an operator (rule
+        L10).
+
+        The doubt of a start normally ends after the grace, or when the clocks agree, unless the run
+        set the clocks apart.
         """
         since_ms = self._right_since_ms
         if since_ms is None:
@@ -87,7 +93,7 @@ class Operator:
         return found
 
     async def _confirm(self, machine: Machine) -> None:
-        await self._ask(wire.DescribePartitionsRequest())  # the stream of an operator begins
+        await self._ask(wire.DescribePartitionsRequest())  # opens the operator's first stream
         request = wire.ConfirmClockRequest(broker_id=machine.node_id)
         address = f"{machine.name}:{BROKER_PORT}"
         await self._cluster.call_at(address, request, timeout_ms=ADMIN_TIMEOUT_MS)
@@ -96,8 +102,9 @@ class Operator:
     # -- disks of brokers --------------------------------------------------------------------------
 
     def _damaged_alone(self) -> list[Machine]:
-        """Brokers that lead a partition whose other replicas cannot pass the damage in their copy;
-        only what rotted explains it.
+        """Return a broker that alone is in the ISR of a partition and leads it with a rotten copy.
+
+        The other replicas cannot copy the damaged range.  The list has at most one broker.
         """
         since_ms = self._right_since_ms
         if since_ms is None or self._world.clock.monotonic_ms() - since_ms < GRACE_OVER_MS:
@@ -122,7 +129,7 @@ class Operator:
     # -- metadata disks ----------------------------------------------------------------------------
 
     def free(self) -> list[Machine]:
-        """The controllers whose metadata may be lost or damaged now."""
+        """Return the controllers whose metadata may be lost or damaged now."""
         cluster = self._observer.cluster
         machines = cluster.with_role(CONTROLLER)
         rotten = [each for each in self._observer.metadata_rot.values() if each()]
@@ -131,14 +138,14 @@ class Operator:
         return machines if cluster.active() is not None else []
 
     def replace_metadata(self, machine: Machine, restart_ms: float) -> None:
-        """An empty metadata disk (`free`)."""
+        """Give a controller an empty metadata disk; call this only for a controller of `free`."""
         self._disks[machine.node_id] = machine.run.metadata_directory_id
         self._observer.metadata_hit(machine)
         machine.replace_disk(CONTROLLER, restart_ms)
         self._count("controller disks replaced")
 
     def _damaged(self, machine: Machine) -> bool:
-        """A controller ended because its metadata is damaged (rule L9)."""
+        """Replace the disk of a controller that ended because its metadata is damaged (rule L9)."""
         there = self._observer.metadata_rot.get(machine.node_id)
         if there is None or not there() or self._disks:
             return False
@@ -147,11 +154,11 @@ class Operator:
         return True
 
     def waits(self) -> str:
-        """What has yet to be put right."""
+        """Return what the operator still has to repair; '' = nothing."""
         return f"the controllers {list(self._disks)} have yet to vote again" if self._disks else ""
 
     async def _vote_again(self, node_id: NodeId, old: str) -> None:
-        with contextlib.suppress(errors.InvalidRequest):  # it was removed before, or cannot be yet
+        with contextlib.suppress(errors.InvalidRequest):  # removed before, or cannot be removed yet
             await self._ask(wire.RemoveVoterRequest(node_id=node_id, directory_id=old))
         machine = self._observer.cluster.by_id[node_id]
         added = wire.AddVoterRequest(
@@ -182,10 +189,10 @@ class Operator:
                 for node_id, old in list(self._disks.items()):
                     await self._vote_again(node_id, old)
             except errors.PkError:
-                continue  # nobody answers: looked at again
+                continue  # no broker answers: try again in the next round
 
     async def _ask(self, request: Any) -> Any:
-        if not self._begun:  # a run in which nobody is needed has no streams of an operator
+        if not self._begun:  # no streams in a run without work for the operator
             self._begun = True
             self._cluster.start()
         return await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
@@ -198,7 +205,9 @@ class Operator:
         return [each for each in facts if each.key in allowed and self._given_up(each.key)]
 
     def _given_up(self, key: PartitionKey) -> bool:
-        """Nobody leads, and nobody in ISR or ELR may come back and do so."""
+        """Return whether the partition has no leader, and no member of ISR or ELR that could
+        lead.
+        """
         state = self._observer.image.partition(key)
         return state is not None and not (state.leader != NONE or state.isr or state.elr)
 

@@ -1,9 +1,8 @@
-"""What one simulated run does: which machines, how long, how busy, which faults; drawn from its
-seed.
+"""What one simulated run does: its machines, duration, load and faults, drawn from its seed.
 
-Each seed enables its own subset of the faults and draws its own cluster and topics, so that rare
-combinations come up and a plain run is among them.  Anything may be given instead of drawn: then
-the seed still decides the rest in the same way.
+Each seed enables its own subset of the faults and draws its own cluster and topics.  So rare
+combinations come up, and so does a run without faults.  The caller may give any option; the seed
+then draws the other options as it would have done without it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any
 
 from pk import limits
 
-#: The first part of every fault there is; a seed draws those that came later behind all else.
+#: The first group of faults.  A seed draws later groups after everything older, so that old seeds
+#: keep their runs.
 _FIRST_FAULTS = (
     "kill_broker",
     "kill_controller",
@@ -50,19 +50,19 @@ _LATER_FAULTS = (
     "rot_and_cut",
     "late_frames",
 )
-#: Those that hold back, or refuse, a single thing while all others go on.
+#: Faults that delay, or refuse, a single operation while all others go on.
 _SINGLE_FAULTS = ("disk_stall", "stream_stall", "disk_short", "store_stall", "clock_jump")
-#: What goes while a broker is down (identities.py).
+#: What disappears from the disk of a broker that is down (identity_faults.py).
 _IDENTITY_FAULTS = ("identity_lost", "identity_rot", "partition_lost")
-#: Disks of leaders that fill up for so long that others must lead (rule L16).
+#: Disks of leaders that stay full for so long that other brokers must lead (rule L16).
 _ROOM_FAULTS = ("leader_full",)
-#: What happens to objects of the store (objects.py).
+#: Damage to objects of the store (objects.py).
 _OBJECT_FAULTS = ("object_rot",)
-#: Those that are drawn behind all else.
+#: The faults that are drawn after all older ones.
 _LAST_FAULTS = ("wrong_start",)
-#: What happens to tables from outside (table_faults.py).
+#: What other engines and bit rot do to tables (table_faults.py).
 _TABLE_FAULTS = ("delta_rot", "delete_rows")
-#: Every fault there is; `SimOptions.faults` holds those a run may meet.
+#: All faults; `SimOptions.faults` holds those that a run may meet.
 FAULTS = (
     *_FIRST_FAULTS,
     *_LATER_FAULTS,
@@ -73,38 +73,40 @@ FAULTS = (
     *_LAST_FAULTS,
     *_TABLE_FAULTS,
 )
-#: What an administrator does meanwhile, in two parts as well.
+#: The administrator's chores, in two groups for the same reason.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
 CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
-#: Between two snapshots of the metadata log: seldom in a run, or so often that who was away for a
-#: moment has to load one.
+#: Bytes between two snapshots of the metadata log: so many that a run seldom has a snapshot, or so
+#: few that a node that was away for a moment has to load one.
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
-#: Mostly every event has an instant of its own; or the loops are busy, and many share one.
+#: Mostly every event has an instant of its own; a large grain gives many events one instant, as in
+#: a busy event loop.
 GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
-#: How long a producer may be silent; the shorter one is still longer than any of a run asks again
-#: (workload.DELIVERY_MS) and a clock may step unnoticed.
+#: How long a producer may be silent.  The shorter time is still longer than any producer of a run
+#: retries (workload.DELIVERY_MS) and than an unnoticed clock step.
 EXPIRATION_MS = (86_400_000, 120_000)
-#: Longer than a run, with all the steps of its clocks: nothing has expired, by the true time.
+#: Longer than a run with all its clock steps: by true time no record expires.
 RETENTION_MS = "7200000"
-#: The same for ever.
+#: Records that are kept without limit of time.
 KEPT = {"retention_ms": "-1"}
-#: What is kept of the ends of logs in memory (log/batch_cache.py); none = every reader needs the
-#: disk.
+#: Bytes of the ends of logs kept in memory (log/batch_cache.py); 0 = every reader needs the disk;
+#: None = as in production.
 RECENT_BYTES = (None, None, 0, 4_000)
-#: disk_reserve_bytes: full disks of the simulator have up to 30 kB left; 0 = they fill up entirely.
+#: disk_reserve_bytes.  A full disk of the simulator has up to 30 kB left; without a reserve it
+#: fills up entirely.
 RESERVE_BYTES = (0, 4_000, 16_000)
-#: How far the clocks of two machines may be apart from the start.
+#: How far a machine's clock may differ from true time from the start.
 SKEW_MS = 2_000
 
 
 @dataclass(slots=True, frozen=True)
 class NodePlan:
-    """One machine: which processes run on it."""
+    """One machine and the processes that run on it."""
 
-    number: int  #: its node id
+    number: int  #: its node id in the cluster
     roles: tuple[str, ...] = (CONTROLLER, BROKER, TIER)
     skew_ms: int = 0
 
@@ -115,7 +117,7 @@ class NodePlan:
 
 @dataclass(slots=True, frozen=True)
 class TopicPlan:
-    """One topic of a run."""
+    """One topic of a run, with its settings."""
 
     name: str
     partitions: int
@@ -124,7 +126,9 @@ class TopicPlan:
 
     @property
     def flushed(self) -> bool:
-        """Acknowledged means SYNCED (rule L2): nothing of it may go in a power loss."""
+        """Whether acknowledged records are SYNCED (rule L2), so that no power loss may lose
+        them.
+        """
         return self.configs.get("flush_on_ack") == "true"
 
     @property
@@ -133,56 +137,56 @@ class TopicPlan:
 
     @property
     def expires(self) -> bool:
-        """Topic retention moves log_start without being asked."""
+        """Whether the topic's size-based retention moves log_start without a request."""
         return "retention_bytes" in self.configs
 
     @property
     def keeps(self) -> bool:
-        """Nothing expires by age, whatever the clocks say."""
+        """Whether no record expires by age, whatever the clocks say."""
         return self.configs.get("retention_ms") == "-1"
 
     @property
     def unclean(self) -> bool:
-        """It may elect a leader without all last-known members (rule R3)."""
+        """Whether the topic may elect a leader without all last-known members (rule R3)."""
         return self.configs.get("unclean_leader_election_enable") == "true"
 
     @property
     def copies(self) -> int:
-        """How many replicas hold what is acknowledged, at least (rule R1)."""
+        """How many replicas hold an acknowledged record at least (rule R1)."""
         return min(int(self.configs.get("min_insync_replicas", "1")), self.replication_factor)
 
 
 @dataclass(slots=True, frozen=True)
 class SimOptions:
-    """One run."""
+    """All options of one run."""
 
     topics: tuple[TopicPlan, ...]
     nodes: tuple[NodePlan, ...] = (NodePlan(1),)
     faults: tuple[str, ...] = FAULTS
     chores: tuple[str, ...] = CHORES
     fault_ms: int = 5_000
-    heal_ms: int = 180_000  #: virtual time within which everything must be well again
-    acknowledged_min: int = 0  #: the fault phase goes on until so many records were acknowledged
-    grain_us: int = 1  #: what comes due within it is ready at once
-    tick_ms: int = 5  #: faults and the supervisors are looked at this often
+    heal_ms: int = 180_000  #: virtual time within which the cluster must work again
+    acknowledged_min: int = 0  #: the fault phase goes on until this many acknowledgements
+    grain_us: int = 1  #: timers due within it fire at once (sim/loop W5)
+    tick_ms: int = 5  #: interval of the checks of faults and supervisors
     fault_every_ms: tuple[int, int] = (150, 1_200)
     chore_every_ms: tuple[int, int] = (300, 1_500)
-    pace_ms: tuple[int, int] = (10, 120)  #: between two bursts of one producer
+    pace_ms: tuple[int, int] = (10, 120)  #: pause between two bursts of a producer
     burst: tuple[int, int] = (1, 6)
     value_bytes: tuple[int, int] = (20, 2_000)
-    codecs: tuple[str, ...] = ("none", "lz4")  #: one idempotent producer each
+    codecs: tuple[str, ...] = ("none", "lz4")  #: one idempotent producer for each codec
     server: Mapping[str, Any] = field(default_factory=dict)
-    timing: Mapping[str, int] = field(default_factory=dict)  #: of the metadata quorum
-    vacuum: bool = False  #: deleted tier files go at once
-    recent_bytes: int | None = None  #: of the ends of logs, kept in memory; None = as in production
+    timing: Mapping[str, int] = field(default_factory=dict)  #: timing of the metadata quorum
+    vacuum: bool = False  #: deleted tier files are removed at once
+    recent_bytes: int | None = None  #: bytes of the ends of logs in memory; None = as in production
 
     def with_role(self, role: str) -> tuple[NodePlan, ...]:
-        """The machines that have `role`."""
+        """Return the machines that run a process of `role`."""
         return tuple(node for node in self.nodes if role in node.roles)
 
 
 def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: Any) -> SimOptions:
-    """The options of a seed; `given` ones replace what was drawn."""
+    """Draw the options of a seed; `given` options replace the drawn ones."""
     nodes = given.get("nodes") or nodes_drawn(rng)
     brokers = sum(BROKER in node.roles for node in nodes)
     chosen = tuple(name for name in _FIRST_FAULTS if rng.random() < 0.5)
@@ -216,7 +220,9 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
 
 
 def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
-    """What came after seeds were known: drawn behind all else, so that it moves nothing else."""
+    """Draw the options that came second, after all older draws, so that older draws do not
+    change.
+    """
     snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
     faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
     chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)
@@ -230,8 +236,10 @@ def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
 
 
 def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
-    """And what came after that.  Where producers expire soon no clock steps by a little, again and
-    again: that a broker takes for the time that passed, and it may.
+    """Draw the options that came third.
+
+    With a short producer expiration there are no clock steps: a broker may take repeated small
+    steps for time that has passed, and then expire producers.
     """
     faults = (*options.faults, *(name for name in _SINGLE_FAULTS if rng.random() < 0.4))
     expiration_ms = rng.choice(EXPIRATION_MS)
@@ -249,19 +257,21 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
 
 
 def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
-    """And behind that: how much room is kept, and whether leaders run out of it."""
+    """Draw the options that came last: the disk reserve, and whether disks of leaders become
+    full.
+    """
     faults = (*options.faults, *(name for name in _ROOM_FAULTS if rng.random() < 0.4))
     reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
     faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
     faults = (*faults, *(name for name in _TABLE_FAULTS if rng.random() < 0.3))
-    if "delete_rows" in faults:  # which leaves topics alone whose records expire by age
+    if "delete_rows" in faults:  # this fault needs topics without expiry by age
         topics = (replace(each, configs={**each.configs, **KEPT}) for each in options.topics)
         options = replace(options, topics=tuple(topics))
     return replace(options, faults=faults, server={**options.server, **reserve})
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:
-    """Mostly 3 to 5 controllers and brokers, on machines of their own or not."""
+    """Draw mostly 3 to 5 controllers and brokers, on shared or separate machines."""
     if rng.random() < 0.1:
         controllers, brokers = 1, rng.randint(1, 2)
     else:

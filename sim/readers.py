@@ -1,6 +1,6 @@
 """The readers of a simulated run: consumers of all topics, and the last reader of everything.
 
-Every row goes through a `ReaderCheck`; an error, or a loss that is told, which the run's faults
+Every row passes through a `ReaderCheck`.  An error, or a reported loss, that the faults of the run
 cannot explain is a violation.
 """
 
@@ -27,19 +27,19 @@ from pk.world import World
 
 DRAIN_MS = 20
 
-#: What a consumer may be told while nodes die and topics come and go.
+#: Errors that a consumer may get while nodes die and topics are deleted and created.
 _EXPLAINED = (
     errors.RetriableError,
     errors.TopicRecreated,
     errors.UnknownTopicId,
 )
 
-#: What the last reader, who finds what rotted unseen, may be told.
+#: Errors that the last reader may get: it can be the first to read a damaged batch.
 _ANOTHER_WILL_LEAD = (errors.RetriableError, *DAMAGE)
 
 
 class DamagedRange(NamedTuple):
-    """A batch that a reader refused, or a range that it was told is lost."""
+    """A batch that a reader could not read, or a range that the broker reported as lost."""
 
     place: TopicPartition
     error: errors.PkError
@@ -47,7 +47,7 @@ class DamagedRange(NamedTuple):
 
 
 def rows_of(batch: pa.RecordBatch) -> list[Row]:
-    """Offset, name and content of each row."""
+    """Return offset, identity and checksum of each row."""
     columns = [batch.column(name).to_pylist() for name in ("offset", "key", "value", "headers")]
     found = []
     for offset, key, value, headers in zip(*columns, strict=True):
@@ -59,10 +59,11 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
 def taken(
     engine: FetchEngine, *, insist: bool = False
 ) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[DamagedRange]]:
-    """What is ready, decoded, and where that was refused.  `insist`: nothing is passed over.
+    """Return the decoded batches that are ready, and the damaged ranges.
 
-    Like the consumer of `pk.client`: a batch that cannot be read is never skipped, the reader goes
-    back to it and asks again; what it is told is lost it goes on behind (rule L9).
+    As in the consumer of `pk.client`, the reader never skips a batch that it cannot read: it seeks
+    back to the batch and fetches again.  It goes on behind a range that the broker reports as lost
+    (rule L9), except with `insist`.
     """
     found: list[tuple[TopicPartition, pa.RecordBatch]] = []
     refused: list[DamagedRange] = []
@@ -87,7 +88,7 @@ def taken(
 
 
 class SimConsumer:
-    """One consumer of all topics; every row goes through its `ReaderCheck`."""
+    """A consumer of all topics; every row passes through its `ReaderCheck`."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class SimConsumer:
                 self._trouble(str(violation))
 
     def drain(self) -> int:
-        """Take what is ready; returns how many rows."""
+        """Check the rows and errors that are ready; return the number of rows."""
         told = self.engine.take_error()
         if told is not None:
             self._problem(told.error, told.place)
@@ -151,7 +152,7 @@ class SimConsumer:
             rows = rows_of(batch)
             start = self._log_start_of(place.topic, place.partition)
             self.check.took(place.topic, place.partition, rows, start)
-        for damage in refused:  # behind the rows that came before it
+        for damage in refused:  # only after the rows before it
             if isinstance(damage.error, errors.DataLoss):
                 self._lost(*damage)
             else:
@@ -159,8 +160,10 @@ class SimConsumer:
         return sum(batch.num_rows for _, batch in found)
 
     def _lost(self, place: TopicPartition, error: errors.PkError, position: int) -> None:
-        """The reader goes on behind a range that is damaged in the only copy (rule L9), or whose
-        rows another engine deleted from the table (rule T17: the error names a partition).
+        """Check that a reported loss is explained, and go on behind the range.
+
+        The range is damaged in the only copy (rule L9), or another engine deleted its rows from the
+        table (rule T17: the error then names a partition).
         """
         self._tell(f"{self.check.name} was told {error!r}")
         start, end = int(error.details["offset"]), int(error.details["next_offset"])
@@ -209,14 +212,16 @@ class SimConsumer:
             self._trouble(f"V8: {self.check.name}: {error!r}")
         self.check.forget(topic, partition)
         place = TopicPartition(topic, partition)
-        if place in self.engine.fetcher.assignment:  # else the topic was deleted meanwhile
+        if place in self.engine.fetcher.assignment:  # otherwise the topic was deleted meanwhile
             self.engine.step(Seek(place, EARLIEST))
 
 
 def _for_want_of_room(error: errors.PkError) -> bool:
-    """replica/creation N4: a log that a full disk left half-way is offline until there is
-    room; that is an operator's matter until then.  The simulated disk says so only while it is
-    full.
+    """Return whether the error comes from a full disk.
+
+    A log that a full disk left incomplete is offline until there is space; until then it is a
+    matter for an operator (replica/creation N4).  The simulated disk raises this error only while
+    it is full.
     """
     return isinstance(error, errors.StorageFailed) and NO_ROOM in error.message
 
@@ -230,8 +235,8 @@ async def read_all(
 ) -> None:
     """Read every partition from its beginning to `ends`, through `check`.
 
-    Every replica is in sync by now: a range that rotted in one of them is in another, who will
-    lead.  So this reader passes over nothing.
+    Every replica is in sync by now, so a range that is damaged in one replica is whole in another
+    one, which will become leader.  Therefore this reader skips nothing.
     """
     settings = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
     engine = FetchEngine(world, cluster_of(world, bootstrap, check.name), settings)

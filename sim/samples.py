@@ -1,17 +1,18 @@
-"""Looks into the running processes and makes plain samples for the checkers.
+"""Takes samples of the running processes and passes them to the checkers.
 
-After every event of a controller or broker its own state is looked at: what changed is sampled and
-checked at once (architecture, section 5), so a state that lasts for one event only is seen too.
-What others change (tables, the committed metadata) is looked at every tick.
+After every event of a controller or broker the observer looks at that process: it samples and
+checks at once what changed (architecture, section 5).  So it also sees a state that lasts for one
+event only.  What other parties change (tables, the committed metadata) it checks every tick.
 
 Checked
-  V15  a broker uses an epoch only once its registration is committed (rule Q3)
-  V17  a broker has a leader machine exactly of the partitions whose replica is LEADING, and fetches
-       exactly into those that are FOLLOWING; the state of an open log is the current one of its
-       partition (replica/state H1, H3)
+  V15  A broker uses an epoch only once its registration is committed (rule Q3).
+  V17  A broker has a leader machine exactly for the partitions whose replica is LEADING, and
+       fetches exactly those that are FOLLOWING.  The state of an open log is the current state of
+       its partition (replica/state H1, H3).
 
-The committed metadata records of the whole run are kept, as the first controller to commit each of
-them had it: `image` is what they say, whoever else has an image is compared with it (V11).
+The observer keeps the committed metadata records of the whole run, as the first controller to
+commit each of them had it.  `image` is the metadata image of these records; every other image is
+compared with it (V11).
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from pk.types import NONE, NodeId, PartitionKey
 
 READ_BYTES = 1 << 22
 
-#: What `after` compares: leader and replica machines, HW, log end, log start, segments.
+#: A change of any of these needs a sample: leader and replica machines, HW, log end, log start,
+#: segments.
 _Signature = tuple[Any, Any, int, int, int, Any]
 
 
 class Observer:
-    """See the module."""
+    """Watches all processes of a cluster and runs the checkers on their samples."""
 
     def __init__(self, cluster: SimCluster, oracle: Oracle, counts: dict[str, int]) -> None:
         self.cluster = cluster
@@ -57,18 +59,19 @@ class Observer:
         cluster.listeners["replica_made_anew"] = self._made_anew
         cluster.listeners["log_begun_anew"] = self._begun_anew
         cluster.listeners["partition_offline"] = self._offline
-        self._begun: dict[tuple[NodeId, str], None] = {}  #: replicas that began a log anew
+        self._begun: dict[tuple[NodeId, str], None] = {}  #: replicas that began their log again
         self.invariants = Invariants(oracle)
         self.quorum = QuorumCheck()
         self.replicas = ReplicaCheck(oracle)
-        self.image = MetadataImage()  #: what is committed says
-        self.latest: dict[PartitionKey, PartitionSample] = {}  #: as its leader had it last
+        self.image = MetadataImage()  #: image of the committed records
+        self.latest: dict[PartitionKey, PartitionSample] = {}  #: last sample of the leader
         self._records: list[tuple[int, Any]] = []
-        self._registrations: dict[int, NodeId] = {}  # broker epoch → broker, committed
+        self._registrations: dict[int, NodeId] = {}  # committed broker epoch → broker
         self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
-        self._read: dict[NodeId, int] = {}  # committed metadata looked at, by controller
+        # end of the committed metadata already checked, by controller
+        self._read: dict[NodeId, int] = {}
         self._changed: dict[PartitionKey, None] = {}
-        #: By controller: what tells whether its metadata is damaged still.
+        #: By controller: a function that returns whether its metadata is still damaged.
         self.metadata_rot: dict[NodeId, Callable[[], bool]] = {}
         cluster.on_controller = self._watch_controller
         cluster.on_broker = self._watch_broker
@@ -85,7 +88,7 @@ class Observer:
         sim_node = machine.sim_node(CONTROLLER)
         assert sim_node is not None
         life, quorum, metadata = sim_node.incarnation, node.metadata.quorum, node.metadata
-        if not self._damaged(machine.node_id):  # else what was looked at is not looked at again
+        if not self._damaged(machine.node_id):  # damaged metadata is not read again
             self._read.pop(machine.node_id, None)
         last: list[tuple[Any, ...]] = [()]
 
@@ -116,7 +119,7 @@ class Observer:
         sim_node.after = after
 
     def metadata_hit(self, machine: Machine) -> None:
-        """A controller is about to lose its disk."""
+        """Forget a controller that is about to lose its disk."""
         self.quorum.forget(machine.node_id)
         self._read.pop(machine.node_id, None)
         self.metadata_rot.pop(machine.node_id, None)
@@ -126,18 +129,18 @@ class Observer:
         return there is not None and there()
 
     def committed_by(self, node: NodeId) -> int:
-        """How far the metadata of a controller has been looked at."""
+        """Return up to which offset the committed metadata of a controller was checked."""
         return self._read.get(node, 0)
 
     def _committed(self, node: NodeId, log: PartitionLog, high_watermark: int) -> None:
-        """What a controller has committed since it was looked at last."""
+        """Check and apply what a controller has committed since the last check."""
         at = max(self._read.get(node, 0), log.local_log_start)
         while at < high_watermark:
             try:
                 found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
             except errors.CorruptLog:
                 if self._damaged(node):
-                    return  # the controller will find it, too
+                    return  # the controller will find the damage itself
                 raise
             if not found.data:
                 break
@@ -170,7 +173,7 @@ class Observer:
             self._registrations[offset] = record.register_broker.broker_id
 
     def _partition_changed(self, key: PartitionKey, before: Any) -> None:
-        """Count what the controller decided; note what may cost records."""
+        """Count the decision of the controller, and note an election that may lose records."""
         now = self.image.partition(key)
         if before is not None and now is not None:
             for gone in [each for each in before.replicas if each not in now.replicas]:
@@ -204,7 +207,7 @@ class Observer:
         )
 
     def facts(self) -> Iterator[PartitionFacts]:
-        """Every partition."""
+        """Return the committed state of every partition."""
         for topic, number, _ in self.image.partitions():
             found = self._facts(PartitionKey(topic.topic_id, number))
             assert found is not None
@@ -215,7 +218,7 @@ class Observer:
         return None if known is None else Registration(known.boot_id, known.directory_ids)
 
     def hit(self, machine: Machine, *, disk: bool = False) -> None:
-        """A machine is about to lose its power, or the disk of its broker."""
+        """Note that a machine is about to lose its power, or its broker's disk."""
         if BROKER not in machine.processes:
             return
         self.losses.hit(
@@ -232,7 +235,7 @@ class Observer:
                 del self._ends[place]
 
     def given_up(self, machine: Machine, partition: str) -> None:
-        """It begins a log anew because its leader says so, and what it had goes on the way."""
+        """Note that a broker discards its log and begins it again, as its leader demands."""
         for key in self._called(partition):
             self.replicas.given_up(machine.node_id, key)
 
@@ -245,8 +248,10 @@ class Observer:
         self._begun[machine.node_id, str(told["partition"])] = None
 
     def _offline(self, machine: Machine, told: dict[str, object]) -> None:
-        """Perhaps a full disk left a log half-way that was given up: what there is still of it is
-        not what it was.
+        """Note that a replica is offline, perhaps because a full disk stopped the start of a new
+        log.
+
+        Then the rest of the old log need not be what it was.
         """
         partition = str(told["partition"])
         if self._begun.pop((machine.node_id, partition), 0) is None:
@@ -275,7 +280,8 @@ class Observer:
                 committed = self._registrations.get(used) == machine.node_id
                 words = "{}: epoch {} is not committed"
                 require(committed, "V15", words, machine.name, used)
-            for key, partition in partitions.items():  # often: no call, nothing is made
+            # runs after every event: no calls, no new objects
+            for key, partition in partitions.items():
                 log, leader = partition.log, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
                 last = seen.get(key)
@@ -319,11 +325,11 @@ class Observer:
             self._count("START_AT")
 
     def _look(self, broker: NodeId, life: int, partition: Partition) -> None:
-        """Check one replica, and what it leads."""
+        """Check one replica and, if it leads, its partition."""
         key, log = partition.key, partition.log
         state = self.image.partition(key)
         if state is None or broker not in state.replicas:
-            return  # deleted meanwhile
+            return  # the topic was deleted, or the replica moved
         self._ends[key, broker] = log.written_end
         hit = self.losses.is_hit(key, broker)
         isr_ends = tuple(
@@ -350,7 +356,8 @@ class Observer:
             isr_ends=isr_ends,
         )
         at, end = self.replicas.check(sample)
-        # what is damaged is not compared: it must not be served, and readers see what is
+        # A damaged copy is not compared: it must not be served, and the readers check what is
+        # served.
         end = at if self.losses.is_rotten(key, broker) else min(end, log.written_end)
         while log.local_log_start <= at < end:
             found = log.read(at, bound=end, max_bytes=READ_BYTES)
@@ -361,7 +368,7 @@ class Observer:
         if leads:
             self._check_leader(broker, partition, state.leader_epoch)
         elif log.log_start < log.local_log_start <= sample.high_watermark:
-            # who knows less to be committed is being cut
+            # a replica with a lower HW is just being truncated
             counters = self._table(partition)
             covered = NONE if counters is None else counters.end
             self.invariants.check_local(
@@ -369,7 +376,7 @@ class Observer:
             )
 
     def _table(self, partition: Partition) -> Any:
-        """What the table says of a partition; None = nothing yet."""
+        """Return the table's counters of a partition; None = no table or no rows yet."""
         key = partition.key
         snapshot = self.cluster.store.snapshot(partition.topic, key.topic_id)
         return None if snapshot is None else snapshot.counters.get(key.partition)
@@ -404,7 +411,7 @@ class Observer:
     # -- every tick --------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """What changes behind the processes' backs: the committed metadata, the tables."""
+        """Check what changed outside the processes: the replicas in the committed metadata."""
         if not self._changed:
             return
         brokers = {
@@ -418,7 +425,7 @@ class Observer:
                 self.losses.seen(facts, brokers)
 
     def look_at_all(self) -> None:
-        """Every replica of every serving broker."""
+        """Check every replica of every serving broker."""
         for machine in self.cluster.with_role(BROKER):
             broker, node = machine.broker, machine.sim_node(BROKER)
             if broker is not None and node is not None and machine.serving:
@@ -426,14 +433,14 @@ class Observer:
                     self._look(machine.node_id, node.incarnation, partition)
 
     def check_images(self) -> None:
-        """V11: whoever has an image has the one that the committed records say."""
+        """Check V11: every metadata image equals the image of the committed records."""
         images: list[tuple[int, str, MetadataImage]] = []
         for machine in self.cluster.machines:
             controller, broker = machine.controller, machine.broker
             if controller is not None and controller.active is not None:
                 image = controller.active.machine.image
                 if image.offset >= controller.metadata.committed:
-                    continue  # what it sees last is appended, and not committed
+                    continue  # its last records are appended but not committed
                 images.append((image.offset, f"{machine.name}/controller", image))
             if broker is not None and hasattr(broker.core, "publisher"):
                 image = broker.core.publisher.image
@@ -449,7 +456,7 @@ class Observer:
 
 
 def _epoch_of(partition: Partition) -> int:
-    """The leader epoch that a replica leads or follows; NONE = neither."""
+    """Return the leader epoch that a replica leads or follows; NONE = neither."""
     if partition.leader is not None:
         return partition.leader.leader_epoch
     replica: Any = partition.replica

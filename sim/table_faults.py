@@ -1,15 +1,15 @@
-"""What happens to the Delta tables of a run from outside: their log rots, and rows are deleted.
+"""Damage to the Delta tables of a run from outside: their logs rot, and rows are deleted.
 
-delta_rot    a load of the newest version finds something else than its commits say: a file is not
-             named, facts of a file or a counter differ (rules T2, T8).  It lasts until an operator
-             restores `_delta_log`
-delete_rows  another engine's DELETE takes a whole file out of a table, until that engine restores
-             the version before (rule T17).  Only of topics that keep records for ever
-             (`retention_ms` -1): elsewhere retention asks the table for its first row by time,
-             does not see that rows before it are missing, and moves log_start past them
+delta_rot    A load of the newest version returns something else than its commits say: a file is
+             missing, or facts of a file or a counter differ (rules T2, T8).  This lasts until an
+             operator restores `_delta_log`.
+delete_rows  Another engine's DELETE removes a whole file from a table, until that engine restores
+             the version before (rule T17).  It strikes only topics that keep records without limit
+             (`retention_ms` -1).  In other topics retention asks the table for its first row by
+             time, does not see that rows before it are missing, and moves log_start past them.
 
 Both draw from a random stream of their own.  No other engine commits to a table whose log is
-rotten: it would write the damage down for good.
+rotten, because such a commit would make the damage permanent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pk.tiering.accounting import held_by
 from pk.tiering.table import Snapshot
 from pk.types import TopicId
 
-#: How long each lasts, in ms.
+#: How long each fault lasts, in ms.
 LASTS_MS = (300.0, 5_000.0)
 KINDS = ("file", "facts", "counter")
 After = Callable[[float, Callable[[], None]], None]
 
 
 class TableFaults:
-    """See the module.  `after` carries something out once so many ms have passed; `meet` counts."""
+    """Damages tables.  `after(ms, work)` runs `work` later; `meet` counts a fault by name."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TableFaults:
         self._rng: random.Random = cluster.world.random("faults/tables")
 
     def _table(self, topics: Container[str]) -> tuple[str, TopicId, Snapshot] | None:
-        """The table of one of `topics` that has files and a whole log."""
+        """Draw a table of `topics` that has files and an undamaged log."""
         store, found = self._cluster.store, []
         for topic in self._observer.image.topics.values():
             if topic.name not in topics:
@@ -63,7 +63,9 @@ class TableFaults:
         return self._rng.choice(found) if found else None
 
     def rot_log(self) -> None:
-        """What is loaded of a table is not what its commits say."""
+        """Let loads of a table differ from what its commits say, until an operator restores the
+        log.
+        """
         chosen = self._table([plan.name for plan in self._cluster.options.topics])
         if chosen is None:
             return
@@ -78,7 +80,7 @@ class TableFaults:
         self._after(rng.uniform(*LASTS_MS), lambda: store.restore_log(topic, topic_id))
 
     def delete_rows(self) -> None:
-        """A DELETE of another engine takes all rows of a file."""
+        """Delete all rows of a file, as another engine does, and restore them later."""
         plans = self._cluster.options.topics
         chosen = self._table([plan.name for plan in plans if plan.keeps])
         if chosen is None:
@@ -95,8 +97,9 @@ class TableFaults:
 
 
 def _altered(said: Snapshot, kind: str, path: str, partition: int) -> Snapshot:
-    """What flipped bits make of a version.  A file that is not live any more cannot be altered:
-    then it is a counter.
+    """Return a version as flipped bits would change it.
+
+    If the file is no longer live, a counter is changed instead.
     """
     files, counters = dict(said.files), dict(said.counters)
     if kind == "file" and path in files:

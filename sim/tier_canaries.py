@@ -1,4 +1,4 @@
-"""How the canaries of the tier are broken (canaries.py)."""
+"""The code that breaks rules of the tier for its canaries (canaries.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pk.tiering.worker import TierWorker
 
 
 def dropped_before_the_tier_has_it(stack: ExitStack) -> None:
-    """Local data goes as soon as it is written."""
+    """Drop local data as soon as it is written, before the tier confirms it."""
     retention = PartitionLog.retention_plan
 
     async def confirm(*_: Any) -> list[str]:
@@ -34,7 +34,7 @@ def dropped_before_the_tier_has_it(stack: ExitStack) -> None:
 
 
 def takes_any_range(stack: ExitStack) -> None:
-    """A commit need not begin where the table ends."""
+    """Accept a commit that does not begin at the end of the table."""
     checked = planning._checked
 
     def trusting(draft: Any, change: Any) -> Any:
@@ -47,7 +47,9 @@ def takes_any_range(stack: ExitStack) -> None:
 
 
 def tidies_up_after_a_commit(stack: ExitStack) -> None:
-    """What a commit that raised was to add is deleted: it may have landed."""
+    """Delete the files of a commit that raised an error, though the commit may have taken
+    effect.
+    """
     on_table = TierWorker._on_table
 
     async def tidy(self: TierWorker, topic: Any, operation: Any) -> None:
@@ -68,7 +70,7 @@ def tidies_up_after_a_commit(stack: ExitStack) -> None:
 
 
 def pages_not_verified(stack: ExitStack) -> None:
-    """Checksums of pages are not compared."""
+    """Read pages without the verification of their checksums."""
     opened, off = pq.ParquetFile, {"page_checksum_verification": False}
 
     def trusting(*given: Any, **more: Any) -> Any:
@@ -78,12 +80,12 @@ def pages_not_verified(stack: ExitStack) -> None:
 
 
 def delta_log_not_verified(stack: ExitStack) -> None:
-    """A load compares nothing of a version with what the commits say."""
+    """Load a version without comparing it with the facts in its commits."""
     for name in ("check_names", "check_sums", "check_counters"):
         stack.enter_context(patch(f"pk.tiering.log_check.{name}", lambda *_: None))
 
 
 def rows_not_counted(stack: ExitStack) -> None:
-    """numRecords of the files are not compared with the counters."""
+    """Load a version without comparing numRecords of its files with the counters."""
     all_there = Account(missing=0, first=0, below=0, spare=0)
     stack.enter_context(patch("pk.tiering.accounting.account", lambda *_: all_there))

@@ -1,8 +1,8 @@
 """The client of a simulated run: producers and an administrator over pk's own engines.
 
-All of them run in the nodes "client" and "admin" and know the cluster by its addresses only.  What
-they hear goes to the oracle and to the reader checks; an error that the run's faults cannot explain
-is a violation.
+They run in the nodes "client" and "admin" and know the cluster by its addresses only.  Their
+results go to the oracle and to the reader checks.  An error that the faults of the run cannot
+explain is a violation.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ RETRIES = {
 }
 DELIVERY_MS = (2_500, 30_000)
 OPEN_MS = 500
-#: How much longer producers pause that are far ahead of what the run asks for, and those without
-#: acks=all: what they are told is no promise.
+#: Factors of the pause of a producer: SLOWER if the run is ahead of its planned acknowledgements,
+#: UNPROMISED without acks=all, because such acknowledgements promise nothing.
 SLOWER = 4
 UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
 
-#: Of a replica that rotted, or whose directory is lost (rules L9, L15).
+#: Errors of a replica that rotted, or whose directory is lost (rules L9, L15).
 DAMAGE = (errors.CorruptLog, errors.LogMissing)
 
-#: Brokers still register; who was asked has not heard of the topic.
+#: Errors while brokers still register, or while the broker asked does not know the topic yet.
 _NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
-#: Why a partition may not be moved.
+#: Errors of a partition that cannot be moved.
 _CANNOT_MOVE = (
-    errors.InvalidReplicaAssignment,  # a broker has yet to register, or none could lead
+    errors.InvalidReplicaAssignment,  # a broker is not registered yet, or none could lead
     errors.NoReassignmentInProgress,
     errors.UnknownTopicOrPartition,
 )
@@ -59,7 +59,7 @@ def cluster_of(world: World, bootstrap: str, name: str) -> NetworkClient:
 
 
 def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task[None]:
-    """A task whose unexpected end is told."""
+    """Create a task; `trouble` is called if the task ends with an exception."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (bug := task.exception()) is not None:
@@ -71,7 +71,7 @@ def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task
 
 
 class SimProducer:
-    """One producer: bursts of records, outcomes to the oracle."""
+    """A producer that sends bursts of records and reports their outcomes to the oracle."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SimProducer:
             {"batch_size": rng.choice([1_000, 20_000]), **delivery, **given}
         )
         self.engine = ProduceEngine(world, cluster_of(world, bootstrap, name), settings)
-        self.over = False  #: it can send no more
+        self.over = False  #: a fatal error ended it
         self._task: asyncio.Task[None] | None = None
         self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
 
@@ -104,7 +104,7 @@ class SimProducer:
         self._task = watched(self._run(), self._trouble)
 
     def stop(self) -> None:
-        """No more records; what was handed over goes on."""
+        """Stop sending new records; records already sent are still delivered."""
         if self._task is not None:
             self._task.cancel()
         self.engine.begin_flush()
@@ -121,7 +121,7 @@ class SimProducer:
             try:
                 accumulator = await self.engine.open(topic, OPEN_MS)
             except errors.PkError:
-                continue  # deleted, or nobody answers
+                continue  # the topic was deleted, or no broker answers
             known = self.engine.cluster.metadata.topics.get(topic)
             for _ in range(rng.randint(*options.burst)):
                 partition = rng.randrange(known.partitions) if known is not None else None
@@ -132,7 +132,9 @@ class SimProducer:
                 return
 
     def _ended(self, error: errors.PkError) -> None:
-        """A gap after acknowledged loss is fatal (rule L6); nothing else is."""
+        """Check the fatal error: only a gap after a loss of acknowledged records is allowed (rule
+        L6).
+        """
         self.over = True
         if not (isinstance(error, errors.OutOfOrderSequence) and self._oracle.lossy):
             self._trouble(f"V6: {self.name} can send no more: {error!r}")
@@ -154,7 +156,7 @@ class SimProducer:
             future = accumulator.append(
                 value, key, headers or None, partition, None, told, size=size
             )
-        except errors.PkError as error:  # the producer can send no more
+        except errors.PkError as error:  # a fatal error ended the producer
             self._oracle.failed(sent, repr(error))
             return
         if future is None:
@@ -175,15 +177,15 @@ class SimProducer:
 
 
 class Result(enum.Enum):
-    """What came of a chore's request."""
+    """The outcome of a chore's request."""
 
     DONE = "done"
-    MOOT = "moot"  #: somebody did it before, or it is not needed any more
+    MOOT = "moot"  #: it was done before, or is not needed any more
     REFUSED = "refused"
 
 
 class SimAdmin:
-    """Creates the topics, then does one chore after the other."""
+    """An administrator that creates the topics and then does one chore after the other."""
 
     def __init__(
         self,
@@ -199,11 +201,11 @@ class SimAdmin:
         self._oracle = oracle
         self._options = options
         self._rng = rng
-        self._bounds_of = bounds_of  #: (log_start, high watermark) as last sampled
+        self._bounds_of = bounds_of  #: returns (log_start, high watermark) of the last sample
         self._trouble = trouble
         self._cluster = cluster_of(world, bootstrap, "admin")
         self.resting = False
-        self.counts: dict[str, int] = {}  #: chores that were done
+        self.counts: dict[str, int] = {}  #: completed chores by name
 
     async def run(self) -> None:
         self._cluster.start()
@@ -221,7 +223,9 @@ class SimAdmin:
         await self._cluster.close()
 
     async def _ask(self, request: Any, node: int = NONE) -> Any:
-        """Until somebody answers, `node` first; errors inside the reply are the caller's."""
+        """Send a request until a broker answers, first to `node`; the caller handles errors in the
+        reply.
+        """
         cluster = self._cluster
         while True:
             try:
@@ -241,8 +245,9 @@ class SimAdmin:
         moot: tuple[type[errors.PkError], ...],
         passes: Callable[[errors.PkError], bool] = lambda error: isinstance(error, _NOT_YET),
     ) -> Result:
-        """Repeat while the answer's only result is retriable, or `passes`; `moot` errors need no
-        doing.
+        """Repeat a request with one result while its error is retriable or `passes(error)`.
+
+        Errors of the classes `moot` mean that there is nothing to do.
         """
         leader = NONE
         while True:
@@ -253,7 +258,8 @@ class SimAdmin:
             error = frames.raise_error(result.error)
             if isinstance(error, moot):
                 return Result.MOOT
-            leader = int(error.details.get("leader", NONE))  # of whom only the leader may answer
+            # the error names it if only the leader may answer
+            leader = int(error.details.get("leader", NONE))
             if not error.retriable and not passes(error):
                 self._trouble(f"admin: {make().DESCRIPTOR.name}: {error!r}")
                 return Result.REFUSED
@@ -273,7 +279,8 @@ class SimAdmin:
         if result is not Result.REFUSED:
             before = self._oracle.topics[plan.name].topic_id
             while (info := await self._info(plan.name)).topic_id == before:
-                await self._world.clock.sleep_ms(50)  # who was asked is behind
+                # the broker asked does not know the new topic yet
+                await self._world.clock.sleep_ms(50)
             self._oracle.created(plan.name, info.topic_id, plan.partitions)
 
     async def _info(self, name: str) -> wire.TopicInfo:
@@ -286,7 +293,8 @@ class SimAdmin:
 
     async def _recreate(self, plan: TopicPlan) -> None:
         self._oracle.deleting(plan.name)
-        topic_id = self._oracle.topics[plan.name].topic_id  # a late retry must not hit the next one
+        # the id keeps a late retry from deleting the next topic
+        topic_id = self._oracle.topics[plan.name].topic_id
         purge = self._rng.random() < 0.5
         request = wire.DeleteTopicsRequest(topic_ids=[topic_id], purge_tier=purge)
         gone = (errors.UnknownTopicOrPartition, errors.UnknownTopicId)
@@ -304,7 +312,8 @@ class SimAdmin:
         result = await self._until_done(lambda: request, (errors.InvalidPartitions,))
         if result is not Result.REFUSED:
             while len((await self._info(plan.name)).partitions) < total:
-                await self._world.clock.sleep_ms(50)  # who was asked has not heard of it yet
+                # the broker asked does not know the new partitions yet
+                await self._world.clock.sleep_ms(50)
             self._oracle.grown(plan.name, total)
 
     async def _delete_records(self, plan: TopicPlan) -> None:
@@ -317,7 +326,7 @@ class SimAdmin:
         self._oracle.deleting_records(plan.name, partition, before)
         request = wire.DeleteRecordsRequest()
         request.items.add(topic_id=topic.topic_id, partition=partition, before_offset=before)
-        out = (errors.OffsetOutOfRange,)  # records were lost meanwhile, or retention was faster
+        out = (errors.OffsetOutOfRange,)  # records were lost, or retention was faster
 
         def passes(error: errors.PkError) -> bool:
             return isinstance(error, _NOT_YET) or self._explained(error, plan.name, partition)
@@ -326,15 +335,17 @@ class SimAdmin:
             self._oracle.deleted_records(plan.name, topic.topic_id, partition, before)
 
     def _explained(self, error: errors.PkError, topic: str, partition: int) -> bool:
-        """Whether the leader, looking for a place, met what had rotted: a log (rule L9), or the log
-        of the table (rule T8).
+        """Return whether known damage explains the error.
+
+        The leader looked for an offset and met a damaged log (rule L9), or a damaged log of the
+        table (rule T8).
         """
         if isinstance(error, errors.TierTableChanged):
             return self._oracle.may_have_changed(error.details.get("uri", ""))
         return isinstance(error, DAMAGE) and self._oracle.may_be_damaged(topic, partition)
 
     async def _reassign(self, plan: TopicPlan) -> None:
-        """A partition moves to other brokers, or the move under way is given up (KIP-455)."""
+        """Move a partition to other brokers, or cancel its reassignment (KIP-455)."""
         topic, rng = self._oracle.topics[plan.name], self._rng
         brokers = [node.number for node in self._options.with_role(BROKER)]
         request = wire.AlterReassignmentsRequest()
@@ -348,12 +359,12 @@ class SimAdmin:
         await self._until_done(lambda: request, _CANNOT_MOVE)
 
     async def _reassign_back(self, plan: TopicPlan) -> None:
-        """Away, and back again while that goes on."""
+        """Move a partition to other brokers, and back while that reassignment goes on."""
         topic, rng = self._oracle.topics[plan.name], self._rng
         partition = rng.randrange(topic.partitions)
         infos = {each.partition: each for each in (await self._info(plan.name)).partitions}
         if partition not in infos:
-            return  # who was asked has not heard of it yet
+            return  # the broker asked does not know the partition yet
         home = list(infos[partition].replicas)
         brokers = [node.number for node in self._options.with_role(BROKER)]
         away = rng.sample(brokers, plan.replication_factor)
@@ -367,7 +378,7 @@ class SimAdmin:
         await self._until_done(lambda: request, _CANNOT_MOVE)
 
     async def _toggle(self, plan: TopicPlan) -> None:
-        """Durability settings change while records are in flight."""
+        """Change the durability settings of a topic while records are in flight."""
         rng = self._rng
         copies = rng.randint(1, plan.replication_factor)
         self._oracle.weakening(plan.name, min(copies, plan.copies))
@@ -381,7 +392,7 @@ class SimAdmin:
         await self._until_done(lambda: request, ())
 
     async def _elect(self, plan: TopicPlan) -> None:
-        """Preferred leaders of all partitions, please."""
+        """Ask for the election of the preferred leaders of all partitions."""
         await self._ask(wire.ElectLeadersRequest())
 
     async def _configure(self, plan: TopicPlan) -> None:

@@ -1,13 +1,15 @@
 """Worlds of nodes drawn from one seed, over virtual time (loop.py).
 
-World-generic code runs here unmodified.  Everything that happens is a function of the seed.
+Code written for `pk.world` runs here unmodified.  Everything that happens is a function of the
+seed.
 
 Rules
-  W4  Each node draws from a generator of its own, so that one node's appetite never shifts
-      another's.
+  W4  Each node draws from a random generator of its own, so that the number of draws of one node
+      does not change the draws of another.
 
-Beware, in code that runs here: iterating a `set` of objects (also what `asyncio.wait` returns,
-and what `asyncio.TaskGroup` cancels by) follows memory addresses, not the seed.
+Code that runs here must not iterate a `set` of objects: its order follows memory addresses, not the
+seed.  This includes the sets that `asyncio.wait` returns, and the order in which
+`asyncio.TaskGroup` cancels.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ TRACE_TAIL = 40
 
 
 class SimClock:
-    """One node's clocks: virtual time plus the node's own error.  Implements `pk.clock.Clock`."""
+    """The clocks of one node: virtual time plus the node's own error.  Implements
+    `pk.clock.Clock`.
+    """
 
     def __init__(self, loop: SimLoop, skew_ms: int = 0) -> None:
         self._loop = loop
@@ -58,7 +62,7 @@ class SimClock:
             timer.cancel()
 
     def step(self, by_ms: int) -> None:
-        """The wall clock jumps (rule L10); the monotonic one does not."""
+        """Move the wall clock (rule L10); the monotonic clock does not change."""
         self.skew_ms += by_ms
 
 
@@ -68,19 +72,19 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 class SimWorld:
-    """One simulated universe: a loop, a network, nodes, a trace."""
+    """One simulated world: a loop, a network, nodes, a trace."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.loop = SimLoop()
-        self.trace: MutableSequence[str] = []  #: may be one that keeps the last lines only
+        self.trace: MutableSequence[str] = []  #: callers may replace it by a list of bounded length
         self.nodes: dict[str, SimNode] = {}
         self.clocks: dict[str, SimClock] = {}
         self.network: SimNetwork = SimNetwork(self.loop, self.random("network"), self.record)
         self._digest = hashlib.sha256()
 
     def random(self, name: str) -> random.Random:
-        """The generator of `name` (W4)."""
+        """Return the random generator called `name` (W4)."""
         return random.Random(f"{self.seed}/{name}")
 
     def record(self, line: str) -> None:
@@ -91,13 +95,13 @@ class SimWorld:
 
     @property
     def digest(self) -> str:
-        """A hash of the whole trace: equal digests, equal histories."""
+        """A hash of the whole trace; equal digests mean equal histories."""
         return self._digest.hexdigest()
 
     # -- nodes -----------------------------------------------------------------------------------
 
     def start(self, name: str, main: Callable[[World], Awaitable[Any]]) -> asyncio.Task[Any]:
-        """Start the node `name` (anew): its code is `main(world)` and what that spawns."""
+        """Start or restart the node `name`, which runs `main(world)` and the tasks it spawns."""
         old = self.nodes.get(name)
         if old is not None and old.alive:
             raise AssertionError(f"{name} is running")
@@ -107,7 +111,7 @@ class SimWorld:
         return self.spawn(name, main(self.world_of(name)))
 
     def world_of(self, name: str) -> World:
-        """The World of the running node `name` (made on demand for test drivers)."""
+        """Return the World of the node `name`; create the node if needed (test drivers)."""
         node = self.nodes.setdefault(name, SimNode(name, 1))
         clock = self.clocks.setdefault(name, SimClock(self.loop))
         ids = self.random(f"{name}/{node.incarnation}/ids")
@@ -128,7 +132,7 @@ class SimWorld:
         return task
 
     def kill(self, name: str) -> None:
-        """kill -9 (sim/loop W3)."""
+        """Kill the node like kill -9 (sim/loop W3)."""
         node = self.nodes[name]
         if not node.alive:
             return
@@ -140,14 +144,14 @@ class SimWorld:
         self.network.lose(node)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP (sim/loop W3)."""
+        """Pause the node like SIGSTOP (sim/loop W3)."""
         node = self.nodes[name]
         if node.alive and not node.paused:
             self.record(f"pause {name}")
             node.paused = True
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
+        """Resume the node like SIGCONT."""
         node = self.nodes[name]
         if node.paused:
             self.record(f"resume {name}")
@@ -158,13 +162,13 @@ class SimWorld:
     # -- driving ---------------------------------------------------------------------------------
 
     def run(self, coro: Coroutine[Any, Any, T], events_max: int = EVENTS_MAX) -> T:
-        """Run a test driver's coroutine (a part of no node) to its end."""
+        """Run a coroutine of a test driver, which belongs to no node, to its end."""
         task: asyncio.Task[T] = self.loop.create_task(coro, context=contextvars.Context())
         self.run_until(task.done, events_max)
         return task.result()
 
     def run_until(self, predicate: Callable[[], bool], events_max: int = EVENTS_MAX) -> None:
-        """Run until `predicate` holds; `Stuck` names the seed and the last events."""
+        """Run until `predicate` holds; a `Stuck` error names the seed and the last events."""
         try:
             self.loop.run_until(predicate, events_max)
         except Stuck as stuck:
@@ -172,7 +176,7 @@ class SimWorld:
             raise Stuck(f"SEED={self.seed}: {stuck}\n{tail}") from None
 
     def close(self) -> None:
-        """End the world."""
+        """Close the loop and end the world."""
         for node in self.nodes.values():
             node.alive = False
         self.loop.close()
