@@ -50,7 +50,8 @@ LIVENESS_TICK_MS = 50
 EVENTS_MAX = 5_000_000
 #: Producers slow down once they have this multiple of the acknowledgements expected so far.
 AHEAD = 1.2
-#: After LATE times the planned fault phase, the pauses between faults become RARER times longer.
+#: If the run still lacks acknowledgements after LATE times the planned fault phase, the pauses
+#: between faults become RARER times longer.
 LATE, RARER = 1.5, 20
 #: Longer than any broker is down in a run, and at most as long as a clock jump (rule L10).
 GAP_MAX_MS = 100_000

@@ -499,7 +499,7 @@ CANARIES: dict[str, Canary] = {
     "a directory without identity is out of the way": Canary(
         "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
     ),
-    # Both replicas are down, one of them without its log.  That one comes back first and leads,
+    # Both replicas are down, and one has lost its log.  This replica comes back first and leads,
     # because ISR or ELR still name it.
     "a missing log begun empty in the ISR": Canary(
         "L15", _put(Directory, "had", lambda *_: False), f"V2 V5 {LOSSES}", SAFE,

@@ -193,7 +193,7 @@ class Invariants:
 
 @dataclass(slots=True)
 class _Line:
-    """The rows that one reader has seen of one partition, in one life of the topic."""
+    """The rows of one partition that a reader has seen, in one life of the topic."""
 
     life: int
     era: int
@@ -204,7 +204,7 @@ class _Line:
 
 
 class ReaderCheck:
-    """Check V5 on every row that one consumer gets."""
+    """Check V5 on every row of one consumer."""
 
     def __init__(self, name: str, oracle: Oracle, *, tail: bool = False) -> None:
         self.name = name
@@ -258,9 +258,7 @@ class ReaderCheck:
         return self._oracle.era(topic.topic_id, partition) > line.era and offset < line.next
 
     def passes(self, topic: str, partition: int, end: Offset) -> None:
-        """Note that the reader goes on at `end`, after an error that reports the range before as
-        lost.
-        """
+        """Note that the reader goes on at `end`, because the range before it is reported lost."""
         line = self.lines.get((topic, partition))
         if line is not None and line.next is not None:
             line.next = max(line.next, end)
@@ -296,9 +294,7 @@ def after_last_gap(rows: Sequence[Row]) -> list[Row]:
 def check_log(
     oracle: Oracle, topic: Topic, logs: Mapping[int, Sequence[Row]], starts: Mapping[int, Offset]
 ) -> None:
-    """Check V6 to V8 of one topic: every partition from its log_start, as the last reader saw
-    it.
-    """
+    """Check V6 to V8 of one topic: all records from log_start, as the last reader saw them."""
     found: dict[RecordId, tuple[int, Offset]] = {}
     for partition, rows in logs.items():
         expected, where = starts[partition], f"{topic.name}-{partition}"

@@ -21,9 +21,7 @@ def trusted_for_producers(stack: ExitStack) -> None:
 
 
 def believed_after_a_start(stack: ExitStack) -> None:
-    """Trust the clock at every start; a clock that is set while the process runs is still
-    noticed.
-    """
+    """Trust the clock at every start; the broker still notices a step while it runs."""
 
     def begin(self: ClockTrust, *_: Any, **_more: Any) -> None:
         self._compared = True

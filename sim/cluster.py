@@ -105,9 +105,7 @@ class SimCluster:
             machine.supervise()
 
     def said(self, name: str, event: str, facts: dict[str, object]) -> None:
-        """Count the `event` that the process `name` (MACHINE/ROLE) logged, and call its
-        listeners.
-        """
+        """Count the `event` that process `name` (MACHINE/ROLE) logged; call its listeners."""
         self.events[event] = self.events.get(event, 0) + 1
         host, _, role = name.partition("/")
         if event == SNAPSHOT_LOADED:
@@ -131,9 +129,7 @@ class SimCluster:
         return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
     def active(self) -> Machine | None:
-        """Return the machine of the active controller; if several claim this, that of the latest
-        epoch.
-        """
+        """Return the machine of the active controller, or None; of several, the latest epoch's."""
         found = [
             (machine.controller.active.epoch, machine.node_id)
             for machine in self.with_role(CONTROLLER)

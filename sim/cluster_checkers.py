@@ -139,9 +139,7 @@ class QuorumCheck:
         return has or self._lost.get(node, NONE) >= end
 
     def committed(self, node: NodeId, marks: Sequence[Mark]) -> list[Mark]:
-        """Check the batches that a controller has committed; return those that no controller had
-        before.
-        """
+        """Check the batches that a controller committed; return those that were new."""
         fresh = []
         for mark in marks:
             known = self.log.differs(mark)
@@ -278,9 +276,7 @@ class ReplicaCheck:
             seen.compared = 0
 
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
-        """Forget the replicas of a broker whose disk is lost, or one replica that was moved
-        away.
-        """
+        """Forget the replicas of a broker whose disk is lost, or one that was moved away."""
         for place in list(self._replicas):
             if place[1] == broker and key in (None, place[0]):
                 del self._replicas[place]

@@ -19,9 +19,7 @@ _RANGE = re.compile(r"\[(\d+), (\d+)\)")
 
 
 def watch_reports(cluster: SimCluster, observer: Observer, oracle: Oracle) -> None:
-    """Listen for reports of damage in the processes' logs, and add unexplained ones to
-    `problems`.
-    """
+    """Listen to the processes' logs; add unexplained reports of damage to `problems`."""
 
     def damaged_range(machine: Machine, told: dict[str, object]) -> None:
         name, _, number = str(told["partition"]).rpartition("-")

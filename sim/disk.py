@@ -192,14 +192,12 @@ class SimFile:
     def _check(self) -> None:
         if self._life != self._storage.life:
             raise Crashed(f"{self.path} was opened by a process that died")
-        if not self._open:  # log/storage D4
+        if not self._open:  # a closed file raises (log/storage D4)
             raise FileNotFoundError(f"{self.path} was closed")
 
 
 class SimStorage:
-    """A directory tree in memory.  After `crash()` or `power_loss()` the next process may open
-    it.
-    """
+    """A directory tree in memory; it outlives `crash()` and `power_loss()` of its process."""
 
     def __init__(
         self, root: str = "sim", rng: random.Random | None = None, capacity: int | None = None
@@ -246,9 +244,7 @@ class SimStorage:
         return sorted(node.entries) if isinstance(node, _Dir) else []
 
     def synced_bytes(self, path: str) -> int:
-        """Return how many bytes of a file, from its beginning, are SYNCED; 0 = there is no such
-        file.
-        """
+        """Return how many leading bytes of a file are SYNCED; 0 = there is no such file."""
         node = self._find(path)
         if not isinstance(node, _Inode):
             return 0
@@ -535,9 +531,7 @@ class SimDisk:
             return await self._later(work, delay_ms, "write")
 
     async def _later(self, work: Callable[[], T], delay_ms: float, lane: str = "") -> T:
-        """Run a job later.  `lane` is a lane of the disk; '' = work of a processor, never
-        stalled.
-        """
+        """Run a job later.  `lane` is a lane of the disk; '' = pure computation, never stalled."""
         storage = self.storage
         before, after = (0.0, 0.0) if storage.stall is None or not lane else storage.stall(lane)
         await self._clock.sleep_ms(delay_ms + storage.lag_ms + before)

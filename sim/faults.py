@@ -58,9 +58,7 @@ GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
 
 class Faults:
-    """Begins and ends the faults of a run.  `restart_client` kills the client and starts
-    another.
-    """
+    """Begins and ends the faults of a run.  `restart_client` kills and restarts the client."""
 
     def __init__(
         self,
@@ -103,9 +101,7 @@ class Faults:
     def _after(
         self, delay_ms: tuple[float, float], undo: Callable[[], None], *, alone: bool = False
     ) -> None:
-        """Run `undo` after a drawn delay.  `alone`: the fault does not end the calm
-        (`calm_since_ms`).
-        """
+        """Run `undo` after a drawn delay.  `alone`: `calm_since_ms` does not change."""
         self._in(self._rng.uniform(*delay_ms), undo, alone=alone)
 
     def _in(self, delay_ms: float, undo: Callable[[], None], *, alone: bool = False) -> None:
@@ -398,9 +394,7 @@ class Faults:
         self._cluster.traps["log_begun_anew"] = trap
 
     def _rot_and_cut(self) -> None:
-        """Damage a leader's copy, cut it off from the controller, and restart readers at offset
-        0.
-        """
+        """Damage a leader's copy, cut the leader off from the controller, restart the client."""
         machine, active = self._rots.strike_log(), self._cluster.active()
         if machine is not None and active is not None and machine is not active:
             self._sever([(machine.name, active.name)], both=self._rng.random() < 0.5)

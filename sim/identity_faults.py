@@ -32,9 +32,7 @@ _Copy = tuple[PartitionFacts, Machine, str]
 
 
 class IdentityFaults:
-    """Removes or damages identities of logs.  `copies`: every replica on a disk, with its
-    directory.
-    """
+    """Removes or damages identities of logs.  `copies`: every replica on a disk."""
 
     def __init__(
         self,

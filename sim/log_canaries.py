@@ -12,11 +12,11 @@ from pk.log.writing import LocalLogWriter
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
-    """Forget segments whose rename failed, and let the next start ignore the hole this leaves.
+    """Forget segments whose rename failed, and disable what reads around the hole this leaves.
 
-    A later drop removes the segments behind one that kept its name (log/writing W2).  Salvage
-    (log/loading O10) would report the hole as damaged. log_start is durable before segments are
-    dropped, so without a tier the hole lies below the offsets of every reader.
+    A later drop removes the segments behind a segment that kept its name (log/writing W2).  Salvage
+    (log/loading O10) would read around this hole at the next opening.  Without a tier the hole lies
+    below every reader's position, because log_start is durable before segments are dropped.
     """
     rename = LocalLogWriter._rename_pending_delete
 

@@ -12,8 +12,8 @@ committed: which sources and seeds, the verdict, the counters.
 
 The key of a row is the content of the production sources and of the module that draws a seed's
 options, committed or not; the commit is recorded beside it.  The rest of the simulator makes and
-judges the histories.  Rows of another version of the simulator count, and the summary says how many
-there are; seeds that failed under another version are run again.
+judges the histories.  Rows of another version of the simulator count, and their number is printed;
+seeds that failed under another version are run again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OPTIONS = "sim/options.py"
 BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
 #: Pause between two progress lines where no progress bar is shown.
 TELL_EVERY_MS = 60_000
-#: Number of new objects between two garbage collections: a run makes few cycles.
+#: Number of new objects between two collections of young objects: a run makes few cycles.
 GC_YOUNG = 20_000
 #: Events that a campaign must meet at least once (Report.counts).
 MET = (

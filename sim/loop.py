@@ -118,7 +118,7 @@ class SimLoop(_Base):
 
     def __init__(self) -> None:
         self.now_us = 0
-        self.grain_us = 1  #: W5
+        self.grain_us = 1  #: length of one grain of time (W5)
         self.events = 0
         self.failures: list[dict[str, Any]] = []  #: contexts passed to the exception handler
         self._ready: deque[asyncio.Handle] = deque()
@@ -233,9 +233,7 @@ class SimLoop(_Base):
         return True
 
     def _wake_timers(self) -> bool:
-        """Jump to the time of the next timer and make all due timers ready; return False if
-        none.
-        """
+        """Jump to the next timer and make all due timers ready; return False if there is none."""
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
@@ -288,9 +286,7 @@ class SimLoop(_Base):
         return self._closed
 
     def close(self) -> None:
-        """Close the loop and unwind all unfinished tasks; nothing they do has an effect any
-        more.
-        """
+        """Close the loop and unwind all unfinished tasks; nothing they do has any effect."""
         self._closed = True
         self._ready.clear()
         self._timers.clear()

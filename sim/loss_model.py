@@ -98,7 +98,7 @@ class LossModel:
         registered: Registration | None,
         now_ms: float,
     ) -> None:
-        """Note that `broker` lost its power, or its disk, and end the eras that this costs."""
+        """Note that `broker` lost its power or its disk; end eras that lost too many copies."""
         for facts in partitions:
             plan = self._plans.get(facts.topic)
             if plan is None or broker not in facts.replicas:
@@ -113,9 +113,7 @@ class LossModel:
                 self._costs(facts.key, now_ms)
 
     def copies(self, topic: str) -> int:
-        """Return how many replicas hold an acknowledged record at least; 0 = not a topic of the
-        run.
-        """
+        """Return how many replicas hold an acknowledged record at least; 0 = unknown topic."""
         plan = self._plans.get(topic)
         return 0 if plan is None else min(plan.copies, self._oracle.weak.get(topic, plan.copies))
 
@@ -125,9 +123,7 @@ class LossModel:
         return plan is not None and plan.flushed and topic not in self._oracle.weak
 
     def _weakened(self, topic: str) -> None:
-        """End the eras for which too few copies are left after the topic's durability was
-        lowered.
-        """
+        """End the eras for which too few copies are left after durability was lowered."""
         plan = self._plans[topic]
         for key in list({**self._hits, **self._rotten}):
             lost = self._lost(key, plan)
@@ -199,9 +195,7 @@ class LossModel:
         return list(self._rotten)
 
     def seen(self, facts: PartitionFacts, brokers: dict[NodeId, Registration]) -> None:
-        """Take the committed metadata of a partition: replicas that are back in the ISR are
-        whole.
-        """
+        """Take the committed metadata of a partition: its in-sync replicas may be whole again."""
         rotten = self._rotten.get(facts.key, {})
         for broker, damage in list(rotten.items()):
             gone = broker in facts.isr and not any(there() for there in damage)
@@ -234,9 +228,7 @@ class LossModel:
             self._ends(facts.key, now_ms + UNCLEAN_SETTLES_MS)
 
     def _strands(self, key: PartitionKey, plan: TopicPlan) -> None:
-        """Mark the partition as stranded and at risk if ISR and ELR may be empty and a copy is
-        rotten.
-        """
+        """Mark the partition stranded and at risk if a copy is rotten and ISR, ELR may be empty."""
         rotten = self._rotten.get(key)
         if rotten and len({*rotten, *self._hits.get(key, ())}) >= self.copies(plan.name):
             self.stranded[key] = self._oracle.stranded[key] = self._at_risk[key] = None

@@ -312,7 +312,7 @@ class Machine:
         self.kill(role, restart_ms)
         if role == BROKER:  # the tier reads that disk
             self.kill(TIER, restart_ms)
-            self.right()  # K4
+            self.right()  # an empty disk: the clock is right (K4)
         self.processes[role].due_ms = self._now_ms() + restart_ms
         self.disks_replaced += 1
         self._insert(DISKS[role], role)

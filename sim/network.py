@@ -84,8 +84,7 @@ class SimNetwork:
     # -- faults --------------------------------------------------------------------------------
 
     def link(self, source: str, target: str) -> Link:
-        """Return the link from `source` to `target` (hosts or nodes); callers may change it in
-        place.
+        """Return the link from `source` to `target` (hosts or nodes), to be changed in place.
 
         A new link is a copy of `default`.
         """
@@ -267,9 +266,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class End:
-    """One end of a stream.  Its pipe holds the frames it sent that the other end has not
-    received.
-    """
+    """One end of a stream; its pipe holds the sent frames that the other end must still receive."""
 
     other: End
 

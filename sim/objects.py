@@ -160,9 +160,7 @@ class SimObjects:
         return None if state is None else state.versions[-1]
 
     def optimize(self, topic: str, topic_id: TopicId) -> bool:
-        """Move the rows of one file to a file of another name, as another engine's OPTIMIZE
-        does.
-        """
+        """Move the rows of one file to a file of another name, like another engine's OPTIMIZE."""
         newest = self.snapshot(topic, topic_id)
         if newest is None or not newest.files or self.log_is_rotten(topic, topic_id):
             return False
@@ -223,9 +221,7 @@ class SimObjects:
         self.tables.rewrite(self._uri(topic, topic_id), [file.path], [])
 
     def restore_rows(self, topic: str, topic_id: TopicId, file: DataFile) -> None:
-        """Add the deleted file again, as another engine's RESTORE does, unless the table was
-        removed.
-        """
+        """Add the deleted file again, like another engine's RESTORE, if the table still exists."""
         newest = self.snapshot(topic, topic_id)
         if newest is not None and file.path not in newest.files:
             self.tables.rewrite(self._uri(topic, topic_id), [], [file])

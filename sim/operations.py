@@ -66,14 +66,11 @@ class Operator:
     # -- clocks ------------------------------------------------------------------------------------
 
     def clocks_are_right(self) -> None:
-        """Note that all clocks are right from now on, so that the operator may confirm a broker's
-        clock.
-        """
+        """Note that all clocks are right, so that the operator may confirm a broker's clock."""
         self._right_since_ms = self._world.clock.monotonic_ms()
 
     def _doubting(self) -> list[Machine]:
-        """Return the brokers whose doubt about their clock can only be ended by an operator (rule
-        L10).
+        """Return the brokers whose doubt about their clock only an operator can end (rule L10).
 
         The doubt of a start normally ends after the grace, or when the clocks agree, unless the run
         set the clocks apart.
@@ -205,9 +202,7 @@ class Operator:
         return [each for each in facts if each.key in allowed and self._given_up(each.key)]
 
     def _given_up(self, key: PartitionKey) -> bool:
-        """Return whether the partition has no leader, and no member of ISR or ELR that could
-        lead.
-        """
+        """Return whether the partition has no leader and ISR and ELR are empty."""
         state = self._observer.image.partition(key)
         return state is not None and not (state.leader != NONE or state.isr or state.elr)
 

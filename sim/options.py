@@ -126,9 +126,7 @@ class TopicPlan:
 
     @property
     def flushed(self) -> bool:
-        """Whether acknowledged records are SYNCED (rule L2), so that no power loss may lose
-        them.
-        """
+        """Whether acknowledged records are SYNCED (rule L2): no power loss may lose them."""
         return self.configs.get("flush_on_ack") == "true"
 
     @property
@@ -220,9 +218,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
 
 
 def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
-    """Draw the options that came second, after all older draws, so that older draws do not
-    change.
-    """
+    """Draw the second group of options after the first, whose draws so stay the same."""
     snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
     faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
     chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)
@@ -257,9 +253,7 @@ def _drawn_last(rng: random.Random, options: SimOptions) -> SimOptions:
 
 
 def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
-    """Draw the options that came last: the disk reserve, and whether disks of leaders become
-    full.
-    """
+    """Draw the last options: the disk reserve, and whether disks of leaders fill up."""
     faults = (*options.faults, *(name for name in _ROOM_FAULTS if rng.random() < 0.4))
     reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
     faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))

@@ -162,9 +162,7 @@ class Oracle:
         return len(self._ended.get((topic_id, partition), ()))
 
     def era_ends(self, topic_id: str, partition: int, settled_ms: float) -> None:
-        """End an era: records acknowledged so far may be lost; replies may arrive until
-        `settled_ms`.
-        """
+        """End an era, whose records may be lost; replies may arrive until `settled_ms`."""
         self._ended.setdefault((topic_id, partition), []).append(settled_ms)
 
     def may_be_cut(self, topic: str, partition: int) -> bool:

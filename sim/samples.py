@@ -248,8 +248,7 @@ class Observer:
         self._begun[machine.node_id, str(told["partition"])] = None
 
     def _offline(self, machine: Machine, told: dict[str, object]) -> None:
-        """Note that a replica is offline, perhaps because a full disk stopped the start of a new
-        log.
+        """Note that a replica is offline, perhaps because a full disk stopped its new log.
 
         Then the rest of the old log need not be what it was.
         """
@@ -411,7 +410,7 @@ class Observer:
     # -- every tick --------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Check what changed outside the processes: the replicas in the committed metadata."""
+        """Pass partitions whose committed metadata changed, or with damage, to the loss model."""
         if not self._changed:
             return
         brokers = {

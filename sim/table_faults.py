@@ -63,9 +63,7 @@ class TableFaults:
         return self._rng.choice(found) if found else None
 
     def rot_log(self) -> None:
-        """Let loads of a table differ from what its commits say, until an operator restores the
-        log.
-        """
+        """Let loads of a table differ from its commits, until an operator restores the log."""
         chosen = self._table([plan.name for plan in self._cluster.options.topics])
         if chosen is None:
             return

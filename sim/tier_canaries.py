@@ -47,9 +47,7 @@ def takes_any_range(stack: ExitStack) -> None:
 
 
 def tidies_up_after_a_commit(stack: ExitStack) -> None:
-    """Delete the files of a commit that raised an error, though the commit may have taken
-    effect.
-    """
+    """Delete the files of a commit that raised an error, though it may have succeeded."""
     on_table = TierWorker._on_table
 
     async def tidy(self: TierWorker, topic: Any, operation: Any) -> None:

@@ -132,9 +132,7 @@ class SimProducer:
                 return
 
     def _ended(self, error: errors.PkError) -> None:
-        """Check the fatal error: only a gap after a loss of acknowledged records is allowed (rule
-        L6).
-        """
+        """Check a fatal error: only a gap after lost acknowledged records is allowed (rule L6)."""
         self.over = True
         if not (isinstance(error, errors.OutOfOrderSequence) and self._oracle.lossy):
             self._trouble(f"V6: {self.name} can send no more: {error!r}")
@@ -223,9 +221,7 @@ class SimAdmin:
         await self._cluster.close()
 
     async def _ask(self, request: Any, node: int = NONE) -> Any:
-        """Send a request until a broker answers, first to `node`; the caller handles errors in the
-        reply.
-        """
+        """Ask until a broker answers, first `node`; the caller handles errors in the reply."""
         cluster = self._cluster
         while True:
             try:

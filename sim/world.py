@@ -37,9 +37,7 @@ TRACE_TAIL = 40
 
 
 class SimClock:
-    """The clocks of one node: virtual time plus the node's own error.  Implements
-    `pk.clock.Clock`.
-    """
+    """The clocks of one node: virtual time plus its error.  Implements `pk.clock.Clock`."""
 
     def __init__(self, loop: SimLoop, skew_ms: int = 0) -> None:
         self._loop = loop
