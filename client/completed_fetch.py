@@ -1,7 +1,7 @@
-"""From fetched bytes to rows: checksum, isolation, decoding.  CPU-bound, safe in any thread.
+"""Decoding of fetched bytes to rows: checksums, isolation, Arrow.  CPU-bound, safe in any thread.
 
-Aborted transactions are dropped a batch at a time, by producer id and range (KIP-98); control
-batches always.
+Batches of aborted transactions are dropped whole, by producer id and offset range (KIP-98).
+Control batches are always dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pk.types import AbortedTransaction
 
 
 def is_aborted(header: batches.Header, aborted: Iterable[AbortedTransaction]) -> bool:
-    """Whether a transactional batch lies in an aborted range of its producer (KIP-98)."""
+    """Return whether a transactional batch lies in an aborted range of its producer (KIP-98)."""
     return any(
         each.producer_id == header.producer_id
         and each.first_offset <= header.base_offset <= each.last_offset
@@ -30,12 +30,13 @@ def is_aborted(header: batches.Header, aborted: Iterable[AbortedTransaction]) ->
 def rows_of(
     fetched: CompletedFetch, *, committed: bool, check_crcs: bool, decoded_bytes_max: int
 ) -> Iterator[tuple[int, pa.RecordBatch | None]]:
-    """`(next position, rows or None)` of each batch, in order; rows below the position are cut off.
+    """Yield `(next position, rows or None)` of each batch, in order; rows below the position are
+    cut off.
 
-    The last next position is the frame's `next_offset` (rule L12).  Raises `CorruptBatch` and its
-    kin: no row of a bad batch is given out, and all of those before it are.  So who goes back there
-    has the broker look at the bad one first (rule L9).  Raises `DataLoss` for a range that the
-    broker cannot read.
+    The last next position is the frame's `next_offset` (rule L12).  Raises `CorruptBatch` or a
+    related error at a bad batch: all rows before it were yielded, and none of it.  A reader that
+    fetches again from that position makes the broker check the batch first (rule L9).  Raises
+    `DataLoss` for a range that the broker cannot read.
     """
     if fetched.loss is not None:
         raise fetched.loss
@@ -50,7 +51,8 @@ def rows_of(
         raw = view[at : at + header.length]
         batches.check_place(header, before, after, first=not index)
         before = header.next_offset
-        if check_crcs:  # before anything it says counts: a bit that rotted may hide it
+        # before any header field is used: a flipped attribute bit could hide the batch
+        if check_crcs:
             batches.check(raw)
         hidden = header.control or not header.record_count or header.next_offset <= fetched.position
         if not hidden and committed and header.transactional:
@@ -72,11 +74,11 @@ def rows_of(
 def headers_of(
     view: memoryview,
 ) -> tuple[list[tuple[int, batches.Header]], errors.CorruptBatch | None]:
-    """The headers up to one that does not parse, and what is wrong with that one."""
+    """Return the headers before the first that does not parse, and the error of that header."""
     found: list[tuple[int, batches.Header]] = []
     try:
         for each in batches.iter_headers(view):
-            found.append(each)  # noqa: PERF402 - what came before the damage is kept
+            found.append(each)  # noqa: PERF402 - the headers before the damage are kept
     except errors.CorruptBatch as damage:
         return found, damage
     return found, None

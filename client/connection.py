@@ -1,9 +1,9 @@
-"""The thread under the synchronous clients: one event loop per process, shared by all of them (rule
+"""The thread under the synchronous clients: one event loop per process, shared by all clients (rule
 P3).
 
-A client holds the loop while it is open; the thread ends with the last client.  Forking a process
-that has open clients is not supported: the child has no loop thread, and its clients say so; open
-clients in the child, or use spawn.
+An open client holds the loop; the thread ends with the last client.  Forking a process that has
+open clients is not supported.  The child has no loop thread, and calls of the inherited clients
+raise an error.  Open clients in the child, or use spawn.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pk.client")
 
-#: Threads that compress; shared by all producers of the process.
+#: Number of threads that compress; all producers of the process share them.
 ENCODERS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
 _JOIN_S = 5.0
-#: What a call may take beyond its time-out: first to say itself why, then because the loop is busy
-#: (a delivery callback, a machine under load).
+#: How long a call may last beyond its time-out: first to report the cause itself, then because the
+#: loop is busy (a delivery callback, a machine under load).
 _LATE_S = 0.25
 _BUSY_S = 5.0
-#: How long `close` of a client waits for its streams to end.
+#: How long closing a client waits for its streams to end.
 _CLOSE_S = 5.0
 _FAREWELL_S = 2.5
 
 
 class LoopThread:
-    """The loop, its thread, and the world its clients live in."""
+    """The event loop, its thread, and the world that its clients use."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -64,7 +64,7 @@ class LoopThread:
         try:
             self.loop.run_forever()
         finally:
-            # Closed streams first say what was sent to them; whatever else is left has no owner.
+            # Closed streams first send what is queued.  Any other task that is left has no owner.
             for grace_s in (_FAREWELL_S, 1.0):
                 tasks = asyncio.all_tasks(self.loop)
                 if tasks:
@@ -75,14 +75,14 @@ class LoopThread:
             self.loop.close()
 
     def check_process(self) -> None:
-        """Raises `UnsupportedFeature` in a child of the process that it was made in."""
+        """Raise `UnsupportedFeature` in a forked child of the process that opened the client."""
         if self.pid != os.getpid():
             raise errors.UnsupportedFeature(
                 "this client was opened before a fork; open it in the child process"
             )
 
     def must_not_block(self) -> None:
-        """Refuse to wait on the thread that would have to end the wait."""
+        """Refuse to wait on the loop's own thread: the wait would never end."""
         if threading.current_thread() is self.thread:
             raise errors.InvalidRequest(
                 "a delivery callback must not block: it runs on the sending thread"
@@ -91,20 +91,20 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and wait for it; Ctrl-C cancels it.
 
-        Raises what `bounded` raises, `ClosedError` if the client was closed meanwhile.
+        Raises what `bounded` raises, and `ClosedError` if the client was closed meanwhile.
         """
         return self._wait_for(bounded(work, timeout_s), work, timeout_s)
 
     def finish(self, work: Coroutine[Any, Any, None], timeout_s: float = _CLOSE_S) -> None:
-        """Run the last work of a client.  What is not done in time goes on, and is logged: the
-        client is closed all the same.
+        """Run the closing work of a client.  Work that is not done in time continues in the
+        background, and this is logged.  The client counts as closed in either case.
         """
         try:
             self._wait_for(bounded(work, None), work, timeout_s, abandon=False)
         except errors.RequestTimedOut:
             _log.warning("closing a client takes longer than %g s; it goes on", timeout_s)
         except errors.ClosedError:
-            pass  # the loop has ended: so have its streams
+            pass  # the loop has ended, and its streams with it
 
     def _wait_for(
         self,
@@ -141,7 +141,7 @@ class LoopThread:
 
         try:
             self.loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # the last client of another thread took the loop with it
+        except RuntimeError:  # the last client, in another thread, has ended the loop
             drop()
             raise errors.ClosedError("the client was closed meanwhile") from None
         patience = FOREVER_S if timeout_s is None else timeout_s + _BUSY_S
@@ -150,7 +150,7 @@ class LoopThread:
                 raise errors.RequestTimedOut(
                     f"not within {timeout_s:g} s: the client's own thread is busy"
                 )
-        except BaseException as cause:  # Ctrl-C, above all
+        except BaseException as cause:  # mostly Ctrl-C
             if abandon or not isinstance(cause, errors.RequestTimedOut):
                 given_up.set()
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -163,7 +163,7 @@ class LoopThread:
         return begun[0].result()
 
     async def compute(self, work: Callable[[], Any]) -> Any:
-        """CPU-bound work on other threads, ENCODERS at a time."""
+        """Run CPU-bound work on other threads, at most ENCODERS at a time."""
         if self._encoder is None:
             self._encoder = concurrent.futures.ThreadPoolExecutor(ENCODERS, "pk-encode")
         return await self.loop.run_in_executor(self._encoder, work)
@@ -183,7 +183,7 @@ _at_fork: dict[int, Callable[[], None]] = {}
 
 
 def acquire() -> LoopThread:
-    """The shared loop thread, started if need be; `release` it once."""
+    """Return the shared loop thread, started if necessary.  Call `release` once for it."""
     global _shared
     with _lock:
         if _shared is None or _shared.pid != os.getpid() or not _shared.thread.is_alive():
@@ -193,7 +193,7 @@ def acquire() -> LoopThread:
 
 
 def release(held: LoopThread) -> None:
-    """Give the loop back; the last user ends it (after streams had a moment to say goodbye)."""
+    """Release the loop.  The last user ends it, after streams had a moment to close."""
     global _shared
     with _lock:
         held.users -= 1
@@ -207,8 +207,8 @@ def release(held: LoopThread) -> None:
 def close_at_exit(
     client: object, close: Callable[[], None], at_fork: Callable[[], None] | None = None
 ) -> None:
-    """A client that nobody closed is closed when the interpreter ends; `at_fork` is called in a
-    child of this process, where nothing of the client works any more.
+    """Register a client to be closed when the interpreter ends.  `at_fork` is called in a forked
+    child of this process, where the client no longer works.
     """
     _open[id(client)] = close
     if at_fork is not None:
@@ -230,7 +230,9 @@ def _close_all() -> None:
 
 
 def _forked() -> None:
-    """In the child: the clients are its parent's to close, and who held the lock is not here."""
+    """Reset the module's state in a forked child: the parent closes the clients, and the thread
+    that may have held the lock does not exist here.
+    """
     global _lock, _shared
     _lock, _shared = threading.Lock(), None
     for call in _at_fork.values():
@@ -244,10 +246,11 @@ if hasattr(os, "register_at_fork"):
 
 
 async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-    """The rule of every public call: it ends soon after its time-out, and with a typed error.
+    """Bound a public call: it ends soon after its time-out, and with a typed error.
 
-    `work` keeps its own deadlines and knows best why it failed; this is for what it overlooks.
-    Raises `RequestTimedOut`; `InternalError` for anything that is no error of pk.
+    `work` keeps its own deadlines, and its errors name the cause more exactly; this is for cases
+    that `work` misses.  Raises `RequestTimedOut`; `InternalError` for any exception that is not an
+    error of pk.
     """
     late_s = None if timeout_s is None else timeout_s + _LATE_S
     try:

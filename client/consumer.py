@@ -5,9 +5,9 @@ Frames arrive on the client's loop thread and wait, bounded by credit; checking,
 decoding them happens in the thread that polls, so the two overlap.  A consumer is used by one
 thread at a time: a second one gets `InvalidRequest`, but for `close`.  It does not survive a fork.
 
-Errors that concern a partition are raised by the next poll, once; polling on afterwards goes on
-with the rest. Without a group, `subscribe` takes all partitions, later ones too, those from their
-first offset on.
+The next poll raises an error that concerns a partition, once.  Later polls continue with the other
+partitions.  Without a group, `subscribe` takes all partitions; partitions that are created later
+are read from their first offset.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
 
-#: Credit that is given back at once, as a share of fetch_buffer_bytes, while there is enough.
+#: Credit is returned at once from this share of fetch_buffer_bytes on, while the broker has enough.
 _PORTIONS = 8
 
 
 class OffsetAndTimestamp(NamedTuple):
-    """Where a time begins in a partition."""
+    """The first offset at or after a time, and its timestamp."""
 
     offset: int
     timestamp_ms: int
@@ -80,8 +80,9 @@ class Consumer:
         self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
         self._wakeup = WakeupSignal()
         self._one_thread = OneThread()
-        self._lines: deque[ConsumerRecords] = deque()  #: handed out record by record
-        self._eaten: dict[int, int] = {}  #: by node: bytes taken, credit not yet given back
+        self._lines: deque[ConsumerRecords] = deque()  #: rows that are handed out record by record
+        #: by node: bytes consumed whose credit is not returned yet
+        self._eaten: dict[int, int] = {}
         self._closed = False
         self._ending = threading.Lock()
         self._thread = connection.acquire()
@@ -103,7 +104,7 @@ class Consumer:
         self._fetch_buffer = FetchBuffer(
             engine.ready, engine.fetcher.position_id, engine.decoded, self._consumed
         )
-        #: Where a batch did not match its checksum once: place → position.
+        #: Positions at which a batch failed its checksum once.
         self._doubted: dict[TopicPartition, int] = {}
         connection.close_at_exit(self, self.close, self._lines.clear)
 
@@ -134,7 +135,7 @@ class Consumer:
         self._fetch_buffer.forget()
 
     def unsubscribe(self) -> None:
-        """Read nothing."""
+        """Read no partition any more."""
         self.assign([])
 
     @one_thread
@@ -149,15 +150,15 @@ class Consumer:
         self._fetch_buffer.purge()
 
     def assignment(self) -> list[TopicPartition]:
-        """The partitions read now."""
+        """Return the partitions that are read now."""
         found: list[TopicPartition] = self._call(lambda: self._engine.fetcher.assignment)
         return found
 
     @one_thread
     def seek(self, partition: TopicPartition, offset: int) -> None:
-        """The next poll of an assigned partition begins at `offset`.
+        """Make the next poll of an assigned partition begin at `offset`.
 
-        Raises `TypeError` for what is no integer, `InvalidOption` outside of [0, 2^63 - 1].
+        Raises `TypeError` if it is not an integer, `InvalidOption` outside of [0, 2^63 - 1].
         """
         whole = arguments.whole(offset, "offset", None, OFFSET_MAX)
         if whole < 0:
@@ -168,13 +169,13 @@ class Consumer:
 
     @one_thread
     def seek_to_beginning(self, *partitions: TopicPartition) -> None:
-        """To the first offset of these partitions, or of all assigned."""
+        """Seek to the first offset of these partitions, or of all assigned partitions."""
         for place in arguments.places(partitions) or self.assignment():
             self._seek(place, EARLIEST)
 
     @one_thread
     def seek_to_end(self, *partitions: TopicPartition) -> None:
-        """Behind the last readable offset of these partitions, or of all assigned."""
+        """Seek behind the last readable offset of these partitions, or of all assigned partitions."""
         for place in arguments.places(partitions) or self.assignment():
             self._seek(place, LATEST)
 
@@ -189,7 +190,7 @@ class Consumer:
 
     @one_thread
     def pause(self, *partitions: TopicPartition) -> None:
-        """Poll gives nothing of these until `resume`; what was fetched is kept."""
+        """Return no records of these partitions from polls until `resume`; fetched data is kept."""
         places = arguments.places(partitions)
         self._call(lambda: self._engine.step(Pause(places, True)))
 
@@ -209,8 +210,8 @@ class Consumer:
 
     @one_thread
     def poll_batches(self, timeout_s: float = 1.0) -> list[tuple[TopicPartition, pa.RecordBatch]]:
-        """Decoded batches (offset, timestamp, key, value, headers), at most about max_poll_records
-        rows.
+        """Return decoded batches (offset, timestamp, key, value, headers), at most about
+        max_poll_records rows.
 
         Returns [] if nothing came within `timeout_s`.  Offsets within a partition only grow, and
         may have gaps.
@@ -221,14 +222,14 @@ class Consumer:
 
     @one_thread
     def poll(self, timeout_s: float = 1.0) -> list[Record]:
-        """At most max_poll_records records; [] if nothing came within `timeout_s`.
+        """Return at most max_poll_records records; [] if nothing came within `timeout_s`.
 
-        A record that cannot be deserialised raises `SerializationError`, or whatever else its
-        deserialiser raises, when it is the next one, every time until a seek passes it; the records
+        If the next record cannot be deserialised, this raises `SerializationError`, or any other
+        exception of its deserialiser.  It raises again until a seek passes the record.  The records
         before it are returned first.
 
-        A range that the broker cannot read, damaged in its only copy, raises `DataLoss` with
-        `details["offset"]` and `details["next_offset"]` once; the next poll goes on behind it.
+        A range that the broker cannot read, damaged in its only copy, raises `DataLoss` once, with
+        `details["offset"]` and `details["next_offset"]`.  The next poll continues behind the range.
         """
         timeout_s = arguments.seconds(timeout_s)
         lines: Collection[ConsumerRecords] = self._lines
@@ -241,13 +242,14 @@ class Consumer:
         return found
 
     def _poll_lines(self, timeout_s: float) -> list[ConsumerRecords]:
-        """What `poll` returns, not made into records yet."""
+        """Return the records of `poll` before `Record` objects are made."""
         found: list[ConsumerRecords] = []
         slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
         for index, item in enumerate(slices):
             try:
                 found.append(self._to_lines(item.place, item.rows))
-            except Exception:  # of the caller's own functions: a registry may be away, too
+            # the caller's own functions raise anything; a registry may be unreachable
+            except Exception:
                 good = self._good_lines(item)
                 found += good
                 if len(good) < item.rows.num_rows:
@@ -262,7 +264,7 @@ class Consumer:
         return found
 
     def _good_lines(self, item: FetchedRows) -> list[ConsumerRecords]:
-        """The rows before the first that cannot be deserialised, one by one."""
+        """Return the rows before the first that cannot be deserialised, found by trying each row."""
         found: list[ConsumerRecords] = []
         with contextlib.suppress(Exception):
             for index in range(item.rows.num_rows):
@@ -270,15 +272,16 @@ class Consumer:
         return found
 
     def _put_back(self, slices: Sequence[FetchedRows]) -> None:
-        """These come next again, in this order."""
+        """Put rows back, to be returned next and in this order."""
         for each in reversed(slices):
             self._fetch_buffer.put_back(each)
 
     def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[FetchedRows]:
-        """What is there, about `limit` rows; with `cut` never more, though a batch be cut.
+        """Take about `limit` rows from the buffer; with `cut` never more, even if a batch must be
+        cut.
 
-        An error ends the gathering: it is raised at once if there is nothing to return, else by
-        the next call.  Rows that were taken are returned, or come again, whatever happens.
+        An error ends the gathering.  It is raised at once if there is nothing to return, else by
+        the next call.  Rows are never lost: rows that were taken are returned, or put back.
         """
         found: list[FetchedRows] = []
         deadline: float | None = None
@@ -303,7 +306,7 @@ class Consumer:
         return ConsumerRecords(place, rows, self._key_deserializer, self._value_deserializer)
 
     def __iter__(self) -> Iterator[Record]:
-        """Record by record; waits for the next as long as it takes, until `close`."""
+        """Yield record by record.  Waits for the next record without limit, until `close`."""
         return chain.from_iterable(self._each_lines())
 
     def _each_lines(self) -> Iterator[ConsumerRecords]:
@@ -318,7 +321,7 @@ class Consumer:
 
     @one_thread
     def _refill(self) -> bool:
-        """Have records to hand out; False once the consumer is closed and they are used up."""
+        """Fetch records to hand out; False once the consumer is closed and all were handed out."""
         while True:
             while self._lines:
                 if self._lines[0]:
@@ -332,9 +335,9 @@ class Consumer:
                 return False
 
     def _take(self, limit: int | None, *, quiet: bool) -> FetchedRows | None:
-        """The next rows that are neither paused nor void; raises what must be told.
+        """Return the next rows that are neither paused nor void; raises a pending error.
 
-        `quiet`: gives None instead, and leaves it for the next call.
+        `quiet`: returns None instead of raising, and leaves the error for the next call.
         """
         if quiet and (self._closed or self._engine.has_error()):
             return None
@@ -350,11 +353,11 @@ class Consumer:
             return None
 
     def _unreadable(self, bad: UndecodableBatch, *, quiet: bool) -> None:
-        """Nothing is skipped without a word (rule L9).
+        """Handle a batch that cannot be read, without skipping data in silence (rule L9).
 
-        A batch whose bytes do not match its checksum is fetched again before anybody hears of it:
-        the broker looks at that batch first, and knows whether its disk or the network damaged it.
-        A loss is raised once, and the position moves behind it; everything else is raised again
+        A batch whose checksum does not match is fetched again before the error is reported.  The
+        broker checks that batch first and so learns whether its disk or the network damaged it.  A
+        loss is raised once, and the position moves behind it.  Every other error is raised again
         until a seek passes it.
         """
         place, cause = bad.place, bad.cause
@@ -378,9 +381,10 @@ class Consumer:
         ) from cause
 
     def _raise(self, told: FetchError) -> NoReturn:
-        """Tell the application; after a truncation, go on with what it has not seen (KIP-320).
+        """Raise an error to the application, and choose the position of the next poll.
 
-        What it has seen of a topic that is another one now says nothing of that.
+        After a truncation that is the application's last position, or the point of the truncation
+        if that is lower (KIP-320).  In a topic that was created again it is the first offset.
         """
         error, place = told.error, told.place
         if isinstance(error, errors.TopicRecreated) and place is not None:
@@ -394,7 +398,7 @@ class Consumer:
         raise error
 
     def _consumed(self, fetched: CompletedFetch) -> None:
-        """Give credit back, a portion at a time: each time wakes the loop's thread."""
+        """Return credit to a broker in portions, because each return wakes the loop's thread."""
         if not fetched.payload:
             return
         node = fetched.node
@@ -406,11 +410,11 @@ class Consumer:
             self._post(Consumed(node, size))
 
     def _owing(self) -> list[int]:
-        """Brokers that wait for credit which was kept back when they had enough."""
+        """Return the brokers that need the credit which was held back while they had enough."""
         return [node for node in self._eaten if not self._engine.fetcher.well_supplied(node)]
 
     def _wait(self, deadline: float | None, timeout_s: float) -> float | None:
-        """Wait for something to arrive; None = time is up."""
+        """Wait until something arrives; None if the time is up."""
         now = monotonic_s()
         deadline = now + timeout_s if deadline is None else deadline
         if now >= deadline:
@@ -430,17 +434,17 @@ class Consumer:
         return deadline
 
     def _next_record_of(self, place: TopicPartition) -> int | None:
-        """The offset of the next record that iteration holds of a partition."""
+        """Return the offset of the next record that iteration holds of a partition."""
         for each in self._lines:
             if each.place == place and each:
                 return each.next_offset
         return None
 
     def _drop_lines(self, keep: Collection[TopicPartition]) -> None:
-        """Hand out nothing more of what was polled, but for these partitions."""
+        """Drop polled records that were not handed out yet, except of these partitions."""
         for each in self._lines:
             if each.place not in keep:
-                each.drop()  # an iteration that is under way sees it too
+                each.drop()  # a running iteration drops them too
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -481,14 +485,14 @@ class Consumer:
     def beginning_offsets(
         self, partitions: Iterable[TopicPartition], timeout_s: float | None = None
     ) -> dict[TopicPartition, int]:
-        """The first offset of each partition."""
+        """Return the first offset of each partition."""
         return self._special_offsets(partitions, EARLIEST, timeout_s)
 
     def end_offsets(
         self, partitions: Iterable[TopicPartition], timeout_s: float | None = None
     ) -> dict[TopicPartition, int]:
-        """The offset behind the last readable one: last stable offset, or high watermark if
-        read_uncommitted.
+        """Return the offset behind the last readable record of each partition: the last stable
+        offset, or the high watermark if read_uncommitted.
         """
         return self._special_offsets(partitions, LATEST, timeout_s)
 
@@ -502,7 +506,7 @@ class Consumer:
     def offsets_for_times(
         self, timestamps: Mapping[TopicPartition, int], timeout_s: float | None = None
     ) -> dict[TopicPartition, OffsetAndTimestamp | None]:
-        """The first offset whose timestamp is >= the given ms; None where there is none."""
+        """Return the first offset whose timestamp is >= the given ms; None if there is none."""
         wanted = {
             place: arguments.whole(stamp, f"timestamps[{place}]", 0, TIMESTAMP_MS_MAX)
             for place, stamp in arguments.by_place(timestamps, "timestamps", "times in ms").items()
@@ -537,11 +541,9 @@ class Consumer:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery
-        callback.
-        """
+        """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery callback."""
         self._thread.must_not_block()
-        with self._ending:  # of several threads that close, one does it
+        with self._ending:  # if several threads close, one does the work
             if self._closed:
                 return
             self._closed = True
@@ -569,7 +571,7 @@ class Consumer:
         self._thread.check_process()
 
     def _call(self, function: Any) -> Any:
-        """Run a function of the engine on its loop."""
+        """Run a function of the engine on the loop's thread."""
         self._check_open()
 
         async def call() -> Any:

@@ -1,16 +1,17 @@
-"""What was fetched and not yet handed out: frames, the ones being decoded, rows that were put back.
+"""The fetched data that was not handed out yet: frames, open frames, and rows that were put back.
 
-The consumer's loop appends to `ready`; everything else here is the reader's alone.  Each item
-carries the id of the position it belongs to; one whose partition has another id by now is dropped
-when it is come across, and its credit given back (client/fetcher F4).
+The consumer's loop appends to `ready`; everything else here is used by the reader only.  Each item
+carries the id of its position.  An item is void if its partition has another position id by now
+(client/fetcher F4).  The reader drops a void item when it meets it, and gives the item's credit
+back.
 
 Invariants
-  B1  rows of a partition come out in the order they were fetched, whatever is paused meanwhile:
-      what is passed over stays where it is.
-  B2  the position of a partition is where the reader stands: behind the last row taken, or before
-      the first one put back.
-  B3  where the reader stood is known until it chooses another place: a log that was truncated is
-      read on from there, however late that is told (KIP-320).
+  B1  Rows of a partition come out in the order they were fetched.  Items of a paused partition are
+      passed over and stay where they are.
+  B2  The position of a partition is the reader's position: behind the last row taken, or before the
+      first row that was put back.
+  B3  The reader's last position is kept until the reader chooses another one.  After a truncation,
+      reading continues from there, even if the truncation is reported late (KIP-320).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class FetchedRows(NamedTuple):
     place: TopicPartition
     position_id: int
     rows: pa.RecordBatch
-    following: int  #: the position behind them
+    following: int  #: the position behind these rows
 
 
 class UndecodableBatch(Exception):
-    """A batch that cannot be read."""
+    """A batch that cannot be decoded."""
 
     def __init__(self, place: TopicPartition, position: int, cause: errors.PkError) -> None:
         super().__init__(place, position, cause)
@@ -49,7 +50,7 @@ class UndecodableBatch(Exception):
 
 
 class _OpenFetch(NamedTuple):
-    """A frame being decoded."""
+    """A frame that is being decoded."""
 
     place: TopicPartition
     position_id: int
@@ -58,7 +59,9 @@ class _OpenFetch(NamedTuple):
 
 
 class FetchBuffer:
-    """`current` gives a partition's position id; `consumed` gives a frame's credit back."""
+    """The buffer of one consumer.  `current` returns a partition's position id; `consumed` returns
+    the credit of a frame to its broker.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,11 @@ class FetchBuffer:
     def take(
         self, paused: Collection[TopicPartition], limit: int | None = None
     ) -> FetchedRows | None:
-        """The next rows of a partition that is not paused, at most `limit`; None if none is here.
+        """Return the next rows of a partition that is not paused, at most `limit`; None if there
+        are none.
 
-        Raises `UndecodableBatch`; the rows before were taken, those behind are still there.
+        Raises `UndecodableBatch`.  The rows before that batch were returned earlier; those behind
+        it stay in the buffer.
         """
         index = self._first(self._rows, paused)
         if index is not None:
@@ -100,7 +105,7 @@ class FetchBuffer:
         return found
 
     def put_back(self, rows: FetchedRows) -> int:
-        """These come next again; returns their first offset."""
+        """Put rows back so that `take` returns them next; returns their first offset."""
         self._rows.appendleft(rows)
         first = int(rows.rows.column("offset")[0].as_py())
         self._positions[rows.place] = (rows.position_id, first)
@@ -126,7 +131,7 @@ class FetchBuffer:
             self._drop(self._opened, index)
 
     def _read_on(self, opened: _OpenFetch) -> FetchedRows | None:
-        """The next rows of an open frame; None when it is through."""
+        """Return the next rows of an open frame; None at its end."""
         place, position_id = opened.place, opened.position_id
         try:
             for following, rows in opened.batches:
@@ -141,14 +146,14 @@ class FetchBuffer:
         return None
 
     def waits(self, paused: Collection[TopicPartition]) -> bool:
-        """Whether a frame came that may be read."""
+        """Return whether a frame of a partition that is not paused has arrived."""
         return self._first(self._ready, paused) is not None
 
     def _first(self, held: deque[Any], paused: Collection[TopicPartition] | None) -> int | None:
-        """Where the first is that is neither paused nor void (None: all are paused); what is void
-        is dropped.
+        """Return the index of the first item that is neither paused nor void.  Void items are
+        dropped.  `paused`=None counts all partitions as paused.
 
-        By index, because the loop may append to `ready` meanwhile.
+        Items are addressed by index, because the loop may append to `ready` meanwhile.
         """
         index = 0
         while index < len(held):
@@ -171,7 +176,7 @@ class FetchBuffer:
             self._positions.setdefault(item.place, (item.position_id, item.position))  # B3
 
     def purge(self) -> None:
-        """Drop everything that is void, and forget the positions of what is not assigned."""
+        """Drop every void item, and the positions of partitions that are not assigned."""
         for held in (self._ready, self._opened, self._rows):
             self._first(held, None)
         for place in list(self._positions):
@@ -179,14 +184,14 @@ class FetchBuffer:
                 del self._positions[place]
 
     def forget(self) -> None:
-        """Everything was assigned anew."""
+        """Drop all void items and all positions, after a new assignment."""
         self.purge()
         self._positions.clear()
 
     # -- positions ---------------------------------------------------------------------------------
 
     def position(self, place: TopicPartition) -> int | None:
-        """Where the reader stands; None if that is not known yet."""
+        """Return the reader's position; None if it is not known yet."""
         current = self._current(place)
         if current is None:
             return None
@@ -200,7 +205,7 @@ class FetchBuffer:
         return None
 
     def last(self, place: TopicPartition) -> int | None:
-        """Where the reader stood, be it before the present position."""
+        """Return the reader's last known position, possibly from before the current position id."""
         found = self._positions.get(place)
         if found is not None:
             return found[1]
@@ -210,7 +215,7 @@ class FetchBuffer:
         return None
 
     def begin(self, place: TopicPartition, position_id: int, offset: int | None) -> None:
-        """A seek; None if the offset is to be looked up."""
+        """Begin at the position of a seek; `offset`=None if the offset must be looked up."""
         self.purge()
         self._positions.pop(place, None)
         if offset is not None:

@@ -1,13 +1,13 @@
-"""The consumer's loop: steps the fetcher, speaks the fetch streams, looks offsets up.
+"""The consumer's loop: steps the fetcher, runs the fetch streams, and looks offsets up.
 
-World-generic; `pk.client.consumer` is the thread-safe façade over it.  What arrives is left in
-`ready`, what must be raised in `problems`; `on_ready` is called when either grew.  Only the loop
-appends to either, only the reader takes away; whether an item is void by then (client/fetcher F4)
-is judged by the reader.
+World-generic; `pk.client.consumer` is the thread-safe façade over it.  The loop appends fetched
+data to `ready` and errors to `problems`, and calls `on_ready` after each.  Only the loop appends to
+them, and only the reader removes items.  The reader checks whether an item is void when it removes
+it (client/fetcher F4).
 
 Invariants
-  E1  the machine is stepped on the loop only; effects are performed in the order they came.
-  E2  what is in `ready` is bounded by the credit that was granted (client/fetcher F2).
+  E1  The machine is stepped on the loop only.  Effects are performed in the order they came.
+  E2  The size of `ready` is bounded by the credit that was granted (client/fetcher F2).
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
-#: From so many errors on, one that waits to be reported is not added again.
+#: With this many unreported errors, an error that is already among them is not added again.
 PROBLEMS_MANY = 1_000
 
 
 class FetchEngine:
-    """One consumer.  `options` are resolved (settings.CONSUMER)."""
+    """The engine of one consumer.  `options` are resolved (settings.CONSUMER)."""
 
     def __init__(self, world: World, cluster: NetworkClient, options: Mapping[str, Any]) -> None:
         self.world = world
@@ -79,9 +79,10 @@ class FetchEngine:
         )
         self._names: list[str] | None = None  #: subscribed topics
         self._pattern: re.Pattern[str] | None = None
-        self._known: dict[str, int] | None = None  #: topic → partitions taken; None = not begun
+        #: topic → number of partitions taken; None = none yet
+        self._known: dict[str, int] | None = None
         self._unknown_ms: dict[str, int] = {}
-        self._looking = False  #: metadata will be asked again for topics that are missing
+        self._looking = False  #: a repeated metadata request for missing topics is scheduled
         self._sessions: dict[int, FetchConnection] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = TaskRegistry()
@@ -91,7 +92,7 @@ class FetchEngine:
     # -- what the façade calls, on the loop --------------------------------------------------------
 
     def assign(self, places: Iterable[TopicPartition]) -> None:
-        """Exactly these partitions."""
+        """Assign exactly these partitions."""
         self._names = self._pattern = self._known = None
         self._drop_subscription_problems()
         wanted = dict.fromkeys(places)
@@ -100,7 +101,9 @@ class FetchEngine:
         self.step(Assign(dict(wanted)))
 
     def subscribe(self, names: Sequence[str] | None, pattern: re.Pattern[str] | None) -> None:
-        """All partitions of these topics, or of the topics that match; new ones too."""
+        """Subscribe to all partitions of these topics, or of the matching topics, including later
+        ones.
+        """
         self._names = list(names) if names is not None else None
         self._pattern = pattern
         self._known = None
@@ -124,12 +127,14 @@ class FetchEngine:
         self.step(Refresh())
 
     def _take_partitions(self) -> None:
-        """Subscribed partitions: those there at first by policy, later ones from the beginning."""
+        """Assign the subscribed partitions.  Those that exist at first begin by policy, later ones
+        at their first offset.
+        """
         metadata = self.cluster.metadata
         names = self._names
         if self._pattern is not None:
             if not metadata.complete:
-                return  # that was not yet the answer about all topics
+                return  # no answer about all topics has arrived yet
             names = metadata.matching(self._pattern)
         first = self._known is None
         known = dict(self._known or {})
@@ -150,19 +155,19 @@ class FetchEngine:
                 places[TopicPartition(name, partition)] = start
             known[name] = topic.partitions
         for name in [name for name in known if name not in metadata.topics]:
-            known[name] = 0  # should it come back, it is another log
+            known[name] = 0  # a topic created again is another log
         self._known = known
         if set(places) != set(self.fetcher.assignment):
             self.step(Assign(places))
 
     def _missing(self, name: str, problem: errors.PkError) -> None:
-        """A subscribed topic that does not exist: said once, after metadata had time to travel."""
+        """Report once that a subscribed topic does not exist, after metadata had time to propagate."""
         now_ms = self.world.clock.monotonic_ms()
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:
             self._unknown_ms[name] = NONE
             self._raise(FetchError(None, NONE, given_up(problem)))
-        if not self._looking:  # each answer of each broker comes by here
+        if not self._looking:  # this runs after each broker's metadata reply
             self._looking = True
             self._tasks.spawn(self._look_again())
 
@@ -177,13 +182,13 @@ class FetchEngine:
         timestamps: Mapping[TopicPartition, int],
         timeout_ms: int,
     ) -> dict[TopicPartition, tuple[int, int]]:
-        """`(offset, timestamp)` by time or special value (LATEST …), from each partition's
+        """Look up `(offset, timestamp)` by time or special value (LATEST …) at each partition's
         leader.
         """
         return await lookup_offsets(self.cluster, places, timestamps, self.isolation, timeout_ms)
 
     def decoded(self, fetched: CompletedFetch) -> Iterator[tuple[int, pa.RecordBatch | None]]:
-        """`(next position, rows or None)` of each batch; CPU-bound, safe in any thread."""
+        """Return `(next position, rows or None)` of each batch.  CPU-bound; safe in any thread."""
         options = self.options
         return rows_of(
             fetched,
@@ -193,7 +198,7 @@ class FetchEngine:
         )
 
     def take_error(self, place: TopicPartition | None = None) -> FetchError | None:
-        """Take the first error that stands, or the first that concerns `place`."""
+        """Remove and return the first valid error, or the first that concerns `place`."""
         kept: list[FetchError] = []
         found: FetchError | None = None
         while self.problems and found is None:
@@ -207,7 +212,7 @@ class FetchEngine:
         return found
 
     def has_error(self, place: TopicPartition | None = None) -> bool:
-        """Whether `take_error(place)` would find one."""
+        """Return whether `take_error(place)` would find an error."""
         return any(
             (place is None or told.place in (None, place)) and self.fetcher.stands(told)
             for told in self.problems.copy()
@@ -217,7 +222,9 @@ class FetchEngine:
         self.problems = deque([told for told in self.problems if told.place is not None])
 
     def drain(self) -> list[tuple[TopicPartition, pa.RecordBatch]]:
-        """Everything that is ready, decoded; raises what must be told.  For callers on the loop."""
+        """Return everything that is ready, decoded; raises a pending error.  For callers on the
+        loop.
+        """
         told = self.take_error()
         if told is not None:
             raise told.error
@@ -288,7 +295,7 @@ class FetchEngine:
             )
 
     def _raise(self, told: FetchError) -> None:
-        # None may be dropped unsaid: a position that waits for a seek is reported only once.
+        # No error may be dropped: a partition that waits for a seek reports its error only once.
         full = len(self.problems) >= PROBLEMS_MANY and told.place is not None
         if not full or not any(_same(told, each) for each in self.problems.copy()):
             self.problems.append(told)
@@ -318,7 +325,7 @@ class FetchEngine:
 
 
 class FetchConnection:
-    """One fetch stream, from its first ask to its end."""
+    """One fetch stream, from its first request to its end."""
 
     def __init__(self, engine: FetchEngine, node: int) -> None:
         self._engine = engine
@@ -336,7 +343,7 @@ class FetchConnection:
         self._filled.set()
 
     def follow(self) -> None:
-        """A broker that came back elsewhere does not answer where it was."""
+        """End the stream if its broker has moved to another address."""
         address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
         if self._stream is not None and not self.ended and address != self._address:
             self.ended = True
@@ -403,7 +410,7 @@ class FetchConnection:
                     request.forgotten.add(topic_id=key.topic_id, partition=key.partition)
                 await stream.send(frames.encode(head_of(request)))
         except Disconnected:
-            return  # the reader notices too
+            return  # the reader meets the same error
 
     def _take(self, frame: frames.Frame) -> None:
         if frame.head.HasField("error"):

@@ -1,27 +1,29 @@
-"""The position of a consumer in each partition, what each broker is asked, and what comes back.
+"""The state of a consumer's partitions: positions, fetch requests to each broker, and their
+responses.
 
-A Machine.  A position is set once on a broker's fetch stream; the broker then sends and advances by
-itself while it has credit (rule P4).  Every setting gets a new `position_id`, and a frame under an
-older one is dropped.  Data from before a seek, a pause or a change of leader is therefore never
-delivered after it.
+A Machine.  A position is set once on a broker's fetch stream.  The broker then sends data and
+advances the position by itself while it has credit (rule P4).  Every setting gets a new
+`position_id`, and a frame with an older id is dropped.  Data from before a seek, a pause or a
+change of leader is therefore never delivered after it.
 
-A partition goes through these states, and back when an answer refuses it:
+A partition goes through these states.  It goes back when a broker refuses the position:
 
     unknown topic → no offset → no leader → set on a node
 
-A step back that was caused by an error waits a back-off first.
+After an error the partition waits for a back-off before its next attempt.
 
 Invariants
-  F1  offsets are delivered in order, each once, from the position on: a frame is accepted only if
-      its position id is that of the partition's last setting, and then moves the frontier to its
-      next_offset (rule L12), never by counting.
-  F2  bytes delivered and not consumed, plus credit at the broker, <= fetch_buffer_bytes per broker
-      (one batch larger than that travels alone).
-  F3  an offset that is out of range is reset by policy, or reported once; never skipped in silence.
-  F4  data, the answer to a look-up, and an error carry the id of the position that they are about.
-      They are void once the partition has another position: a seek and a new assignment settle
-      everything that came before.  Only the error that a topic went away (rule L8) is about the
-      assignment: a seek chooses an offset, not another log.
+  F1  Offsets are delivered in order, each once, from the position on.  A frame is accepted only if
+      its position id is that of the partition's last setting.  An accepted frame moves the frontier
+      to the frame's next_offset (rule L12); offsets are never counted.
+  F2  The bytes delivered and not consumed, plus the credit at the broker, are at most
+      fetch_buffer_bytes per broker.  One batch larger than that is delivered alone.
+  F3  An offset that is out of range is reset by policy, or reported once.  It is never skipped in
+      silence.
+  F4  Data, the answer to an offset look-up, and an error carry the id of the position that they
+      concern.  They are void once the partition has another position: a seek or a new assignment
+      invalidates everything before it.  Only the error for a deleted or re-created topic (rule L8)
+      carries the id of the assignment, because a seek chooses an offset and not another log.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ from pk.effects import Effect, Publish, Send, SetTimer
 from pk.log import batch as batches
 from pk.types import NONE, PartitionKey, TopicPartition
 
-#: The first back-off from a leader that was just elected: it catches up, or hears of it, at once.
+#: The first back-off from a newly elected leader, which soon catches up or learns of its election.
 EARLY_MS = 20
 _JUST_ELECTED = (
     errors.OffsetNotAvailable, errors.UnknownLeaderEpoch, errors.FencedLeaderEpoch,
     errors.NotLeaderOrFollower,
 )  # fmt: skip
 
-_LENGTH_EPOCH = struct.Struct("<ii")  # of a batch header, from byte 8
+_LENGTH_EPOCH = struct.Struct("<ii")  # two fields of a batch header, from byte 8 on
 
 
 class _PartitionState:
@@ -76,40 +78,41 @@ class _PartitionState:
 
     def __init__(self, place: TopicPartition, assigned_id: int, backoff: Backoff) -> None:
         self.place = place
-        self.assigned_id = assigned_id  #: another each time the partition is assigned
+        self.assigned_id = assigned_id  #: a new id each time the partition is assigned
         self.key: PartitionKey | None = None
-        self.next: int | None = None  #: the frontier: what the broker is asked for next
-        self.special: int | None = None  #: LATEST or EARLIEST, to be looked up; None = by policy
-        self.asking = False  #: a look-up is under way
-        self.node: int | None = None  #: where the position is set
-        self.position_id = 0  #: of the application's last choice; older frames are not handed out
-        self.set_id = 0  #: of the setting on a stream; frames under another are not accepted
-        self.fetched_epoch = NONE  #: of the last batch before the frontier (KIP-320)
+        self.next: int | None = None  #: the frontier: the offset that the broker is asked for next
+        #: LATEST or EARLIEST, if it must be looked up; None = by policy
+        self.special: int | None = None
+        self.asking = False  #: an offset look-up is in progress
+        self.node: int | None = None  #: the broker on whose stream the position is set
+        self.position_id = 0  #: id of the position; frames with an older id are not handed out
+        self.set_id = 0  #: id of the last setting on a stream; frames with another are refused
+        self.fetched_epoch = NONE  #: leader epoch of the last batch before the frontier (KIP-320)
         self.paused = False
-        self.halted = False  #: told the application; waits for a seek
+        self.halted = False  #: an error was reported; fetching waits for a seek
         self.retry_ms = 0
         self.backoff = backoff
         self.failing_ms: int | None = None
-        self.leader: LeaderAndEpoch | None = None  #: as of the last look at the metadata
+        self.leader: LeaderAndEpoch | None = None  #: the leader at the last step for this partition
 
 
 class _FetchSession:
-    """One fetch stream."""
+    """The state of the fetch stream to one broker."""
 
     __slots__ = ("ask", "backoff", "buffered", "credit", "live", "retry_ms", "returned")
 
     def __init__(self, backoff: Backoff) -> None:
         self.live = False
-        self.buffered = 0  #: delivered, not consumed; outlives the stream
-        self.credit = 0  #: granted and not used, as far as we know
-        self.returned = 0  #: consumed, not granted again
+        self.buffered = 0  #: bytes delivered, not consumed; kept when the stream ends
+        self.credit = 0  #: bytes granted to the broker and not used yet, as far as is known
+        self.returned = 0  #: bytes consumed, not granted again
         self.ask = FetchRequestData()
         self.retry_ms = 0
         self.backoff = backoff
 
 
 class Fetcher:
-    """The machine.  `metadata` is shared with the shell, which tells of changes by `Refresh`."""
+    """The machine.  It shares `metadata` with its shell, which sends a `Refresh` after each change."""
 
     def __init__(self, options: FetcherOptions, metadata: Metadata, rng: random.Random) -> None:
         self.options = options
@@ -119,9 +122,10 @@ class Fetcher:
         self._partitions: dict[TopicPartition, _PartitionState] = {}
         self._by_key: dict[PartitionKey, _PartitionState] = {}
         self._sessions: dict[int, _FetchSession] = {}
-        self._next_id = 0  #: of the last assignment, position or setting; each is another
-        self.paused: frozenset[TopicPartition] = frozenset()  #: replaced, never changed
-        self._todo: dict[TopicPartition, None] = {}  #: partitions that are not set anywhere
+        self._next_id = 0  #: the last id given to an assignment, position or setting
+        self.paused: frozenset[TopicPartition] = frozenset()  #: replaced as a whole, never modified
+        #: partitions whose position is not set on a stream
+        self._todo: dict[TopicPartition, None] = {}
         self._effects: list[Effect] = []
         self._timer: int | None = None
         self._steps: dict[type, Callable[..., None]] = {
@@ -137,20 +141,21 @@ class Fetcher:
         return list(self._partitions)
 
     def position_id(self, place: TopicPartition) -> int | None:
-        """What is said under another id is old (F4); safe in any thread."""
+        """Return the current position id; data with an older id is void (F4).  Safe in any thread."""
         state = self._partitions.get(place)
         return None if state is None else state.position_id
 
     def stands(self, told: FetchError) -> bool:
-        """Whether an error is still to be reported (F4); safe in any thread."""
+        """Return whether an error is still valid and must be reported (F4).  Safe in any thread."""
         if told.place is None:
             return True
         state = self._partitions.get(told.place)
         return state is not None and told.about in (state.position_id, state.assigned_id)
 
     def well_supplied(self, node: int) -> bool:
-        """Whether the broker has credit for half the buffer: no hurry to give any back.  Safe in
-        any thread, for whoever has taken all that arrived: what comes later is taken later.
+        """Return whether the broker has credit for half the buffer, so that returning credit can
+        wait.  Safe in any thread that has consumed everything that arrived; later data is consumed
+        later.
         """
         session = self._sessions.get(node)
         return session is not None and session.credit * 2 >= self.options.buffer_bytes
@@ -169,7 +174,7 @@ class Fetcher:
 
     def _on_refresh(self, event: Refresh, now_ms: int) -> None:
         self._timer = None
-        for state in self._partitions.values():  # leaders may have moved, topics gone
+        for state in self._partitions.values():  # leaders may have changed, topics may be deleted
             if state.node is not None and state.key is not None:
                 leader = self.metadata.leader(state.key)
                 gone = self.metadata.loss_of(state.key) is not None
@@ -202,7 +207,7 @@ class Fetcher:
         self._place(state, event.offset)
 
     def _place(self, state: _PartitionState, start: int | None) -> None:
-        """A new beginning: nothing that is under way counts any more."""
+        """Start at a new position and invalidate everything that is in progress."""
         state.position_id = self._new_id()
         state.halted = state.asking = False
         state.failing_ms = None
@@ -212,7 +217,7 @@ class Fetcher:
         self._todo[state.place] = None
 
     def _on_pause(self, event: Pause, now_ms: int) -> None:
-        for place in event.places:  # all of them or none
+        for place in event.places:  # pause all of them, or none
             if place not in self._partitions:
                 raise errors.InvalidRequest(f"{place} is not assigned to this consumer")
         for place in event.places:
@@ -250,14 +255,14 @@ class Fetcher:
 
     def _on_consumed(self, event: Consumed, now_ms: int) -> None:
         if not event.size:
-            return  # a position that was looked up came from no stream
+            return  # a looked-up position did not come from a stream
         session = self._sessions[event.node]
         session.buffered -= event.size
         assert session.buffered >= 0, session.buffered
         self._give_back(session, event.size)
 
     def _give_back(self, session: _FetchSession, size: int) -> None:
-        """Room for `size` bytes: grant it again, in portions."""
+        """Note that `size` bytes of the buffer are free, and grant them to the broker in portions."""
         if not session.live:
             return
         session.returned += size
@@ -275,12 +280,12 @@ class Fetcher:
         session.credit -= size
         state = self._by_key.get(event.key)
         if state is None or state.node != event.node or state.set_id != event.position_id:
-            self._give_back(session, size)  # of before a seek, a pause, another leader
+            self._give_back(session, size)  # from before a seek, pause or change of leader
             return
         assert state.next is not None
         if event.error is not None:
             self._give_back(session, size)
-            state.node = None  # an error ends the position
+            state.node = None  # the broker removes the position after an error
             self._todo[state.place] = None
             self._refused(state, event.error, event.log_start, now_ms)
             return
@@ -304,7 +309,7 @@ class Fetcher:
     def _refused(
         self, state: _PartitionState, error: errors.PkError, log_start: int, now_ms: int
     ) -> None:
-        """What an error said of a position means for it."""
+        """Handle an error that a broker returned for a position: reset, report, or retry later."""
         if isinstance(error, errors.OffsetOutOfRange):
             self._out_of_range(state, error)
             return
@@ -317,7 +322,7 @@ class Fetcher:
         state.retry_ms = now_ms + wait
         if isinstance(error, errors.OffsetNotAvailable | errors.UnknownLeaderEpoch):
             self._want_metadata()
-            return  # a new leader catches up: wait, never reset (KIP-207)
+            return  # a new leader is catching up: wait, never reset (KIP-207)
         if error.retriable or isinstance(error, errors.UnknownTopicId):
             self._want_metadata()
             if self._lasts(state, now_ms):
@@ -327,7 +332,9 @@ class Fetcher:
         self._report(state, error)
 
     def _lost(self, state: _PartitionState, error: errors.DataLoss) -> None:
-        """Rule L9: told in its place among the data, once; the reader's seek goes on behind it."""
+        """Put the loss behind the data fetched before it, once (rule L9); the reader then seeks
+        past it.
+        """
         assert state.next is not None
         state.halted = True
         state.backoff.reset()
@@ -351,13 +358,13 @@ class Fetcher:
             )
             return
         self._effects.append(Publish("reset", (state.place, state.next, policy, error.message)))
-        state.next = None  # the position id stays: what was fetched below is still good
+        state.next = None  # the position id stays: data fetched before the reset is still valid
         state.special = EARLIEST if policy == "earliest" else LATEST
         state.fetched_epoch = NONE
 
     def _truncated(self, state: _PartitionState, epoch: int, end_offset: int) -> None:
-        """KIP-320: the log was cut below the frontier.  Say so; the shell seeks to what the
-        application has.
+        """Report that the log was truncated below the frontier (KIP-320).  The shell then seeks to
+        the last offset that the application has read.
         """
         before = state.next
         self._place(state, None)
@@ -387,7 +394,7 @@ class Fetcher:
         at = state.next
         found = CompletedFetch(
             state.place, state.position_id, NONE, memoryview(b""), at, at, (), NONE, NONE
-        )  # in its place behind what was fetched before a reset
+        )  # ordered behind the data that was fetched before a reset
         self._effects.append(Publish("data", found))
 
     # -- asking ------------------------------------------------------------------------------------
@@ -396,7 +403,7 @@ class Fetcher:
         wake: int | None = None
         for place in list(self._todo):
             state = self._partitions[place]
-            paused = state.paused and state.next is not None  # a position is looked up all the same
+            paused = state.paused and state.next is not None  # a paused position is still looked up
             if paused or state.halted or state.asking or state.node is not None:
                 del self._todo[place]
                 continue
@@ -419,7 +426,7 @@ class Fetcher:
     def _advance(self, state: _PartitionState, now_ms: int) -> int | None:
         """Take the next step for a partition.
 
-        Returns when to look again; None = it is done, or waits for an event.
+        Returns the time of the next attempt; None if the partition is done or waits for an event.
         """
         leader = None if state.key is None else self.metadata.leader(state.key)
         if leader is not None and leader != state.leader:
@@ -464,7 +471,7 @@ class Fetcher:
         return None
 
     def _new_leader(self, state: _PartitionState, leader: LeaderAndEpoch) -> None:
-        """Whoever was just elected is alive: no back-off of before counts any more."""
+        """Note a newly elected leader and end the back-off that older failures began."""
         state.leader = leader
         state.retry_ms = 0
         state.backoff.reset()
@@ -474,7 +481,9 @@ class Fetcher:
             session.backoff.reset()
 
     def _lasts(self, state: _PartitionState, now_ms: int) -> bool:
-        """Whether it is time to say, once more, that nothing comes of a partition."""
+        """Return whether the partition has failed for `report_after_ms` since its last report or
+        success.
+        """
         if state.failing_ms is None:
             state.failing_ms = now_ms
         elif now_ms - state.failing_ms >= self.options.report_after_ms:
@@ -483,7 +492,7 @@ class Fetcher:
         return False
 
     def _leaderless(self, state: _PartitionState, now_ms: int) -> int:
-        """When to look again; what it waits for is said once it lasts."""
+        """Return when to look again.  After `report_after_ms` the missing brokers are reported."""
         assert state.key is not None
         self._want_metadata()
         if self._lasts(state, now_ms):
@@ -494,7 +503,9 @@ class Fetcher:
         return state.retry_ms
 
     def _identify(self, state: _PartitionState) -> bool:
-        """Bind the partition to a topic id; a topic that went away is reported once (rule L8)."""
+        """Bind the partition to a topic id.  A topic that was deleted or re-created is reported
+        once (rule L8).
+        """
         if state.key is not None:
             loss = self.metadata.loss_of(state.key)
             if loss is None:
@@ -525,7 +536,7 @@ class Fetcher:
         )
 
     def _unset(self, state: _PartitionState) -> None:
-        """Take the position off its stream; what is still on its way counts no more."""
+        """Remove the position from its stream; frames that are still in transit are then dropped."""
         if state.node is not None:
             session = self._sessions[state.node]
             key = state.key
@@ -539,7 +550,7 @@ class Fetcher:
         self._todo[state.place] = None
 
     def _report(self, state: _PartitionState, error: errors.PkError) -> None:
-        """Of the partition's present position (F4)."""
+        """Report an error of the partition's current position (F4)."""
         self._effects.append(Publish("error", FetchError(state.place, state.position_id, error)))
 
     def _want_metadata(self) -> None:
@@ -554,8 +565,8 @@ class Fetcher:
 
 
 def last_epoch(payload: memoryview) -> int:
-    """The leader epoch of the last whole batch; lengths are checked when the batches are
-    decoded.
+    """Return the leader epoch of the last whole batch.  The batches' lengths are checked later,
+    when they are decoded.
     """
     at, size, epoch = 0, len(payload), NONE
     while size - at >= batches.HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""What the fetcher is told, and what it asks for: events and effects of `pk.client.fetcher`."""
+"""Events and effects of `pk.client.fetcher`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
 
 @dataclass(slots=True)
 class Assign:
-    """These partitions, no others; `start` says where to begin those that are new (offset, LATEST,
-    EARLIEST, None = policy).
+    """Assign exactly these partitions.  `start` is where a newly assigned partition begins: an
+    offset, LATEST, EARLIEST, or None for the policy.
     """
 
     places: dict[TopicPartition, int | None]
@@ -22,7 +22,7 @@ class Assign:
 
 @dataclass(slots=True)
 class Seek:
-    """Go on at an offset, or at LATEST or EARLIEST."""
+    """Continue at an offset, or at LATEST or EARLIEST."""
 
     place: TopicPartition
     offset: int
@@ -36,7 +36,7 @@ class Pause:
 
 @dataclass(slots=True)
 class FetchedPartition:
-    """One partition's share of a frame."""
+    """One partition's part of a fetch frame."""
 
     node: int
     key: PartitionKey
@@ -45,7 +45,7 @@ class FetchedPartition:
     next_offset: int
     aborted: Sequence[AbortedTransaction] = ()
     error: errors.PkError | None = None
-    diverging: tuple[int, int] | None = None  #: epoch, end offset
+    diverging: tuple[int, int] | None = None  #: leader epoch, end offset
     high_watermark: int = NONE
     last_stable_offset: int = NONE
     log_start: int = NONE
@@ -53,14 +53,14 @@ class FetchedPartition:
 
 @dataclass(slots=True)
 class StreamClosed:
-    """The stream to a broker is gone."""
+    """The fetch stream to a broker ended."""
 
     node: int
 
 
 @dataclass(slots=True)
 class Consumed:
-    """The application took `size` bytes that came from `node`."""
+    """The application consumed `size` bytes that broker `node` had sent."""
 
     node: int
     size: int
@@ -78,7 +78,7 @@ class OffsetFound:
 
 @dataclass(slots=True)
 class Refresh:
-    """A timer fired or metadata changed."""
+    """A timer expired or the metadata changed."""
 
 
 FetcherEvent = (
@@ -102,7 +102,7 @@ class FetchPosition:
 
 @dataclass(slots=True)
 class FetchRequestData:
-    """`Send`'s message: what to tell a broker; `open` begins a new stream."""
+    """The message of `Send`: what to send on a fetch stream; `open` begins a new stream."""
 
     positions: list[FetchPosition] = field(default_factory=list)
     forgotten: list[PartitionKey] = field(default_factory=list)
@@ -111,7 +111,7 @@ class FetchRequestData:
 
 @dataclass(slots=True)
 class OffsetWanted:
-    """`Publish("offset")`: ask the leader for LATEST or EARLIEST."""
+    """`Publish("offset")`: ask the leader for its LATEST or EARLIEST offset."""
 
     node: int
     place: TopicPartition
@@ -124,8 +124,8 @@ class OffsetWanted:
 @dataclass(slots=True)
 class CompletedFetch:
     """`Publish("data")`: whole batches that cover `[position, next_offset)`; the first may begin
-    before it.  A position that was looked up is said by one without batches, and so is a range that
-    the broker cannot read: `loss`, in its place behind what was fetched before it.
+    before it.  An item without batches reports a position that was looked up.  With `loss` it
+    reports a range that the broker cannot read, in order behind the data fetched before it.
     """
 
     place: TopicPartition
@@ -142,10 +142,10 @@ class CompletedFetch:
 
 @dataclass(slots=True)
 class FetchError:
-    """`Publish("error")`: what the application must be told, as long as it stands.
+    """`Publish("error")`: an error to raise to the application while it is valid.
 
-    `about` is the id of the position it is said of, or of the assignment if no seek settles it.
-    Whoever subscribed to a topic that is not there has no `place` to be told of.
+    `about` is the id of the position that the error concerns, or of the assignment if a seek does
+    not settle the error.  `place` is None if a subscribed topic does not exist.
     """
 
     place: TopicPartition | None
@@ -159,4 +159,4 @@ class FetcherOptions:
     buffer_bytes: int
     retry_backoff_ms: int
     retry_backoff_max_ms: int
-    report_after_ms: int  #: a retriable error that lasts so long is told to the application
+    report_after_ms: int  #: a retriable error that lasts this long is reported
