@@ -1,16 +1,17 @@
-"""Where `send` leaves its records: the only place a caller's thread and the client's loop meet.
+"""The records that `send` has accepted and the loop has not taken.  Only here do a caller's thread
+and the client's loop share data.
 
-`send` appends to the lists of an open record set behind a spin lock, for a few hundred nanoseconds;
-nothing else happens on the caller's thread.  The loop takes whole record sets: full ones at once,
-an open one after a moment.  A record set's create time is taken when it opens, so it is right to
+`send` appends to the lists of an open record set behind a spin lock, for a few hundred nanoseconds.
+Nothing else happens on the caller's thread.  The loop takes whole record sets: full ones at once,
+an open one after a moment.  A record set's create time is taken when it opens, so it is accurate to
 within `OPEN_MS`.
 
 Invariants
-  I1  record sets of a topic are taken in the order they opened; a record is in exactly one.
-  I2  the bytes of all records not yet resolved never exceed `buffer_memory` by more than one
-      record, which is let through when nothing else is held: memory is reserved before a record is
-      accepted.
-  I3  a record set that was taken is never appended to: taking and appending hold the same lock.
+  I1  Record sets of a topic are taken in the order they opened.  A record is in exactly one of
+      them.
+  I2  Memory is reserved before a record is accepted.  The bytes of all unresolved records exceed
+      `buffer_memory` by at most one record, which is accepted only if no other is held.
+  I3  A record set that was taken is never appended to: taking and appending hold the same lock.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from pk.client.waiting import Monitor, SpinLock
 from pk.clock import Clock
 from pk.types import NONE
 
-#: An open record set is taken after this much, or after linger_ms if that is less.
+#: An open record set is taken after this time, or after linger_ms if that is less.
 OPEN_MS = 5
-#: Memory is reserved this much at a time, so that `send` need not reckon per record.
+#: Memory is reserved in this unit, so that `send` need not compute it per record.
 GRANT_BYTES = 256 * 1024
-#: A batch to which less than 1/8 of its size could be added counts as full.
+#: A batch with less than 1/8 of its size left counts as full.
 FULL_SHARE = 8
 
 
 class BufferPool:
-    """buffer_memory: the bytes of records that are not resolved yet."""
+    """The memory of a producer.  buffer_memory: the limit for the bytes of unresolved records."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -62,7 +63,9 @@ class BufferPool:
         return not self.used or self.used + size <= self.limit
 
     def try_reserve(self, size: int) -> bool:
-        """Take `size` bytes if they are there; a request larger than the limit needs it empty."""
+        """Reserve `size` bytes; False if they are not free.  A request above the limit needs an
+        empty pool.
+        """
         with self._space.lock:
             if self._closed is not None:
                 raise self._closed
@@ -72,7 +75,7 @@ class BufferPool:
             return True
 
     def wait(self, size: int, timeout_s: float) -> None:
-        """Block until `size` bytes may be there, or time is up: then try again."""
+        """Block until `size` bytes may be free, or the time is up; the caller then tries again."""
         with self._space.lock:
             self._space.wait_for(lambda: self._closed is not None or self._has(size), timeout_s)
 
@@ -114,12 +117,13 @@ class RecordAccumulator:
         self._sticky = sticky  #: under `_sticky_lock`
         self._sticky_lock = threading.Lock()
         self._pool = pool
-        self._monitor = monitor  #: of the record sets
+        self._monitor = monitor  #: the size of a record set
         self._clock = clock
         self.lock = SpinLock()
         self.tokens = self.lock.tokens  #: for the fast path of `send`
         self.open: RecordSet | None = None
-        self.room = 0  #: bytes the open set may still take without asking; 0 without one
+        #: bytes that the open set may still take without a reservation; 0 without an open set
+        self.room = 0
         self.sealed: deque[RecordSet] = deque()
         self.closed: errors.PkError | None = None
 
@@ -136,8 +140,8 @@ class RecordAccumulator:
         *,
         size: int,
     ) -> SendFuture | None:
-        """Accept a record of `size` bytes; None if there is no memory for it (the open record set
-        is then sealed).  Raises the error that the accumulator was closed with.
+        """Accept a record of `size` bytes.  Returns None if memory is short; the open record set is
+        then sealed.  Raises the error that the accumulator was closed with.
         """
         with self.lock:
             if self.closed is not None:
@@ -192,7 +196,7 @@ class RecordAccumulator:
         return RecordSet(self.topic, self._monitor, clock.wall_ms(), clock.monotonic_ms())
 
     def append_set(self, records: RecordSet) -> bool:
-        """Accept a `send_batch`, behind everything sent before; False if memory is short."""
+        """Accept a `send_batch`, behind all records sent before; False if memory is short."""
         with self.lock:
             if self.closed is not None:
                 raise self.closed
@@ -217,14 +221,15 @@ class RecordAccumulator:
     # -- the loop ----------------------------------------------------------------------------------
 
     def seal(self, opened_before_ms: int, *, ready: bool = False) -> None:
-        """Close the open record set if it is old enough: only then a caller may have to wait.
+        """Close the open record set if it is old enough; only then can a caller have to wait for
+        the lock.
 
         `ready`: its records do not wait for linger_ms.
         """
         records = self.open
         if records is not None and (ready or records.opened_ms <= opened_before_ms):
             with self.lock:
-                if self.open is records:  # else the thread that filled it has sealed it meanwhile
+                if self.open is records:  # otherwise another thread has filled and sealed it
                     self._seal(ready=ready)
 
     def close(self, error: errors.PkError) -> None:
@@ -243,10 +248,11 @@ class RecordAccumulator:
         topic: TopicMetadata,
         available: Sequence[int],
     ) -> None:
-        """Split `rows` by partition, each slice within the size of a batch, without touching a row.
+        """Split `rows` by partition into slices within the size of a batch, without per-row work.
 
-        chosen: the partitions that callers chose, NONE = no choice.  available: those with a
-        leader.  Raises `InvalidPartitions`, `RecordTooLarge`.
+        chosen: the partitions that callers chose, NONE = no choice.
+        available: the partitions with a leader.
+        Raises `InvalidPartitions`, `RecordTooLarge`.
         """
         limit = batch_limit(self.batch_size, topic.configs)
         keyless = chosen is None and rows.column("key").null_count == rows.num_rows
@@ -280,7 +286,7 @@ class RecordAccumulator:
             for start, stop in itertools.pairwise([first, *cuts]):
                 part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
                 slices.append(RecordSlice(records, partition, start, part, size))
-        if reserved:  # together exactly the bytes that are released again
+        if reserved:  # the slices must release exactly the bytes that were reserved
             slices[-1].size += records.size - sum(each.size for each in slices)
         records.size = sum(each.size for each in slices)
         for each in slices if keyless else ():
@@ -288,13 +294,15 @@ class RecordAccumulator:
         records.split(slices)
 
     def _turn(self, topic: TopicMetadata, available: Sequence[int], size: int) -> int:
-        """The partition for `size` bytes of records without a key."""
+        """Return the partition for `size` bytes of records without a key."""
         with self._sticky_lock:
             return 0 if topic.partitions == 1 else self._sticky.take(available, size)
 
 
 def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:
-    """What a record is counted for.  Raises `SerializationError` unless all is bytes or None."""
+    """Return the bytes a record counts for.  Raises `SerializationError` unless all parts are bytes
+    or None.
+    """
     size = RECORD_OVERHEAD
     for name, item in (("value", value), ("key", key)):
         if item is None:
@@ -309,8 +317,8 @@ def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> in
         try:
             name, content = header
             bad = not isinstance(name, str) or not (content is None or isinstance(content, bytes))
-            long = 0 if bad else len(name.encode())  # as the column's: `sizes` shares out the sum
-        except (TypeError, ValueError):  # no pair, or no text that UTF-8 can say
+            long = 0 if bad else len(name.encode())  # as in the column: `sizes` distributes the sum
+        except (TypeError, ValueError):  # not a pair, or text that UTF-8 cannot encode
             bad = True
         if bad:
             raise errors.SerializationError(

@@ -175,7 +175,9 @@ class Consumer:
 
     @one_thread
     def seek_to_end(self, *partitions: TopicPartition) -> None:
-        """Seek behind the last readable offset of these partitions, or of all assigned partitions."""
+        """Seek behind the last readable offset of these partitions, or of all assigned
+        partitions.
+        """
         for place in arguments.places(partitions) or self.assignment():
             self._seek(place, LATEST)
 
@@ -264,7 +266,9 @@ class Consumer:
         return found
 
     def _good_lines(self, item: FetchedRows) -> list[ConsumerRecords]:
-        """Return the rows before the first that cannot be deserialised, found by trying each row."""
+        """Return the rows before the first that cannot be deserialised, found by trying each
+        row.
+        """
         found: list[ConsumerRecords] = []
         with contextlib.suppress(Exception):
             for index in range(item.rows.num_rows):
@@ -541,7 +545,9 @@ class Consumer:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery callback."""
+        """Stop reading and disconnect.  Idempotent; raises `InvalidRequest` in a delivery
+        callback.
+        """
         self._thread.must_not_block()
         with self._ending:  # if several threads close, one does the work
             if self._closed:

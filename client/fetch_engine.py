@@ -161,7 +161,9 @@ class FetchEngine:
             self.step(Assign(places))
 
     def _missing(self, name: str, problem: errors.PkError) -> None:
-        """Report once that a subscribed topic does not exist, after metadata had time to propagate."""
+        """Report once that a subscribed topic does not exist, after metadata had time to
+        propagate.
+        """
         now_ms = self.world.clock.monotonic_ms()
         since = self._unknown_ms.setdefault(name, now_ms)
         if since >= 0 and now_ms - since >= UNKNOWN_TOPIC_MS:

@@ -112,7 +112,9 @@ class _FetchSession:
 
 
 class Fetcher:
-    """The machine.  It shares `metadata` with its shell, which sends a `Refresh` after each change."""
+    """The machine.  It shares `metadata` with its shell, which sends a `Refresh` after each
+    change.
+    """
 
     def __init__(self, options: FetcherOptions, metadata: Metadata, rng: random.Random) -> None:
         self.options = options
@@ -141,7 +143,9 @@ class Fetcher:
         return list(self._partitions)
 
     def position_id(self, place: TopicPartition) -> int | None:
-        """Return the current position id; data with an older id is void (F4).  Safe in any thread."""
+        """Return the current position id; data with an older id is void (F4).  Safe in any
+        thread.
+        """
         state = self._partitions.get(place)
         return None if state is None else state.position_id
 
@@ -262,7 +266,9 @@ class Fetcher:
         self._give_back(session, event.size)
 
     def _give_back(self, session: _FetchSession, size: int) -> None:
-        """Note that `size` bytes of the buffer are free, and grant them to the broker in portions."""
+        """Note that `size` bytes of the buffer are free, and grant them to the broker in
+        portions.
+        """
         if not session.live:
             return
         session.returned += size
@@ -536,7 +542,9 @@ class Fetcher:
         )
 
     def _unset(self, state: _PartitionState) -> None:
-        """Remove the position from its stream; frames that are still in transit are then dropped."""
+        """Remove the position from its stream; frames that are still in transit are then
+        dropped.
+        """
         if state.node is not None:
             session = self._sessions[state.node]
             key = state.key

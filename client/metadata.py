@@ -1,11 +1,11 @@
-"""What a client knows of the cluster: brokers, topics, leaders; and when to ask again.
+"""The cluster as a client knows it (brokers, topics, leaders), and when to refresh that.
 
 Invariants
-  M1  a partition is known by topic id (rule L8); a name points to the id it has now.
-  M2  a leader epoch never goes back for a partition (KIP-320): older news of a partition are
-      ignored.  A reply from a broker that is behind (it names an older offset of the metadata log)
-      only adds: it takes no broker and no topic away.
-  M3  refreshes are at least `backoff_ms` apart and at most `max_age_ms`.
+  M1  A partition is identified by topic id (rule L8); a name points to its current id.
+  M2  The leader epoch of a partition never goes back (KIP-320): older metadata of a partition is
+      ignored.  A reply from a broker that is behind (with an older offset of the metadata log) only
+      adds: it removes no broker and no topic.
+  M3  Refreshes are at least `backoff_ms` apart and at most `max_age_ms`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pk.wire import pk_pb2 as wire
 
 
 class LeaderAndEpoch(NamedTuple):
-    """Who leads a partition; node -1 = nobody now."""
+    """The leader of a partition and its epoch; node -1 = no leader now."""
 
     node: int
     epoch: int
-    #: Of a topic with a tier: the last epoch that began without all data; -1 = none did.
+    #: For a topic with a tier: the last epoch that began without all data; -1 = none.
     unclean_epoch: int = NONE
 
 
 class TopicMetadata(NamedTuple):
-    """A topic as last heard of."""
+    """A topic as the last metadata describe it."""
 
     name: str
     topic_id: str
@@ -41,7 +41,7 @@ class TopicMetadata(NamedTuple):
 
 
 class Metadata:
-    """The image and its refresh policy."""
+    """The image of the cluster and its refresh policy."""
 
     def __init__(self, *, max_age_ms: int, backoff_ms: int) -> None:
         self.max_age_ms = max_age_ms
@@ -51,36 +51,39 @@ class Metadata:
         self.brokers: dict[int, str] = {}
         self.topics: dict[str, TopicMetadata] = {}
         self.names: dict[str, str] = {}  #: topic id → name, of the topics that exist
-        self.problems: dict[str, errors.PkError] = {}  #: name → why it is not known
-        self.gone: dict[str, str] = {}  #: topic id → name, of the topics that went while we watched
+        self.problems: dict[str, errors.PkError] = {}  #: name → the error a broker returned for it
+        self.gone: dict[str, str] = {}  #: topic id → name, of topics that were deleted since
         self._leaders: dict[PartitionKey, LeaderAndEpoch] = {}
         self._updated_ms: int | None = None
         self._asked_ms: int | None = None
         self._wanted = True
-        self._absent: dict[PartitionKey, tuple[int, ...]] = {}  #: whom a leaderless one waits for
-        self._offset = NONE  #: of the metadata log, the newest heard of
+        #: the brokers that a leaderless partition waits for
+        self._absent: dict[PartitionKey, tuple[int, ...]] = {}
+        self._offset = NONE  #: the highest offset of the metadata log in any reply
         self.generation = 0  #: counts updates
-        self.complete = False  #: the last update was about all topics
+        self.complete = False  #: the last update covered all topics
 
     # -- look-ups ----------------------------------------------------------------------------------
 
     def leader(self, key: PartitionKey) -> LeaderAndEpoch | None:
-        """The leader of a partition, None if there is none to send to."""
+        """Return the leader of a partition; None if there is none in service."""
         leader = self._leaders.get(key)
         return leader if leader is not None and leader.node in self.brokers else None
 
     def waits_for(self, key: PartitionKey) -> tuple[int, ...]:
-        """The brokers of which one must come back for a partition without leader to have one."""
+        """Return the brokers that a leaderless partition waits for; it needs one of them."""
         return self._absent.get(key, ())
 
     def leaderless(self, place: TopicPartition) -> errors.PkError:
-        """What there is to say of a partition without leader."""
+        """Return the error for a partition without a leader."""
         absent = ", ".join(map(str, self.waits_for(self.key(place))))
         names = f": it waits for one of the brokers {absent}" if absent else ""
         return errors.NotLeaderOrFollower(f"{place} has no reachable leader{names}")
 
     def key(self, place: TopicPartition) -> PartitionKey:
-        """Raises `UnknownTopicOrPartition`, or what the broker said of the topic."""
+        """Return the partition with its topic id.  Raises `UnknownTopicOrPartition`, or the error
+        that a broker returned for the topic.
+        """
         topic = self.topic(place.topic)
         if not 0 <= place.partition < topic.partitions:
             raise no_partition(place.topic, place.partition, topic.partitions)
@@ -95,7 +98,9 @@ class Metadata:
         return topic
 
     def problem(self, name: str, partition: int = 0) -> errors.PkError | None:
-        """Why a partition cannot be found; None: it can, or nobody was asked about it yet."""
+        """Return why a partition cannot be found.  None: it exists, or no broker has answered for
+        it yet.
+        """
         topic = self.topics.get(name)
         if topic is not None:
             known = 0 <= partition < topic.partitions
@@ -106,12 +111,12 @@ class Metadata:
         return found
 
     def available(self, topic: TopicMetadata) -> list[int]:
-        """Partitions with a leader; all of them if none has one."""
+        """Return the partitions with a leader; all partitions if none has one."""
         found = [p for p in range(topic.partitions) if self.leader(PartitionKey(topic.topic_id, p))]
         return found or list(range(topic.partitions))
 
     def matching(self, pattern: re.Pattern[str]) -> list[str]:
-        """Names of user topics that match the whole pattern, sorted."""
+        """Return the sorted names of user topics that match the whole pattern."""
         return sorted(
             name for name, t in self.topics.items() if not t.internal and pattern.fullmatch(name)
         )
@@ -119,7 +124,7 @@ class Metadata:
     # -- news --------------------------------------------------------------------------------------
 
     def update(self, reply: wire.MetadataReply, asked: Iterable[str] | None, now_ms: int) -> None:
-        """Take over `reply` to a request for the names `asked` (None = all topics)."""
+        """Apply `reply` to a request for the names `asked` (None = all topics)."""
         self.cluster_id = reply.cluster_id
         self._updated_ms = now_ms
         self._wanted = False
@@ -142,7 +147,7 @@ class Metadata:
         self.complete = asked is None
 
     def _hear_old(self, reply: wire.MetadataReply) -> None:
-        """From a broker that is behind: what it knows and we do not (M2)."""
+        """Apply a reply from a broker that is behind: only what is unknown here (M2)."""
         for info in reply.topics:
             known = self.topics.get(info.name)
             same = known is None or known.topic_id == info.topic_id
@@ -162,7 +167,7 @@ class Metadata:
         if known is not None and known.topic_id == info.topic_id:
             count = max(
                 count, known.partitions
-            )  # partitions are never removed: that was older news
+            )  # partitions are never removed: a lower count is older
         self.topics[info.name] = TopicMetadata(
             info.name, info.topic_id, count, info.internal, dict(info.configs)
         )
@@ -191,7 +196,9 @@ class Metadata:
             self._absent.pop(PartitionKey(topic.topic_id, partition), None)
 
     def loss_of(self, key: PartitionKey) -> errors.PkError | None:
-        """Why a partition that was known exists no more; None if it still does."""
+        """Return why a partition no longer exists: its topic was deleted or re-created.  None if it
+        exists.
+        """
         if key.topic_id in self.names or key.topic_id not in self.gone:
             return None
         name = self.gone[key.topic_id]
@@ -205,14 +212,14 @@ class Metadata:
     # -- when to ask -------------------------------------------------------------------------------
 
     def want(self) -> None:
-        """Something said that this image is old."""
+        """Request a refresh: the image is known to be out of date."""
         self._wanted = True
 
     def asked(self, now_ms: int) -> None:
         self._asked_ms = now_ms
 
     def next_refresh_ms(self, now_ms: int) -> int:
-        """When to ask next (M3)."""
+        """Return when to refresh next (M3)."""
         earliest = now_ms if self._asked_ms is None else self._asked_ms + self.backoff_ms
         if self._wanted or self._updated_ms is None:
             return max(now_ms, earliest)
@@ -220,8 +227,8 @@ class Metadata:
 
 
 def _leader(info: wire.TopicInfo, partition: wire.PartitionInfo) -> LeaderAndEpoch:
-    """Only where there is a table may a leader begin behind records whose producers it does not
-    know (rule T4).
+    """Return a partition's leader, with its unclean epoch only if the topic has a tier.  Only a
+    tiered topic's leader may begin behind records whose producers it does not know (rule T4).
     """
     unclean = info.configs.get("tiered") == "true" and partition.HasField("unclean_epoch")
     return LeaderAndEpoch(

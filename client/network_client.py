@@ -1,19 +1,19 @@
-"""A client's connections to the cluster: metadata kept fresh, requests sent to whoever answers
-them.
+"""A client's connections to the cluster: fresh metadata, and requests to brokers that answer.
 
-World-generic.  One `Caller` per broker address.  Metadata is asked of two brokers at once, and both
-go on to push what changes (`watch`): a leader that fell silent is then told of by the other one.
-What is pushed is whole, and taken over as it is; who is asked, known brokers before bootstrap
-addresses, is tried last for a while after it refused or did not answer.
+World-generic.  There is one `Caller` per broker address.  Metadata is requested from two brokers at
+once, and both then push changes (`watch`): if a leader stops answering, the other broker pushes its
+successor.  A push contains the whole state and replaces what was known.  Requests go to known
+brokers first, then to bootstrap addresses.  A broker that refused or did not answer is tried last
+for a while.
 
 Invariants
-  K1  one round of metadata requests at a time; everybody who waits for news waits for the same one.
-      What is to be known besides is asked in the next one: no answer to an older question settles
-      it.
-  K2  every call has a deadline that bounds the whole of it: connecting, every broker that is asked
-      in turn, every retry.  Retries back off with jitter and stop at the deadline.
-  K3  a broker that is silent delays nobody for longer than HEDGE_MS while another one answers; one
-      that left the metadata (fenced, or moved to another address) keeps no call waiting.
+  K1  One round of metadata requests runs at a time, and all callers that wait for metadata wait for
+      this round.  Interest in more topics is served by the next round: an answer to an earlier
+      request does not cover it.
+  K2  Every call has one deadline for everything: connecting, each broker that is asked in turn,
+      each retry.  Retries back off with jitter and stop at the deadline.
+  K3  A silent broker delays a call by at most HEDGE_MS while another broker answers.  A broker that
+      left the metadata (fenced, or moved to another address) holds up no call.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pk.client")
 
-#: How long a topic nobody knows is asked for again before that is believed: metadata travels.
+#: How long an unknown topic is asked for again before its absence is believed: metadata propagates.
 UNKNOWN_TOPIC_MS = 2_000
-#: The id of no topic: for requests that are about the brokers alone.
+#: A topic id that no topic has: for requests that concern the brokers only.
 NOBODY = "-"
-#: So many brokers push changes; one more is asked whenever those asked are silent for HEDGE_MS.
+#: Number of brokers that push changes; one more is asked if those asked are silent for HEDGE_MS.
 WATCHES = 2
 HEDGE_MS = 500
-#: A broker that lives answers a hello at once.
+#: A running broker answers a hello at once.
 HELLO_TIMEOUT_MS = 5_000
-#: How long a broker that did not answer is tried last, and one that did is trusted to answer again.
+#: How long a failed broker is tried last, and how long after an answer a broker counts as alive.
 DOUBT_MS = 10_000
 TRUST_MS = 1_000
-#: How often those that push are asked whether they are still there: both may have fallen silent.
+#: How often the pushing brokers are checked: both may have stopped.
 PING_MS = 10_000
 PING_TIMEOUT_MS = 2_000
-#: How much longer than its time-out an attempt may take to say why it failed (K2).
+#: How much longer than its time-out an attempt may last to report why it failed (K2).
 LAST_WORD_MS = 50
-#: What is kept of a time-out for the last attempt.
+#: The part of a time-out that is reserved for the last attempt.
 LAST_TRY_MS = 100
-#: A client that reaches no broker for the first time says so in the log, then once a minute.
+#: A client that reaches no broker logs a warning after this time, then once a minute.
 UNREACHED_MS = 10_000
 UNREACHED_AGAIN_MS = 60_000
 
 
 class NetworkClient:
-    """Metadata and control calls of one client."""
+    """Metadata requests and control calls of one client."""
 
     def __init__(
         self,
@@ -94,18 +94,19 @@ class NetworkClient:
         self.hello = wire.Hello(client_id=client_id, build=pk.__version__, protocol=PROTOCOL)
         self._callers: dict[str, Caller] = {}
         self._names: dict[str, None] | None = {}  #: topics of interest; None = all
-        self._interest = 0  #: counts what else is to be known
-        self._answered = 0  #: … up to here it was asked for, and an answer came
-        self._asking: dict[str, None] = {}  #: addresses whose answer is on its way
+        self._interest = 0  #: counts the extensions of interest in metadata
+        self._answered = 0  #: the value of _interest that the last answer covers
+        self._asking: dict[str, None] = {}  #: addresses with a metadata request in progress
         self._refreshing = TaskRegistry()
         self._poked: asyncio.Event | None = None
         self._news: asyncio.Future[None] | None = None
         self._last_error: errors.PkError | None = None
-        self._say_ms: int | None = None  #: when to log that nobody answers; None = somebody does
-        self._watched: dict[str, bool] = {}  #: address → it watches all topics; oldest first
-        self._doubted: dict[str, float] = {}  #: address → when it failed to answer
-        self._heard: dict[str, float] = {}  #: address → when it answered last
-        self._asks = TaskRegistry(awaited)  #: the asker may have another broker's answer
+        self._say_ms: int | None = None  #: when to log that no broker answers; None = one does
+        #: address → whether it watches all topics; oldest first
+        self._watched: dict[str, bool] = {}
+        self._doubted: dict[str, float] = {}  #: address → when it last failed to answer
+        self._heard: dict[str, float] = {}  #: address → when it last answered
+        self._asks = TaskRegistry(awaited)  #: errors may be ignored: another broker has answered
         self._closed = False
         self.reached = False  #: some broker has answered
         self.on_change: list[Callable[[], None]] = []  #: called after every update
@@ -125,7 +126,9 @@ class NetworkClient:
         return found
 
     async def call_at(self, address: str, request: Message, *, timeout_ms: int) -> Message:
-        """One attempt at one address; who does not answer is tried last for a while (K3)."""
+        """Call one address once.  An address that does not answer is tried last for a while
+        (K3).
+        """
         try:
             frame = await self.caller(address).call(request, timeout_ms=timeout_ms)
             reply = _body(frame)
@@ -140,8 +143,8 @@ class NetworkClient:
         return reply
 
     async def open_stream(self, node: int, kind: StreamKind, timeout_ms: int) -> tuple[Stream, str]:
-        """A stream to a broker, and its address.  Raises `BrokerUnavailable`, or what the broker
-        answers to the hello.
+        """Open a stream to a broker; returns it and the address.  Raises `BrokerUnavailable`, or
+        the broker's error reply to the hello.
         """
         address = self.metadata.brokers.get(node)
         if address is None:
@@ -158,7 +161,9 @@ class NetworkClient:
         self._heard.pop(address, None)
 
     def _order(self) -> list[str]:
-        """Whom to ask: known brokers in any order, bootstrap addresses, then who did not answer."""
+        """Return the addresses to try: known brokers in random order, bootstrap addresses, and at
+        the end those that failed lately.
+        """
         now_ms = self.world.clock.monotonic_ms()
         known = list(self.metadata.brokers.values())
         if len(known) > 1:
@@ -168,9 +173,9 @@ class NetworkClient:
         return sorted(found, key=doubted.__contains__)
 
     async def call_node(self, node: int, request: Message, *, timeout_ms: int) -> Message:
-        """One attempt at one broker; the reply's body.
+        """Call one broker once and return the reply's body.
 
-        Fails at once when the metadata drops that broker: it was fenced, or came back elsewhere.
+        Fails at once if the broker leaves the metadata: it was fenced, or has another address now.
         """
         address = self.metadata.brokers.get(node)
         if address is None:
@@ -179,8 +184,8 @@ class NetworkClient:
         return await self.call_at(address, request, timeout_ms=timeout_ms)
 
     async def call_any(self, request: Message, *, timeout_ms: int) -> Message:
-        """One round over the brokers we know and the bootstrap addresses, one after another: the
-        request may have been carried out by one that did not answer.
+        """Call known brokers and bootstrap addresses one after another until one answers.  Several
+        calls at once would not be safe: a broker that did not answer may have executed the request.
         """
         left = self._order()
         error: errors.PkError = errors.BrokerUnavailable("no broker is known")
@@ -194,7 +199,7 @@ class NetworkClient:
         raise error
 
     async def brokers(self, timeout_ms: int) -> dict[int, str]:
-        """The brokers that are in service, and their addresses, as any of them says now."""
+        """Return the brokers in service and their addresses, freshly asked of any broker."""
         reply = await self.call_any(wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms=timeout_ms)
         assert isinstance(reply, wire.MetadataReply)
         del reply.topics[:]
@@ -202,8 +207,8 @@ class NetworkClient:
         return dict(self.metadata.brokers)
 
     async def _responsive(self, addresses: list[str], timeout_ms: int) -> str:
-        """The first of these that is known to answer, or does so when asked; else simply the
-        first.
+        """Return the first address that answered lately, or that answers a ping now; otherwise the
+        first of the list.
         """
         since = self.world.clock.monotonic_ms() - TRUST_MS
         for address in addresses:
@@ -225,9 +230,9 @@ class NetworkClient:
     async def _first(
         self, attempt: Callable[[str], Awaitable[T]], addresses: Iterable[str], *, at_once: int
     ) -> T:
-        """The first answer; one more is asked whenever there is none for HEDGE_MS (K3).
+        """Return the first answer; one more broker is asked after each HEDGE_MS without one (K3).
 
-        Attempts that are still under way then go on: their answers are news, too.
+        The other attempts continue, because their answers update the metadata, too.
         """
         left, waiting = deque(addresses), dict[asyncio.Task[T], None]()
         error: errors.PkError = errors.BrokerUnavailable("no broker is known")
@@ -264,7 +269,8 @@ class NetworkClient:
         *,
         final: type[errors.PkError] | tuple[type[errors.PkError], ...] = (),
     ) -> T:
-        """`attempt(timeout of this one)` until it raises no retriable error, or time is up.
+        """Call `attempt(its time-out)` until it succeeds or raises an error that is not retriable,
+        or until the time is up.
 
         Errors of the kinds `final` are not retried.
         """
@@ -277,11 +283,13 @@ class NetworkClient:
             try:
                 async with asyncio.timeout((left + LAST_WORD_MS) / 1000):
                     return await attempt(min(left, self.request_timeout_ms))
-            except TimeoutError:  # K2: one attempt may ask several brokers, each in its own time
+            # K2: one attempt may ask several brokers, each with its own time-out
+            except TimeoutError:
                 raise given_up(last, timeout_ms) from None
             except errors.RetriableError as cause:
                 hasty = isinstance(cause, errors.RequestTimedOut) and left < self.request_timeout_ms
-                if not (hasty and backoff.attempts):  # it had too little time to be the reason
+                # the last attempt had too little time; an earlier error is the cause
+                if not (hasty and backoff.attempts):
                     last = cause
                 left = deadline - clock.monotonic_ms()
                 wait = min(backoff.next_ms(), left - LAST_TRY_MS)
@@ -291,13 +299,13 @@ class NetworkClient:
                 await clock.sleep_ms(wait)
 
     def new_backoff(self) -> Backoff:
-        """The waits of one operation that is retried, as the client's options have them."""
+        """Return a new back-off with the bounds of the client's options."""
         return Backoff(self._backoff_ms, client_jitter(self.world.rng))
 
     # -- metadata ----------------------------------------------------------------------------------
 
     def watch_topics(self, names: Iterable[str] | None) -> None:
-        """Keep these topics' metadata fresh too; None = all topics.  Raises `InvalidTopic`."""
+        """Keep these topics' metadata fresh, too; None = all topics.  Raises `InvalidTopic`."""
         names = None if names is None else list(names)
         for name in names or ():
             if not isinstance(name, str) or not name or not name.isprintable():
@@ -312,7 +320,9 @@ class NetworkClient:
                 self._want_more()
 
     def _want_more(self) -> None:
-        """What no answer tells that was asked for before (K1)."""
+        """Note that a new request is necessary: answers to earlier requests do not cover it
+        (K1).
+        """
         self._interest += 1
         self.want_metadata()
 
@@ -344,11 +354,11 @@ class NetworkClient:
         *,
         whole_ms: int | None = None,
     ) -> TopicMetadata:
-        """A topic's metadata; waits for brokers, and for `unknown_ms` (a moment, unless given) for
-        a topic that does not exist: it may just have been created.
+        """Return a topic's metadata.  Waits for brokers, and for `unknown_ms` (by default a moment)
+        for a topic that does not exist: it may just have been created.
 
-        whole_ms: the time-out of the whole call, of which `timeout_ms` is what is left; an error
-        names it.
+        whole_ms: the time-out of the whole call, of which `timeout_ms` is the rest; an error names
+        it.
         """
         self.start()
         self.watch_topics([name])
@@ -375,8 +385,8 @@ class NetworkClient:
         return self.metadata.topics[name]
 
     async def check_partitions(self, places: Iterable[TopicPartition], timeout_ms: int) -> None:
-        """Returns once the metadata name every one of `places`; what may just have been created is
-        waited for a moment.  Raises `UnknownTopicOrPartition`, `RequestTimedOut`.
+        """Wait until the metadata contain every one of `places`; new partitions get a moment to
+        appear.  Raises `UnknownTopicOrPartition`, `RequestTimedOut`.
         """
         clock = self.world.clock
         deadline = clock.monotonic_ms() + timeout_ms
@@ -423,7 +433,7 @@ class NetworkClient:
                 news.set_result(None)
 
     async def _keep_watched(self) -> None:
-        """K3 for those that push: both may have fallen silent."""
+        """Ping the brokers that push changes, because all of them may have stopped (K3)."""
         while not self._closed:
             await self.world.clock.sleep_ms(PING_MS)
             await asyncio.gather(*[self._ping(address) for address in list(self._watched)])
@@ -441,7 +451,7 @@ class NetworkClient:
         names = None if self._names is None else list(self._names)
         interest = self._interest
         self.metadata.asked(self.world.clock.monotonic_ms())
-        if names == []:  # only the brokers: a name that no topic has
+        if names == []:  # ask for the brokers only, by the id of no topic
             request = wire.MetadataRequest(topic_ids=[NOBODY], watch=False)
         else:
             request = wire.MetadataRequest(topics=names or [], watch=True)
@@ -462,7 +472,7 @@ class NetworkClient:
                 self._watched[address] = names is None
             self._update(reply, names)
 
-        # One that watches already and another one, so that two know all there is to know.
+        # One broker that pushes already and one other, so that two push everything.
         order = self._order()
         watching = [each for each in order if each in self._watched and each not in self._doubted]
         order = list(dict.fromkeys([*watching[:1], *order]))
@@ -471,7 +481,7 @@ class NetworkClient:
         except errors.PkError as cause:
             self._unanswered(cause)
             return False
-        except Exception as bug:  # the loop goes on: without it every later call would time out
+        except Exception as bug:  # without this loop every later call would time out
             _log.exception("metadata")
             self._unanswered(errors.InternalError(f"metadata: {bug!r}"))
             return False
@@ -492,20 +502,20 @@ class NetworkClient:
             _log.warning("no broker answers at %s: %s", ", ".join(self._order()), cause)
 
     def _complete_watch(self) -> None:
-        """One that was asked to watch may have refused, after another one had answered."""
+        """Ask again if too few brokers push: one may have refused after another had answered."""
         known = [each for each in self.metadata.brokers.values() if each not in self._doubted]
         watching = [each for each in known if each in self._watched]
         if len(watching) < min(WATCHES, len(known)) and not self._closed:
             self.want_metadata()
 
     def _unwatch(self) -> None:
-        """Who was asked to watch long ago need not any more."""
+        """Cancel the pushes of all but the most recently asked brokers."""
         fresh = [address for address in self._watched if address not in self._doubted]
         for address in fresh[:-WATCHES]:
             del self._watched[address]
             request = wire.MetadataRequest(
                 topic_ids=[NOBODY], watch=True
-            )  # in the other one's place
+            )  # it replaces the broker's earlier watch
             call = self.call_at(address, request, timeout_ms=self.request_timeout_ms)
             self._asks.spawn(call)
 
@@ -513,12 +523,14 @@ class NetworkClient:
         before = set(self.metadata.brokers.values())
         self.metadata.update(reply, names, self.world.clock.monotonic_ms())
         if self._answered < self._interest:
-            self.metadata.want()  # it was not asked for yet: this is no answer to it
-        self.hello.cluster_id = reply.cluster_id  # from now on another cluster is refused
+            # the latest interest was not requested yet: this reply does not cover it
+            self.metadata.want()
+        # connections to another cluster are refused from now on
+        self.hello.cluster_id = reply.cluster_id
         now = set(self.metadata.brokers.values())
         for address in list(self._callers):
             caller = self._callers[address]
-            left = address in before and address not in now  # K3: nobody waits for it any more
+            left = address in before and address not in now  # K3: calls to it fail at once
             if left or not (caller.connected or address in now or address in self.bootstrap):
                 del self._callers[address]
                 self._watched.pop(address, None)
@@ -528,10 +540,10 @@ class NetworkClient:
             call()
 
     def _on_push(self, address: str, frame: frames.Frame) -> None:
-        """Something changed that this broker was asked for: what it says now is the whole of it."""
+        """Apply a push, which contains all that the broker was asked to watch."""
         if frame.head.WhichOneof("body") != "metadata_reply":
             return
-        if address in self._asking:  # it overtakes the answer, which says what it is about
+        if address in self._asking:  # it overtook the answer, which would say what it covers
             self._want_more()
         if address not in self._watched:
             return
@@ -542,7 +554,7 @@ class NetworkClient:
     def _on_break(self, address: str) -> None:
         self._heard.pop(address, None)
         if self._watched.pop(address, None) is not None and not self._closed:
-            self.want_metadata()  # somebody else must watch in its place
+            self.want_metadata()  # another broker must push in its place
 
     def leader_address(self, key: PartitionKey) -> str | None:
         leader = self.metadata.leader(key)

@@ -1,15 +1,15 @@
-"""Which partition a record goes to: its own, its key's, or whichever is being filled.
+"""The choice of a record's partition: given by the caller, by the key's hash, or sticky.
 
 `murmur2` is Kafka's, bit for bit (the vectors in tests/data/partitioner come from the Java client),
-so a key lands in the same partition as with Kafka's producer.  There are two of them: one for a
+so a key gets the same partition as with Kafka's producer.  There are two implementations: one for a
 key, one for an Arrow column of keys, which walks all keys four bytes at a time.  Records without a
-key stick to one partition until a batch's worth of bytes went there, then move on in random order,
-each partition once a round.
+key go to one partition until it has received a batch's worth of bytes, then to the next.  The order
+is random, and each partition has one turn per round.
 
 Invariants
   M1  murmur2_column(keys)[i] == murmur2(keys[i]) for every key, of any length.
-  M2  sticky: of any n consecutive switches over n partitions that do not start inside a round, each
-      partition is chosen once.
+  M2  Sticky: of any n consecutive turns over n partitions that begin with a round, each partition
+      has one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RANK_MAX = 0xFFFF
 
 
 def _finish(h: int, data: bytes | memoryview, position: int, end: int) -> int:
-    """Mix in the rest of a key from `position` on."""
+    """Mix the rest of a key from `position` on into the hash."""
     while end - position >= 4:
         k = int.from_bytes(data[position : position + 4], "little") * _M & _MASK
         k = (k ^ k >> 24) * _M & _MASK
@@ -59,12 +59,14 @@ def murmur2(key: bytes) -> int:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Where Kafka's default partitioner puts `key`: toPositive(murmur2(key)) % partitions."""
+    """Return the partition of Kafka's default partitioner: toPositive(murmur2(key)) %
+    partitions.
+    """
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
 def murmur2_column(keys: pa.Array) -> U32:
-    """The hash of every key of a `binary` column; a null counts as the empty key."""
+    """Return the hash of every key of a `binary` column; a null counts as the empty key."""
     count = len(keys)
     if not count:
         return np.empty(0, np.uint32)
@@ -72,10 +74,11 @@ def murmur2_column(keys: pa.Array) -> U32:
     offsets = np.frombuffer(offsets_buffer, np.int32, count + 1, keys.offset * 4).astype(np.int64)
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     data = memoryview(data_buffer) if data_buffer is not None else memoryview(b"")
-    if int(lengths.min()) == int(lengths.max()):  # nothing to sort: ids, uuids
+    # all keys have one length, as ids and uuids do: no sorting
+    if int(lengths.min()) == int(lengths.max()):
         h = _mixed(starts, lengths, lengths >> 2, data)
         return h
-    # Longest first, so that the keys with a further word are always a prefix.
+    # Longest first: the keys with a further word are then always a prefix.
     rank = (_RANK_MAX - np.minimum(lengths >> 2, _RANK_MAX)).astype(
         np.uint16
     )  # 16 bits: radix sort
@@ -94,14 +97,14 @@ def _mixed(
     words: npt.NDArray[np.int64],
     data: memoryview,
 ) -> U32:
-    """The hashes of keys whose `words` never grow."""
+    """Return the hashes of keys, which are sorted by their number of whole `words`, most first."""
     h = np.uint32(_SEED) ^ lengths.astype(np.uint32)
     left = _words(h, starts, words, data)
     _tails(h, starts + 4 * words, lengths & 3, data)
     h ^= h >> np.uint32(13)
     h *= _M32
     h ^= h >> np.uint32(15)
-    for row in range(left):  # the few long keys that the loop over words left
+    for row in range(left):  # the few long keys that `_words` left out
         start = int(starts[row])
         h[row] = murmur2(bytes(data[start : start + int(lengths[row])])) & _MASK
     return h
@@ -110,11 +113,13 @@ def _mixed(
 def _words(
     h: U32, at: npt.NDArray[np.int64], words: npt.NDArray[np.int64], data: memoryview
 ) -> int:
-    """Mix the whole words into `h`; returns how many of the longest keys were left out."""
+    """Mix the whole words of the keys into `h`; returns how many of the longest keys were left
+    out.
+    """
     most = int(words[0])
     if not most:
         return 0
-    every = np.ndarray((len(data) - 3,), "<u4", data, 0, (1,))  # a word at every byte
+    every = np.ndarray((len(data) - 3,), "<u4", data, 0, (1,))  # a view with a word at every byte
     same = most == int(words[-1])
     for step in range(most):
         active = len(words) if same else int(np.searchsorted(-words, -step, side="left"))
@@ -144,7 +149,7 @@ def _tails(
 
 
 def partitions_of(keys: pa.Array, partitions: int, sticky: int) -> I32:
-    """The partition of every row; rows without a key go to `sticky`."""
+    """Return the partition of every row; rows without a key go to `sticky`."""
     chosen = ((murmur2_column(keys) & np.uint32(0x7FFFFFFF)) % np.uint32(partitions)).astype(
         np.int32
     )
@@ -154,7 +159,7 @@ def partitions_of(keys: pa.Array, partitions: int, sticky: int) -> I32:
 
 
 class Sticky:
-    """The partition that keyless records of one topic go to now (KIP-480, KIP-794)."""
+    """The current partition of a topic's records without a key (KIP-480, KIP-794)."""
 
     def __init__(self, batch_size: int, rng: random.Random) -> None:
         self._batch_size = batch_size
@@ -165,8 +170,8 @@ class Sticky:
         self._current: int | None = None
 
     def take(self, partitions: Sequence[int], size: int) -> int:
-        """Put `size` bytes on one of `partitions` (those with a leader, or all if none has one).  A
-        full batch ends the turn of its partition.
+        """Return the partition for `size` bytes.  `partitions` are those with a leader, or all if
+        none has one.  A partition's turn ends when it has received a batch's worth of bytes.
         """
         if list(partitions) != self._partitions:
             self._partitions = list(partitions)
@@ -197,10 +202,10 @@ def place(
     available: Sequence[int],
     size: int,
 ) -> int | npt.NDArray[np.int32]:
-    """The partition of every row, or the one of them all.  `explicit`: chosen by the caller, -1 =
-    not.
+    """Return the partition of every row, or a single number if all rows go to the same one.
 
-    Raises `InvalidPartitions` if a chosen one does not exist.
+    explicit: the partitions that the caller chose, -1 = no choice.
+    Raises `InvalidPartitions` if a chosen partition does not exist.
     """
     if explicit is not None and len(explicit):
         low, high = int(explicit.min()), int(explicit.max())
@@ -231,8 +236,8 @@ def place(
 def ordered_by_partition(
     rows: pa.RecordBatch, chosen: int | npt.NDArray[np.int32]
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int64] | None, list[tuple[int, int, int]]]:
-    """The rows sorted by partition, those of a partition in their order; which row stands where
-    (None: none was moved); and the runs: `(partition, start, end)`.
+    """Sort the rows by partition, stable within a partition.  Returns the rows; the original index
+    of each row (None: the order is unchanged); and the runs `(partition, start, end)`.
     """
     if isinstance(chosen, int) or chosen.min() == chosen.max():
         partition = chosen if isinstance(chosen, int) else int(chosen[0])
@@ -245,7 +250,7 @@ def ordered_by_partition(
 
 
 def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:
-    """`rows` in another order; columns without values need none."""
+    """Return `rows` in another order; columns of nulls only stay as they are."""
     columns = [
         column if column.null_count == len(column) else column.take(order)
         for column in rows.columns

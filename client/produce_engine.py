@@ -5,12 +5,12 @@ World-generic; `pk.client.producer` is the thread-safe façade over it.  Per bro
 responses to the machine.
 
 Invariants
-  E1  the machine is stepped on the loop only; effects are performed in the order they came.
-  E2  a request that the machine gave up is not written any more; requests are encoded ahead of
-      their turn and sent in order; a batch is encoded by one thread at a time.
-  E3  memory is released exactly once per slice, when its outcome is known.
-  E4  what was sent to a topic that the metadata do not name waits in its accumulator, in order,
-      until they do: `max_block_ms`, at most `delivery_timeout_ms`; only then it fails.
+  E1  The machine is stepped on the loop only.  Effects are performed in the order they came.
+  E2  A request that the machine gave up is not written any more.  Requests are encoded ahead of
+      their turn and sent in order.  A batch is encoded by one thread at a time.
+  E3  Memory is released exactly once per slice, when its outcome is known.
+  E4  Records of a topic that the metadata do not contain wait in its accumulator, in order, until
+      the topic appears.  They fail after `max_block_ms`, at most `delivery_timeout_ms`.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 _log = logging.getLogger("pk.client")
 
-#: How often a topic that something waits for is asked for again.
+#: How often a missing topic with waiting records is asked for again.
 LOOK_AGAIN_MS = 500
-#: So many requests to a broker are encoded at once.
+#: Number of requests to one broker that are encoded at the same time.
 AHEAD = 3
-#: Runs CPU-bound work off the loop, a few at a time; in the simulator, at once.
+#: Runs CPU-bound work off the loop, a few at a time; in the simulator, inline.
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class ProduceEngine:
-    """One producer.  `options` are resolved (settings.PRODUCER)."""
+    """The engine of one producer.  `options` are resolved (settings.PRODUCER)."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class ProduceEngine:
         self.acks = {"0": 0, "1": 1}.get(options["acks"], NONE)
         self.compute = compute
         self.pool = BufferPool(options["buffer_memory"])
-        self.monitor = Monitor()  #: notified when a record has an outcome
+        self.monitor = Monitor()  #: notified when a record's outcome is known
         self.accumulators: dict[str, RecordAccumulator] = {}
         self.fatal: errors.PkError | None = None
         self._open_ms = min(OPEN_MS, float(options["linger_ms"]))
         self._topic_wait_ms = min(options["max_block_ms"], options["delivery_timeout_ms"])
         self._sender = Sender(options, cluster.metadata, world.rng)
-        self._outstanding: dict[int, RecordSet] = {}  #: handed to the sender, by `id`
+        self._outstanding: dict[int, RecordSet] = {}  #: record sets handed to the sender, by `id`
         self._streams: dict[int, ProduceConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.tasks = TaskRegistry()
@@ -93,7 +93,7 @@ class ProduceEngine:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Producer id and epoch as granted last; safe in any thread."""
+        """Return the producer id and epoch that were granted last; safe in any thread."""
         return self._sender.granted
 
     # -- what the façade calls, on the loop --------------------------------------------------------
@@ -101,12 +101,13 @@ class ProduceEngine:
     async def open(
         self, topic: str, timeout_ms: int, unknown_ms: int | None = None
     ) -> RecordAccumulator:
-        """The accumulator of a topic, once the metadata name it (`NetworkClient.topic`).
+        """Return the accumulator of a topic once the metadata contain the topic
+        (`NetworkClient.topic`).
 
-        Raises what the broker says of the topic.
+        Raises the error that a broker returned for the topic.
         """
         await self.cluster.topic(topic, timeout_ms, unknown_ms)
-        if self.fatal is not None:  # closed meanwhile: no record may enter any more
+        if self.fatal is not None:  # closed meanwhile: records are refused from now on
             raise self.fatal
         found = self.accumulators.get(topic)
         if found is None:
@@ -118,7 +119,7 @@ class ProduceEngine:
         return found
 
     def poke(self) -> None:
-        """Take what was left in the accumulators, and send the batches that are ready."""
+        """Take the records from the accumulators, and send the batches that are ready."""
         now_ms = self.world.clock.monotonic_ms()
         opened_ms: list[int] = []
         for accumulator in list(self.accumulators.values()):
@@ -131,7 +132,7 @@ class ProduceEngine:
             self._set_timer("open", min(opened_ms) + self._open_ms, self.poke)
 
     def begin_flush(self) -> list[RecordSet]:
-        """Send everything now; returns what must have an outcome for the flush to be done."""
+        """Send everything now; returns the record sets whose outcomes the flush must wait for."""
         now_ms = self.world.clock.monotonic_ms()
         for accumulator in list(self.accumulators.values()):
             accumulator.seal(0, ready=True)
@@ -141,7 +142,7 @@ class ProduceEngine:
         return [*self._outstanding.values(), *itertools.chain(*waiting)]
 
     async def close(self, error: errors.PkError | None = None) -> None:
-        """Fail what is left, end the streams."""
+        """Fail all unresolved records and end the streams."""
         if self._closed:
             return
         self.step(ForceClose(error or errors.ClosedError("the producer was closed")))
@@ -156,7 +157,9 @@ class ProduceEngine:
     # -- record sets -------------------------------------------------------------------------------
 
     def _drain(self, accumulator: RecordAccumulator, now_ms: int) -> None:
-        """Hand sealed record sets to the machine, if it is known where to; else they wait (E4)."""
+        """Hand sealed record sets to the machine if their topic is known; otherwise they wait
+        (E4).
+        """
         metadata, name = self.cluster.metadata, accumulator.topic
         problem = metadata.problems.get(name)
         lacks = problem is None or isinstance(problem, errors.UnknownTopicOrPartition)
@@ -178,12 +181,12 @@ class ProduceEngine:
                 self._hand_over(accumulator, records)
 
     def _fail(self, records: RecordSet, error: errors.PkError) -> None:
-        """Of records that were not handed to the machine."""
+        """Fail records that were not handed to the machine."""
         self.pool.release(records.size)
         records.fail(error)
 
     def _hand_over(self, accumulator: RecordAccumulator, records: RecordSet) -> None:
-        """Split by partition and hand the slices to the machine."""
+        """Split a record set by partition and hand the slices to the machine."""
         metadata = self.cluster.metadata
         try:
             topic = metadata.topics.get(accumulator.topic)
@@ -209,7 +212,7 @@ class ProduceEngine:
         self.step(Wakeup())
 
     def _look_again(self) -> None:
-        """Hand over or fail what waited for its topic (E4)."""
+        """Hand over, or fail, the records that waited for their topic (E4)."""
         self._set_timer("topic", None, self._look_again)
         now_ms = self.world.clock.monotonic_ms()
         for accumulator in list(self.accumulators.values()):
@@ -285,7 +288,7 @@ class ProduceEngine:
         return found
 
     def _set_timer(self, name: str, at_ms: float | None, call: Callable[[], None]) -> None:
-        """Call at `at_ms`; None = not any more."""
+        """Call a function at `at_ms`; None cancels the timer."""
 
         def fire() -> None:
             del self._timers[name]
@@ -304,10 +307,10 @@ class ProduceConnection:
     def __init__(self, engine: ProduceEngine, node: int) -> None:
         self._engine = engine
         self._node = node
-        self._requests: deque[InFlightRequest] = deque()  #: not written yet
+        self._requests: deque[InFlightRequest] = deque()  #: requests not written yet
         self._filled = asyncio.Event()
         self._stream: Stream | None = None
-        self._address = ""  #: where the stream leads
+        self._address = ""  #: the address that the stream is connected to
         self._reader: asyncio.Task[None] | None = None
         self._tasks = TaskRegistry()
         self._tasks.spawn(self._write())
@@ -317,13 +320,15 @@ class ProduceConnection:
         self._filled.set()
 
     def follow(self) -> None:
-        """A broker that came back elsewhere does not answer where it was."""
+        """End the stream if its broker has moved to another address."""
         address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
         if self._stream is not None and address != self._address:
             self._lost(f"broker {self._node} moved to {address}")
 
     def reset(self) -> None:
-        """The machine gave up every request to this broker: forget them, and the stream."""
+        """Forget all requests and the stream: the machine has given up every request to this
+        broker.
+        """
         self._requests.clear()
         stream, self._stream = self._stream, None
         reader, self._reader = self._reader, None
@@ -354,9 +359,9 @@ class ProduceConnection:
                 self._lost(cause.message)
                 continue
             if not self._requests:
-                continue  # given up meanwhile (E2)
+                continue  # the machine gave the request up meanwhile (E2)
             request = self._requests[0]
-            if not request.open:  # everything in it went to another leader meanwhile (E2)
+            if not request.open:  # all its batches went to another leader meanwhile (E2)
                 self._requests.popleft()
                 continue
             try:
@@ -378,11 +383,11 @@ class ProduceConnection:
                 if stream is self._stream:
                     self._lost(f"broker {self._node}: {cause}")
                 continue
-            if self._engine.acks == 0:  # then there is no more to know
+            if self._engine.acks == 0:  # with acks=0 no response follows
                 self._answer(request)
 
     def _answer(self, request: InFlightRequest, error: errors.PkError | None = None) -> None:
-        """In place of the broker, for all batches of a request."""
+        """Answer all batches of a request in the broker's place."""
         responses = [PartitionResponse(index, error) for index in range(len(request.batches))]
         self._engine.step(ProduceResponse(request.correlation_id, responses))
 
@@ -396,8 +401,8 @@ class ProduceConnection:
         return self._stream
 
     async def _encoded(self, request: InFlightRequest) -> list[Buffer]:
-        """The bytes of the first request.  If batches are compressed, the encoding of those behind
-        it begins, too: it takes longer than all else, and has threads of its own.
+        """Return the bytes of the first request.  With compression this also starts encoding the
+        requests behind it on other threads, because encoding takes longest.
         """
         if self._engine.options["compression"] == "none" or self._engine.compute is None:
             return self._encode(request)
@@ -415,7 +420,8 @@ class ProduceConnection:
     async def _encode_ahead(self, request: InFlightRequest, earlier: set[Any]) -> list[Buffer]:
         assert self._engine.compute is not None
         if earlier:
-            await asyncio.wait(earlier)  # requests that were given up (E2)
+            # earlier requests with these batches, which were given up (E2)
+            await asyncio.wait(earlier)
         data: list[Buffer] = await self._engine.compute(partial(self._encode, request))
         return data
 

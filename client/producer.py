@@ -1,13 +1,14 @@
-"""The producer: `send` a record, `send_batch` a pa.RecordBatch, ask the future later.
+"""The producer: `send` a record or `send_batch` a pa.RecordBatch; a future returns the outcome.
 
-Safe to share between threads.  `send` appends to lists and returns; partitions are chosen, batches
-built and frames sent on the client's loop thread.  Nothing is sent twice or out of order as long as
-the producer is idempotent, which it is with acks=all unless switched off (docs/PROTOCOL.md L6, L7).
+Safe to share between threads.  `send` appends to lists and returns.  The client's loop thread
+chooses partitions, builds batches and sends frames.  An idempotent producer sends nothing twice or
+out of order.  With acks=all the producer is idempotent unless this is switched off
+(docs/PROTOCOL.md L6, L7).
 
 Delivery callbacks run on the loop thread, in the order of the offsets of a partition.  They may
-send, but must not block: `flush`, `close` and their kin refuse to be called there.  What a callback
-raises is logged.  `flush` returns when the callbacks of everything sent before have returned.  A
-producer does not survive a fork.
+send, but must not block: `flush`, `close` and other blocking calls raise an error in a callback.
+An exception of a callback is logged.  `flush` returns when the callbacks of all records sent before
+have returned.  A producer does not survive a fork.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Producer:
         self._key_serializer = serializer(key_serializer, "key_serializer")
         self._value_serializer = serializer(value_serializer, "value_serializer")
         self._accumulators: dict[str, RecordAccumulator] = {}
-        #: What the fast path of `send` may use.
+        #: The types that the fast path of `send` accepts.
         plain = self._key_serializer is None and self._value_serializer is None
         self._fast: dict[str, RecordAccumulator] = self._accumulators if plain else {}
         self._poked = False
@@ -90,7 +91,9 @@ class Producer:
         connection.close_at_exit(self, self.close, self._forked)
 
     def _forked(self) -> None:
-        """In a child process no loop would send the records, so every call asks the loop first."""
+        """Disable the fast path in a forked child: no loop would send the records, so each call
+        must check the loop first.
+        """
         self._accumulators.clear()
 
     # -- sending -----------------------------------------------------------------------------------
@@ -119,8 +122,8 @@ class Producer:
         `ClosedError`.
         """
         if type(value) is bytes and headers is None and partition is None and timestamp_ms is None:
-            # The fast path: no call besides len and append.  What does not fit, is not just bytes,
-            # or meets another thread, goes the long way.
+            # The fast path: no call besides len and append.  A record that does not fit, is not
+            # plain bytes, or meets another thread takes the slow path.
             size = len(value) + 16  # RECORD_OVERHEAD
             if key is not None:
                 size += len(key) if type(key) is bytes else 1 << 62
@@ -160,7 +163,7 @@ class Producer:
         timestamp_ms: int | None, on_delivery: OnDelivery | None,
     ) -> SendFuture:  # fmt: skip
         """The whole of `send`: serializers, checks, memory, a new record set."""
-        if type(topic) is not str:  # it may not be hashable
+        if type(topic) is not str:  # the topic may be unhashable
             topic = arguments.topic(topic)
         if on_delivery is not None:
             arguments.function(on_delivery, "on_delivery")
@@ -198,7 +201,7 @@ class Producer:
             deadline = self._wait_for_memory(size, deadline)
 
     def _wait_for_memory(self, size: int, deadline: float | None) -> float:
-        """Block for space.  Raises `BufferExhausted` once `deadline` has passed."""
+        """Block until memory is free.  Raises `BufferExhausted` once `deadline` has passed."""
         now = monotonic_s()
         if deadline is None:
             deadline = now + self._options["max_block_ms"] / 1000
@@ -227,7 +230,7 @@ class Producer:
             raise errors.InvalidPartitions(said.message, **said.details)
 
     def _topic(self, name: str) -> TopicMetadata:
-        """As the metadata know it; waits for a topic that was deleted to come back."""
+        """Return the topic's metadata; waits for a deleted topic to be created again."""
         known = self._cluster.metadata.topics.get(name)
         if known is None:
             self._open(name)
@@ -235,12 +238,12 @@ class Producer:
         return known
 
     def _poke(self) -> None:
-        """Have the loop look at the accumulators; many pokes, one look."""
+        """Make the loop look at the accumulators; several pokes cause one look."""
         if not self._poked:
             self._poked = True
             try:
                 self._thread.loop.call_soon_threadsafe(self._on_poke)
-            except RuntimeError:  # another thread closed the producer, and what was sent has failed
+            except RuntimeError:  # another thread closed the producer, and all records have failed
                 if not self._closed:
                     raise errors.ClosedError("the client's thread has ended") from None
 
@@ -259,7 +262,7 @@ class Producer:
         The batch is split by partition and by batch_size without touching a row.  Raises what
         `send` raises.
         """
-        if type(topic) is not str:  # it may not be hashable
+        if type(topic) is not str:  # the topic may be unhashable
             topic = arguments.topic(topic)
         if isinstance(batch, pa.Table):
             raise errors.SerializationError(
@@ -305,10 +308,10 @@ class Producer:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The producer id and epoch that the broker granted last; (-1, -1) before the first batch
-        needed them, and without idempotence.
+        """The producer id and epoch that the broker granted last.  They are (-1, -1) without
+        idempotence, and until the first batch needs them.
 
-        A partition that closes a gap goes on in a later epoch of its own (KIP-360).
+        A partition that closes a gap continues in a later epoch of its own (KIP-360).
         """
         return self._engine.identity
 
@@ -355,7 +358,7 @@ class Producer:
             self._end()
 
     def _end(self) -> None:
-        with self._ending:  # of several threads that close, one does it
+        with self._ending:  # if several threads close, one does the work
             if self._closed:
                 return
             self._closed = True

@@ -1,13 +1,13 @@
 """The batches of a partition (Kafka's ProducerBatch), and the requests that carry them.
 
-Slices of a partition are gathered into a `ProducerBatch` while it has room and no request has taken
-it; a batch may go when it is full or its oldest slice has lingered long enough.  While a broker is
-slow, batches therefore grow by themselves.
+A `ProducerBatch` gathers slices of a partition while it has room and is in no request.  A batch may
+be sent when it is full or its oldest slice has lingered long enough.  Batches therefore grow while
+a broker is slow.
 
 Invariants
-  A1  slices leave a partition in the order they came.
-  A2  a batch holds at most `batch_size` bytes, or a single slice; the accumulator keeps slices
-      within it, unless they are a single row.
+  A1  Slices leave a partition in the order they came.
+  A2  A batch holds at most `batch_size` bytes, or a single slice.  The accumulator keeps slices
+      within `batch_size`, unless they are a single row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pk.types import NONE, PartitionKey
 
 
 class ProducerBatch:
-    """Slices that travel together; once `sequence` is given its content is fixed."""
+    """Slices that are sent together; the content is fixed once `sequence` is assigned."""
 
     __slots__ = (
         "asked_epoch", "count", "created_ms", "encoded", "encoding", "epoch", "expired", "number",
@@ -43,20 +43,21 @@ class ProducerBatch:
     def __init__(self, partition: PartitionBatches, first: RecordSlice) -> None:
         self.partition = partition
         self.slices: list[RecordSlice] = []
-        self.rows: list[pa.RecordBatch] = []  #: of the slices, until they are encoded
+        self.rows: list[pa.RecordBatch] = []  #: the slices' rows, until they are encoded
         self.count = self.size = 0
         self.created_ms = first.records.opened_ms
         self.ready_ms = first.records.ready_ms
         self.producer_id = NONE
         self.epoch = NONE
         self.sequence = NONE
-        self.number = 0  #: how many batches of the partition were numbered before it
-        self.request: Any = None  #: the InFlightRequest it is in
+        self.number = 0  #: how many batches of the partition were numbered before this one
+        self.request: Any = None  #: the InFlightRequest that contains it
         self.asked_epoch = NONE  #: the leader epoch of the last attempt
-        self.unknown_epoch: int | None = None  #: of the first attempt that may have stored it
-        self.expired = False  #: the caller got DeliveryTimedOut while it was in flight
+        #: the leader epoch of the first attempt that may have stored it
+        self.unknown_epoch: int | None = None
+        self.expired = False  #: its futures failed with DeliveryTimedOut while it was in flight
         self.encoded: list[Buffer] | None = None
-        self.encoding: Any = None  #: the shell's task that encodes it, or did so last
+        self.encoding: Any = None  #: the shell's last task that encodes it
         self.add(first)
 
     def add(self, more: RecordSlice) -> None:
@@ -70,15 +71,15 @@ class ProducerBatch:
     @property
     def next_sequence(self) -> int:
         following: int = (self.sequence + self.count) & 0x7FFFFFFF
-        return following  # wraps as Kafka's (KIP-98)
+        return following  # wraps around as in Kafka (KIP-98)
 
     @property
     def unknown(self) -> bool:
-        """Whether an earlier attempt may have stored it."""
+        """Whether an earlier attempt may have stored the batch."""
         return self.unknown_epoch is not None
 
     def encode(self, codec: str, level: int) -> list[Buffer]:
-        """The bytes of this batch under its present producer id, epoch and sequence."""
+        """Return the bytes of this batch under its current producer id, epoch and sequence."""
         if self.encoded is None:
             rows, stamp = self._joined()
             self.encoded = encode(
@@ -86,7 +87,7 @@ class ProducerBatch:
                 producer_id=self.producer_id, producer_epoch=self.epoch,
                 base_sequence=self.sequence,
             )  # fmt: skip
-            self.rows = []  # the bytes stand for them from now on
+            self.rows = []  # the encoded bytes replace the rows
         header = batches.read_header(self.encoded[0])
         mine = (self.producer_id, self.epoch, self.sequence)
         if (header.producer_id, header.producer_epoch, header.base_sequence) != mine:
@@ -97,7 +98,7 @@ class ProducerBatch:
         return self.encoded
 
     def _joined(self) -> tuple[pa.RecordBatch, int]:
-        """The rows of all slices and the create time of those without one."""
+        """Join the rows of all slices; returns them and the create time of records without one."""
         stamps = [each.records.stamp_ms for each in self.slices]
         rows = self.rows
         if len(rows) == 1:
@@ -125,7 +126,7 @@ class InFlightRequest:
     batches: list[ProducerBatch] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)  #: leader epoch of each batch
     size: int = 0
-    open: int = 0  #: batches that wait for its answer
+    open: int = 0  #: batches that wait for the response
     encoding: Any = None  #: the shell's task that encodes it
 
     def add(self, batch: ProducerBatch, epoch: int) -> None:
@@ -138,7 +139,7 @@ class InFlightRequest:
 
 @dataclass(slots=True)
 class PartitionResponse:
-    """What became of a batch; from a broker: of batch `index` of a request."""
+    """The outcome of a batch; in a broker's response: of batch `index` of the request."""
 
     index: int = NONE
     error: errors.PkError | None = None
@@ -148,7 +149,7 @@ class PartitionResponse:
 
 
 class Retry:
-    """When a partition or a broker may be tried again."""
+    """When requests to a partition or a broker may be retried."""
 
     __slots__ = ("at_ms", "backoff")
 
@@ -157,7 +158,7 @@ class Retry:
         self.backoff = backoff
 
     def postpone(self, now_ms: int) -> None:
-        """An attempt failed."""
+        """Count a failed attempt and back off."""
         self.at_ms = now_ms + int(self.backoff.next_ms())
 
     def reset(self) -> None:
@@ -166,7 +167,7 @@ class Retry:
 
 
 class PartitionBatches:
-    """The batches of one partition, and its sequence (KIP-98): what the sender knows of it."""
+    """A partition's batches and sequence numbers (KIP-98), as the sender keeps them."""
 
     __slots__ = (
         "acked_offset", "acked_sequence", "batch_size", "epoch", "gap", "key", "leader", "left_ms",
@@ -177,19 +178,19 @@ class PartitionBatches:
         self.topic = topic
         self.key = key
         self.batch_size = 0
-        self.waiting: deque[ProducerBatch] = deque()  #: have no sequence yet
-        self.unresolved: deque[ProducerBatch] = deque()  #: in sequence order
+        self.waiting: deque[ProducerBatch] = deque()  #: batches without a sequence
+        self.unresolved: deque[ProducerBatch] = deque()  #: batches with a sequence, in its order
         self.producer_id = NONE
         self.epoch = NONE
-        self.sequence = 0  #: of the next new batch
+        self.sequence = 0  #: sequence of the next new batch
         self.number = 0  #: batches numbered so far
         self.acked_sequence = NONE  #: last sequence acknowledged in this epoch
         self.acked_offset = NONE
-        self.gap = False  #: a sequence below an unresolved one will never be stored
+        self.gap = False  #: a sequence below an unresolved batch will never be stored
         self.retry = retry
-        self.leader: LeaderAndEpoch | None = None  #: as of the last look at the metadata
-        self.left_ms: int | None = None  #: since when the old leader owes an answer
-        self.problem: errors.PkError | None = None  #: why the last attempt did not get through
+        self.leader: LeaderAndEpoch | None = None  #: the leader at the last step
+        self.left_ms: int | None = None  #: since when the old leader's response is awaited
+        self.problem: errors.PkError | None = None  #: the error of the last attempt
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.key.partition}"
@@ -199,7 +200,7 @@ class PartitionBatches:
         return not self.unresolved and not self.waiting
 
     def add(self, more: RecordSlice, batch_size: int) -> None:
-        """To the last batch that waits, if it has room (A1, A2)."""
+        """Add a slice to the last waiting batch, or to a new one if that has no room (A1, A2)."""
         self.batch_size = batch_size
         if self.waiting:
             last = self.waiting[-1]
@@ -211,32 +212,36 @@ class PartitionBatches:
 
     @property
     def numbered(self) -> int:
-        """Batches from the oldest unresolved one on that have a sequence, or are unresolved."""
+        """The number of sequences in use: from the oldest unresolved batch on."""
         if not self.unresolved:
             return 0
         return max(self.number - self.unresolved[0].number, len(self.unresolved))
 
     def created_ms(self) -> int:
-        """When the oldest batch was created that is to have an outcome; the far future = none."""
+        """Return when the oldest batch without an outcome was created; the far future if there is
+        none.
+        """
         created = [batch.created_ms for batch in self.unresolved if not batch.expired]
         created += [self.waiting[0].created_ms] if self.waiting else []
         return min(created, default=1 << 62)
 
     def ready_ms(self) -> int:
-        """When the first batch that waits may go; 0 = it is full."""
+        """Return when the first waiting batch may be sent; 0 = it is full."""
         first = self.waiting[0]
         full = first.size >= self.batch_size - self.batch_size // FULL_SHARE
         return 0 if full or len(self.waiting) > 1 else first.ready_ms
 
     def number_batch(self, batch: ProducerBatch) -> None:
-        """Give `batch` the next sequence."""
+        """Assign the next sequence to `batch`."""
         batch.producer_id, batch.epoch = self.producer_id, self.epoch
         batch.sequence, batch.number = self.sequence, self.number
         self.sequence = batch.next_sequence
         self.number += 1
 
     def begin_epoch(self, producer_id: int, epoch: int) -> None:
-        """Close a gap: what is unresolved is sent again from sequence 0 on (KIP-360)."""
+        """Close a gap: unresolved batches are renumbered from sequence 0 in a new epoch
+        (KIP-360).
+        """
         self.producer_id, self.epoch = producer_id, epoch
         self.gap = False
         self.acked_sequence = NONE
@@ -253,7 +258,7 @@ class PartitionBatches:
             self.acked_offset = max(self.acked_offset, base_offset + batch.count - 1)
 
     def remove(self, batch: ProducerBatch) -> None:
-        """Of a batch that failed; one that had a sequence leaves a gap."""
+        """Remove a batch that failed; a batch that had a sequence leaves a gap."""
         if batch in self.unresolved:
             self.unresolved.remove(batch)
             self.gap = self.gap or batch.sequence != NONE
@@ -261,8 +266,9 @@ class PartitionBatches:
             self.waiting.remove(batch)
 
     def out_of_sight(self, leader: LeaderAndEpoch) -> list[ProducerBatch]:
-        """Batches that an earlier attempt may have stored before `leader`, or one before it, was
-        elected without all data: they may lie in the tier, and no broker knows them (rule T4).
+        """Return the batches that may be stored in the tier only (rule T4).  An earlier attempt may
+        have stored them before a leader, this or an earlier one, was elected without all data; no
+        broker can tell whether they are stored.
         """
         return [
             batch
@@ -273,7 +279,7 @@ class PartitionBatches:
         ]
 
     def obstacle(self, metadata: Metadata, *, without_id: bool) -> str:
-        """What keeps its batches from being stored, for the operator who must remove it; "" =
+        """Return what prevents the batches from being stored and an operator must mend; "" if
         nothing.
         """
         if metadata.leader(self.key) is None:

@@ -1,18 +1,17 @@
-"""The records of one topic that were handed over together, and what became of them.
+"""The records of one topic that were sent together, and their outcomes.
 
 A `RecordSet` holds the records of many `send` calls, or those of one `send_batch`.  It is split by
-partition into `RecordSlice`s: runs of rows that travel in one batch and share its outcome.  A
+partition into `RecordSlice`s: runs of rows that are sent in one batch and share its outcome.  A
 future finds the outcome of its record by two look-ups when it is asked, so acknowledging a batch
-does nothing per record.
+needs no work per record.
 
 Invariants
-  F1  a slice is resolved once; a record set is done when it was split and all slices are resolved.
-  F2  `position` (the place of a record after the stable sort by partition) falls into exactly one
-      slice.
-  F3  a callback runs exactly once: on the thread that resolves, or at once if the outcome is known.
-      What it raises is logged and changes nothing.
-  F4  a record set is *settled* when it is done and the callbacks of its slices have returned.
-      `flush` and `close` wait for this; a future may know its outcome a moment earlier.
+  F1  A slice is resolved once.  A record set is done when it was split and all slices are resolved.
+  F2  `position` (a record's index after the stable sort by partition) falls into exactly one slice.
+  F3  A callback runs exactly once: on the thread that resolves, or at once if the outcome is known.
+      An exception that it raises is logged and has no other effect.
+  F4  A record set is *settled* when it is done and the callbacks of its slices have returned.
+      `flush` and `close` wait for this.  A future may know its outcome a moment earlier.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
 _log = logging.getLogger("pk.client")
 
 I64 = npt.NDArray[np.int64]
-#: `on_delivery(metadata, error)`: exactly one of both is None, as Kafka's onCompletion.
+#: `on_delivery(metadata, error)`: exactly one of them is None, as in Kafka's onCompletion.
 OnDelivery = Callable[[RecordMetadata | None, errors.PkError | None], None]
 Headers = Sequence[tuple[str, bytes | None]]
 
 
 class RecordSlice:
-    """Rows of one partition of a record set; they travel in one batch and share its outcome."""
+    """Rows of one partition of a record set; they are sent in one batch and share its outcome."""
 
     __slots__ = (
         "append_time_ms", "base_offset", "count", "error", "first", "partition", "records", "rows",
@@ -55,10 +54,11 @@ class RecordSlice:
         self.records = records
         self.partition = partition
         self.first = first  #: position of the first record
-        self.rows: Any = rows  #: None once a batch took them
+        self.rows: Any = rows  #: None once they are in a batch
         self.count = records.count if rows is None else rows.num_rows
         self.size = size  #: bytes reserved for it
-        self.base_offset: int | None = None  #: of the first record; NONE = stored, not known where
+        #: offset of the first record; NONE = stored, offset not known
+        self.base_offset: int | None = None
         self.append_time_ms = NONE
         self.error: errors.PkError | None = None
 
@@ -68,7 +68,9 @@ class RecordSlice:
 
 
 class RecordSet:
-    """Records of one topic: parallel columns as `send` left them, the rare ones by record index."""
+    """Records of one topic: parallel columns as `send` appended them; rare fields by record
+    index.
+    """
 
     __slots__ = (
         "callbacks", "count", "create_times", "create_times_given", "granted", "headers", "inverse",
@@ -78,9 +80,9 @@ class RecordSet:
 
     def __init__(self, topic: str, monitor: Monitor, stamp_ms: int = 0, opened_ms: int = 0) -> None:
         self.topic = topic
-        self.monitor = monitor  #: of the producer; notified when any slice is resolved
-        self.stamp_ms = stamp_ms  #: wall clock; the create time of records without one of their own
-        self.opened_ms = opened_ms  #: monotonic; counts for delivery_timeout_ms
+        self.monitor = monitor  #: the producer's monitor; notified when a slice is resolved
+        self.stamp_ms = stamp_ms  #: wall clock; the create time of records without their own
+        self.opened_ms = opened_ms  #: monotonic; delivery_timeout_ms begins here
         self.ready_ms = 0  #: monotonic; when it has lingered long enough
         self.values: list[bytes | None] = []
         self.keys: list[bytes | None] | None = None  #: None until the first key
@@ -88,12 +90,12 @@ class RecordSet:
         self.partitions: dict[int, int] = {}
         self.create_times_given: dict[int, int] = {}
         self.on_delivery: dict[int, OnDelivery] = {}
-        self.granted = 0  #: bytes reserved while it is open
-        self.size = 0  #: bytes its records are counted for; 0 while it is open
+        self.granted = 0  #: bytes reserved while the set is open
+        self.size = 0  #: bytes that its records count for; 0 while the set is open
         self.count = 0
-        self.create_times: I64 | None = None  #: by record index, if they differ
-        self.inverse: I64 | None = None  #: record index → position; None = same
-        self.order: I64 | None = None  #: position → record index; None = same
+        self.create_times: I64 | None = None  #: by record index, only where they differ
+        self.inverse: I64 | None = None  #: record index → position; None = equal
+        self.order: I64 | None = None  #: position → record index; None = equal
         self.slices: list[RecordSlice] | None = None  #: in the order of positions; None = not split
         self.unresolved = 0
         self.running = 0  #: resolutions whose callbacks have not all returned
@@ -102,8 +104,8 @@ class RecordSet:
     # -- sending -----------------------------------------------------------------------------------
 
     def columns(self) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
-        """The records as rows, and the partitions that callers chose (NONE = no choice).  The lists
-        are dropped.
+        """Return the records as rows, and the partitions that callers chose (NONE = no choice).
+        The lists are dropped.
         """
         count = self.count = len(self.values)
         value, key = binary_column(self.values, count), binary_column(self.keys, count)
@@ -126,15 +128,15 @@ class RecordSet:
 
     def split(self, slices: list[RecordSlice]) -> None:
         self.unresolved = len(slices)
-        self.slices = slices  # last: other threads look here first
+        self.slices = slices  # assigned last, because other threads read it first
 
     def fail(self, error: errors.PkError) -> None:
-        """All records fail before they were handed to the sender."""
+        """Fail all records; none was handed to the sender."""
         self.count = self.count or len(self.values)
         if self.slices is None:
             self.split([RecordSlice(self, NONE, 0, None, self.size)])
         for each in self.slices or ():
-            each.rows = None  # a future that is kept does not keep the rows
+            each.rows = None  # a future that is kept must not keep the rows
         if self.slices:
             resolve(self.slices, error=error)
 
@@ -151,7 +153,9 @@ class RecordSet:
     def outcome(
         self, index: int | None
     ) -> RecordMetadata | list[BatchMetadata] | errors.PkError | None:
-        """What became of record `index`, or of all records; None = not known yet."""
+        """Return the outcome of record `index`, or of all records (None); None if it is not known
+        yet.
+        """
         if index is None:
             return self._outcome_of_all()
         slices = self.slices
@@ -205,9 +209,9 @@ def resolve(
     append_time_ms: int = NONE,
     error: errors.PkError | None = None,
 ) -> None:
-    """Give consecutive `slices` their outcome: stored from `base_offset` on, or `error`.
+    """Resolve consecutive `slices`: stored from `base_offset` on, or failed with `error`.
 
-    Wakes the threads that wait, and runs the callbacks that are due.
+    Wakes the waiting threads, and runs the callbacks that are due.
     """
     due: list[Callable[[], None]] = []
     monitor = slices[0].records.monitor
@@ -267,5 +271,5 @@ def _run_on_delivery(resolved: RecordSlice) -> None:
 def _call(callback: Callable[..., None], *arguments: object) -> None:
     try:
         callback(*arguments)
-    except BaseException:  # sys.exit() too: this is not the thread it was meant for
+    except BaseException:  # even SystemExit: it was not meant to end this thread
         _log.exception("a delivery callback failed")

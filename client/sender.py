@@ -1,31 +1,34 @@
-"""The producer's peer: which batch goes when to which broker, and what each answer means.
+"""The producer's state machine: which batch is sent when to which broker, and how responses count.
 
-A Machine: record slices, responses, lost connections and metadata in; requests and outcomes out.
-It never sees bytes: a shell encodes the batches of an `InFlightRequest` when it writes it, requests
-to one broker in the order they were sent.
+A Machine: record slices, responses, lost connections and metadata in; requests and outcomes out. It
+never sees bytes.  A shell encodes the batches of an `InFlightRequest` when it writes the request,
+and writes the requests to one broker in order.
 
-Per partition, batches without a sequence wait; batches with one are *unresolved* until acknowledged
-or failed, in sequence order.  Re-sends go first, in order; new batches follow while they are at
-most five from the oldest unresolved one on, which is as many as the broker remembers (KIP-98).
+Per partition, new batches wait without a sequence.  A batch with a sequence is *unresolved* until
+it is acknowledged or failed; unresolved batches are kept in sequence order.  Re-sends go first, in
+order.  New batches follow while at most five sequences are in use from the oldest unresolved batch
+on, because the broker remembers five (KIP-98).
 
-Idempotence (rule L6).  A failed batch that had a sequence leaves a *gap*.  Nothing new is sent, and
-what is in flight is awaited.  Batches that an earlier attempt may have stored are sent again under
-their old sequence until the answer is definite.  Only then does the partition begin a new epoch at
-sequence 0, and the rest is sent again in order (KIP-360).  A gap behind an acknowledged batch means
-that the broker lost it: fatal.
+Idempotence (rule L6).  A failed batch that had a sequence leaves a *gap*.  The partition then sends
+nothing new and waits for what is in flight.  Batches that an earlier attempt may have stored are
+sent again under their old sequence until the answer is definite.  Only then does the partition
+begin a new epoch at sequence 0, and the rest is sent again in order (KIP-360).  A gap behind an
+acknowledged batch means that the broker lost that batch: a fatal error.
 
-When the leadership of a partition moves, its old leader is not waited for: what is in flight there
-is unknown, and sent again to the new leader.  If the old leader still gets to it, the leader epoch
-of the request refuses it.  Without idempotence the old leader has MOVED_GRACE_MS to answer.
+When the leadership of a partition moves, the producer does not wait for the old leader.  The
+outcome of batches in flight there is unknown, and they are sent again to the new leader.  If the
+old leader handles the request later, the request's leader epoch makes it refuse.  Without
+idempotence the old leader has MOVED_GRACE_MS to answer.
 
 Invariants
-  N1  batches of a partition are appended in the order their slices came (idempotent; else with one
-      in flight).
-  N2  a batch that may have been stored is never sent again under another sequence, and without
-      idempotence never sent again at all (rule L7).
-  N3  at most `max_in_flight` requests per broker that are not stuck (`_free_ms`); a partition has
-      batches in flight to one broker only: the leader that the metadata names.
-  N4  every slice is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
+  N1  Batches of a partition are appended in the order their slices came.  Without idempotence this
+      holds only with one request in flight.
+  N2  A batch that may have been stored is never sent again under another sequence.  Without
+      idempotence it is never sent again at all (rule L7).
+  N3  At most `max_in_flight` requests per broker are in flight, stuck ones not counted
+      (`_free_ms`).  A partition has batches in flight to one broker only: the leader that the
+      metadata name.
+  N4  Every slice is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
 """
 
 from __future__ import annotations
@@ -52,15 +55,15 @@ from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
 EPOCH_MAX = 2**15 - 1
-#: How long a deposed leader may still say what became of a batch that cannot be sent again.
+#: How long an old leader may still answer for a batch that cannot be sent again.
 MOVED_GRACE_MS = 1_000
 #: The first back-off from a leader that has not learned of its election yet.
 EARLY_MS = 20
-#: A request that was not answered for so long waits for a replica of one of its partitions.
+#: A request without an answer for this time is stuck: a replica of one of its partitions is down.
 STUCK_MS = 500
-#: "Offer this partition once more": not a time.
+#: `_offer` returns this for "offer this partition once more": it is not a time.
 _AGAIN = -1
-#: "No time": later than every deadline.
+#: `_offer` returns this for "at no time": it is later than every deadline.
 _NEVER = 1 << 62
 
 # -- events ----------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ _NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Append:
-    """A slice for a partition, whose batches have at most `batch_size` bytes."""
+    """A slice for a partition whose batches have at most `batch_size` bytes."""
 
     key: PartitionKey
     records: RecordSlice
@@ -77,7 +80,7 @@ class Append:
 
 @dataclass(slots=True)
 class ProduceResponse:
-    """Answers for batches of a request; several may come for one request (rule L7)."""
+    """Responses for batches of a request; several may come for one request (rule L7)."""
 
     correlation_id: int
     partitions: Sequence[PartitionResponse]
@@ -85,7 +88,7 @@ class ProduceResponse:
 
 @dataclass(slots=True)
 class ConnectionLost:
-    """The stream to a broker is gone; the requests `unsent` were never handed to it."""
+    """The stream to a broker ended; the requests `unsent` were never written to it."""
 
     node: int
     error: errors.PkError
@@ -109,7 +112,7 @@ class ForceClose:
 
 @dataclass(slots=True)
 class Wakeup:
-    """A timer fired, metadata changed, a flush began."""
+    """A timer expired, the metadata changed, or a flush began."""
 
     flush: bool = False
 
@@ -120,22 +123,24 @@ SenderEvent = Append | ProduceResponse | ConnectionLost | ProducerIdGranted | Fo
 
 
 class Sender:
-    """`options` are resolved (settings.PRODUCER); the shell tells of changes of `metadata` by
-    `Wakeup`.
+    """The machine.  `options` are resolved (settings.PRODUCER); the shell reports changes of
+    `metadata` by `Wakeup`.
     """
 
     def __init__(self, options: Mapping[str, Any], metadata: Metadata, rng: random.Random) -> None:
         self.metadata = metadata
         self.fatal: errors.PkError | None = None
-        self.granted = (NONE, NONE)  #: producer id and epoch as granted last; replaced at once
+        self.granted = (NONE, NONE)  #: producer id and epoch as granted last; replaced as a whole
         self._idempotent: bool = options["enable_idempotence"]
         self._max_in_flight: int = options["max_in_flight"]
         self._request_timeout_ms: int = options["request_timeout_ms"]
         self._delivery_timeout_ms: int = options["delivery_timeout_ms"]
         bounds_ms = (options["retry_backoff_ms"], options["retry_backoff_max_ms"])
         self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
-        self._active: dict[PartitionKey, PartitionBatches] = {}  #: with anything to do, fair order
-        self._idle: dict[PartitionKey, PartitionBatches] = {}  #: remembered for their sequences
+        #: partitions with work, in fair order
+        self._active: dict[PartitionKey, PartitionBatches] = {}
+        #: all partitions, kept for their sequences
+        self._idle: dict[PartitionKey, PartitionBatches] = {}
         self._nodes: dict[int, Retry] = {}  #: brokers
         self._in_flight: dict[int, InFlightRequest] = {}  #: by correlation id, oldest first
         self._next_correlation = 1
@@ -154,10 +159,11 @@ class Sender:
         """Handle `event`; returns the effects that the shell performs in order."""
         self._effects = []
         self._steps[type(event)](event, now_ms)
-        if not isinstance(event, Append):  # slices come in bursts, each followed by a Wakeup
+        # slices come in bursts, and each burst ends with a Wakeup
+        if not isinstance(event, Append):
             if self._timer is not None and self._timer <= now_ms:
                 self._timer = None
-                self._expire(now_ms)  # every deadline is in the timer
+                self._expire(now_ms)  # the timer covers every deadline
             self._pump(now_ms)
         return self._effects
 
@@ -183,7 +189,7 @@ class Sender:
     def _on_response(self, event: ProduceResponse, now_ms: int) -> None:
         request = self._in_flight.get(event.correlation_id)
         if request is None:
-            return  # late: the request was given up
+            return  # the request was given up before this response
         self._nodes[request.node].reset()
         for response in event.partitions:
             at = response.index
@@ -215,7 +221,7 @@ class Sender:
     # -- answers -----------------------------------------------------------------------------------
 
     def _take_back(self, batch: ProducerBatch) -> InFlightRequest:
-        """`batch` is in flight no more; a request without such batches is closed."""
+        """Take `batch` out of its request; a request without batches is closed."""
         request: InFlightRequest = batch.request
         batch.request = None
         request.open -= 1
@@ -224,18 +230,18 @@ class Sender:
         return request
 
     def _settle(self, batch: ProducerBatch, response: PartitionResponse, now_ms: int) -> None:
-        """What a broker's answer means for a batch."""
+        """Handle a broker's response for a batch."""
         self._take_back(batch)
         partition, error = batch.partition, response.error
         if error is None:
             partition.acknowledge(batch, response.base_offset)
             self._respond(batch, response)
         elif isinstance(error, errors.OutOfOrderSequence | errors.UnknownProducerId):
-            batch.unknown_epoch = None  # the broker does not have it
+            batch.unknown_epoch = None  # the broker does not have this batch
             self._out_of_order(batch, error, response.log_start, now_ms)
         elif isinstance(error, errors.InvalidProducerEpoch) and self._idempotent:
             batch.unknown_epoch = None
-            self._producer_id = NONE  # this id is spoilt: begin with another
+            self._producer_id = NONE  # this producer id is unusable: request another
             self._keep_or_drop(batch)
             partition.gap = True
         elif isinstance(error, NOT_STORED) and "appended" not in error.details:
@@ -250,14 +256,18 @@ class Sender:
         self._respond(batch, PartitionResponse(error=error))
 
     def _keep_or_drop(self, batch: ProducerBatch) -> None:
-        """A batch that was not stored stays for its next attempt, unless its caller gave it up."""
+        """Keep a batch that was not stored for its next attempt, unless its futures timed out
+        already.
+        """
         if batch.expired:
             batch.partition.remove(batch)
 
     def _retry(
         self, batch: ProducerBatch, error: errors.PkError, now_ms: int, epoch: int = NONE
     ) -> None:
-        """`batch` was not stored by this attempt, which was made under leader epoch `epoch`."""
+        """Schedule another attempt for `batch`, which the attempt under leader epoch `epoch` did
+        not store.
+        """
         partition = batch.partition
         partition.problem = error
         if isinstance(error, STALE):
@@ -269,17 +279,19 @@ class Sender:
         self._keep_or_drop(batch)
         retry = partition.retry
         if retry.at_ms > now_ms:
-            return  # of the same round as one that failed before
+            return  # another batch of the same request has backed off already
         wait = int(retry.backoff.next_ms())
         leader = self.metadata.leader(partition.key)
         if isinstance(error, STALE) and leader is not None and epoch != NONE:
-            # Either another leader was elected already, or this one learns soon that it leads.
+            # Another leader was elected already, or this broker learns of its own election soon.
             early = exponential_ms(EARLY_MS, wait, retry.backoff.attempts)
             wait = 0 if epoch < leader.epoch else early
         retry.at_ms = now_ms + wait
 
     def _unknown(self, batch: ProducerBatch, error: errors.PkError, now_ms: int) -> None:
-        """`batch` may have been stored."""
+        """Handle an attempt that may have stored `batch`: send it again if idempotent, otherwise
+        fail it.
+        """
         if not self._idempotent:
             message = f"{error.message}; it may have been stored, so it is not sent again"
             self._failed(batch, errors.OutcomeUnknown(message))
@@ -291,11 +303,14 @@ class Sender:
     def _out_of_order(
         self, batch: ProducerBatch, error: errors.PkError, log_start: int, now_ms: int
     ) -> None:
-        """The broker does not have the batch before `batch`: was it acknowledged (rule L6)?"""
+        """Handle a broker without the batch before `batch`; if that was acknowledged, it is lost
+        (rule L6).
+        """
         partition = batch.partition
         if partition.unresolved[0] is batch and not partition.gap:
             forgotten = isinstance(error, errors.UnknownProducerId) or (
-                log_start > partition.acked_offset  # retention or delete-records took the rest
+                # retention or delete-records removed the earlier batches
+                log_start > partition.acked_offset
             )
             if partition.acked_sequence != NONE and not forgotten:
                 lost = errors.OutOfOrderSequence(
@@ -308,20 +323,20 @@ class Sender:
                 return
             partition.gap = True
             backoff = partition.retry.backoff
-            if backoff.attempts:  # the first gap is closed at once
+            if backoff.attempts:  # the first gap is closed immediately
                 partition.retry.at_ms = now_ms + int(backoff.wait_ms())
             backoff.failed()
         self._keep_or_drop(batch)
 
     def _respond(self, batch: ProducerBatch, response: PartitionResponse) -> None:
-        if not batch.expired:  # else its caller has an answer
+        if not batch.expired:  # otherwise its futures have an outcome already
             self._effects.append(Respond(batch, response))
 
     # -- leaders and epochs ------------------------------------------------------------------------
 
     def _leave(self, partition: PartitionBatches, leader: LeaderAndEpoch, now_ms: int) -> int:
-        """Take batches back from brokers that lead no more; returns until when to wait for their
-        answers instead.
+        """Take batches back from brokers that are no longer the leader.  Without idempotence their
+        responses are awaited first; returns until when.
         """
         away = [
             batch
@@ -344,7 +359,7 @@ class Sender:
         return now_ms
 
     def _mend(self, partition: PartitionBatches) -> bool:
-        """Close a gap if nothing is uncertain any more; True if the partition may send new
+        """Close a gap once no batch is uncertain; returns whether the partition may send new
         sequences.
         """
         if not partition.gap:
@@ -392,7 +407,7 @@ class Sender:
                 self._respond(batch, PartitionResponse(error=self._timed_out(partition, what)))
                 batch.expired = True
                 if batch.request is None:
-                    partition.remove(batch)  # else it keeps its place in the sequence
+                    partition.remove(batch)  # a batch in flight keeps its place in the sequence
 
     def _timed_out(self, partition: PartitionBatches, what: str) -> errors.DeliveryTimedOut:
         without_id = self._idempotent and self._producer_id == NONE
@@ -402,15 +417,15 @@ class Sender:
             f"delivery_timeout_ms={self._delivery_timeout_ms}: {what}"
             + (f"; {cause}" if cause else "")
         )
-        if cause:  # the cluster's own failure, and it lasts
+        if cause:  # the failure lies in the cluster, and lasts
             setattr(error, "acts", "operator")  # noqa: B010 - the class says what holds otherwise
         return error
 
     def _free_ms(self, node: int) -> int:
-        """From when on another request may be sent to a broker; 0 = now.
+        """Return when another request may be sent to a broker; 0 = now.
 
-        A stuck request does not count.  A partition whose replica has stopped would otherwise fill
-        every place, and all other partitions of the broker would wait for it.  The number of stuck
+        A stuck request does not count.  Otherwise a partition with a stopped replica would use up
+        all places, and all other partitions of the broker would wait for it.  The number of stuck
         requests is bounded by the batches that a partition may have in flight.
         """
         deadlines = [r.deadline_ms for r in self._in_flight.values() if r.node == node]
@@ -428,12 +443,12 @@ class Sender:
     # -- sending -----------------------------------------------------------------------------------
 
     def _pump(self, now_ms: int) -> None:
-        """Send every batch that may go, and set the timer for the others."""
+        """Send every batch that may be sent, and set the timer for the others."""
         wake = _NEVER
         if self._idempotent and self._producer_id == NONE and self._active:
             self._want_id()
         candidates = list(self._active)
-        while candidates:  # as often as there is room in another request
+        while candidates:  # again while there is room in another request
             requests: dict[int, InFlightRequest] = {}
             again: list[PartitionKey] = []
             for key in candidates:
@@ -448,7 +463,7 @@ class Sender:
                     wake = min(wake, when, partition.created_ms() + self._delivery_timeout_ms)
             for request in requests.values():
                 self._effects.append(Send(request.node, request))
-                for batch in request.batches:  # fair: a served partition goes to the end
+                for batch in request.batches:  # fair: a served partition moves to the end
                     key = batch.partition.key
                     self._active[key] = self._active.pop(key)
             candidates = again
@@ -458,10 +473,12 @@ class Sender:
     def _offer(
         self, partition: PartitionBatches, requests: dict[int, InFlightRequest], now_ms: int
     ) -> int:
-        """Put the next batch into the request to its leader; or say when to look again."""
+        """Put the next batch of a partition into the request to its leader, or return when to try
+        again.
+        """
         leader = self.metadata.leader(partition.key)
         if leader is not None and leader != partition.leader:
-            # The new leader is alive: back-off from before its election does not count any more.
+            # The new leader is alive: back-off from before its election no longer counts.
             partition.leader = leader
             partition.retry.reset()
             if leader.node in self._nodes:
@@ -492,7 +509,7 @@ class Sender:
             self._next_correlation += 1
             self._in_flight[request.correlation_id] = requests[leader.node] = request
         elif request.size + batch.size > limits.FRAME_BYTES:
-            return _AGAIN  # in the next request
+            return _AGAIN  # the batch goes into the next request
         if partition.waiting and partition.waiting[0] is batch:
             partition.unresolved.append(partition.waiting.popleft())
             if self._idempotent:
@@ -514,13 +531,13 @@ class Sender:
     def _next_batch(
         self, partition: PartitionBatches, now_ms: int
     ) -> tuple[ProducerBatch | None, int]:
-        """The batch to send now, or None and when one will be ready."""
+        """Return the next batch to send; without one, when one will be ready."""
         whole = self._mend(partition)
         for batch in partition.unresolved:
             if batch.request is None and (whole or batch.unknown):
                 return batch, now_ms
             if not whole and batch.unknown:
-                return None, _NEVER  # one question at a time
+                return None, _NEVER  # one uncertain batch at a time
         limit = limits.IN_FLIGHT_MAX if self._idempotent else self._max_in_flight
         if not whole or not partition.waiting or partition.numbered >= limit:
             return None, _NEVER
