@@ -1,7 +1,7 @@
 """Administration: topics, settings, offsets, the tier, the metadata quorum.
 
 Every call blocks for at most `timeout_s`, connecting included, and raises the typed error of the
-first thing that went wrong; `RequestTimedOut` or `BrokerUnavailable` if nothing answered.  Setting
+first failure.  It raises `RequestTimedOut` or `BrokerUnavailable` if no server answered.  Setting
 names may be Kafka's (`retention.ms`).  An admin client is safe to share between threads and does
 not survive a fork.
 """
@@ -32,7 +32,7 @@ from pk.wire import pk_pb2 as wire
 
 T = TypeVar("T")
 
-#: `list_offsets` by word; a number is a time in ms.
+#: The words that `list_offsets` accepts; a number is a time in ms.
 SPECIAL_OFFSETS = {
     "latest": -1, "earliest": -2, "max_timestamp": -3, "earliest_local": -4, "tiered_end": -5,
 }  # fmt: skip
@@ -50,7 +50,7 @@ class NewTopic:
 
 @dataclass(slots=True, frozen=True)
 class TopicResult:
-    """What was done about one topic; `note` is for people (where its table stays, …)."""
+    """The result for one topic; `note` is for people (where its table stays, …)."""
 
     name: str
     topic_id: str
@@ -70,7 +70,9 @@ class TopicListing:
 
 @dataclass(slots=True, frozen=True)
 class PartitionReassignment:
-    """A reassignment under way: `replicas` are the target's, then those that will go."""
+    """A reassignment in progress; `replicas` are the new replicas, then those that will be
+    removed.
+    """
 
     topic: str
     partition: int
@@ -81,7 +83,9 @@ class PartitionReassignment:
 
 @dataclass(slots=True, frozen=True)
 class ConfigEntry:
-    """One setting of a resource; `source` says who set it (topic, server, default)."""
+    """One setting of a resource; `source` is where its value comes from (topic, server,
+    default).
+    """
 
     name: str
     value: str
@@ -172,7 +176,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         validate_only: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> list[TopicResult]:
-        """Create topics, each by itself: look at each result's `error`."""
+        """Create topics, each independently: check each result's `error`."""
         request = wire.CreateTopicsRequest(
             validate_only=arguments.flag(validate_only, "validate_only")
         )
@@ -191,7 +195,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def delete_topics(
         self, names: Iterable[str], *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicResult]:
-        """Delete topics, each by itself: look at each result's `error`."""
+        """Delete topics, each independently: check each result's `error`."""
         request = wire.DeleteTopicsRequest(
             names=arguments.topics(names, "names"),
             purge_tier=arguments.flag(purge_tier, "purge_tier"),
@@ -201,7 +205,9 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def create_partitions(
         self, topic: str, total: int, *, timeout_s: float = TIMEOUT_S
     ) -> TopicResult:
-        """Grow a topic to `total` partitions; from then on keys may go elsewhere (see `note`)."""
+        """Grow a topic to `total` partitions.  From then on a key may go to another partition (see
+        `note`).
+        """
         request = wire.CreatePartitionsRequest()
         request.topics.add(name=arguments.topic(topic), total_count=arguments.whole(total, "total"))
         return _one(_results(self._ask(request, wire.CreatePartitionsReply, timeout_s).results))
@@ -209,7 +215,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def list_topics(
         self, *, internal: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicListing]:
-        """All topics, by name."""
+        """Return all topics, by name."""
         internal = arguments.flag(internal, "internal")
         reply = self._ask(wire.MetadataRequest(), wire.MetadataReply, timeout_s)
         found = [
@@ -222,9 +228,9 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def describe_topics(
         self, names: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> list[PartitionDescription]:
-        """Every partition of these topics (None = all), by topic and partition.
+        """Return every partition of these topics (None = all), by topic and partition.
 
-        Raises `UnknownTopicOrPartition` for a name that no topic has.
+        Raises `UnknownTopicOrPartition` for a topic that does not exist.
         """
         wanted = None if names is None else described.unique(arguments.topics(names, "names"))
         if wanted is not None and not wanted:
@@ -238,7 +244,9 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def describe_configs(
         self, name: str, *, resource: str = "topic", timeout_s: float = TIMEOUT_S
     ) -> list[ConfigEntry]:
-        """All settings of a topic (or `resource="broker"`, name "" = the cluster's defaults)."""
+        """Return all settings of a topic (or `resource="broker"`, name "" = the cluster's
+        defaults).
+        """
         request = wire.DescribeConfigsRequest()
         request.resources.add(
             type=arguments.text(resource, "resource"), name=arguments.text(name, "name")
@@ -258,7 +266,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         validate_only: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Change settings of a topic; those not named stay as they are."""
+        """Change settings of a topic; settings that are not named stay as they are."""
         request = wire.AlterConfigsRequest(
             validate_only=arguments.flag(validate_only, "validate_only")
         )
@@ -281,7 +289,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         isolation_level: str = "read_committed",
         timeout_s: float = TIMEOUT_S,
     ) -> dict[TopicPartition, tuple[int, int]]:
-        """`(offset, timestamp)` by word (SPECIAL_OFFSETS) or by time in ms."""
+        """Return `(offset, timestamp)` by word (SPECIAL_OFFSETS) or by time in ms."""
         asked = arguments.by_place(partitions, "partitions", "offsets")
         wanted = {place: _time_of(spec, "partitions") for place, spec in asked.items()}
         isolation = arguments.choice(isolation_level, "isolation_level", ISOLATION)
@@ -292,7 +300,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def offsets(
         self, topic: str, spec: str | int = "latest", *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
-        """One offset of each partition of a topic: `list_offsets` for all of them."""
+        """Return one offset of each partition of a topic: `list_offsets` for all of them."""
         topic, _ = arguments.topic(topic), _time_of(spec, "spec")
         deadline = self._now_s() + arguments.seconds(timeout_s)
         found = self._run(self._cluster.topic(topic, int(timeout_s * 1000)), timeout_s)
@@ -356,10 +364,10 @@ class AdminClient(BrokerCalls, QuorumCalls):
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> dict[TopicPartition, errors.PkError | None]:
-        """Give partitions other replicas, the preferred leader first; None cancels (KIP-455).
+        """Assign new replicas to partitions, the preferred leader first; None cancels (KIP-455).
 
-        The copying goes on after the call: `list_partition_reassignments` says what is under way.
-        Each partition succeeds or fails by itself: the result has its error, or None.
+        The brokers copy data after the call has returned: `list_partition_reassignments` shows
+        progress. Each partition succeeds or fails independently: its result is an error, or None.
         """
         request = wire.AlterReassignmentsRequest()
         asked = arguments.by_place(reassignments, "reassignments", "lists of broker ids")
@@ -375,7 +383,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def list_partition_reassignments(
         self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> list[PartitionReassignment]:
-        """The reassignments under way, of these topics (None = all)."""
+        """Return the reassignments in progress, of these topics (None = all)."""
         wanted = None if topics is None else arguments.topics(topics, "topics")
         if wanted is not None and not wanted:
             return []
@@ -391,7 +399,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
     def partition_replicas(
         self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, tuple[int, ...]]:
-        """The replicas of every partition of these topics; an unknown topic is left out."""
+        """Return the replicas of every partition of these topics; unknown topics are left out."""
         request = wire.MetadataRequest(topics=arguments.topics(topics, "topics"))
         reply = self._ask(request, wire.MetadataReply, timeout_s)
         return {
@@ -407,10 +415,11 @@ class AdminClient(BrokerCalls, QuorumCalls):
         unclean: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> dict[TopicPartition, errors.PkError | None]:
-        """Have the preferred leaders elected (KIP-460); None = wherever one could take over.
+        """Elect the preferred leaders (KIP-460); None = all partitions that need it.
 
-        `unclean` elects where nobody leads, without the replicas that are missing: what only they
-        hold is lost.  Each partition succeeds or fails by itself.
+        `unclean` elects a leader for partitions without one, even if in-sync replicas are missing.
+        Records that only the missing replicas hold are lost.  Each partition succeeds or fails
+        independently.
         """
         request = wire.ElectLeadersRequest(unclean=arguments.flag(unclean, "unclean"))
         if partitions is not None:
@@ -435,27 +444,29 @@ class AdminClient(BrokerCalls, QuorumCalls):
         return [PartitionKey(ids[place.topic], place.partition) for place in places]
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Forget a broker that is stopped for good and has no replicas any more (KIP-500)."""
+        """Remove a broker that is stopped for good and has no replicas any more (KIP-500)."""
         request = wire.UnregisterBrokerRequest(broker_id=arguments.whole(broker_id, "broker_id"))
         self._ask(request, wire.UnregisterBrokerReply, timeout_s)
 
     # -- the tier ----------------------------------------------------------------------------------
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
-        """The table behind a topic and what it holds."""
+        """Return the table behind a topic and what it contains."""
         name = arguments.topic(topic)
         return self._joined(
             lambda one_ms: described.describe_tier(self._cluster, name, one_ms), timeout_s
         )
 
     def repair_tier(self, topic: str, *, timeout_s: float = 300.0) -> dict[int, TierRows]:
-        """Bring rows that another engine deleted from the table back, as far as the local logs
-        have them; a result for each partition."""
+        """Restore rows that another engine deleted from the table, as far as the local logs still
+        have them; returns a result for each partition.
+        """
         return self._tier_rows(topic, timeout_s, accept=False)
 
     def accept_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> dict[int, TierRows]:
-        """Settle the rows that another engine deleted from the table: they are not missed any
-        more, and readers go past them; a result for each partition."""
+        """Accept that another engine deleted rows from the table.  They are no longer reported as
+        missing, and readers skip them.  Returns a result for each partition.
+        """
         return self._tier_rows(topic, timeout_s, accept=True)
 
     def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
@@ -471,10 +482,10 @@ class AdminClient(BrokerCalls, QuorumCalls):
             if self._of_controllers:
                 return await ask_active(cluster, request, one_ms)
             if not cluster.metadata.generation:
-                cluster.start()  # know the brokers, so that one that moved is still found
+                cluster.start()  # learn the brokers: a moved one is then found
             return await cluster.call_any(request, timeout_ms=one_ms)
 
-        # A broker answers for the whole cluster, its own writes included: no use in asking again.
+        # The answering broker speaks for the whole cluster, its own writes included: no retry.
         unknown = errors.UnknownTopicOrPartition
         timeout_ms = int(arguments.seconds(timeout_s) * 1000)
         work = cluster.retrying(attempt, timeout_ms, final=unknown)
@@ -484,7 +495,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         return reply
 
     def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
-        """What several brokers must say together."""
+        """Run `attempt`, which combines the answers of several brokers, with retries."""
         unknown = errors.UnknownTopicOrPartition
         timeout_ms = int(arguments.seconds(timeout_s) * 1000)
         work = self._cluster.retrying(attempt, timeout_ms, final=unknown)
@@ -503,10 +514,10 @@ class AdminClient(BrokerCalls, QuorumCalls):
         return self._thread.run(run(), timeout_s)
 
     def close(self) -> None:
-        """Disconnect.  Idempotent; a disconnecting that takes long goes on without the caller."""
+        """Disconnect.  Idempotent; a slow disconnect continues in the background."""
         if threading.current_thread() is self._thread.thread:
             raise errors.InvalidRequest("a delivery callback must not block")
-        with self._ending:  # of several threads that close, one does it
+        with self._ending:  # if several threads close, one does the work
             if self._closed:
                 return
             self._closed = True
@@ -533,7 +544,7 @@ def _dotless(name: str) -> str:
 
 
 def _settings_of(given: Mapping[str, Any], argument: str) -> dict[str, str]:
-    """Names in pk's spelling, values as text; the controller judges both."""
+    """Return names in pk's spelling and values as text; the controller validates both."""
     found: dict[str, str] = {}
     for name, value in arguments.settings(given, argument).items():
         key = _dotless(name)
@@ -555,7 +566,7 @@ def _add_topic(request: wire.CreateTopicsRequest, topic: NewTopic) -> None:
 
 
 def _time_of(spec: Any, argument: str) -> int:
-    """What the protocol has for a word of SPECIAL_OFFSETS, or for a time."""
+    """Return the protocol's number for a word of SPECIAL_OFFSETS, or for a time."""
     if isinstance(spec, str):
         return arguments.choice(spec, f"{argument}: offset", SPECIAL_OFFSETS)
     name = f"{argument}: a time in ms, or one of {', '.join(SPECIAL_OFFSETS)},"
@@ -579,7 +590,7 @@ def _by_partition(
 
 
 def _only(results: Sequence[T]) -> T:
-    """What was answered to a question about one thing."""
+    """Return the only result.  Raises `InternalError` if there is not exactly one."""
     if len(results) != 1:
         raise errors.InternalError(f"{len(results)} results came for one request")
     return results[0]

@@ -1,9 +1,8 @@
-"""What callers hand to the public classes, looked at before anything is sent.
+"""Checks of the arguments of the public classes, before anything is sent.
 
-Each function returns the value in the form that the client works with, or raises an error that
-names the argument and says what is accepted: `TypeError` for another type, `InvalidOption` for a
-value out of its bounds, `InvalidTopic` and `InvalidPartitions` for what no topic and no partition
-can be called.
+Each function returns the value in the form that the client uses, or raises an error that names the
+argument and the accepted values: `TypeError` for another type, `InvalidOption` for a value outside
+its bounds, `InvalidTopic` and `InvalidPartitions` for an impossible topic name or partition number.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _shown.maxstring = _shown.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """`value` as an error message quotes it: not all of it if it is long."""
+    """Return `value` as an error message quotes it, shortened if it is long."""
     try:
         return _shown.repr(value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer of thousands of digits cannot be shown
         return f"a huge {type(value).__name__}"
 
 
 def seconds(value: Any, name: str = "timeout_s") -> float:
-    """A time-out in seconds."""
+    """Check a time-out in seconds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {shown(value)}")
     try:
@@ -56,7 +55,7 @@ def seconds(value: Any, name: str = "timeout_s") -> float:
 def whole(
     value: Any, name: str, least: int | None = -INT32_MAX - 1, most: int | None = INT32_MAX
 ) -> int:
-    """An integer in `[least, most]`; a numpy integer is one, 1.5 is none."""
+    """Check an integer in `[least, most]`.  A numpy integer is accepted, 1.5 is not."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -69,7 +68,7 @@ def whole(
 
 
 def function(value: Any, name: str) -> Callable[..., Any]:
-    """Something that can be called."""
+    """Check a callable."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, not {shown(value)}")
     found: Callable[..., Any] = value
@@ -77,14 +76,14 @@ def function(value: Any, name: str) -> Callable[..., Any]:
 
 
 def flag(value: Any, name: str) -> bool:
-    """True or False."""
+    """Check a bool."""
     if not isinstance(value, int):
         raise TypeError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
 def text(value: Any, name: str, *, secret: bool = False) -> str:
-    """Text that UTF-8 can say; an error about a `secret` does not quote it."""
+    """Check text that can be encoded in UTF-8; an error about a `secret` does not quote it."""
     quoted = "***" if secret else shown(value)
     if not isinstance(value, str):
         raise TypeError(f"{name} must be text, not {quoted}")
@@ -102,7 +101,7 @@ def _utf8(value: str) -> bool:
 
 
 def choice(value: Any, name: str, choices: Mapping[str, T]) -> T:
-    """What the word `value` stands for."""
+    """Return the value that the word `value` stands for."""
     if not isinstance(value, str) or value not in choices:
         raise errors.InvalidOption(
             f"{name} {shown(value)} is none of {', '.join(choices)}", option=name
@@ -111,7 +110,7 @@ def choice(value: Any, name: str, choices: Mapping[str, T]) -> T:
 
 
 def topic(value: Any, name: str = "topic") -> str:
-    """The name of a topic, which need not exist."""
+    """Check a topic name; the topic need not exist."""
     if not isinstance(value, str):
         raise errors.InvalidTopic(f"{name} must be a topic's name, not {shown(value)}")
     if wrong := what_is_wrong(value):
@@ -120,7 +119,7 @@ def topic(value: Any, name: str = "topic") -> str:
 
 
 def pattern(value: Any, name: str) -> re.Pattern[str]:
-    """A regular expression over text."""
+    """Compile or check a regular expression over text."""
     given = value.pattern if isinstance(value, re.Pattern) else value
     if not isinstance(given, str):
         raise TypeError(f"{name} must be a regular expression of text, not {shown(value)}")
@@ -131,7 +130,7 @@ def pattern(value: Any, name: str) -> re.Pattern[str]:
 
 
 def items(given: Iterable[T], name: str, what: str = "") -> list[T]:
-    """The items of a list.  A bare string is no list of strings."""
+    """Check a list and return its items.  A bare string is not accepted as a list of strings."""
     bare = isinstance(given, str | bytes | bytearray | TopicPartition | Mapping)
     if bare or not isinstance(given, Iterable):
         of = f" of {what}" if what else ""
@@ -140,12 +139,12 @@ def items(given: Iterable[T], name: str, what: str = "") -> list[T]:
 
 
 def topics(given: Iterable[str], name: str) -> list[str]:
-    """A list of topic names."""
+    """Check a list of topic names."""
     return [topic(each, name) for each in items(given, name, "topic names")]
 
 
 def number(value: Any, name: str = "partition") -> int:
-    """The number of a partition, which need not exist."""
+    """Check a partition number; the partition need not exist."""
     found = whole(value, name, None, None)
     if not 0 <= found <= INT32_MAX:
         raise errors.InvalidPartitions(
@@ -155,7 +154,7 @@ def number(value: Any, name: str = "partition") -> int:
 
 
 def place(value: Any, name: str = "partition") -> TopicPartition:
-    """A partition; a pair is as good as a `TopicPartition`."""
+    """Check a partition; a pair is accepted like a `TopicPartition`."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -169,19 +168,19 @@ def place(value: Any, name: str = "partition") -> TopicPartition:
 
 
 def places(given: Iterable[Any], name: str = "partitions") -> list[TopicPartition]:
-    """A list of partitions."""
+    """Check a list of partitions."""
     return [place(each, name) for each in items(given, name, "TopicPartition")]
 
 
 def by_place(given: Mapping[Any, T], name: str, what: str) -> dict[TopicPartition, T]:
-    """A dict of `what` by partition."""
+    """Check a dict of `what` by partition."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of TopicPartition to {what}, not {shown(given)}")
     return {place(each, name): value for each, value in given.items()}
 
 
 def settings(given: Any, name: str) -> dict[str, str]:
-    """A dict of settings, values as text; the server judges them."""
+    """Check a dict of settings and return values as text; the server validates them."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of settings, not {shown(given)}")
     found = {}

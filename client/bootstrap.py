@@ -1,4 +1,4 @@
-"""The addresses a client begins with."""
+"""Parsing of the addresses that a client connects to first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_PORT = 9292
 
 
 def addresses(bootstrap: Any) -> list[str]:
-    """`HOST:PORT[,HOST:PORT…]` as a list.  Raises `InvalidOption`."""
+    """Parse `HOST:PORT[,HOST:PORT…]` into a list.  Raises `InvalidOption`."""
     if isinstance(bootstrap, Mapping):
         raise errors.InvalidOption(
             f"bootstrap is HOST:PORT or a list of them, not the dict {shown(bootstrap)}; "

@@ -1,4 +1,4 @@
-"""What a cluster says of its brokers, and the calls of `AdminClient` that concern one of them."""
+"""Descriptions of brokers, and the calls of `AdminClient` that concern one broker."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BrokerDescription:
     """One registered broker.
 
     state: "active", "fenced" or "shutting down".
-    clock_skew_ms: its wall clock ahead of the median of all nodes; None = not heard lately.
-    clock_trusted: nothing expires by age on a broker that does not trust its clock (rule L10).
-    clock_doubt: why it does not: "start", "step", "ahead", "not_compared"; "" = it does.
+    clock_skew_ms: its wall clock minus the median of all nodes; None = no recent reading.
+    clock_trusted: a broker that does not trust its clock lets nothing expire by age (rule L10).
+    clock_doubt: why the clock is not trusted: "start", "step", "ahead", "not_compared"; "" = it is.
     """
 
     broker_id: int
@@ -38,7 +38,7 @@ class BrokerDescription:
 
 
 def description_of(said: wire.BrokerDescription) -> BrokerDescription:
-    """The reply in the client's words."""
+    """Convert the reply."""
     return BrokerDescription(
         said.broker_id, said.address, said.rack, said.state, said.broker_epoch,
         said.clock_skew_ms if said.HasField("clock_skew_ms") else None,
@@ -52,22 +52,22 @@ class BrokerCalls:
     _cluster: NetworkClient
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """Ask any broker and return its reply of `kind`.  `AdminClient` provides it."""
+        """Ask any broker and return its reply of type `kind`.  `AdminClient` implements it."""
         raise NotImplementedError
 
     def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
-        """Repeat `attempt` until it succeeds.  `AdminClient` provides it."""
+        """Repeat `attempt` until it succeeds.  `AdminClient` implements it."""
         raise NotImplementedError
 
     def list_brokers(self, *, timeout_s: float = TIMEOUT_S) -> list[BrokerDescription]:
-        """Every registered broker, by id, as the active controller knows it."""
+        """Return every registered broker, by id, as the active controller knows it."""
         reply = self._ask(wire.ListBrokersRequest(), wire.ListBrokersReply, timeout_s)
         return [description_of(each) for each in reply.brokers]
 
     def confirm_clock(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> str:
-        """Tell a broker that its wall clock is right: records and producers expire by it again.
+        """Declare a broker's wall clock right: records and producers expire by it again.
 
-        Returns the doubt that this ended, "" if the broker trusted its clock anyway.  Raises
+        Returns the doubt that this ended, "" if the broker trusted its clock already.  Raises
         `BrokerUnavailable` if the broker is not in service.
         """
 

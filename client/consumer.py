@@ -250,7 +250,7 @@ class Consumer:
         for index, item in enumerate(slices):
             try:
                 found.append(self._to_lines(item.place, item.rows))
-            # the caller's own functions raise anything; a registry may be unreachable
+            # A deserialiser given by the caller may raise any exception.
             except Exception:
                 good = self._good_lines(item)
                 found += good

@@ -1,15 +1,15 @@
-"""What a cluster says of its partitions and tables, joined from all of its brokers.
+"""Descriptions of partitions and tables, combined from the replies of all brokers.
 
-World-generic.  A broker knows how far the logs are that it holds, and a leader alone knows how far
-its partition is: every broker is asked, and of each partition the leader's view is shown.  Who
-leads and who is in sync is taken from the newest metadata that any of them has.
+World-generic.  A broker knows the state of the logs that it holds, but only the leader knows the
+state of its partition.  Every broker is asked, and for each partition the leader's view is shown.
+Leader and in-sync replicas come from the newest metadata of any broker.
 
 Invariants
-  D1  every partition that the metadata name is described once; one without a leader's view has an
-      error that says what it waits for, and the offsets of its longest replica.
-  D2  a broker that does not answer keeps the others' answers waiting for PATIENCE_MS and a quarter
-      of the call's time at most, and costs nothing but its own view.
-  D3  nothing asked here creates a topic.
+  D1  Every partition in the metadata is described once.  A partition without a leader's view has an
+      error that names the cause, and the offsets of its longest replica.
+  D2  A broker that does not answer delays the result by at most PATIENCE_MS, and at most a quarter
+      of the call's time.  Only its own view is missing then.
+  D3  No request here creates a topic.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: How long a broker is waited for once another one has answered, and at most this share of the
-#: call's own time: a description asks twice, one after the other.
+#: How long the others are awaited once one broker has answered, and the largest share of the call's
+#: time for this: a description asks twice, one after the other.
 PATIENCE_MS = 3_000
 PATIENCE_SHARE = 4
 
@@ -38,7 +38,7 @@ Views = dict[int, Any]  #: broker → its reply
 
 @dataclass(slots=True, frozen=True)
 class PartitionDescription:
-    """Where the log of a partition stands: log_start <= local_log_start, LSO <= HW <= log_end."""
+    """The state of a partition's log: log_start <= local_log_start, LSO <= HW <= log_end."""
 
     topic: str
     topic_id: str
@@ -58,12 +58,12 @@ class PartitionDescription:
     segments: int
     directory: str
     error: errors.PkError | None = None
-    elr: tuple[int, ...] = ()  #: eligible to lead without being in sync (KIP-966)
+    elr: tuple[int, ...] = ()  #: replicas that may lead without being in sync (KIP-966)
     offline_replicas: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Bytes on the leader's local disk."""
+        """Return the bytes on the leader's local disk."""
         return self.local_bytes
 
     @property
@@ -73,7 +73,7 @@ class PartitionDescription:
 
 @dataclass(slots=True, frozen=True)
 class TierPartition:
-    """What the topic's table holds of a partition: offsets `[start, end)`."""
+    """The part of a partition that the topic's table contains: offsets `[start, end)`."""
 
     partition: int
     start: int
@@ -90,18 +90,18 @@ class TierPartition:
 
 @dataclass(slots=True, frozen=True)
 class DamagedRange:
-    """A data file that is missing or damaged: offsets `[start, end)` cannot be read."""
+    """A missing or damaged data file: offsets `[start, end)` cannot be read."""
 
     partition: int
     start: int
     end: int
-    path: str  #: relative to the table
+    path: str  #: relative to the table's directory
     problem: errors.PkError
 
 
 @dataclass(slots=True, frozen=True)
 class MissingRows:
-    """Rows that another engine took out of the table; offsets of `ranges` are in no file."""
+    """Rows that another engine removed from the table; no file contains the offsets of `ranges`."""
 
     partition: int
     rows: int
@@ -112,7 +112,7 @@ class MissingRows:
 class TierDescription:
     """The Delta table behind a topic.
 
-    `damaged`: what reads have found since the tier processes of the leaders started.
+    `damaged`: files that readers found damaged since the tier processes of the leaders started.
     """
 
     topic: str
@@ -131,7 +131,9 @@ class TierDescription:
 
 
 async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) -> Views:
-    """The reply of every broker that gives one (D2).  Raises the error of one if none does."""
+    """Return the reply of every broker that gives one (D2).  Raises one broker's error if none
+    does.
+    """
     tasks = TaskRegistry(awaited)
     asked = {
         node: tasks.spawn(cluster.call_node(node, request, timeout_ms=timeout_ms))
@@ -154,7 +156,7 @@ async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) ->
         try:
             views[node] = task.result()
         except errors.PkError as cause:
-            # That a topic is not there is the answer of one that may only be behind.
+            # A broker that lacks the topic may only be behind.
             error = cause
     if not views:
         raise error
@@ -162,7 +164,7 @@ async def everyone(cluster: NetworkClient, request: Message, timeout_ms: int) ->
 
 
 async def _newest(cluster: NetworkClient, topic_ids: Sequence[str], timeout_ms: int) -> Any:
-    """The newest metadata that a broker has; of all topics if none is named (D3)."""
+    """Return the newest metadata of any broker; of all topics if none is named (D3)."""
     request = wire.MetadataRequest(topic_ids=topic_ids)
     views = await everyone(cluster, request, timeout_ms)
     return max(views.values(), key=lambda reply: reply.metadata_offset)
@@ -174,9 +176,9 @@ async def _newest(cluster: NetworkClient, topic_ids: Sequence[str], timeout_ms: 
 async def describe_partitions(
     cluster: NetworkClient, names: Sequence[str] | None, timeout_ms: int
 ) -> list[PartitionDescription]:
-    """Every partition of these topics (None = all), by topic and partition.
+    """Return every partition of these topics (None = all), by topic and partition.
 
-    Raises `UnknownTopicOrPartition` for a name that no topic has.
+    Raises `UnknownTopicOrPartition` for a topic that does not exist.
     """
     views = await everyone(cluster, wire.DescribePartitionsRequest(topics=names), timeout_ms)
     ids = {view.topic_id: view.topic for reply in views.values() for view in reply.partitions}
@@ -211,7 +213,7 @@ def _described(topic: Any, info: Any, views: Mapping[int, Any]) -> PartitionDesc
 
 
 def _best(info: Any, views: Mapping[int, Any]) -> tuple[Any, errors.PkError | None]:
-    """The view to show and what is wrong (D1)."""
+    """Return the view of a partition to show, and its error (D1)."""
     problems = {
         node: frames.raise_error(view.error)
         for node, view in views.items()
@@ -220,7 +222,7 @@ def _best(info: Any, views: Mapping[int, Any]) -> tuple[Any, errors.PkError | No
     if info.leader in views:
         return views[info.leader], problems.get(info.leader)
     longest = max(views.values(), key=lambda view: view.log_end, default=wire.PartitionState())
-    if problems:  # the cause; that nobody leads follows from it
+    if problems:  # the cause of the missing leader
         return longest, next(iter(problems.values()))
     if info.leader != NONE:
         return longest, errors.BrokerUnavailable(f"broker {info.leader}, its leader, is silent")
@@ -235,8 +237,8 @@ def _best(info: Any, views: Mapping[int, Any]) -> tuple[Any, errors.PkError | No
 
 
 async def describe_tier(cluster: NetworkClient, topic: str, timeout_ms: int) -> TierDescription:
-    """The table behind a topic and what it holds: the newest version that anybody knows, each
-    partition's share as its leader sees it.
+    """Describe the table behind a topic: the newest version that any broker knows, and each
+    partition's part as its leader sees it.
     """
     views = await everyone(cluster, wire.DescribeTierRequest(topic=topic), timeout_ms)
     newest = max(views.values(), key=lambda reply: (reply.version, bool(reply.uri)))
@@ -284,5 +286,5 @@ def _share(p: Any) -> TierPartition:
 
 
 def unique(names: Iterable[str] | str) -> list[str]:
-    """Topic names as given by a caller, each once."""
+    """Return the topic names without duplicates, in order."""
     return list(dict.fromkeys([names] if isinstance(names, str) else names))

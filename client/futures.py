@@ -1,4 +1,4 @@
-"""The futures of `send` and `send_batch`: light views of a record set."""
+"""The futures of `send` and `send_batch`: small views of a record set."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ T = TypeVar("T")
 
 
 class _Future(msgspec.Struct, Generic[T], gc=False, eq=False):
-    """No lock and no event of its own: the cheapest object there is, for `send` makes one each."""
+    """A future without a lock or an event of its own: `send` makes one each, so it must be
+    cheap.
+    """
 
     _records: RecordSet
-    _index: int | None = None  #: of the record; None = all records
+    _index: int | None = None  #: index of the record; None = all records
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._records.outcome(self._index) is not None
 
     def cancelled(self) -> bool:
-        """Always False: what was handed over is sent."""
+        """Return False: a record that was sent cannot be cancelled."""
         return False
 
     def exception(self, timeout: float | None = None) -> errors.PkError | None:
-        """The error, or None if all was stored; waits up to `timeout` seconds (None = no limit).
+        """Return the error, or None if all was stored; waits up to `timeout` seconds (None = no
+        limit).
 
         Raises `TimeoutError`.
         """
@@ -37,7 +40,7 @@ class _Future(msgspec.Struct, Generic[T], gc=False, eq=False):
         return outcome if isinstance(outcome, errors.PkError) else None
 
     def result(self, timeout: float | None = None) -> T:
-        """Where it was stored; waits up to `timeout` seconds (None = no limit).
+        """Return where it was stored; waits up to `timeout` seconds (None = no limit).
 
         Raises the error of the record, `PartlyStored` if only some records of a batch were stored,
         `TimeoutError` if the outcome is not known in time.
@@ -48,8 +51,8 @@ class _Future(msgspec.Struct, Generic[T], gc=False, eq=False):
         return outcome
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Call `callback(future)` once the outcome is known: on the sending thread, so it must not
-        block.
+        """Call `callback(future)` once the outcome is known.  It runs on the sending thread, so it
+        must not block.
         """
         self._records.call_when_known(self._index, lambda: callback(self))
 

@@ -288,7 +288,7 @@ class NetworkClient:
                 raise given_up(last, timeout_ms) from None
             except errors.RetriableError as cause:
                 hasty = isinstance(cause, errors.RequestTimedOut) and left < self.request_timeout_ms
-                # the last attempt had too little time; an earlier error is the cause
+                # An attempt cut short by the deadline does not replace the earlier error.
                 if not (hasty and backoff.attempts):
                     last = cause
                 left = deadline - clock.monotonic_ms()

@@ -1,6 +1,6 @@
-"""Offsets by time or special value, asked of each partition's leader.
+"""Look-ups of offsets by time or special value, at each partition's leader.
 
-World-generic, and light to import: neither Arrow nor the data path comes with it.
+World-generic, and light to import: it loads neither Arrow nor the data path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: What a "time" below 0 means to a broker.
+#: The "times" below 0 that the protocol uses for special offsets.
 LATEST = -1
 EARLIEST = -2
 #: Offsets are 64 bits wide.
@@ -30,7 +30,9 @@ async def lookup_offsets(
     isolation: int,
     timeout_ms: int,
 ) -> dict[TopicPartition, tuple[int, int]]:
-    """`(offset, timestamp)` per partition, from the leaders; retried until all have answered."""
+    """Return `(offset, timestamp)` per partition, from the leaders; retries until all have
+    answered.
+    """
     clock = cluster.world.clock
     deadline = clock.monotonic_ms() + timeout_ms
     left = list(dict.fromkeys(places))
@@ -51,7 +53,8 @@ async def lookup_offsets(
             _ask_offsets(cluster, node, group, timestamps, isolation, one_ms, found)
             for node, group in by_node.items()
         ]
-        for failed in await asyncio.gather(*asks):  # a silent one keeps no other one waiting
+        # asked in parallel: a silent leader delays no other
+        for failed in await asyncio.gather(*asks):
             error = failed or error
         left[:] = [place for place in left if place not in found]
         if left and error is None:
@@ -74,7 +77,9 @@ async def _ask_offsets(
     timeout_ms: int,
     found: dict[TopicPartition, tuple[int, int]],
 ) -> errors.PkError | None:
-    """One request to one leader; answers go to `found`, the first error is returned."""
+    """Send one request to one leader.  Puts answers into `found`; returns the last error, or
+    None.
+    """
     request = wire.ListOffsetsRequest(isolation=isolation)
     places: dict[PartitionKey, TopicPartition] = {}
     for place in group:

@@ -1,5 +1,5 @@
-"""How clients take options: keyword arguments, Kafka's dotted names included, checked before
-anything opens.
+"""Options of clients: keyword arguments, Kafka's dotted names included, checked before any
+connection opens.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 from pk import errors
 from pk.settings import CONSUMER, PRODUCER, Options
 
-#: How long a blocking call of the administration may take.
+#: The default time-out of administration calls.
 TIMEOUT_S = 60.0
 
-#: Kafka's names where pk's is shorter.
+#: Kafka's names for which pk has a shorter one.
 ALIASES = {
     "compression_type": "compression",
     "max_in_flight_requests_per_connection": "max_in_flight",
@@ -22,7 +22,7 @@ _BOOTSTRAP = ("bootstrap_servers", "bootstrap.servers")
 
 
 def bootstrap_of(bootstrap: Any, given: dict[str, Any]) -> Any:
-    """The bootstrap argument, under whichever of its names it came."""
+    """Return the bootstrap argument, under any of its names."""
     for name in _BOOTSTRAP:
         if name in given:
             if bootstrap is not None:
@@ -52,7 +52,7 @@ def _refuse(scope: Options, parsed: Mapping[str, Any], name: str, what: str) -> 
 
 
 def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Every producer option, and whether the producer is idempotent (rule L6)."""
+    """Return every producer option, and whether the producer is idempotent (rule L6)."""
     renamed = _aliased(given)
     parsed = PRODUCER.parse(renamed)
     _refuse(PRODUCER, parsed, "transactional_id", "transactions")
@@ -69,7 +69,7 @@ def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every consumer option."""
+    """Return every consumer option."""
     renamed = _aliased(given)
     parsed = CONSUMER.parse(renamed)
     _refuse(CONSUMER, parsed, "group_id", "consumer groups")

@@ -74,7 +74,7 @@ def murmur2_column(keys: pa.Array) -> U32:
     offsets = np.frombuffer(offsets_buffer, np.int32, count + 1, keys.offset * 4).astype(np.int64)
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     data = memoryview(data_buffer) if data_buffer is not None else memoryview(b"")
-    # all keys have one length, as ids and uuids do: no sorting
+    # Keys of one length, such as ids and uuids, need no sorting.
     if int(lengths.min()) == int(lengths.max()):
         h = _mixed(starts, lengths, lengths >> 2, data)
         return h

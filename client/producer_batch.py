@@ -118,7 +118,7 @@ def _stamped(rows: pa.RecordBatch, stamp_ms: int) -> pa.RecordBatch:
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """A produce request: batches of partitions that one broker leads."""
+    """A produce request: batches of partitions with the same leader."""
 
     correlation_id: int
     node: int

@@ -1,7 +1,8 @@
-"""The metadata quorum as `AdminClient` describes it, and how its controllers are asked directly.
+"""Descriptions of the metadata quorum for `AdminClient`, and requests to its controllers.
 
-Asked through a broker, the broker finds the active controller.  Asked directly (Kafka's
-`bootstrap.controllers`, KIP-919), a controller that does not lead names the one that does.
+A broker forwards a request to the active controller.  Without a broker (Kafka's
+`bootstrap.controllers`, KIP-919) the client asks the controllers directly, and a controller that is
+not the leader names the leader.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class QuorumReplica:
 
 @dataclass(slots=True, frozen=True)
 class QuorumDescription:
-    """Who leads the metadata quorum, and how far everybody is."""
+    """The leader of the metadata quorum, its voters and observers, and how far each has
+    replicated.
+    """
 
     leader_id: int
     leader_epoch: int
@@ -48,18 +51,18 @@ class QuorumDescription:
 
     @property
     def max_lag(self) -> int:
-        """Of the voters, in records."""
+        """Return the largest lag of a voter, in records."""
         return max((each.lag for each in self.voters), default=0)
 
     @property
     def max_caught_up_ago_ms(self) -> int:
-        """How long ago the last of the voters had everything; -1 = one of them never had."""
+        """Return how long ago the slowest voter was caught up, in ms; -1 = a voter never was."""
         times = [each.last_caught_up_ago_ms for each in self.voters]
         return -1 if min(times, default=-1) < 0 else max(times)
 
 
 def description_of(reply: wire.DescribeQuorumReply) -> QuorumDescription:
-    """The reply in the client's words."""
+    """Convert the reply."""
     leader = [each.log_end for each in reply.voters if each.node_id == reply.leader_id]
     end = max([reply.high_watermark, *leader])
 
@@ -79,7 +82,9 @@ def description_of(reply: wire.DescribeQuorumReply) -> QuorumDescription:
 
 
 async def ask_active(cluster: NetworkClient, request: Message, timeout_ms: int) -> Message:
-    """One round over the controllers `cluster` was given, whom a refusal names first."""
+    """Ask the configured controllers in turn, once each; a leader named in a refusal is asked
+    next.
+    """
     waiting, asked = list(cluster.bootstrap), dict[str, None]()
     error: errors.PkError = errors.BrokerUnavailable("no controller is known")
     while waiting:
@@ -102,18 +107,18 @@ class QuorumCalls:
     """The calls of `AdminClient` that concern the metadata quorum."""
 
     def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """The client's own: one answer of this kind, from whoever gives it."""
+        """Ask any server and return its reply of type `kind`.  `AdminClient` implements it."""
         raise NotImplementedError
 
     def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
-        """Who leads, who votes, who follows, and how far each is."""
+        """Return the leader, voters and observers, and how far each has replicated."""
         request = wire.DescribeQuorumRequest()
         return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
 
     def add_raft_voter(
         self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
     ) -> tuple[int, ...]:
-        """Let a controller that has caught up vote (KIP-853); returns the ids of all voters."""
+        """Make a controller that has caught up a voter (KIP-853); returns the ids of all voters."""
         request = wire.AddVoterRequest(
             node_id=arguments.whole(node_id, "node_id"),
             directory_id=arguments.text(directory_id, "directory_id"),
@@ -125,7 +130,7 @@ class QuorumCalls:
     def remove_raft_voter(
         self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
     ) -> tuple[int, ...]:
-        """Let a controller vote no more; returns the ids of the voters that stay."""
+        """Remove a controller from the voters; returns the ids of the remaining voters."""
         request = wire.RemoveVoterRequest(
             node_id=arguments.whole(node_id, "node_id"),
             directory_id=arguments.text(directory_id, "directory_id"),

@@ -1,12 +1,13 @@
-"""Decoded rows as `Record` objects: whole columns at a time, in C.
+"""Conversion of decoded rows to `Record` objects: whole columns at a time, in C.
 
-A column becomes a list of Python objects in one call, and the records are drawn from the columns by
-`map`: no Python code runs per record.  Iteration draws them one by one, so that a record that was
-looked at is freed before the next one is made; `poll` makes them all at once.  Neither makes work
-for the garbage collector, which does not look into records (`pk.types.Record`).
+A column becomes a list of Python objects in one call, and `map` draws the records from the columns:
+no Python code runs per record.  Iteration draws records one by one, so that a used record is freed
+before the next one is made; `poll` makes them all at once.  Neither makes work for the garbage
+collector, which does not look into records (`pk.types.Record`).
 
 Invariants
-  D1  records come in offset order, each once; what was not drawn yet can be taken away (`drop`).
+  D1  Records come in offset order, each once.  Records that were not drawn yet can be removed
+      (`drop`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ConsumerRecords:
         key_deserializer: Deserializer | None,
         value_deserializer: Deserializer | None,
     ) -> None:
-        """Raises what the deserialisers raise."""
+        """Deserialise the columns.  Raises what the deserialisers raise."""
         topic, partition = place
         keys = _objects(rows.column("key"), key_deserializer, topic)
         values = _objects(rows.column("value"), value_deserializer, topic)
@@ -54,7 +55,7 @@ class ConsumerRecords:
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Record]:
-        """The records that were not drawn yet, always the same iterator."""
+        """Return the iterator over the records that were not drawn yet; always the same one."""
         return self._records
 
     def __len__(self) -> int:
@@ -62,12 +63,12 @@ class ConsumerRecords:
 
     @property
     def next_offset(self) -> int | None:
-        """The offset of the next record; None if all were drawn."""
+        """Return the offset of the next record; None if all were drawn."""
         left = length_hint(self._left)
         return self._offsets[-left] if left else None
 
     def drop(self) -> None:
-        """Nothing more comes."""
+        """Remove the records that were not drawn yet."""
         self._offsets.clear()
 
 

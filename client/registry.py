@@ -1,8 +1,8 @@
 """A schema registry over HTTP: the Confluent API's register and get.
 
-Answers are kept for the life of the client: an id never changes its schema, a subject's schema
-never its id. Every call has a deadline and a bounded number of attempts; the password never reaches
-an error message.
+Answers are cached for the life of the client: an id never changes its schema, and a subject's
+schema never changes its id.  Every call has a deadline and a bounded number of attempts.  The
+password never appears in an error message.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pk.clock import block_s, monotonic_s
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 _ATTEMPTS = 3
 _BACKOFF_MS = (100, 1_000)
-#: A schema larger than this is not one.
+#: The largest response that is accepted as a schema.
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
-#: Answers that may be different in a moment.
+#: HTTP statuses that are retried.
 _RETRIED = {408, 429, 500, 502, 503, 504}
 
 
@@ -69,7 +69,9 @@ class HttpRegistry:
         self._schemas: dict[int, tuple[str, str]] = {}
 
     def register(self, subject: str, schema: str, schema_type: str = "AVRO") -> int:
-        """The id of `schema` under `subject`, registered if it is new.  Raises `RegistryError`."""
+        """Return the id of `schema` under `subject`, registered if it is new.  Raises
+        `RegistryError`.
+        """
         for name, given in (("subject", subject), ("schema", schema), ("schema_type", schema_type)):
             arguments.text(given, name)
         key = (subject, schema, schema_type)
@@ -91,7 +93,7 @@ class HttpRegistry:
         return found
 
     def get(self, schema_id: int) -> tuple[str, str]:
-        """`(schema, schema type)` of an id.  Raises `RegistryError`."""
+        """Return `(schema, schema type)` of an id.  Raises `RegistryError`."""
         schema_id = arguments.whole(schema_id, "schema_id", 0, 2**32 - 1)
         with self._lock:
             known = self._schemas.get(schema_id)
@@ -107,7 +109,9 @@ class HttpRegistry:
         return found
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """One request, repeated on the other addresses or after a pause, within the deadline."""
+        """Send one request, repeated on the other addresses or after a pause, within the
+        deadline.
+        """
         deadline = monotonic_s() + self._timeout_s
         backoff = Backoff(_BACKOFF_MS)
         problem = "it was not asked"
@@ -150,7 +154,7 @@ class HttpRegistry:
 
 
 def _problem(cause: urllib.error.HTTPError) -> str:
-    """What the registry says of itself, or the status."""
+    """Return the registry's own error message, or the status."""
     try:
         answer = json.loads(cause.read(64 * 1024))
         return f"{answer['message']} (error {answer['error_code']})"
@@ -162,5 +166,5 @@ def _is_http(url: str) -> bool:
     try:
         found = urllib.parse.urlsplit(url)
         return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:  # a port that is no number, brackets that do not match
+    except ValueError:  # a port that is not a number, or unmatched brackets
         return False

@@ -1,7 +1,7 @@
-"""Records as rows of Arrow columns: built, counted and cut by size.
+"""Records as rows of Arrow columns: building, sizes, and cuts by size.
 
 Invariants
-  A3  nothing is done per record: columns are built, hashed, sorted and cut by numpy and Arrow.
+  A3  No work is done per record: numpy and Arrow build, hash, sort and cut columns.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pk.types import NONE
 
 I64 = npt.NDArray[np.int64]
 
-#: What a record is counted for besides its key and value.
+#: Bytes that a record counts for besides its key and value.
 RECORD_OVERHEAD = 16
-#: What a row of a column is counted for besides its bytes: a length.
+#: Bytes that a row of a column counts for besides its data: a length.
 COLUMN_OVERHEAD = 4
 _BINARY = pa.binary()
 _OFFSET = struct.Struct("<i")
-#: Columns of rows; `timestamp` is there only if the create times differ.
+#: Columns of rows; `timestamp` exists only if the create times differ.
 ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
 _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
@@ -37,11 +37,11 @@ _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
 
 def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
-    """A `binary` column of Python bytes.
+    """Build a `binary` column from Python bytes.
 
-    About as fast as `pa.array` (1 us more a column, as much per item, less for large ones), and
-    without its first call, which imports pandas where that is installed: 0.3 s on the thread that
-    sends.  Items that are None need it.
+    It is about as fast as `pa.array` (1 us more per column, the same per item, less for large
+    items). It avoids the first call of `pa.array`, which imports pandas if that is installed: 0.3 s
+    on the thread that sends.  Items that are None need `pa.array`.
     """
     if items is None:
         return absent(count, _BINARY)
@@ -63,7 +63,7 @@ def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
 
 
 def int64_column(numbers: I64) -> pa.Array:
-    """A view of `numbers`; `pa.array` would first import pandas, where that is installed."""
+    """Return a view of `numbers`; `pa.array` would first import pandas if that is installed."""
     whole = np.ascontiguousarray(numbers, np.int64)
     return pa.Array.from_buffers(pa.int64(), len(whole), [None, pa.py_buffer(whole)], 0)
 
@@ -72,7 +72,9 @@ _NULLS = {kind: pa.nulls(1 << 16, kind) for kind in (_BINARY, HEADER_TYPE)}
 
 
 def absent(count: int, kind: pa.DataType) -> pa.Array:
-    """All null; a view of a column made once, because nested ones are slow to make."""
+    """Return a column of nulls; a view of a column made once, because nested ones are slow to
+    make.
+    """
     known = _NULLS.get(kind)
     return (
         known.slice(0, count)
@@ -92,7 +94,7 @@ def rows_of(
 def normalise(
     batch: pa.RecordBatch, now_ms: int
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
-    """The columns of a caller as rows, and the partitions it chose (NONE = no choice).
+    """Return a caller's columns as rows, and the partitions that it chose (NONE = no choice).
 
     Raises `SerializationError`, `InvalidPartitions`.
     """
@@ -167,16 +169,17 @@ def _stamps(column: pa.Array, now_ms: int) -> I64:
 
 
 def _lengths(array: pa.Array) -> npt.NDArray[np.int32]:
-    """Bytes of each row of a `binary` column; a null counts what its offsets say."""
+    """Return the bytes of each row of a `binary` column; a null counts by its offsets."""
     offsets = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
     return np.subtract(offsets[1:], offsets[:-1])
 
 
 def size_of(rows: pa.RecordBatch) -> int | None:
-    """What all rows are counted for together, from two offsets a column; None if they have headers.
+    """Return the bytes that all rows count for, from two offsets per column; None if they have
+    headers.
 
-    No numpy here: it lets go of the interpreter for columns of this size, and to get it back from a
-    busy loop thread takes longer than everything else that `send_batch` does.
+    This does not use numpy, which releases the interpreter lock for columns of this size.  To get
+    the lock back from a busy loop thread takes longer than everything else in `send_batch`.
     """
     headers = rows.column("headers")
     if headers.null_count < len(headers):
@@ -193,7 +196,7 @@ def size_of(rows: pa.RecordBatch) -> int | None:
 
 
 def sizes(rows: pa.RecordBatch) -> I64:
-    """Bytes each row is counted for: as many as its columns take in a batch."""
+    """Return the bytes that each row counts for: the bytes its columns take in a batch."""
     total = np.zeros(rows.num_rows, np.int64)
     for name in ("key", "value"):
         array = rows.column(name)
@@ -219,13 +222,15 @@ def sizes(rows: pa.RecordBatch) -> I64:
 
 
 def batch_limit(batch_size: int, configs: Mapping[str, str]) -> int:
-    """batch_size, or less where max_message_bytes of the topic leaves less room."""
+    """Return batch_size, or less if the topic's max_message_bytes allows less."""
     known = int(configs.get("max_message_bytes", 0) or 0)
     return min(batch_size, max(1, known // 2)) if known else batch_size
 
 
 def cuts_by_size(row_sizes: I64, batch_size: int) -> list[int]:
-    """Ends of consecutive runs of at most `batch_size` bytes (a larger row stands alone)."""
+    """Return the ends of consecutive runs of at most `batch_size` bytes; a larger row is a run of
+    its own.
+    """
     ends = np.cumsum(row_sizes)
     cuts: list[int] = []
     start, count = 0, len(row_sizes)

@@ -139,7 +139,7 @@ class Sender:
         self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
         #: partitions with work, in fair order
         self._active: dict[PartitionKey, PartitionBatches] = {}
-        #: all partitions, kept for their sequences
+        #: partitions without work, kept for their sequences
         self._idle: dict[PartitionKey, PartitionBatches] = {}
         self._nodes: dict[int, Retry] = {}  #: brokers
         self._in_flight: dict[int, InFlightRequest] = {}  #: by correlation id, oldest first
@@ -418,7 +418,7 @@ class Sender:
             + (f"; {cause}" if cause else "")
         )
         if cause:  # the failure lies in the cluster, and lasts
-            setattr(error, "acts", "operator")  # noqa: B010 - the class says what holds otherwise
+            setattr(error, "acts", "operator")  # noqa: B010 - differs from the class's default
         return error
 
     def _free_ms(self, node: int) -> int:

@@ -25,19 +25,21 @@ HEADER_BYTES = _WIRE.size
 
 
 class Registry(Protocol):
-    """What a schema registry offers a serializer."""
+    """The part of a schema registry that serializers use."""
 
     def register(self, subject: str, schema: str, schema_type: str = "AVRO") -> int:
-        """The id of `schema` under `subject`, registered if it is new.  Raises `RegistryError`."""
+        """Return the id of `schema` under `subject`, registered if it is new.  Raises
+        `RegistryError`.
+        """
         ...
 
     def get(self, schema_id: int) -> tuple[str, str]:
-        """`(schema, schema type)` of an id.  Raises `RegistryError`."""
+        """Return `(schema, schema type)` of an id.  Raises `RegistryError`."""
         ...
 
 
 def bytes_serializer(topic: str, value: Any) -> bytes | None:
-    """bytes-like objects as they are."""
+    """Return bytes-like objects unchanged, as bytes."""
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, bytearray | memoryview):
@@ -50,7 +52,7 @@ def bytes_deserializer(topic: str, data: bytes | None) -> bytes | None:
 
 
 def string_serializer(topic: str, value: Any) -> bytes | None:
-    """str as utf-8."""
+    """Encode str as UTF-8."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -69,7 +71,7 @@ def string_deserializer(topic: str, data: bytes | None) -> str | None:
 
 
 def json_serializer(topic: str, value: Any) -> bytes | None:
-    """Compact JSON in utf-8; NaN and infinities, which JSON lacks, are refused."""
+    """Encode as compact JSON in UTF-8; NaN and infinities, which JSON lacks, are refused."""
     if value is None:
         return None
     try:
@@ -87,7 +89,7 @@ def json_deserializer(topic: str, data: bytes | None) -> Any:
 
 
 def frame(schema_id: int, payload: bytes) -> bytes:
-    """`payload` in the registry's wire format.  Raises `SerializationError`."""
+    """Put `payload` into the registry's wire format.  Raises `SerializationError`."""
     if not isinstance(schema_id, int) or not 0 <= schema_id < 2**32:
         raise errors.SerializationError(f"schema id {shown(schema_id)} does not fit four bytes")
     if not isinstance(payload, bytes | bytearray):
@@ -96,7 +98,7 @@ def frame(schema_id: int, payload: bytes) -> bytes:
 
 
 def unframe(data: bytes) -> tuple[int, bytes]:
-    """`(schema id, payload)`.  Raises `SerializationError` if it is not the wire format."""
+    """Return `(schema id, payload)`.  Raises `SerializationError` if it is not the wire format."""
     if not isinstance(data, bytes | bytearray):
         raise errors.SerializationError(f"data must be bytes, not {shown(data)}")
     if len(data) < HEADER_BYTES:
@@ -112,12 +114,14 @@ def unframe(data: bytes) -> tuple[int, bytes]:
 
 
 def subject_of(topic: str, is_key: bool) -> str:
-    """TopicNameStrategy, the registry's default."""
+    """Return the subject by TopicNameStrategy, the registry's default."""
     return f"{topic}-{'key' if is_key else 'value'}"
 
 
 class RegistrySerializer:
-    """Registers `schema` once per topic and puts its id before what `encode` makes of a value."""
+    """Registers `schema` once per topic, and puts the schema's id before the bytes from
+    `encode`.
+    """
 
     def __init__(
         self,
@@ -155,7 +159,7 @@ class RegistrySerializer:
 
 
 class RegistryDeserializer:
-    """Looks the id up and lets `decode(payload, schema)` read the payload."""
+    """Looks up the schema of the id, and lets `decode(payload, schema)` read the payload."""
 
     def __init__(self, registry: Registry, decode: Callable[[bytes, str], Any]) -> None:
         self._registry = registry
@@ -187,9 +191,7 @@ NAMED_DESERIALIZERS: dict[str, Deserializer] = {
 
 
 def serializer(given: Any, name: str) -> Serializer | None:
-    """A `key_serializer=`/`value_serializer=` argument: None, a name, `f(value)` or `f(topic,
-    value)`.
-    """
+    """Return the serializer for an argument: None, a name, `f(value)` or `f(topic, value)`."""
     found: Serializer | None = _callable(given, name, NAMED_SERIALIZERS)
     return found
 
@@ -217,7 +219,7 @@ def _callable(given: Any, name: str, named: dict[str, Any]) -> Any:
 
 
 def _takes_topic(function: Callable[..., Any]) -> bool:
-    """Whether it is called (topic, value) rather than (value)."""
+    """Return whether a function takes (topic, value) rather than (value)."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

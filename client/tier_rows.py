@@ -1,4 +1,6 @@
-"""Asks each partition's leader to bring missing rows back, or to settle them (rule T17)."""
+"""Requests to each partition's leader to restore missing rows, or to accept their loss (rule
+T17).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True, frozen=True)
 class TierRows:
-    """What became of a partition's missing rows."""
+    """The result for a partition's missing rows."""
 
-    rows: int  #: brought back, or settled
+    rows: int  #: rows restored, or accepted as lost
     missing: int  #: still missing
-    ranges: tuple[tuple[int, int], ...]  #: of those: offsets that are in no file
-    version: int  #: of the table, afterwards
+    ranges: tuple[tuple[int, int], ...]  #: of the missing rows: offsets that no file contains
+    version: int  #: of the table, after the call
 
 
 async def tier_rows(
     cluster: NetworkClient, topic: str, accept: bool, timeout_ms: int
 ) -> dict[int, TierRows]:
-    """One request a partition, again while its leader changes."""
+    """Send one request per partition, repeated while its leader changes."""
     known = await cluster.topic(topic, timeout_ms)
     found: dict[int, TierRows] = {}
 

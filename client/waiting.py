@@ -1,13 +1,13 @@
-"""Waiting that a signal may end at any instruction.
+"""Waiting that a signal may interrupt at any instruction.
 
-Handlers of signals run on the main thread between two instructions of Python code, and Ctrl-C
-raises there: inside `threading.Condition.__enter__`, too, behind the acquire and before the `with`
-that would give back.  The lock then stays held for ever, and the loop's thread hangs on it at the
-next notification, closing included.  A plain `Lock` has no such instruction: its methods are C.
+Signal handlers run on the main thread between two instructions of Python code, and Ctrl-C raises
+there.  This can happen inside `threading.Condition.__enter__`, after the acquire and before the
+`with` that would release.  The lock then stays held, and the loop's thread blocks on it at the next
+notification, even while closing.  A plain `Lock` has no such instruction: its methods are C.
 
 Invariants
-  W1  whatever is raised at whatever instruction of the waiting thread, `set` and a `with lock` of
-      another thread do not block because of it.
+  W1  No exception at any instruction of the waiting thread makes `set` or a `with lock` of another
+      thread block.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pk.clock import block_s, monotonic_s
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A timeout for those who have none.
+#: The time-out for waits without one.
 FOREVER_S = 1e9
-#: A second thread on the same signal may have taken it: look again after this.
+#: Another thread on the same signal may have taken it: check again after this time.
 _LOOK_AGAIN_S = 1.0
 
 
 class WakeupSignal:
-    """One thread waits, any thread may set the signal.  A signal that finds no thread waiting ends
-    the next wait.  At rest the lock is held, by no thread in particular.
+    """One thread waits, any thread may set the signal.  A signal that is set while no thread waits
+    ends the next wait.  At rest the lock is held, by no particular thread.
     """
 
     __slots__ = ("_lock",)
@@ -47,7 +47,7 @@ class WakeupSignal:
             pass  # it is set already
 
     def wait_for(self, holds: Callable[[], Any], timeout_s: float) -> Any:
-        """Until `holds()` is true, or time is up; returns its last answer."""
+        """Wait until `holds()` is true or the time is up; returns its last result."""
         deadline = monotonic_s() + timeout_s
         while not (answer := holds()):
             left = deadline - monotonic_s()
@@ -58,9 +58,9 @@ class WakeupSignal:
 
 
 class OneThread:
-    """Refuses a second thread while one is inside an object that only one may use at a time.
+    """Refuses a second thread while one is inside an object that only one thread may use at a time.
 
-    The thread that is inside may enter again: a deserialiser may call the consumer that calls it.
+    The thread that is inside may enter again: a consumer's deserialiser may call the consumer.
     """
 
     __slots__ = ("_depth", "_inside")
@@ -70,7 +70,9 @@ class OneThread:
         self._depth = 0
 
     def enter(self) -> None:
-        """Raises `InvalidRequest`.  `setdefault` is one step: of two threads one gets in."""
+        """Enter, or raise `InvalidRequest`.  `setdefault` is atomic, so only one of two threads
+        enters.
+        """
         me = threading.current_thread()
         inside = self._inside.setdefault(None, me)
         if inside is not me:
@@ -96,7 +98,7 @@ G = TypeVar("G", bound=_Guarded)
 
 
 def one_thread(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-    """`method` of an object with a `_one_thread`, which is entered for the time of a call."""
+    """Wrap `method` of an object with a `_one_thread`, so that each call enters and leaves it."""
 
     @functools.wraps(method)
     def call(self: G, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -111,8 +113,8 @@ def one_thread(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G
 
 
 class Monitor:
-    """A lock, and the condition of what it guards: `with monitor.lock:`, never with the condition
-    (module docstring).
+    """A lock and a condition on it.  Use `with monitor.lock:`, never `with` the condition (module
+    docstring).
     """
 
     __slots__ = ("_condition", "lock")
@@ -122,21 +124,23 @@ class Monitor:
         self._condition = threading.Condition(self.lock)
 
     def notify_all(self) -> None:
-        """Wake who waits; the lock is held."""
+        """Wake all waiting threads; the caller holds the lock."""
         self._condition.notify_all()
 
     def wait_for(self, holds: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """Until `holds()` is true, or time is up; returns its last answer.  The lock is held."""
+        """Wait until `holds()` is true or the time is up; returns its last result.  The caller
+        holds the lock.
+        """
         return self._condition.wait_for(holds, timeout_s)
 
 
 class SpinLock:
-    """A mutex for sections of a few instructions, as `send` has one per record.
+    """A mutex for sections of a few instructions: `send` has one per record.
 
-    The thread that takes the one token out of the list holds the lock.  That is a fifth faster than
-    a `Lock`, whose methods parse keyword arguments.  Unlike behind `acquire()`, no signal is
-    handled between the taking and the `try` that gives back, so Ctrl-C cannot leave it locked.  A
-    thread that finds it locked lets the other threads run and looks again.
+    A thread holds the lock by taking the only token out of the list.  That is a fifth faster than a
+    `Lock`, whose methods parse keyword arguments.  No signal is handled between taking the token
+    and the `try` that returns it, which is not so after `acquire()`, so Ctrl-C cannot leave it
+    locked.  A thread that finds it locked lets the other threads run and tries again.
     """
 
     __slots__ = ("tokens",)

@@ -18,22 +18,26 @@ from collections.abc import Callable
 #: Takes a wait in milliseconds, returns the wait to use.
 Jitter = Callable[[float], float]
 
-#: The exponent is bounded, so that the power stays a small integer after millions of failures.
+#: The exponent is bounded, so that the power stays small after millions of failures.
 DOUBLINGS_MAX = 16
 
 
 def equal_jitter(rng: random.Random) -> Jitter:
-    """Between half of the wait and all of it: nodes that failed together do not return together."""
+    """Return a random wait between half of `wait` and all of it: nodes that failed together then
+    retry at different times.
+    """
     return lambda wait_ms: wait_ms * rng.uniform(0.5, 1.0)
 
 
 def client_jitter(rng: random.Random) -> Jitter:
-    """Within 20 % of the wait, as Kafka's clients do (KIP-580)."""
+    """Return a random wait within 20 % of the given one, as Kafka's clients do (KIP-580)."""
     return lambda wait_ms: wait_ms * (0.8 + 0.4 * rng.random())
 
 
 def exponential_ms(initial_ms: int, max_ms: int, attempts: int) -> int:
-    """The wait after `attempts` failures in a row, without jitter; it doubles from `initial_ms`."""
+    """Return the wait after `attempts` failures in a row, without jitter; it doubles from
+    `initial_ms`.
+    """
     return min(max_ms, initial_ms << min(attempts - 1, DOUBLINGS_MAX))
 
 
@@ -56,7 +60,9 @@ class Backoff:
         self.attempts += 1
 
     def wait_ms(self) -> float:
-        """The wait after the failures so far; 0 if there were none.  Draws jitter at each call."""
+        """Return the wait after the failures so far; 0 if there were none.  Draws jitter at each
+        call.
+        """
         if not self.attempts:
             return 0
         wait_ms = exponential_ms(*self.bounds_ms, self.attempts)
@@ -68,5 +74,5 @@ class Backoff:
         return self.wait_ms()
 
     def reset(self) -> None:
-        """An attempt succeeded: the next failure waits for the shortest time again."""
+        """Note a success: the next failure waits for the shortest time again."""
         self.attempts = 0

@@ -1,9 +1,9 @@
-"""Time as an interface: the only module that imports `time`.
+"""The interface to time; the only module that imports `time`.
 
-Three clocks in one: `wall_ms` is what records and retention carry and may step; `monotonic_ms`
-never goes back and is what timeouts use; `boottime_ms` also counts the time in suspend, and the
-wall clock is compared with it (docs/PROTOCOL.md L10).  The simulator's clock implements the same
-protocol on virtual time.
+There are three clocks.  `wall_ms` is the time in records and for retention; it may step.
+`monotonic_ms` never goes back and is used for timeouts.  `boottime_ms` also counts the time in
+suspend, and the wall clock is compared with it (docs/PROTOCOL.md L10).  The simulator's clock
+implements the same protocol on virtual time.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import asyncio
 import time
 from typing import Protocol
 
-#: Elsewhere than on Linux a suspended machine looks like one whose wall clock stepped.
+#: Other systems than Linux: a suspended machine looks like one whose wall clock stepped.
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Clock(Protocol):
-    """What shells and world-generic code know of time."""
+    """The time functions of shells and world-generic code."""
 
     def wall_ms(self) -> int:
-        """Milliseconds since the Unix epoch; may step."""
+        """Return milliseconds since the Unix epoch; may step."""
         ...
 
     def monotonic_ms(self) -> int:
-        """Milliseconds since an arbitrary start; never goes back."""
+        """Return milliseconds since an arbitrary start; never goes back."""
         ...
 
     def boottime_ms(self) -> int:
-        """Milliseconds since the machine was booted, those in suspend included; never goes back."""
+        """Return milliseconds since the machine was booted, including suspend; never goes back."""
         ...
 
     async def sleep_ms(self, duration_ms: float) -> None:
@@ -53,12 +53,12 @@ class SystemClock:
 
 
 def monotonic_s() -> float:
-    """Seconds of the monotonic clock, for synchronous façades and progress displays."""
+    """Return seconds of the monotonic clock, for synchronous façades and progress displays."""
     return time.monotonic()
 
 
 def wall_ms() -> int:
-    """Milliseconds since the Unix epoch, for synchronous façades."""
+    """Return milliseconds since the Unix epoch, for synchronous façades."""
     return time.time_ns() // 1_000_000
 
 

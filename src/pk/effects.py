@@ -1,14 +1,15 @@
-"""The two shapes of every piece of distributed logic, and what such a piece may ask of the world.
+"""The two shapes of distributed logic, and the effects that they may request.
 
-A `Machine` is a protocol peer: events in, effects out.  A `Replayed` machine is durable truth over
-a log: `decide` reads, `apply` mutates, replay is recovery.  Neither knows a clock, a socket, a file
-or a random number that was not handed in; the runtime performs what they return.
+A `Machine` is a protocol peer: events in, effects out.  A `Replayed` machine is durable state over
+a log: `decide` reads, `apply` mutates, and recovery replays the log.  Neither uses a clock, a
+socket, a file or a random number that was not passed in; the runtime performs the effects that they
+return.
 
 Rules
   E1  `step` and `apply` are the only mutators.
-  E2  `Write.then` happens only after the level it names was reached (docs/PROTOCOL.md L1).
-  E3  effects are per request or per batch, never per record; they are slotted, not frozen (rule
-      P7).
+  E2  `Write.then` happens only after the named level was reached (docs/PROTOCOL.md L1).
+  E3  Effects are per request or per batch, never per record.  They use slots and are not frozen
+      (rule P7).
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ R = TypeVar("R")
 
 
 class Level(enum.IntEnum):
-    """How far a write got (rule L1)."""
+    """How durable a write is (rule L1)."""
 
-    WRITTEN = 1  #: write(2) returned: survives the death of the process
+    WRITTEN = 1  #: write(2) returned: survives a crash of the process
     SYNCED = 2  #: fdatasync returned: survives a power loss
 
 
 @dataclass(slots=True)
 class Write:
-    """Perform `ops` (append, truncate, checkpoint …) in order; `then` once `level` is reached."""
+    """Perform `ops` (append, truncate, checkpoint …) in order; `then` follows once `level` is
+    reached.
+    """
 
     ops: Sequence[Any]
     level: Level
@@ -41,7 +44,7 @@ class Write:
 
 @dataclass(slots=True)
 class Send:
-    """Send `message` to `peer`; nothing is promised about its arrival."""
+    """Send `message` to `peer`; its arrival is not guaranteed."""
 
     peer: Any
     message: Any
@@ -57,7 +60,7 @@ class Respond:
 
 @dataclass(slots=True)
 class SetTimer:
-    """Wake the machine at `at_ms` with `key`; the same key replaces, None cancels."""
+    """Wake the machine at `at_ms` with `key`; the same key replaces the timer, None cancels it."""
 
     key: Any
     at_ms: int | None
@@ -65,7 +68,7 @@ class SetTimer:
 
 @dataclass(slots=True)
 class Publish:
-    """Make `value` the next event of this process's other machines that listen to `name`."""
+    """Deliver `value` as an event to the other machines of this process that listen to `name`."""
 
     name: str
     value: Any
@@ -76,7 +79,7 @@ Effect = Write | Send | Respond | SetTimer | Publish
 
 @dataclass(slots=True)
 class Decision(Generic[R]):
-    """What a `Replayed` machine answers: records to append, the reply they justify, effects."""
+    """The result of `decide`: records to append, the reply once they are appended, effects."""
 
     records: Sequence[R]
     reply: Any
@@ -90,7 +93,7 @@ class Machine(Protocol[E_contra]):
 
 
 class Replayed(Protocol[C_contra, R]):
-    """Durable truth over a log: controller, groups, transactions."""
+    """Durable state over a log: controller, groups, transactions."""
 
     def decide(self, command: C_contra, now_ms: int) -> Decision[R]: ...
 

@@ -1,7 +1,4 @@
-"""Every bound of pk that is not a user's setting, and how bounds relate.
-
-Everything has a limit.
-"""
+"""Every bound of pk that is not a user's setting, and the relations between bounds."""
 
 from __future__ import annotations
 
@@ -12,42 +9,42 @@ MIB = 1024 * KIB
 HEADER_BYTES = 64
 #: A frame aims at this many payload bytes; one larger batch travels alone (rule P4).
 FRAME_BYTES = 4 * MIB
-#: Head of a frame (protobuf).
+#: The bytes reserved for the head of a frame (protobuf).
 FRAME_HEAD_BYTES_MAX = 8 * MIB
 #: The largest `max_message_bytes` that may be configured.
 MESSAGE_BYTES_MAX = 256 * MIB
 #: The largest frame any transport takes: the largest batch, its frame head and some slack.
 WIRE_FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + FRAME_HEAD_BYTES_MAX + MIB
-#: The largest control request a server takes (rule L17).  A reply may be larger: it comes from a
-#: server that was asked, and the tier's carries batches.
+#: The largest control request that a server accepts (rule L17).  A reply may be larger: the client
+#: asked that server for it, and the tier's replies carry batches.
 CONTROL_BYTES_MAX = 4 * MIB
-#: Records of one batch: deltas are u32, Spark wants batches of at most some 10 k rows, memory is
+#: Records per batch: deltas are u32, Spark wants batches of at most some 10 k rows, and memory is
 #: bounded.
 BATCH_RECORDS_MAX = 1_000_000
-#: Produce frames that wait between the socket and the log, per stream, then the socket is not read.
+#: Produce frames per stream that may wait for the log; beyond it the socket is not read.
 PRODUCE_FRAMES_QUEUED_MAX = 4
-#: Bytes that may wait for a log directory's writer thread, then produce streams are not read.
+#: Bytes that may wait for a log directory's writer thread; beyond it produce streams are not read.
 WRITE_QUEUE_BYTES_MAX = 64 * MIB
-#: Replies parked in purgatory per broker, then THROTTLED.
+#: Replies parked in purgatory per broker; beyond it requests fail with THROTTLED.
 PURGATORY_MAX = 100_000
-#: Credits a consumer grants one broker at the start.
+#: Credits that a consumer grants to one broker at the start.
 FETCH_CREDIT_BYTES = 16 * MIB
-#: Control streams of one connection, each of which may hold a half-received request.  A process of
-#: pk has one connection per peer, and a stream on it per client.
+#: Control streams per connection, each of which may hold a half-received request.  A process of pk
+#: has one connection per peer, and on it one stream per client.
 CONTROL_STREAMS_MAX = 256
-#: Connections a listener keeps at a time, of all peers, if the process may have the descriptors.
+#: Open connections per listener, of all peers together, if file descriptors allow.
 CONNECTIONS_MAX = 16_384
-#: Batches of one producer the broker remembers per partition (KIP-98: five).
+#: Batches of one producer that the broker remembers per partition (KIP-98: five).
 PRODUCER_BATCHES_REMEMBERED = 5
-#: Requests in flight per (producer, partition) that idempotence can order.
+#: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
-#: Producer ids the controller hands a broker at a time.
+#: Producer ids per block that the controller grants to a broker.
 PRODUCER_ID_BLOCK = 1000
-#: Partitions one topic may have.
+#: Largest number of partitions of one topic.
 PARTITIONS_PER_TOPIC_MAX = 10_000
-#: Length of a topic name (Kafka's).
+#: Largest length of a topic name (Kafka's).
 TOPIC_NAME_MAX = 249
-#: Records of the metadata log in one transaction-like append.
+#: Largest number of metadata records in one atomic append.
 METADATA_RECORDS_PER_APPEND_MAX = 10_000
 
 assert PRODUCER_BATCHES_REMEMBERED >= IN_FLIGHT_MAX, (
@@ -58,8 +55,8 @@ assert METADATA_RECORDS_PER_APPEND_MAX * 200 <= CONTROL_BYTES_MAX, "one request 
 
 
 def frame_bytes_max(message_bytes_max: int) -> int:
-    """The largest frame where batches have at most `message_bytes_max`.
+    """Return the largest frame if batches have at most `message_bytes_max`.
 
-    A frame aims at FRAME_BYTES; one larger batch travels alone (rule P4).
+    A frame aims at FRAME_BYTES; one larger batch is sent alone (rule P4).
     """
     return max(FRAME_BYTES, message_bytes_max) + FRAME_HEAD_BYTES_MAX

@@ -1,4 +1,4 @@
-"""When a process began, as it says itself beside the time of its wall clock (rule L10)."""
+"""The start time of this process by its current wall clock, sent with clock readings (rule L10)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pk.wire import pk_pb2 as wire
 
 
 class RunningSince:
-    """When this process began, by the wall clock as it is now."""
+    """Returns when this process started, by the current wall clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -17,5 +17,5 @@ class RunningSince:
         return self._clock.wall_ms() - (self._clock.boottime_ms() - self._began_ms)
 
     def reading(self) -> wire.ClockReading:
-        """What a controller says of its clock: nothing vouches for it but how long it has run."""
+        """Return a controller's clock reading: its wall clock, and since when the process runs."""
         return wire.ClockReading(wall_ms=self._clock.wall_ms(), running_since_ms=self())

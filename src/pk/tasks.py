@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 def awaited(failure: BaseException) -> None:
-    """For `on_failure`: another task awaits the result and has the error from there."""
+    """Use as `on_failure` if another task awaits the result and handles the error."""
 
 
 class TaskRegistry:
-    """The tasks that one owner started and that have not ended.
+    """The running tasks of one owner.
 
-    on_failure: called with the exception of a task that failed; cancellation is no failure.  None
-    leaves the exception to the event loop's handler, unless somebody retrieves it.
+    on_failure: called with the exception of a failed task; cancellation is not a failure.
+    None leaves the exception to the event loop's handler, unless other code retrieves it.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -64,26 +64,26 @@ class TaskRegistry:
         return iter(list(self._tasks))
 
     def __contains__(self, name: Hashable) -> bool:
-        """Whether a task of this name runs."""
+        """Return whether a task of this name runs."""
         return name in self._named
 
     def get(self, name: Hashable) -> asyncio.Task[Any] | None:
-        """The running task of this name."""
+        """Return the running task of this name."""
         return self._named.get(name)
 
     def cancel(self, name: Hashable) -> None:
-        """End the task of this name, if there is one; the name is free at once (B2)."""
+        """Cancel the task of this name, if there is one; the name is free at once (B2)."""
         task = self._named.pop(name, None)
         if task is not None:
             task.cancel()
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the tasks that run now have ended, or after `timeout_s`."""
+        """Wait until all tasks that run now have ended, or for `timeout_s`."""
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=timeout_s)
 
     async def close(self) -> None:
-        """Cancel every task and wait until it has ended; the calling task is left out."""
+        """Cancel every task and wait until all have ended; the calling task is left out."""
         own = asyncio.current_task()
         tasks = [task for task in self._tasks if task is not own]
         for task in tasks:

@@ -1,4 +1,4 @@
-"""What a topic may be called: Kafka's rules."""
+"""The rules for topic names, as in Kafka."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]+")
 
 
 def what_is_wrong(name: str) -> str:
-    """Why no topic can have this name; "" if one can."""
+    """Return why a topic name is invalid; "" if it is valid."""
     if not name:
         return "is empty"
     if name in (".", ".."):

@@ -1,11 +1,12 @@
-"""What a process says of itself: one structured line per event, metrics, health, the lag of its
-loop.
+"""Logs, metrics and health of a process: structured lines, an HTTP endpoint, the loop's lag.
 
-A line is `time level role event key=value …`, on stderr, one write call, so that the lines of
-several processes do not mix.  Metrics are prometheus_client's, in a registry of the process's
-own; the endpoint is a minimal HTTP/1.1 server on the process's event loop (`/metrics`,
-`/healthz`, `/readyz`).  A node has one endpoint for its users: the broker's shows, under the label
-`role`, what the others serve on sockets of their own, asked when it is asked."""
+A log line is `time level role event key=value …`, written to stderr in one call, so that the lines
+of several processes do not mix.  Metrics are prometheus_client's, in a registry of the process's
+own.  The endpoint is a minimal HTTP/1.1 server on the process's event loop (`/metrics`, `/healthz`,
+`/readyz`).  Users of a node need the broker's endpoint only.  The node's other processes serve
+theirs on local sockets; for each request the broker fetches their metrics and adds them with the
+label `role`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_0
 LAG_TICK_MS = 50
 REQUEST_BYTES_MAX = 8192
 REQUEST_TIMEOUT_S = 5.0
-#: Another process of the node answers within this, or its metrics are left out.
+#: The time for another process of the node to answer; later its metrics are left out.
 OTHER_TIMEOUT_S = 1.0
 UNIX = "unix:"
 
@@ -49,9 +50,9 @@ def _text(value: object) -> str:
 
 
 class Log:
-    """Structured lines of one role; `bug` is for exceptions that only an error of ours explains.
+    """Structured lines of one role; `bug` logs exceptions that only a bug of pk explains.
 
-    A line that cannot be written is lost, and nothing else: who says something goes on.
+    A line that cannot be written is dropped, and the caller continues.
     """
 
     def __init__(self, role: str, wall_ms: Callable[[], int], out: IO[str] | None = None) -> None:
@@ -64,7 +65,8 @@ class Log:
         stamp = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         pairs = "".join(f" {name}={_text(value)}" for name, value in facts.items())
         out = self._out or sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or nobody reads it any more
+        # a write fails if the disk is full or the reader of the pipe has ended
+        with contextlib.suppress(OSError, ValueError):
             out.write(f"{stamp} {level} {self._role} {event}{pairs}\n")
             out.flush()
 
@@ -78,13 +80,15 @@ class Log:
         self._line("ERROR", event, facts)
 
     def bug(self, where: str, error: BaseException) -> None:
-        """An unexpected exception with its trace; the form `on_error` callbacks ask for."""
+        """Log an unexpected exception with its traceback; the signature fits `on_error`
+        callbacks.
+        """
         trace = "".join(traceback.format_exception(error)).rstrip()
         self._line("BUG", where, {"error": repr(error), "trace": trace})
 
 
 class Metrics:
-    """The process's metrics.  Asking twice for a name returns the same metric."""
+    """The process's metrics.  A second request for a name returns the same metric."""
 
     def __init__(self, prefix: str = "pk") -> None:
         self.registry = CollectorRegistry()
@@ -118,13 +122,13 @@ class Metrics:
         return metric
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         raw: bytes = generate_latest(self.registry)
         return raw
 
 
 async def watch_loop_lag(metrics: Metrics, clock: Clock) -> None:
-    """`loop_lag_ms` (rule P2): how late the loop runs what is due.  Runs until cancelled."""
+    """Measure `loop_lag_ms` (rule P2): how late the loop runs a timer.  Runs until cancelled."""
     lag = metrics.histogram("loop_lag_ms", "how late the event loop runs what is due")
     loop = asyncio.get_running_loop()
     while True:
@@ -134,7 +138,9 @@ async def watch_loop_lag(metrics: Metrics, clock: Clock) -> None:
 
 
 class Health:
-    """`alive` while the loop answers; `ready` says why the process is not serving, or None."""
+    """The health of a process: `alive` while the loop runs; `ready` says why it is not serving, or
+    None.
+    """
 
     def __init__(self) -> None:
         self.not_ready: str | None = "starting"
@@ -143,8 +149,9 @@ class Health:
 async def serve_http(
     address: str, metrics: Metrics, health: Health, others: Mapping[str, str] | None = None
 ) -> asyncio.Server:
-    """Serve /metrics, /healthz and /readyz on HOST:PORT or unix:PATH; `others` are the addresses of
-    the node's other processes by role.  Raises `AddressInUse`."""
+    """Serve /metrics, /healthz and /readyz on HOST:PORT or unix:PATH.  `others` are the addresses
+    of the node's other processes by role.  Raises `AddressInUse`.
+    """
     ProcessCollector(registry=metrics.registry)
     up = metrics.gauge("up", "whether the process answered just now", ("role",)) if others else None
 
@@ -167,7 +174,8 @@ async def serve_http(
                 writer.write(_answer(path, text, health))
                 await writer.drain()
         except TimeoutError:
-            writer.transport.abort()  # who does not read would keep the answer here for ever
+            # a client that does not read would otherwise block this answer
+            writer.transport.abort()
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass
         finally:
@@ -198,7 +206,7 @@ def _answer(path: bytes, text: bytes, health: Health) -> bytes:
 
 
 async def _ask(address: str) -> bytes | None:
-    """The metrics of another process of this node; None if it does not answer."""
+    """Return the metrics of another process of this node; None if it does not answer."""
     try:
         async with asyncio.timeout(OTHER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(address.removeprefix(UNIX))
@@ -213,7 +221,7 @@ async def _ask(address: str) -> bytes | None:
 
 
 def merged(own: bytes, others: Mapping[str, bytes]) -> bytes:
-    """One text of several: each family once, the samples of the others with their role."""
+    """Merge several texts of metrics: each family once, samples of the others with their role."""
     families: dict[str, list[str]] = {}
     for role, text in [("", own), *others.items()]:
         lines: list[str] = []
@@ -231,7 +239,7 @@ def merged(own: bytes, others: Mapping[str, bytes]) -> bytes:
 
 
 def _labelled(sample: str, role: str) -> str:
-    """`name 1` and `name{a="b"} 1` with the label role in front."""
+    """Return `name 1` or `name{a="b"} 1` with the label role in front."""
     name, brace, rest = sample.partition("{")
     if brace:
         return f'{name}{{role="{role}",{rest}'

@@ -1,7 +1,7 @@
-"""The nouns every layer shares: topics, partitions, offsets, epochs.
+"""The types that every layer shares: topics, partitions, offsets, epochs.
 
 Ranges are half-open, `[start, end)`.  Times are integers of milliseconds since the Unix epoch
-unless a name says otherwise; a topic id is the canonical 36-character text of a uuid.
+unless a name says otherwise.  A topic id is the canonical 36-character text of a uuid.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ProducerId = int
 TopicId = str
 NodeId = int
 
-#: "no value" where Kafka's formats use -1: no producer id, no sequence, no leader, no epoch yet.
+#: "no value" where Kafka's formats use -1: no producer id, no sequence, no leader, no epoch yet
 NONE = -1
 
-#: How far a reader sees: to the high watermark, or to the last stable offset.
+#: The limit of a reader: the high watermark, or the last stable offset.
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
 METADATA_TOPIC = "__cluster_metadata"
@@ -28,7 +28,7 @@ METADATA_TOPIC_ID = "00000000-0000-0000-0000-000000000001"
 
 
 class TopicPartition(NamedTuple):
-    """A partition by topic *name*: what a user types."""
+    """A partition by topic *name*, as users write it."""
 
     topic: str
     partition: int
@@ -86,13 +86,13 @@ class BatchMetadata(NamedTuple):
 class Record(msgspec.Struct, frozen=True, gc=False):
     """One record as a consumer sees it; `headers` keep their order and may repeat a key.
 
-    Not a tuple: take its fields by name.  Equal records have equal fields, and equal hashes if key
-    and value can be hashed; they match patterns, can be pickled and do not change
-    (`msgspec.structs.replace` makes another).
+    It is not a tuple: use the fields by name.  Records are equal if their fields are, and have
+    equal hashes if key and value can be hashed.  They match patterns, can be pickled and are
+    immutable (`msgspec.structs.replace` makes a changed copy).
 
-    The garbage collector does not track records, or a poll would take a sixth longer.  One is freed
-    when nobody holds it any more, like everything it holds, with one exception: if a deserialised
-    value is changed so that it leads back to its own record, neither is ever freed.
+    The garbage collector does not track records; with tracking, a poll would take a sixth longer.
+    A record and its values are freed with the last reference to it, with one exception: if a
+    deserialised value is changed so that it refers back to its own record, neither is ever freed.
     """
 
     topic: str

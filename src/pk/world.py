@@ -1,15 +1,18 @@
-"""What a node is handed instead of the operating system: clock, network, randomness, ids.
+"""The interfaces a node uses instead of the operating system: clock, network, randomness, ids.
 
 World-generic code (◇ in docs/ARCHITECTURE.md) is ordinary `async` code over these protocols.  In
-production they are asyncio, sockets, grpc and files; in the simulator a virtual-time event loop, a
-seeded network and a simulated disk, and the code between is the same file.
+production they are implemented by asyncio, sockets, grpc and files; in the simulator by a
+virtual-time event loop, a seeded network and a simulated disk.  The code that uses them is the
+same.
 
 A *stream* carries whole frames (pk.wire.frames) in order, both ways, with back-pressure: `send`
 returns when the frame is accepted, not when it arrived.  Three kinds exist per pair of peers:
-CONTROL (requests and replies with correlation ids, pushes), PRODUCE and FETCH (rules P3–P5).  Rules
-  W1  a stream is FIFO each way; frames are lost only together with the stream (`Disconnected` on
+CONTROL (requests and replies with correlation ids, pushes), PRODUCE and FETCH (rules P3–P5).
+
+Rules
+  W1  A stream is FIFO each way.  Frames are lost only together with the stream (`Disconnected` on
       both ends).
-  W2  nobody outside the `rpc` shells and the simulator knows what carries a stream.
+  W2  Only the `rpc` shells and the simulator know the transport of a stream.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class StreamKind(enum.StrEnum):
-    """Which service of the peer a stream speaks to."""
+    """The service of the peer that a stream uses."""
 
     CONTROL = "control"
     PRODUCE = "produce"
@@ -34,7 +37,7 @@ class StreamKind(enum.StrEnum):
 
 
 class Disconnected(ConnectionError):
-    """The stream is gone; whether the last frames arrived is unknown."""
+    """The stream has ended; whether the last frames arrived is unknown."""
 
 
 class Stream(Protocol):
@@ -44,18 +47,19 @@ class Stream(Protocol):
     def peer(self) -> str: ...
 
     async def send(self, *pieces: Buffer) -> None:
-        """Hand a frame over, whole or in pieces; waits while the peer's window is full.
+        """Send a frame, whole or in pieces; waits while the peer's window is full.
 
         The pieces must not change afterwards.  Raises `Disconnected`.
         """
         ...
 
     async def recv(self) -> bytes | memoryview | None:
-        """The next frame; None when the peer finished cleanly.  Raises `Disconnected`."""
+        """Return the next frame; None when the peer finished cleanly.  Raises `Disconnected`."""
         ...
 
     def admit(self, known: bool) -> None:
-        """The server accepted the peer's hello; `known`: a proven broker or controller (rule L17).
+        """Note that the server accepted the peer's hello; `known`: an authenticated broker or
+        controller (rule L17).
 
         Raises `ThrottledError` if there is no room for the peer.
         """
@@ -81,7 +85,7 @@ class Listener(Protocol):
 
 
 class Network(Protocol):
-    """The only door to other nodes (`Channel` in docs/ARCHITECTURE.md)."""
+    """The only access to other nodes (`Channel` in docs/ARCHITECTURE.md)."""
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream.  Raises `Disconnected` if the peer cannot be reached."""
@@ -97,9 +101,9 @@ class Network(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class World:
-    """Everything a node may touch of its surroundings, storage and object store aside."""
+    """Everything that a node may use of its surroundings, except storage and object store."""
 
     clock: Clock
     network: Network
-    rng: random.Random  #: seeded; jitter and back-off only
+    rng: random.Random  #: seeded; for jitter and back-off only
     new_id: Callable[[], str]  #: a fresh uuid as text
