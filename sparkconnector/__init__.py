@@ -1,6 +1,6 @@
-"""Spark's `format("pk")`, batch and stream, source and sink.
+"""Spark's `format("pk")`: batch and streaming, source and sink.
 
-Imported by executors: nothing heavy is loaded until it is used.
+Executors import this package, so it loads heavy modules only when they are used.
 
     from pk.sparkconnector import session
     spark = session(master="local[2]")

@@ -1,12 +1,11 @@
-"""A batch read: the offsets are frozen when Spark plans, then read by as many tasks as there are
-ranges.
+"""A batch read: the driver fixes the offset ranges when Spark plans, and one task reads each range.
 
-Spark plans a DataFrame once and keeps the plan: "latest" is what was there then, for every action
-on it.
+Spark plans a DataFrame once and keeps the plan.  Every action on the DataFrame therefore reads up
+to the end that the log had at planning; "latest" is not looked up again.
 
-With `spark.sql.python.filterPushdown.enabled=true` Spark offers filters; those on topic, partition,
-offset and timestamp narrow the ranges.  Spark applies every filter again, so narrowing needs only
-be safe.
+With `spark.sql.python.filterPushdown.enabled=true` Spark offers its filters to the reader.  Filters
+on topic, partition, offset and timestamp narrow the ranges.  Spark applies every filter again, so
+narrowing may keep rows that a filter rejects, but must never drop a row that it accepts.
 """
 
 from __future__ import annotations
@@ -32,16 +31,19 @@ OFFSET_MAX = 2**63 - 1
 
 
 class Narrowed:
-    """What pushed filters leave of a read: topics and partitions, offset bounds, a least time."""
+    """The part of a read that pushed filters leave: topics, partitions, offsets, earliest
+    timestamp.
+    """
 
     def __init__(self) -> None:
-        self.allowed: dict[str, set[Any]] = {}  #: topic, partition → the only values
+        #: "topic" or "partition" → the values that the filters allow
+        self.allowed: dict[str, set[Any]] = {}
         self.start = 0
         self.end = OFFSET_MAX
-        self.since_ms: int | None = None  #: only records at or after it
+        self.since_ms: int | None = None  #: earliest timestamp that the filters allow; None = any
 
     def add(self, one: Filter) -> None:
-        """Take `one` into account if it says where records are; else leave it be."""
+        """Narrow the read by `one` if that is a filter on topic, partition, offset or timestamp."""
         column = getattr(one, "attribute", None)
         if not isinstance(column, tuple) or len(column) != 1:
             return
@@ -69,33 +71,38 @@ class Narrowed:
             self.end = min(self.end, end)
 
     def admits(self, one: Bounds) -> bool:
-        """Whether the partition may hold a row that is wanted."""
+        """Return whether the partition may hold a row that the filters accept."""
         return one.topic in self.allowed.get(
             "topic", {one.topic}
         ) and one.partition in self.allowed.get("partition", {one.partition})
 
 
 class _PushFilters:
-    """Stands in for `pushFilters`: off by default, Spark refuses a reader that overrides the
-    method.
+    """A stand-in for the method `pushFilters`, which a reader must not override while push-down is
+    off.
 
-    It compares `reader.pushFilters.__func__` with the base class's; this object has that attribute
-    and is called only when push-down is on.  Should the comparison change, Spark's own error tells
-    what to do.
+    Push-down is off by default, and Spark then refuses a reader that overrides the method.  Spark
+    finds out by comparing `reader.pushFilters.__func__` with the base class's function.  This
+    object has that attribute, so the reader passes, and Spark calls the object only when push-down
+    is on.  If Spark changes the comparison, its own error names the setting to change.
     """
 
     def __init__(self, reader: PkReader) -> None:
         self._reader = reader
-        self.__func__ = DataSourceReader.pushFilters  # of the instance, lest it becomes a method
+        # set on the instance: set on the class, it would become a bound method
+        self.__func__ = DataSourceReader.pushFilters
 
     def __call__(self, filters: Iterable[Filter]) -> Iterable[Filter]:
         for one in filters:
             self._reader.narrowed.add(one)
-            yield one  # Spark filters again
+            yield one  # handed back, so Spark applies the filter again
 
 
 class PkReader(DataSourceReader):
-    """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
+    """The batch reader: plans on the driver and reads on executors.
+
+    Spark pickles it in between, so it holds options only.
+    """
 
     def __init__(self, source: Source, columns: Sequence[Column]) -> None:
         self._source = source
@@ -117,7 +124,7 @@ class PkReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
-            return iter(())  # Spark's own partition, when there was none to plan
+            return iter(())  # Spark's own placeholder partition, for a plan without tasks
         return read(partition.task, self._source, self._columns)
 
     def _ranges(

@@ -1,21 +1,22 @@
-"""A batch write: each task sends its rows with a producer of its own and reports what was stored.
+"""A batch write: each task sends its rows with its own producer and reports what was stored.
 
-Columns, as in Kafka's sink: `value` (string or binary, required), and any of `key`, `topic`,
-`partition`, `headers`, `timestamp`; others are ignored with a warning.  The option `topic` wins
-over the column.  A null partition is chosen by Kafka's rule (murmur2 of the key, else sticky), a
-null timestamp is the time of sending.
+The columns are those of Kafka's sink: `value` (string or binary, required), and optionally `key`,
+`topic`, `partition`, `headers` and `timestamp`.  Other columns are ignored with a warning.  The
+option `topic` wins over the column.  For a null partition, Kafka's rule chooses one (murmur2 of the
+key; sticky without a key).  A null timestamp becomes the time of sending.
 
-At least once: a task that fails after it sent, or is run twice, leaves its rows twice; `abort`
-undoes nothing.  Each message names the producer id and epoch and the offsets, which is what a
-commit by participants will need.
+Delivery is at least once.  If Spark runs a task twice, or a task fails after it sent rows, those
+rows are stored twice; `abort` removes nothing.  Each commit message holds the producer id, the
+epoch and the offsets.  A two-phase commit over several tasks will need them.
 
-`mode("overwrite")` is refused unless the option `truncateTopic` is true: it deletes, once
-everything is stored, what the topic held before the job.  The new rows are there before the old
-ones go, and a job that fails deletes nothing.
+`mode("overwrite")` is refused unless the option `truncateTopic` is true.  With it, the driver
+deletes the records that the topic held before the job, after all new rows are stored.  A job that
+fails therefore deletes nothing.
 
 Invariants
-  B1  a task that returns has every row acknowledged by all in-sync replicas; otherwise it raises.
-  B2  two tasks never share a producer id.
+  B1  A task returns only after all in-sync replicas acknowledged each of its rows; otherwise it
+      raises.
+  B2  Two tasks never share a producer id.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-#: Unresolved sends per task; each is at most one of Spark's batches.
+#: Sends of a task that are not acknowledged yet; each has at most the rows of one Spark batch.
 SENDS_WAITING_MAX = 64
 _TEXT = ("string", "binary")
 _TYPES: dict[str, tuple[str, ...]] = {
@@ -53,7 +54,7 @@ WrittenOffsets = dict[str, dict[int, tuple[int, int]]]
 
 @dataclass(slots=True)
 class PkCommit(WriterCommitMessage):
-    """What one task stored: by topic and partition the first and last offset."""
+    """A task's commit message: by topic and partition, the first and last offset it stored."""
 
     producer_id: int
     epoch: int
@@ -62,7 +63,7 @@ class PkCommit(WriterCommitMessage):
 
 
 class Columns:
-    """Which of the DataFrame's columns go where; judged once, on the driver."""
+    """The DataFrame's columns that the sink writes, checked once on the driver."""
 
     def __init__(self, schema: StructType, sink: SinkOptions) -> None:
         self.topic = sink.topic
@@ -93,7 +94,9 @@ class Columns:
             )
 
     def split(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """`(topic, rows)` of one of Spark's batches; rows of a topic keep their order."""
+        """Yield `(topic, rows)` for each topic of a Spark batch; the rows of a topic keep their
+        order.
+        """
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -113,7 +116,7 @@ class Columns:
 
 
 class TaskWriter:
-    """One task's producer, from its first row on."""
+    """One task's rows on their way to the brokers; the producer is created at the first row."""
 
     def __init__(self, sink: SinkOptions) -> None:
         self._sink = sink
@@ -128,7 +131,8 @@ class TaskWriter:
 
             self._producer = Producer(self._sink.bootstrap, **self._sink.client)
         if topic not in self._spans:
-            # A dead address and a topic that does not exist are said soon; a send would wait.
+            # Fails within connectTimeoutMs for a dead address or an unknown topic; a send would
+            # wait for its delivery timeout.
             self._producer.partitions_for(topic, self._sink.connect_timeout_ms / 1000)
             self._spans[topic] = {}
         self._waiting.append((topic, rows.num_rows, self._producer.send_batch(topic, rows)))
@@ -136,7 +140,9 @@ class TaskWriter:
             self._settle()
 
     def finish(self) -> PkCommit:
-        """Everything acknowledged (B1), or the first error."""
+        """Wait until all rows are acknowledged (B1) and return what was stored, or raise the first
+        error.
+        """
         if self._producer is None:
             return PkCommit(-1, -1)
         self._producer.flush(self._producer_timeout_s())
@@ -151,7 +157,10 @@ class TaskWriter:
             self._producer.close(0)
 
     def _producer_timeout_s(self) -> float:
-        """No send outlives its delivery timeout; a little more, so that it speaks first."""
+        """Return the time to wait in a flush: the delivery timeout and 10 s more.
+
+        A send fails at its delivery timeout, so its error is raised before the flush gives up.
+        """
         from pk.settings import PRODUCER
 
         return float(PRODUCER.resolve(self._sink.client)["delivery_timeout_ms"]) / 1000 + 10
@@ -171,13 +180,13 @@ class TaskWriter:
 
 
 def identity(producer: Any) -> tuple[int, int]:
-    """The producer's id and epoch."""
+    """Return the producer's id and epoch."""
     producer_id, epoch = producer.identity
     return int(producer_id), int(epoch)
 
 
 def write_all(sink: SinkOptions, columns: Columns, batches: Iterator[pa.RecordBatch]) -> PkCommit:
-    """What both writers do on an executor."""
+    """Write one task's rows; batch and streaming writers share this function."""
     worker.begin_task()
     task = TaskWriter(sink)
     try:
@@ -191,7 +200,10 @@ def write_all(sink: SinkOptions, columns: Columns, batches: Iterator[pa.RecordBa
 
 
 def check_messages(messages: Sequence[WriterCommitMessage | None]) -> int:
-    """The rows that the tasks report; B1 and B2 hold for what they report, or it is a bug."""
+    """Check the tasks' commit messages and return the number of rows they report.
+
+    Raises `InternalError` if the messages contradict B1 or B2: that would be a bug of pk.
+    """
     rows = 0
     seen: set[int] = set()
     for message in messages:
@@ -211,7 +223,7 @@ def check_messages(messages: Sequence[WriterCommitMessage | None]) -> int:
 
 
 class PkWriter(DataSourceArrowWriter):
-    """Pickled to the tasks and to the process that commits."""
+    """The batch writer; Spark pickles it to the tasks and to the process that commits."""
 
     def __init__(self, sink: SinkOptions, schema: StructType, overwrite: bool) -> None:
         self._sink = sink

@@ -1,22 +1,24 @@
-"""A worker process's line to the cluster: calls for the driver, bounded scans for tasks.
+"""The cluster connection of a Spark Python process: calls for the driver, scans for tasks.
 
-Spark's Python workers are reused over tasks and batches, so the event loop (on a thread of its
-own), its channels and idle fetch streams live in the module, one set per process; a forked worker
-starts its own. Nothing here is pickled.
+Spark reuses its Python workers for many tasks and batches.  The event loop (on its own thread), its
+channels and its idle fetch streams therefore live in this module, one set per process.  A forked
+worker starts its own set.  Nothing here is pickled.
 
-Who leads is taken from the clients' own `Cluster`, which is told of every change: a scan (scan.py)
-whose leader moved, died or fell silent goes on at the next one from where it is.
+The clients' own `Cluster` says which broker leads a partition, and it receives every metadata
+change.  When a scan's leader (scan.py) moves, dies or stops answering, the scan continues at the
+new leader from its current position.
 
 Invariants
-  K1  calls and scans retry what is retriable, with back-off, until `default_api_timeout_ms` passed
-      without progress: Spark itself retries neither a planner call nor (locally) a task.
-  K2  a scan yields payloads in offset order, without gap or repetition, also across reconnects.
-  K3  a stream is reused only if its last scan ended on it cleanly.
-  K4  nobody waits for a broker that leads no more, or that the cluster gave up.
-  K6  the first contact of a process takes `connectTimeoutMs` at most, whatever the time-outs are of
-      what follows: an address where nobody answers is said soon.
-  K5  what a broker that is behind says of topics is not believed: it may name fewer partitions than
-      a query has read, or not know a topic yet.
+  K1  Calls and scans retry retriable errors with back-off, until `default_api_timeout_ms` has
+      passed without progress.  Spark retries neither a planner call nor, in local mode, a task.
+  K2  A scan yields payloads in offset order, without gap or repetition, also across reconnects.
+  K3  A stream is reused only if its last scan ended on it cleanly.
+  K4  No scan keeps waiting for a broker that no longer leads the partition or that has left the
+      cluster.
+  K5  Metadata from a broker that lags behind is rejected: it may list fewer partitions than a query
+      has read already, or lack a new topic.
+  K6  The first contact of a process takes at most `connectTimeoutMs`, whatever the later time-outs
+      are, so a wrong address is reported soon.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ T = TypeVar("T")
 
 #: Idle fetch streams kept for the next scan.
 STREAMS_IDLE_MAX = 8
-#: A broker that lives says hello at once.
+#: A live broker answers the hello within milliseconds.
 HELLO_TIMEOUT_MS = 5_000
-#: How much longer than its patience an attempt may take to say why it failed.
+#: Extra time beyond the patience in which an attempt may still raise its own error.
 LAST_WORD_MS = 50
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
 
 
 class TopicLeaders(NamedTuple):
-    """A topic's identity and its partitions' leaders ("" = none now)."""
+    """A topic's name and id, and the address of each partition's leader ("" = no leader now)."""
 
     name: str
     topic_id: str
@@ -59,16 +61,16 @@ class TopicLeaders(NamedTuple):
 
 
 class Tier(NamedTuple):
-    """Where the topic's table stands; empty uri = there is none."""
+    """Where the topic's Delta table is; an empty uri means there is no table."""
 
     uri: str
     version: int
     storage_options: dict[str, str]
-    ends: dict[int, int]  #: partition → tiered_end
+    ends: dict[int, int]  #: partition → tiered_end (first offset beyond the table)
 
 
 class _Process:
-    """This process's share of the clients' loop thread, held until the process ends."""
+    """This process's reference to the clients' loop thread, held until the process ends."""
 
     def __init__(self) -> None:
         from pk.client import connection
@@ -82,7 +84,7 @@ class _Process:
         self.clusters: dict[tuple[str, str], ClusterClient] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop, wait for the result."""
+        """Run `work` on the loop thread and return its result."""
         return self._thread.run(work)
 
 
@@ -95,7 +97,7 @@ def cluster(
     client: Mapping[str, Any] | None = None,
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
 ) -> ClusterClient:
-    """This process's connection to the cluster at `bootstrap`, made at the first use."""
+    """Return this process's connection to the cluster at `bootstrap`; the first use creates it."""
     global _process
     settings = CONSUMER.resolve(dict(client or {}))
     with _lock:
@@ -111,7 +113,7 @@ def cluster(
 
 
 class ClusterClient:
-    """Synchronous façade; methods may be called from any thread."""
+    """A synchronous façade over the asynchronous client; any thread may call it."""
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ class ClusterClient:
         )  # fmt: skip
         self._network.on_change.append(self._on_metadata)
         self._names: dict[str, str] = {}  #: topic id → name
-        self._heard = ("", NONE)  #: cluster id, the newest offset of its metadata log heard of (K5)
+        #: cluster id and the highest metadata offset that a broker of it reported (K5)
+        self._heard = ("", NONE)
         self._scans: dict[Scan, None] = {}
         self._idle: list[PooledStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
@@ -146,11 +149,11 @@ class ClusterClient:
 
     @property
     def patience_ms(self) -> int:
-        """How long without progress before an operation fails (K1)."""
+        """The time without progress after which an operation fails (K1)."""
         return int(self._settings["default_api_timeout_ms"])
 
     async def _reach(self) -> None:
-        """Reach a first broker within `connectTimeoutMs` (K6)."""
+        """Connect to a first broker within `connectTimeoutMs` (K6)."""
         if self._network.reached:
             return
         limit = min(self._connect_ms, self.patience_ms)
@@ -161,7 +164,7 @@ class ClusterClient:
             raise
 
     async def _retried(self, work: Callable[[], Awaitable[T]]) -> T:
-        """K1 for a call without side effects."""
+        """Run `work`, a call without side effects, and repeat it on retriable errors (K1)."""
         clock = self._process.clock
         deadline = clock.monotonic_ms() + self.patience_ms
         await self._reach()
@@ -186,11 +189,11 @@ class ClusterClient:
         return await self._network.call_at(address, request, timeout_ms=self._timeout_ms)
 
     async def _ask(self, request: Any) -> Any:
-        """Any broker."""
+        """Send the request to any broker and return the reply."""
         return await self._network.call_any(request, timeout_ms=self._timeout_ms)
 
     def _on_metadata(self) -> None:
-        """Leaders moved: whoever waits for an old one goes to the new one (K4)."""
+        """Adopt the leaders of new metadata and move scans away from former leaders (K4)."""
         for key in list(self._leaders):
             address = self._network.leader_address(PartitionKey(*key))
             if address is not None:
@@ -199,7 +202,7 @@ class ClusterClient:
             scan.follow()
 
     def _watch(self, name: str | None) -> None:
-        """Hear of every change of this topic's leaders from now on."""
+        """Subscribe to changes of this topic's leaders."""
         if name is not None:
             self._network.start()
             self._network.watch_topics([name])
@@ -207,7 +210,10 @@ class ClusterClient:
     # -- metadata ----------------------------------------------------------------------------------
 
     def topics(self, names: Sequence[str] = ()) -> list[TopicLeaders]:
-        """The named topics, or all that are not internal.  Raises `UnknownTopicOrPartition`."""
+        """Return the named topics, or all topics that are not internal.
+
+        Raises `UnknownTopicOrPartition` for a name that no topic has.
+        """
         return self._process.run(self._retried(lambda: self._topics(names)))
 
     async def _topics(self, names: Sequence[str]) -> list[TopicLeaders]:
@@ -230,7 +236,10 @@ class ClusterClient:
         return sorted(found)
 
     async def _metadata(self, request: wire.MetadataRequest) -> Any:
-        """What any broker says that is not behind one asked before (K5)."""
+        """Ask any broker for metadata and return its reply.
+
+        Raises `BrokerUnavailable` (retriable) if the reply is older than one received before (K5).
+        """
         reply = await self._ask(request)
         cluster_id, newest = self._heard
         if reply.cluster_id == cluster_id and reply.metadata_offset < newest:
@@ -244,7 +253,10 @@ class ClusterClient:
     # -- offsets -----------------------------------------------------------------------------------
 
     def bounds(self, topics: Sequence[TopicLeaders], *, read_committed: bool) -> list[Bounds]:
-        """What can be read of every partition of `topics` now.  Raises `UnknownTopicId`."""
+        """Return the readable offsets of every partition of `topics`.
+
+        Raises `UnknownTopicId` for a topic that was deleted.
+        """
         isolation = READ_COMMITTED if read_committed else READ_UNCOMMITTED
         keys = [(t.topic_id, p) for t in topics for p in sorted(t.leaders)]
         asked = [(key, what) for key in keys for what in (EARLIEST, LATEST)]
@@ -262,7 +274,7 @@ class ClusterClient:
         ]
 
     def first_at(self, times: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int | None]:
-        """By (topic id, partition): the first offset at or after that time, None if none is."""
+        """By (topic id, partition), return the first offset at or after the time, or None."""
         asked = [(key, max(0, at_ms)) for key, at_ms in times.items()]
         found = self._process.run(self._retried(lambda: self._list(asked, READ_COMMITTED)))
         return {key: None if offset < 0 else offset for (key, _), offset in found.items()}
@@ -321,7 +333,7 @@ class ClusterClient:
             del self._leaders[key]
 
     def delete_before(self, offsets: Mapping[tuple[str, int], int]) -> None:
-        """Remove records below the given offset, by (topic id, partition)."""
+        """Delete the records below the given offset, by (topic id, partition)."""
         self._process.run(self._retried(lambda: self._delete_before(offsets)))
 
     async def _delete_before(self, offsets: Mapping[tuple[str, int], int]) -> None:
@@ -336,7 +348,7 @@ class ClusterClient:
                     raise frames.raise_error(result.error)
 
     def curves(self, ranges: Sequence[Range], samples: int) -> list[tuple[list[int], list[int]]]:
-        """Per range: sampled offsets and the bytes below them; empty if the broker cannot tell."""
+        """Return per range the sampled offsets and the bytes below each; empty lists if unknown."""
         return self._process.run(self._retried(lambda: self._curves(ranges, samples)))
 
     async def _curves(
@@ -375,7 +387,7 @@ class ClusterClient:
     # -- the tier ----------------------------------------------------------------------------------
 
     def tier_bounds(self, ranges: Sequence[Range]) -> dict[Range, tuple[int, int]]:
-        """Per range: the first offset the broker has on disk, and the end of the table."""
+        """Return per range the first offset on the broker's disk and the end of the Delta table."""
         keys = [(one.topic_id, one.partition) for one in ranges]
         asked = [(key, what) for key in keys for what in (EARLIEST_LOCAL, TIERED_END)]
         found = self._process.run(self._retried(lambda: self._list(asked, READ_COMMITTED)))
@@ -385,8 +397,11 @@ class ClusterClient:
         }
 
     def tier(self, topic: str, suspects: Sequence[str] = ()) -> Tier:
-        """The topic's table; an empty uri when it has none (yet) or the tier is away.  `suspects`:
-        files of it that could not be read, so that the servers look at them."""
+        """Return where the topic's Delta table is.
+
+        The uri is empty if the topic has no table yet or the tier cannot be reached. `suspects`
+        names files of the table that could not be read; the servers then check them.
+        """
         return self._process.run(self._tier(topic, suspects))
 
     async def _tier(self, topic: str, suspects: Sequence[str] = ()) -> Tier:
@@ -394,7 +409,7 @@ class ClusterClient:
         try:
             replies = await self._retried(lambda: self._tier_views(topic, suspects))
         except (errors.TierUnavailable, errors.UnsupportedFeature, errors.InvalidRequest):
-            return nothing  # the broker serves cold reads too, or says why it cannot
+            return nothing  # the broker serves cold reads too, or reports why it cannot
         there = [r for r in replies if _readable(r) and r.uri and r.version >= 0]
         if not there:
             return nothing
@@ -406,8 +421,9 @@ class ClusterClient:
         return Tier(newest.uri, newest.version, dict(newest.storage_options), ends)
 
     async def _tier_views(self, topic: str, suspects: Sequence[str]) -> list[Any]:
-        """What the leaders of the topic say of its table: a broker that leads nothing of it has
-        never seen it.
+        """Ask all leaders of the topic for its table, and return the replies that came.
+
+        A broker that leads no partition of the topic has not seen its table.
         """
         (known,) = await self._topics([topic])
         self._watch(topic)
@@ -425,7 +441,10 @@ class ClusterClient:
     # -- scans -------------------------------------------------------------------------------------
 
     def scan(self, one: Range, *, read_committed: bool) -> Iterator[ScannedBatches]:
-        """The batches of `one`, in order (K2).  Raises typed errors; retries inside (K1)."""
+        """Yield the batches of `one` in offset order (K2).
+
+        Retries retriable errors (K1) and raises the others as typed errors.
+        """
         scan = Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
         future = asyncio.run_coroutine_threadsafe(scan.run(), self._process.loop)
         try:
@@ -456,7 +475,7 @@ class ClusterClient:
 
 
 def _readable(reply: wire.DescribeTierReply) -> bool:
-    """Whether the table may be read: of a damaged file only that file's range is lost."""
+    """Return whether the table can be read; a damaged file makes only its own range unreadable."""
     return not reply.HasField("problem") or reply.problem.code == errors.DamagedTierFile.code
 
 
@@ -465,14 +484,17 @@ def _unknown(error: errors.PkError) -> bool:
 
 
 def _all(answers: Sequence[T], asked: Sequence[Any]) -> Sequence[T]:
-    """One answer to each question, or the broker is asked again."""
+    """Return `answers` if there is one for each question.
+
+    Raises `BrokerUnavailable` otherwise, so that the caller asks again.
+    """
     if len(answers) != len(asked):
         raise errors.BrokerUnavailable(f"{len(answers)} answers came to {len(asked)} questions")
     return answers
 
 
 def _named(error: errors.PkError, topic: str) -> errors.PkError:
-    """`error` with the topic's name in its text."""
+    """Return `error` with the topic's name in its text."""
     if topic in error.message:
         return error
     return type(error)(f"{topic}: {error.message}", **error.details)

@@ -1,20 +1,20 @@
-"""Maven artefacts for Spark sessions and tests, fetched with the Ivy that ships inside pyspark.
+"""Downloads Maven artefacts for Spark sessions and tests, with the Ivy that ships inside pyspark.
 
-Nothing but Java and pyspark is needed, and after the first time nothing of the network: a file
-`<folder>/.resolved.json` remembers which coordinates became which jars, and while those exist
-`resolve` neither starts Java nor asks anyone.
+It needs only Java and pyspark.  After the first download it needs no network: the file
+`<folder>/.resolved.json` records which jars belong to which coordinates.  While those jars exist,
+`resolve` starts no Java and sends no request.
 
-Where artefacts come from, first match wins; each is what Spark itself would use:
+The source of artefacts is the first of these that applies; each is what Spark itself would use:
   1. the argument `ivy_settings`, or `spark.jars.ivySettings` of spark-defaults.conf: that file,
      unchanged;
   2. else the local Maven repository (`~/.m2/repository`), the repositories of
      `spark.jars.repositories`, then `DEFAULT_ARTIFACT_REPOSITORY` if set, else the mirror that
      `~/.m2/settings.xml` names for central, else Ivy's own default (Maven Central).
-`https_proxy`/`http_proxy` are handed to Java, which does not read them by itself.
+Java does not read `https_proxy`/`http_proxy`, so they are passed to it as system properties.
 
 Invariants
-  J1  a jar appears in the folder under its final name only when it is complete (rename).
-  J2  concurrent `resolve` calls on one folder take turns (lock file).
+  J1  A jar appears in the folder under its final name only when it is complete (rename).
+  J2  Concurrent `resolve` calls on one folder run one after another (lock file).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from pk.sparkconnector.java import find_java
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Delta for Spark 4.2: these two are all it needs beside what Spark ships.
+#: Delta for Spark 4.2: Delta needs only these two beside the jars that Spark ships.
 DELTA = ("io.delta:delta-spark_4.2_2.13:4.4.0", "io.delta:delta-storage:4.4.0")
-#: Spark's Kafka connector; everything else it names is among Spark's own jars.  The token provider
-#: is of 4.0: not every mirror carries 4.2's, and the connector calls nothing of it that changed.
+#: Spark's Kafka connector; its other dependencies are among Spark's own jars. The token provider is
+#: of version 4.0, because some mirrors lack 4.2's; the connector uses nothing of it that changed.
 SPARK_KAFKA = (
     "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
     "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0",
     "org.apache.kafka:kafka-clients:3.9.2",
     "org.apache.commons:commons-pool2:2.13.1",
 )
-#: Apache Kafka's broker, with all it depends on (`transitive=True`).
+#: Apache Kafka's broker; its dependencies are downloaded too (`transitive=True`).
 KAFKA_BROKER = ("org.apache.kafka:kafka_2.13:4.1.0",)
 
 _SETS: dict[str, tuple[tuple[str, ...], bool]] = {
@@ -65,7 +65,7 @@ Printer = Callable[[str], None]
 
 
 class Coordinate(NamedTuple):
-    """`group:artifact:version`."""
+    """A Maven coordinate, `group:artifact:version`."""
 
     group: str
     artifact: str
@@ -82,7 +82,10 @@ class Coordinate(NamedTuple):
 
 
 def default_folder() -> Path:
-    """Inside the environment, so that deleting the environment deletes the jars."""
+    """Return the default folder for jars.
+
+    It lies inside the Python environment, so deleting the environment deletes the jars.
+    """
     return Path(sys.prefix) / "share" / "pk" / "jars"
 
 
@@ -94,10 +97,10 @@ def resolve(
     ivy_settings: Path | None = None,
     progress: Printer | None = None,
 ) -> list[Path]:
-    """The jars of `coordinates` (with all they depend on if `transitive`), fetched if they are not
-    there yet.
+    """Return the jars of `coordinates`; download those that are missing.
 
-    Raises `JavaMissing`, or `JarsMissing` with Ivy's last lines when an artefact cannot be had.
+    If `transitive`, the dependencies are included.  Raises `JavaMissing`, or `JarsMissing` with
+    Ivy's last lines if an artefact cannot be downloaded.
     """
     wanted = [Coordinate.parse(text) for text in coordinates]
     into = default_folder() if folder is None else Path(folder)
@@ -108,7 +111,8 @@ def resolve(
     say = progress or (lambda line: None)
     into.mkdir(parents=True, exist_ok=True)
     with _locked(into / ".lock"):
-        present = _remembered(into, key)  # somebody else may have fetched them while we waited
+        # another process may have downloaded them while this one waited for the lock
+        present = _remembered(into, key)
         if present is not None:
             return present
         with tempfile.TemporaryDirectory(prefix=".ivy-", dir=into) as scratch:
@@ -125,7 +129,7 @@ def resolve(
 def installed(
     coordinates: Sequence[str], *, transitive: bool = False, folder: Path | None = None
 ) -> list[Path] | None:
-    """What `resolve` would return without fetching anything; None if something is missing."""
+    """Return what `resolve` would return, without downloading; None if a jar is missing."""
     wanted = [Coordinate.parse(text) for text in coordinates]
     key = json.dumps([sorted(map(":".join, wanted)), transitive])
     return _remembered(default_folder() if folder is None else Path(folder), key)
@@ -163,7 +167,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def spark_jars_folder() -> Path:
-    """Where pyspark keeps its jars.  Raises `JarsMissing` without pyspark."""
+    """Return the folder of pyspark's jars.  Raises `JarsMissing` without pyspark."""
     home = os.environ.get("SPARK_HOME")
     if home and (Path(home) / "jars").is_dir():
         return Path(home) / "jars"
@@ -232,7 +236,7 @@ def _fetch(
 
 
 def _run_ivy(command: Sequence[str], say: Printer) -> None:
-    """Runs Ivy, passes on what it downloads, and turns its failure into one error."""
+    """Run Ivy and show what it downloads; raise `JarsMissing` if it fails."""
     tail: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -257,7 +261,7 @@ def _run_ivy(command: Sequence[str], say: Printer) -> None:
 
 
 def module_xml(wanted: Sequence[Coordinate], transitive: bool) -> str:
-    """The Ivy module that depends on exactly `wanted`."""
+    """Return the Ivy module file whose dependencies are exactly `wanted`."""
     conf = "default->default" if transitive else "default->master(*)"
     lines = [
         f"<dependency org={quoteattr(c.group)} name={quoteattr(c.artifact)} "
@@ -273,10 +277,10 @@ def module_xml(wanted: Sequence[Coordinate], transitive: bool) -> str:
 
 
 def settings_xml(m2: Path, repositories: Sequence[str]) -> str:
-    """Spark's default chain of repositories, with the user's mirror in front of central.
+    """Return Ivy settings: Spark's default chain of repositories, the user's mirror before central.
 
-    `dual`: a local Maven repository may hold a POM without its jar; the jar is then sought further
-    on.
+    `dual`: a local Maven repository may hold a POM without its jar; then Ivy looks for the jar in
+    the next repositories.
     """
     local = (m2 / "repository").as_uri() + "/"
     chain = [
@@ -298,7 +302,7 @@ def settings_xml(m2: Path, repositories: Sequence[str]) -> str:
 
 
 def maven_mirror(settings: Path) -> str | None:
-    """The URL that Maven's settings put in front of central, if any."""
+    """Return the URL of the mirror of central in Maven's settings; None if there is none."""
     try:
         root = ElementTree.parse(settings).getroot()
     except (OSError, ElementTree.ParseError):
@@ -314,7 +318,7 @@ def maven_mirror(settings: Path) -> str | None:
 
 
 def spark_defaults() -> dict[str, str]:
-    """`spark-defaults.conf`, where Spark looks for it; {} if there is none."""
+    """Return the settings in `spark-defaults.conf`, at Spark's place for it; {} without it."""
     folder = os.environ.get("SPARK_CONF_DIR")
     home = os.environ.get("SPARK_HOME")
     path = Path(folder) if folder else Path(home) / "conf" if home else None
@@ -329,7 +333,7 @@ def spark_defaults() -> dict[str, str]:
 
 
 def proxy_properties() -> list[str]:
-    """The proxy of the environment as Java system properties."""
+    """Return the environment's proxy as Java system properties."""
     properties = []
     for scheme in ("https", "http"):
         url = urlsplit(
@@ -350,7 +354,7 @@ def proxy_properties() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m pk.sparkconnector.jars [SET | COORDINATE …]`: fetch, print the paths."""
+    """Run `python -m pk.sparkconnector.jars [SET | COORDINATE …]`: download, print the paths."""
     parser = argparse.ArgumentParser(
         prog="python -m pk.sparkconnector.jars", description="Fetch jars with Spark's own Ivy."
     )

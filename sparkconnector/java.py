@@ -1,4 +1,4 @@
-"""Finding the Java that Spark will run on, and saying how to get one.
+"""Finds the Java runtime that Spark will use, and explains how to install one.
 
 Spark 4.2 needs Java 17 or newer.  `JAVA_HOME` wins over `PATH`, as in Spark's own launch scripts.
 """
@@ -33,7 +33,9 @@ class Java(NamedTuple):
 
 
 def find_java() -> Java:
-    """The Java that Spark would start.  Raises `JavaMissing`: there is none, or it is too old."""
+    """Return the Java that Spark would start.  Raises `JavaMissing` if there is none or it is too
+    old.
+    """
     home = os.environ.get("JAVA_HOME", "")
     command = str(Path(home) / "bin" / "java") if home else shutil.which("java") or ""
     if home and not os.access(command, os.X_OK):
@@ -67,7 +69,10 @@ def find_java() -> Java:
 
 
 def release_of(version_text: str) -> int | None:
-    """The feature release in `java -version`: of `1.8.0_402` 8, of `17.0.15` 17; None = unknown."""
+    """Return the feature release in the output of `java -version`; None if it is unknown.
+
+    It is 8 for `1.8.0_402` and 17 for `17.0.15`.
+    """
     found = re.search(r'version "(\d+)(?:\.(\d+))?', version_text)
     if found is None:
         return None

@@ -1,20 +1,22 @@
-"""Where a query stands: the offsets Spark keeps in checkpoints, and what two of them mean together.
+"""The progress of a query: the offsets in Spark's checkpoint, and the ranges between two of them.
 
-A `SourceProgress` maps topic name → topic id and partition → next offset.  Spark stores the JSON
+A `SourceProgress` maps a topic's name to its id and to the next offset of each partition.  Spark
+stores it as JSON:
 
     {"v": 1, "topics": {"flights": {"id": "<uuid>", "offsets": {"0": 123, "1": 456}}}}
 
-and compares two of them as *text*, so there is one spelling: topics by name, partitions by number.
+Spark compares two offsets as *text*.  Equal progress must therefore have equal JSON: topics are
+sorted by name, partitions by number.
 
-`between` turns (start, end) into ranges, and says what was lost on the way.  A loss is not an error
-here: the caller raises it, or goes on with what is left, as `failOnDataLoss` says.
+`between` turns (start, end) into ranges to read, and returns the losses it finds.  A loss is no
+error here: the caller raises it or continues with the rest, as `failOnDataLoss` says.
 
 Invariants
-  O1  equal positions have equal JSON; reading back what was written gives the same positions.
-  O2  ranges of `between` start at the progress's start, except where that is named as a loss (or
-      the partition is new: then at its earliest offset).
-  O3  a topic that was deleted and created again is another log: its offsets are never compared with
-      the old one's (rule L8).
+  O1  Equal progress has equal JSON, and parsing the JSON gives the same progress.
+  O2  Each range of `between` begins at the start progress.  Two exceptions: a range shortened by a
+      reported loss, and a new partition, which begins at its earliest offset.
+  O3  A topic that was deleted and re-created is another log: its offsets are never compared with
+      those of the old topic (rule L8).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ VERSION = 1
 
 
 class Bounds(NamedTuple):
-    """What the broker says of one partition: readable are `[earliest, latest)`."""
+    """The offsets that the broker reports for a partition: `[earliest, latest)` can be read."""
 
     topic: str
     topic_id: str
@@ -41,7 +43,7 @@ class Bounds(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class TopicProgress:
-    """Next offsets of one topic's partitions."""
+    """The next offset of each partition of one topic."""
 
     topic_id: str
     offsets: dict[int, int] = field(default_factory=dict)
@@ -65,14 +67,14 @@ class Range(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Something the query expected is not there (any more)."""
+    """Records, a partition or a topic that the query expected and that no longer exist."""
 
     recreated: bool
     words: str
 
 
 def to_json(progress: SourceProgress) -> dict[str, Any]:
-    """The one spelling (O1)."""
+    """Return the progress as JSON, sorted so that equal progress gives equal text (O1)."""
     return {
         "v": VERSION,
         "topics": {
@@ -86,7 +88,10 @@ def to_json(progress: SourceProgress) -> dict[str, Any]:
 
 
 def from_json(stored: Mapping[str, Any]) -> SourceProgress:
-    """Raises `InvalidOption` for what pk did not write, `UnsupportedFeature` for a newer pk's."""
+    """Parse the JSON of a checkpoint.
+
+    Raises `InvalidOption` if pk did not write it, `UnsupportedFeature` if a newer pk did.
+    """
     version = stored.get("v")
     if isinstance(version, int) and version > VERSION:
         raise errors.UnsupportedFeature(
@@ -113,7 +118,7 @@ def from_json(stored: Mapping[str, Any]) -> SourceProgress:
 
 
 def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> SourceProgress:
-    """Progress with `chosen` offsets for the partitions of `bounds`."""
+    """Return a progress with the `chosen` offsets for the partitions of `bounds`."""
     progress: SourceProgress = {}
     for one in sorted(bounds):
         entry = progress.setdefault(one.topic, TopicProgress(one.topic_id))
@@ -122,7 +127,7 @@ def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> Sourc
 
 
 def latest(bounds: Iterable[Bounds]) -> SourceProgress:
-    """Progress at the end of everything."""
+    """Return the progress at the end of every partition."""
     listed = list(bounds)
     return of(listed, {(one.topic, one.partition): one.latest for one in listed})
 
@@ -137,12 +142,12 @@ def at_position(
     name: str,
     when_no_such_time: str = "latest",
 ) -> tuple[SourceProgress, list[Loss]]:
-    """The progress that `position` names.  `found`: offsets for its times, None = no record that
-    late.
+    """Return the progress that `position` names, and the losses.
 
-    Explicit offsets outside the log are losses and clamped.  Raises `InvalidOption` when JSON
-    options do not name exactly the partitions read, or a time has no record and that is to be an
-    error.
+    `found` holds the offset for each requested time; None = no record at or after that time.  An
+    explicit offset outside the log is a loss and is moved to the nearest readable offset.  Raises
+    `InvalidOption` if JSON options do not name exactly the partitions read, or if no record has the
+    requested time and the strategy is "error".
     """
     listed = sorted(bounds)
     losses: list[Loss] = []
@@ -173,7 +178,7 @@ def at_position(
 
 
 def times_of(position: OffsetRangeLimit, bounds: Iterable[Bounds]) -> dict[tuple[str, int], int]:
-    """The times to look up for `position`, by partition; {} if it names none."""
+    """Return the times to look up for `position`, by partition; {} if it names no time."""
     if position.kind == "time":
         return {(one.topic, one.partition): position.time_ms for one in bounds}
     if position.kind == "times":
@@ -224,7 +229,7 @@ def _explicit(offset: int, one: Bounds, name: str) -> tuple[int, list[Loss]]:
 def between(
     start: SourceProgress, end: SourceProgress, bounds: Iterable[Bounds]
 ) -> tuple[list[Range], list[Loss]]:
-    """The ranges from `start` to `end` that are there now, and what is lost (O2, O3)."""
+    """Return the ranges from `start` to `end` that can be read now, and the losses (O2, O3)."""
     now = {(one.topic, one.partition): one for one in bounds}
     losses = _vanished(start, end)
     ranges: list[Range] = []
@@ -286,7 +291,7 @@ def _recreated(topic: str) -> Loss:
 
 
 def error_of(losses: Iterable[Loss]) -> errors.PkError:
-    """What a query with failOnDataLoss raises."""
+    """Return the error that a query with failOnDataLoss raises."""
     listed = list(losses)
     kind = errors.TopicRecreated if any(loss.recreated for loss in listed) else errors.DataLoss
     words = "; ".join(loss.words for loss in listed)

@@ -1,19 +1,18 @@
 """The options of `format("pk")`: those of Spark's Kafka connector, under the same names (rule S2).
 
-Spark hands every key over lower-cased, so names are compared that way and shown as the docs write
-them.  `kafka.X` is `pk.X`.  Each name given falls into one class:
+Spark passes every key in lower case, so names are compared in lower case and shown as the docs
+spell them.  `kafka.X` means `pk.X`.  Each given name falls into one class:
 
   known        parsed and checked here; contradictions are refused
   client's     `pk.` + a setting of pk's Consumer (source) or Producer (sink), dotted names too
-  meaningless  Kafka's connector or clients have it, here it has nothing to do: one warning each
+  meaningless  valid for Kafka's connector or clients, without effect in pk: one warning each
   other side   a source's option given to a sink or the other way round: one warning each
-  security     refused until security exists, rather than silently not applied
-  Spark's own  passed over
-  unknown      refused, with the nearest right name
+  security     refused: pk has no security yet and must not ignore such an option silently
+  Spark's own  ignored
+  unknown      refused, with the nearest valid name
 
-Where Kafka's connector lets one option win over another (`startingTimestamp` over
-`startingOffsetsByTimestamp` over `startingOffsets`, the same for `ending…`), so does this one, with
-a warning.
+Precedence is Kafka's, with a warning: `startingTimestamp` wins over `startingOffsetsByTimestamp`,
+which wins over `startingOffsets`; likewise for `ending…`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ LATEST = -1
 
 PartitionOffsets = dict[str, dict[int, int]]
 
-#: Columns of the source, in order; headers only with includeHeaders.  Spark's names and Spark's
-#: types.
+#: The source's columns, in order, with Spark's names and types; headers only with includeHeaders.
 COLUMNS: dict[str, str] = {
     "key": "binary",
     "value": "binary",
@@ -46,13 +44,13 @@ COLUMNS: dict[str, str] = {
     "headers": "array<struct<key:string,value:binary>>",
 }
 
-#: The others hold something in every row.  Spark then asks none of them whether it is null, which
-#: is a tenth of what the JVM does for a row (docs/design/0004-spark-costs.md).
+#: The other columns have a value in every row. Spark then checks none of them for null, which saves
+#: a tenth of the JVM's time per row (docs/design/0004-spark-costs.md).
 MAY_BE_NULL = frozenset({"key", "value", "headers"})
 
 
 class Column(NamedTuple):
-    """A column as a reader delivers it: Spark compares nullability too."""
+    """A column of a reader's schema; Spark compares nullability too."""
 
     name: str  #: as the query spells it
     nullable: bool
@@ -69,7 +67,7 @@ SINK_NAMES = ("topic", "truncateTopic")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")
 CLIENT_NAMES = ("bootstrap.servers", "isolation.level")
 
-#: Accepted with one warning each: Kafka has them, here they have nothing to do.
+#: Accepted with one warning each: Kafka has these options, in pk they have no effect.
 MEANINGLESS = frozenset(
     name.lower()
     for name in (
@@ -93,7 +91,7 @@ MEANINGLESS = frozenset(
     )
 )  # fmt: skip
 _SECURITY = ("pk.security.", "pk.ssl.", "pk.sasl.", "pk.delegation.")
-#: What Spark itself puts among the options, or reads from them.
+#: Options that Spark itself adds or reads.
 _SPARKS_OWN = frozenset(
     (
         "path", "paths", "checkpointlocation", "queryname", "outputmode", "mode", "format",
@@ -117,16 +115,16 @@ _DURATION_MS = {
     "d": 86_400_000,
 }
 _DEFAULT_TRIGGER_DELAY = "15m"
-#: How long a process tries to reach the first broker; after that pk's own time-outs hold.
+#: How long a process tries to reach the first broker; later calls have pk's own time-outs.
 CONNECT_TIMEOUT_MS = 10_000
 
 
 @dataclass(slots=True, frozen=True)
 class OffsetRangeLimit:
-    """Where a read begins or ends: `earliest`, `latest`, given `offsets`, or the first record at or
-    after `times`.
+    """Where a read begins or ends: `earliest`, `latest`, explicit `offsets`, or by timestamp.
 
-    `times` maps topic → partition → ms; `time_ms` is one time for all partitions.
+    `times` maps topic → partition → ms; `time_ms` is one time for all partitions.  The position is
+    the first record at or after the time.
     """
 
     kind: str  #: earliest | latest | offsets | times | time
@@ -137,7 +135,7 @@ class OffsetRangeLimit:
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """A source's options, checked."""
+    """The checked options of a source."""
 
     bootstrap: str
     topics: tuple[str, ...] = ()
@@ -145,7 +143,7 @@ class Source:
     assigned: dict[str, tuple[int, ...]] | None = None
     starting: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
     ending: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
-    when_no_such_time: str = "error"  #: or "latest"
+    when_no_such_time: str = "error"  #: a strategy name: "error" or "latest"
     fail_on_data_loss: bool = True
     include_headers: bool = False
     columns: tuple[str, ...] = ()
@@ -164,13 +162,13 @@ class Source:
 
 @dataclass(slots=True, frozen=True)
 class SinkOptions:
-    """A sink's options, checked."""
+    """The checked options of a sink."""
 
     bootstrap: str
     topic: str | None = None
     client: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    truncate: bool = False  #: mode overwrite may delete what the topic holds
+    truncate: bool = False  #: mode overwrite may delete the topic's older records
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS
 
 
@@ -178,7 +176,7 @@ class SinkOptions:
 
 
 class _Names:
-    """Sorts the given names into classes; collects warnings and the client's settings."""
+    """Sorts the given names into classes; collects the warnings and the client settings."""
 
     def __init__(
         self, known: tuple[str, ...], other_side: tuple[str, ...], client: settings.Options
@@ -275,7 +273,7 @@ class _Names:
         return text == "true"
 
     def number(self, name: str) -> int:
-        """A positive whole number; 0 = not given."""
+        """Return the option as a positive whole number; 0 = not given."""
         text = self.values.get(name)
         if text is None:
             return 0
@@ -302,7 +300,10 @@ class _Names:
 
 
 def source(given: Mapping[str, str], *, streaming: bool) -> Source:
-    """The options of a batch or streaming read.  Raises `InvalidOption`, `UnsupportedFeature`."""
+    """Return the options of a batch or streaming read.
+
+    Raises `InvalidOption`, `UnsupportedFeature`.
+    """
     names = _Names(SOURCE_NAMES + BOTH_NAMES, SINK_NAMES, settings.CONSUMER)
     names.take(given)
     topics, pattern, assigned = _subscription(names)
@@ -370,7 +371,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
 
 
 def _ending(names: _Names) -> OffsetRangeLimit:
-    """Where a batch ends."""
+    """Return where a batch read ends."""
     ending = _position(names, "ending", "latest")
     if ending.kind == "earliest":
         raise errors.InvalidOption("endingOffsets earliest would read nothing: a batch ends later")
@@ -379,14 +380,14 @@ def _ending(names: _Names) -> OffsetRangeLimit:
 
 
 def sink(given: Mapping[str, str]) -> SinkOptions:
-    """The options of a write.  Raises `InvalidOption`, `UnsupportedFeature`."""
+    """Return the options of a write.  Raises `InvalidOption`, `UnsupportedFeature`."""
     names = _Names(SINK_NAMES + BOTH_NAMES, SOURCE_NAMES, settings.PRODUCER)
     names.take(given)
     if "isolation.level" in names.values:
         names.warnings.append("option isolation.level has no effect on a sink and is ignored")
     names.flag(
         "includeHeaders", False
-    )  # a column headers is written if it is there; as in Kafka's connector
+    )  # a headers column is written if the DataFrame has one, as in Kafka's connector
     for setting, needed in (("enable_idempotence", True), ("acks", "all")):
         if names.client.get(setting, needed) not in (needed, "-1"):
             raise errors.InvalidOption(
@@ -492,7 +493,10 @@ def _partition(value: Any) -> int:
 
 
 def _position(names: _Names, side: str, default: str) -> OffsetRangeLimit:
-    """Kafka's precedence: a time, times by partition, offsets; the losers are warned about."""
+    """Return the position by Kafka's precedence: one time, times by partition, offsets.
+
+    Warns about each given option that another one overrides.
+    """
     ordered = [f"{side}Timestamp", f"{side}OffsetsByTimestamp", f"{side}Offsets"]
     given = [name for name in ordered if name in names.values]
     for loser in given[1:]:
@@ -568,7 +572,7 @@ def _columns(names: _Names) -> tuple[str, ...]:
 
 
 def duration_ms(name: str, text: str) -> int:
-    """Spark's time strings: `15m`, `30s`, `500ms`; a bare number is milliseconds."""
+    """Parse Spark's time strings (`15m`, `30s`, `500ms`) to ms; a bare number is milliseconds."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise errors.InvalidOption(
@@ -578,14 +582,14 @@ def duration_ms(name: str, text: str) -> int:
 
 
 def column_names(read: Source) -> tuple[str, ...]:
-    """The columns a read without a schema of its own has."""
+    """Return the columns of a read whose query gives no schema."""
     if read.columns:
         return read.columns
     return tuple(name for name in COLUMNS if name != "headers" or read.include_headers)
 
 
 def ddl(names: tuple[str, ...]) -> str:
-    """`names` as a schema in Spark's language."""
+    """Return the columns `names` as a schema string (DDL) for Spark."""
     never = {one.name for one in columns_of(names) if not one.nullable}
     return ", ".join(
         f"{name} {COLUMNS[name]}{' NOT NULL' if name in never else ''}" for name in names
@@ -593,5 +597,5 @@ def ddl(names: tuple[str, ...]) -> str:
 
 
 def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
-    """Columns of the schema that `ddl` names."""
+    """Return the columns of the schema that `ddl` returns."""
     return tuple(Column(name, name.lower() in MAY_BE_NULL) for name in names)

@@ -1,4 +1,4 @@
-"""A task as Spark carries it to an executor."""
+"""The unit that Spark sends to an executor: one task of a read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pk.sparkconnector.planner import Task
 
 
 class PkPartition(InputPartition):
-    """See the module."""
+    """An input partition of Spark that carries one `Task`."""
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -1,11 +1,12 @@
 """The driver's side of a read: which topics, which offsets, which tasks.
 
-Holds options only, so that it may be pickled; the connection is looked up when it is needed.
-Everything that can be decided without a broker is decided in options, offsets and ranges.
+Spark pickles the planner, so it holds options only and looks its connection up when needed.  The
+modules options, offsets and ranges decide everything that needs no broker.
 
-A range is cut at the table's end: below it the executors read the table's files, from it on the
-broker. A stream that keeps up reads from the broker only: for a few freshly tiered records a footer
-and a table version would cost more than the fetch.
+The planner cuts a range at the end of the topic's Delta table.  Executors read the cold part, below
+that end, from the table's files, and the hot part from the broker.  A stream that keeps up reads
+from the broker only: for a few records that were tiered a moment ago, reading a table version and a
+file footer would cost more than the fetch.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ if TYPE_CHECKING:
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
     from pk.sparkconnector.tier_scan import ColdRange
 
-#: A stream reads fewer tiered records than this from the broker, if it still has them.
+#: A stream reads fewer tiered records than this from the broker, if its disk still has them.
 STREAM_COLD_RECORDS_LEAST = 20_000
 #: Samples of a partition's byte curve.
 CURVE_SAMPLES = 256
-#: How often a topic that is deleted while we look is looked for again.
+#: How often the planner starts over because a topic was deleted between two of its calls.
 _RESTARTS_MAX = 5
 _TAKEN = errors.DataLoss("another engine deleted its rows from the table (pk tier describe)")
 _AGED_OUT = "it was deleted or aged out while it was read"
 
 
 class PkWarning(UserWarning):
-    """Something about a read or write that the user should know."""
+    """A warning to the user about a read or a write."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,22 +54,22 @@ class Task:
 
 
 class _Table(NamedTuple):
-    """A partition's files in one version of its topic's table, and where its rows begin."""
+    """A partition's files in one version of the topic's table, and where its rows begin."""
 
     place: ColdRange
     files: Sequence[TierFile]
     start: int
-    missing: Spans  #: offsets whose rows another engine took away (T17)
+    missing: Spans  #: offsets whose rows another engine deleted (T17)
 
 
 def warn(words: str) -> None:
-    """Into the driver's or executor's log: Spark passes a worker's stderr on."""
+    """Warn in the log of the driver or executor: Spark forwards a worker's stderr."""
     warnings.warn(words, PkWarning, stacklevel=3)
     sys.stderr.flush()
 
 
 class Planner:
-    """One source's decisions."""
+    """Plans the reads of one source."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -83,7 +84,7 @@ class Planner:
     # -- what is there -----------------------------------------------------------------------------
 
     def bounds(self) -> list[Bounds]:
-        """Every partition of the subscription with its readable offsets."""
+        """Return the readable offsets of every partition of the subscription."""
         restarts = 0
         while True:
             topics = self._topics()
@@ -113,7 +114,7 @@ class Planner:
         return found
 
     def at(self, position: OffsetRangeLimit, bounds: Sequence[Bounds], name: str) -> SourceProgress:
-        """The progress a position option names; losses are raised or warned about."""
+        """Return the progress that a position option names; raise or warn about losses."""
         times = offsets.times_of(position, bounds)
         found: dict[tuple[str, int], int | None] = {}
         if times:
@@ -127,7 +128,7 @@ class Planner:
         return progress
 
     def settle(self, losses: Sequence[Loss]) -> None:
-        """failOnDataLoss: raise; otherwise say what is lost and go on."""
+        """Raise the losses if failOnDataLoss is set; otherwise warn about them."""
         if not losses:
             return
         error = offsets.error_of(losses)
@@ -138,7 +139,7 @@ class Planner:
     # -- limits ------------------------------------------------------------------------------------
 
     def curves(self, wanted: Sequence[Range]) -> dict[tuple[str, int], Curve]:
-        """How bytes are spread over the ranges."""
+        """Return how the bytes are spread over each range, by topic and partition."""
         asked = [one for one in wanted if one.size]
         answers = self.cluster.curves(asked, CURVE_SAMPLES) if asked else []
         found = {}
@@ -150,7 +151,7 @@ class Planner:
     # -- tasks -------------------------------------------------------------------------------------
 
     def tasks(self, wanted: Sequence[Range], *, streaming: bool) -> list[Task]:
-        """Ranges split as the options say, then cut into cold and hot."""
+        """Return the tasks: ranges split as the options say, then cut into cold and hot parts."""
         source = self.source
         whole = [one for one in wanted if one.size]
         ends = self._cold_ends(whole, streaming)
@@ -177,8 +178,11 @@ class Planner:
     def _left(
         self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], _Table]
     ) -> list[Range]:
-        """Without what the tables gave up since the bounds were asked for: its files are not named
-        any more, and no task would miss them.
+        """Return the ranges without the offsets that retention removed from the tables meanwhile.
+
+        A table no longer lists files below its start, so no task would notice that their records
+        are missing.  The method therefore settles them, and rows that another engine deleted, as
+        losses.
         """
         left, losses = [], []
         for one in wanted:
@@ -201,7 +205,9 @@ class Planner:
             yield Task(part, self.source.read_committed, cold)
 
     def _cold_ends(self, wanted: Sequence[Range], streaming: bool) -> dict[tuple[str, int], int]:
-        """Where the cold part of each range ends; only ranges that have one worth reading there."""
+        """Return by partition the end of the cold part, for ranges whose cold part is worth
+        reading.
+        """
         if not wanted:
             return {}
         found = {}
@@ -215,13 +221,15 @@ class Planner:
     def _tables(
         self, wanted: Sequence[Range], ends: Mapping[tuple[str, int], int]
     ) -> dict[tuple[str, int], _Table]:
-        """The table's files by partition; none where the table cannot be reached from here.
+        """Return each partition's files in the table; no entry if the table cannot be reached from
+        here.
 
-        The broker serves cold reads too, so a store that only it can reach is no reason to fail.
+        The broker serves cold reads too, so the read continues when only the broker can reach the
+        store.
         """
         found: dict[tuple[str, int], _Table] = {}
         if not ends:
-            return found  # nothing cold: what reads tables is not even imported
+            return found  # no cold part: the modules that read tables are not even imported
         from pk.sparkconnector import tier_scan
 
         ids = {one.topic: one.topic_id for one in wanted}
@@ -251,7 +259,7 @@ class Planner:
 
 
 def read(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
-    """The rows of a task, in offset order, in `columns`."""
+    """Return the rows of a task in offset order, with the given `columns`."""
     from pk.sparkconnector import rows, worker
 
     worker.begin_task()
@@ -268,7 +276,9 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         _report_loss(source, _loss(part, cause), cause)
 
     def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
-        """What the table cannot give the broker may still have; its tier learns of the file."""
+        """Read `rest` through the broker, which may still have its records, and report the file to
+        it.
+        """
         from pk.sparkconnector.connection import cluster
 
         warn(f"{error.message}; {rest} is read through the broker")
@@ -290,7 +300,8 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
     while rest.size:
         try:
             for fetched in client.scan(rest, read_committed=task.read_committed):
-                # A read of the tier may end inside a batch that the next leader has whole.
+                # A read of the tier may end inside a batch; the next leader may return that batch
+                # whole.
                 rest = rest._replace(start=fetched.position)
                 yield from rows.from_log(
                     fetched.payload,
@@ -307,12 +318,13 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
             left = rest.end if gone or source.fail_on_data_loss else _first_left(client, rest)
             _report_loss(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
-        except errors.DataLoss as cause:  # damaged in its only copy (rule L9)
+        except errors.DataLoss as cause:  # the only copy is damaged (rule L9)
             left = min(rest.end, int(cause.details["next_offset"]))
             _report_loss(source, _loss(rest._replace(end=left), cause), cause)
             rest = rest._replace(start=left)
         except (errors.CorruptBatch, errors.InvalidRecord) as cause:
-            # The broker looks at the first batch of a position: it knows whose damage this is.
+            # Ask again from here: the broker checks the first batch of an answer and reports if its
+            # own copy is damaged. A second failure at the same position is raised.
             rest = rest._replace(start=max(rest.start, int(cause.details["position"])))
             if doubted == rest.start:
                 raise
@@ -320,7 +332,7 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
 
 
 def _first_left(client: ClusterClient, one: Range) -> int:
-    """Where a range that lost its beginning goes on; its end if nothing of it is left."""
+    """Return the first offset of a range that still exists; its end if none does."""
     from pk.sparkconnector.connection import TopicLeaders
 
     topic = TopicLeaders(one.topic, one.topic_id, {one.partition: ""}, False)
@@ -332,7 +344,7 @@ def _first_left(client: ClusterClient, one: Range) -> int:
 
 
 def _report_loss(source: Source, loss: Loss, cause: errors.PkError) -> None:
-    """failOnDataLoss on an executor: raise; otherwise say what is lost and go on."""
+    """Raise the loss if failOnDataLoss is set; otherwise warn (on an executor)."""
     if source.fail_on_data_loss:
         raise offsets.error_of([loss]) from cause
     warn(f"{loss.words} (failOnDataLoss is false: going on)")

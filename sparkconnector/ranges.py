@@ -1,15 +1,17 @@
 """How much one trigger reads, and which task reads what.
 
-Pure arithmetic over `Range`s.  A *curve* is the broker's sampled sum of bytes over offsets (offsets
-and cumulative bytes, both growing); between samples bytes are taken to be spread evenly.
+This module is pure arithmetic over `Range`s.  A *curve* holds the broker's samples of a partition:
+offsets and the cumulative bytes below each, both growing.  Between two samples, the bytes are
+assumed to be spread evenly.
 
 Invariants
-  D1  splitting keeps the union: the pieces of a range are adjacent, not empty, and cover exactly
-      it.
-  D2  a limit of n records lets at most n offsets through, and never none while something is there.
-  D3  no starvation: with `turn` counting up, a partition with a backlog gets something at least
-      once in as many triggers as there are partitions with one.
-  D4  a byte limit is passed by at most one record (progress past a record larger than the limit).
+  D1  Splitting keeps the union: the pieces of a range are adjacent and not empty, and cover exactly
+      the range.
+  D2  A limit of n records lets at most n offsets through, and at least one if any offset is left.
+  D3  No starvation: `turn` counts the triggers.  If k partitions have a backlog, each gets at least
+      one record within k triggers.
+  D4  A byte limit is exceeded by at most one record, so that a record larger than the limit can
+      pass.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 from pk.sparkconnector.offsets import Range
 
-#: Compressed bytes of tier files one task reads, unless told otherwise.
+#: Compressed bytes of tier files that one task reads by default.
 COLD_TASK_BYTES = 128 * 1024 * 1024
 
 
@@ -30,22 +32,24 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Curve(NamedTuple):
-    """Cumulative bytes of a partition at growing offsets; the first is a range's start, 0 bytes."""
+    """Cumulative bytes of a partition at growing offsets; it begins at a range's start with 0
+    bytes.
+    """
 
     offsets: Sequence[int]
     cumulative: Sequence[int]
 
     def bytes_at(self, offset: int) -> int:
-        """Bytes below `offset`."""
+        """Return the bytes below `offset`."""
         return _interpolate(self.offsets, self.cumulative, offset)
 
     def offset_at(self, size: int) -> int:
-        """The largest offset with at most `size` bytes below it, as far as the samples tell."""
+        """Return the largest offset with at most `size` bytes below it, by the samples."""
         return _interpolate(self.cumulative, self.offsets, size)
 
 
 class TierFile(NamedTuple):
-    """A data file of the topic's table; offsets inclusive, as in Delta's statistics."""
+    """A data file of the topic's table; both offsets are inclusive, as in Delta's statistics."""
 
     path: str
     min_offset: int
@@ -67,7 +71,7 @@ def _interpolate(xs: Sequence[int], ys: Sequence[int], x: int) -> int:
 
 
 def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> Curve:
-    """A broker's samples as a curve over `wanted`: anchored at its start, strictly growing."""
+    """Return the samples as a curve over `wanted`: 0 bytes at its start, strictly growing."""
     samples = zip(offsets, cumulative, strict=False)
     points = {offset: size for offset, size in samples if wanted.start < offset <= wanted.end}
     points[wanted.start] = 0
@@ -77,7 +81,8 @@ def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> C
         if not ys or points[x] > ys[-1]:
             xs.append(x)
             ys.append(points[x])
-    if xs[-1] < wanted.end and len(xs) > 1:  # the samples end early: the last slope goes on
+    # the samples end before the range: continue with the last slope
+    if xs[-1] < wanted.end and len(xs) > 1:
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
         ys.append(ys[-1] + max(1, int(slope * (wanted.end - xs[-1]))))
         xs.append(wanted.end)
@@ -88,7 +93,7 @@ def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> C
 
 
 def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:
-    """At most `most` offsets, shared in proportion to what each range has (D2, D3)."""
+    """Shorten the ranges to `most` offsets in all, in proportion to their sizes (D2, D3)."""
     total = sum(one.size for one in ranges)
     if total <= most:
         return list(ranges)
@@ -106,7 +111,7 @@ def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:
 def limit_bytes(
     ranges: Sequence[Range], curves: Mapping[tuple[str, int], Curve], most: int, turn: int
 ) -> list[Range]:
-    """About `most` bytes, shared in proportion to the bytes each range has (D3, D4)."""
+    """Shorten the ranges to about `most` bytes in all, in proportion to their bytes (D3, D4)."""
     sizes = [_bytes(one, curves.get((one.topic, one.partition))) for one in ranges]
     total = sum(sizes)
     if total <= most:
@@ -129,7 +134,7 @@ def limit_bytes(
 
 def _bytes(one: Range, known: Curve | None) -> int:
     if known is None:
-        return one.size  # nothing is known: as if a byte each
+        return one.size  # without samples, count one byte per record
     return known.bytes_at(one.end) - known.bytes_at(one.start)
 
 
@@ -144,8 +149,10 @@ def split(
     max_bytes: int = 0,
     curves: Mapping[tuple[str, int], Curve] | None = None,
 ) -> list[Range]:
-    """Ranges for tasks (D1): none above `max_records` offsets or (about) `max_bytes`, and at least
-    `min_partitions` of them if there are that many offsets, large ranges split before small
+    """Return the pieces of `ranges` for tasks (D1).
+
+    A piece has at most `max_records` offsets and about `max_bytes`.  There are at least
+    `min_partitions` pieces if there are that many offsets; large ranges are split before small
     ones.
     """
     pieces: list[Range] = []
@@ -165,7 +172,10 @@ def split(
 
 
 def _shares(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Parts of each size: at least 1, at most its size, together `wanted` if possible."""
+    """Return into how many parts each size is split; together `wanted` parts if possible.
+
+    Each size has at least 1 part and at most as many parts as its size.
+    """
     total = sum(sizes)
     shares = [min(size, max(1, wanted * size // total)) for size in sizes]
     while sum(shares) < wanted:
@@ -194,7 +204,7 @@ def _by_bytes(one: Range, known: Curve, max_bytes: int) -> list[Range]:
 
 
 def within(spans: Spans, one: Range) -> list[Range]:
-    """The parts of `one` that lie in `spans`."""
+    """Return the parts of `one` that lie in `spans`."""
     parts = [(max(low, one.start), min(high, one.end)) for low, high in spans]
     return [one._replace(start=low, end=high) for low, high in parts if low < high]
 
@@ -203,7 +213,7 @@ def within(spans: Spans, one: Range) -> list[Range]:
 
 
 def cut_at(one: Range, tiered_end: int) -> tuple[Range | None, Range | None]:
-    """The cold part below `tiered_end` and the hot part from it on."""
+    """Return the cold part, below `tiered_end`, and the hot part, from `tiered_end` on."""
     middle = min(max(tiered_end, one.start), one.end)
     cold = one._replace(end=middle) if middle > one.start else None
     hot = one._replace(start=middle) if middle < one.end else None
@@ -213,10 +223,10 @@ def cut_at(one: Range, tiered_end: int) -> tuple[Range | None, Range | None]:
 def cold_tasks(
     cold: Range, files: Sequence[TierFile], task_bytes: int = COLD_TASK_BYTES, max_records: int = 0
 ) -> list[tuple[Range, list[TierFile]]]:
-    """Pieces of `cold` cut where files begin, each with every file that may hold some of it (D1).
+    """Return pieces of `cold`, each with all files that may hold some of its records (D1).
 
-    Files in offset order without overlap give tasks of whole files; scattered ones (after an
-    outside Z-order) are named by every task whose offsets they may hold.
+    The pieces begin where files begin.  Files whose offsets do not overlap give tasks of whole
+    files.  After another engine's Z-order, files overlap; then several tasks read the same file.
     """
     covering = sorted(
         (f for f in files if f.min_offset < cold.end and f.max_offset >= cold.start),

@@ -1,15 +1,17 @@
-"""Record batches of the log and of the tier in exactly the columns Spark asked for.
+"""Turns record batches of the log and of the tier into exactly the columns that Spark asked for.
 
-Spark compares the first batch's schema with its own, strictly, and then copies every batch through
-a socket and row by row into its own format.  So: exact types from the start, only the columns asked
-for, constant columns cut from one cached array, batches neither tiny nor huge.  No row is touched
-in Python.
+Spark compares the schema of the first batch strictly with its own.  Then it copies every batch
+through a socket, and row by row into its own format.  This module therefore uses the exact types
+from the start, builds only the requested columns, cuts constant columns from one cached array, and
+keeps batches neither tiny nor huge.  Python code never touches single rows.
 
 Invariants
-  A1  a row comes out iff its offset lies in the range, its batch is neither a control batch nor
-      (for read_committed) of an aborted transaction, whose first and last offset the broker named.
-  A2  every batch has exactly the schema of the `Shape`.
-  A3  batches from the network are hostile until checksum and body were checked (rule L13).
+  A1  A row is returned exactly if its offset lies in the range and its batch is neither a control
+      batch nor (for read_committed) part of an aborted transaction.  The broker names the first and
+      last offset of each aborted transaction.
+  A2  Every batch has exactly the schema of the `Shape`.
+  A3  A batch from the network is not trusted until its checksum and its body are checked (rule
+      L13).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.options import MAY_BE_NULL, Column
 
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
-#: Arrow types of the columns, lower-cased: what Spark's schema of `COLUMNS` becomes.
+#: Arrow types of the columns by lower-case name: the types that Spark derives from `COLUMNS`.
 TYPES: dict[str, pa.DataType] = {
     "key": pa.binary(),
     "value": pa.binary(),
@@ -43,7 +45,8 @@ TYPES: dict[str, pa.DataType] = {
     "headers": HEADERS,
 }
 CREATE_TIME, LOG_APPEND_TIME = 0, 1
-#: Batches handed to Spark: merged below (a copy, worth it for tiny ones only), cut above.
+#: Sizes of batches for Spark: smaller ones are merged (a copy, worth it for tiny ones only), larger
+#: ones are cut.
 BATCH_BYTES_LEAST = 256 << 10
 BATCH_BYTES_MOST = 16 << 20
 BATCH_ROWS_LEAST = 2_000
@@ -51,7 +54,7 @@ BATCH_ROWS_MOST = 50_000
 
 
 class Shape:
-    """The columns of one read of one partition, and its cached constants."""
+    """The columns of one read of one partition, and their cached constant arrays."""
 
     def __init__(self, columns: Sequence[Column], topic: str, partition: int) -> None:
         assert all(one.name.lower() in TYPES for one in columns), columns
@@ -63,7 +66,7 @@ class Shape:
         self._constants: dict[tuple[str, Any], pa.Array] = {}
 
     def constant(self, name: str, value: Any, rows: int) -> pa.Array:
-        """`value` so many times, cut from one cached array."""
+        """Return an array of `rows` times `value`, cut from one cached array."""
         found = self._constants.get((name, value))
         if found is None or len(found) < rows:
             found = pa.repeat(pa.scalar(value, TYPES[name]), max(BATCH_ROWS_LEAST, 2 * rows))
@@ -71,7 +74,10 @@ class Shape:
         return found.slice(0, rows)
 
     def assemble(self, rows: int, found: dict[str, Any], timestamp_type: Any) -> pa.RecordBatch:
-        """A batch of this shape (A2).  `timestamp_type`: one number, or a column of them."""
+        """Return a batch of this shape (A2).
+
+        `timestamp_type` is one number for all rows, or a column.
+        """
         arrays = []
         for name in self.names:
             if name in self._values:
@@ -89,14 +95,15 @@ class Shape:
 
 
 def null_where_empty(headers: pa.Array) -> pa.Array:
-    """Kafka's connector shows records without headers as null, not as an empty list."""
+    """Return the headers with null for an empty list, as Kafka's connector shows them."""
     rows = len(headers)
     some = pc.greater(pc.fill_null(pc.list_value_length(headers), 0), 0)
     count = pc.sum(some).as_py() or 0
     if count == 0:
         return pa.nulls(rows, HEADERS)
     if headers.offset:
-        headers = headers.take(pa.array(np.arange(rows)))  # buffers from the first row on
+        # copied, so that the buffers begin at the first row
+        headers = headers.take(pa.array(np.arange(rows)))
     bits = None
     if count < rows:
         packed = np.packbits(some.to_numpy(zero_copy_only=False), bitorder="little")
@@ -117,9 +124,12 @@ def from_log(
     decoded_bytes_max: int,
     next_offset: int,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of log batches that lie in `one` (A1); its start is where they were asked for, and
-    `next_offset` where they end.  Raises `CorruptBatch`, `InvalidRecord`, with the `position` that
-    the bad batch was to continue: everything before it was given out."""
+    """Yield the rows of log batches whose offsets lie in `one` (A1).
+
+    `one.start` is the requested offset; `next_offset` is the offset after the answer's last batch.
+    Raises `CorruptBatch` or `InvalidRecord`, with the `position` at which the bad batch was
+    expected; all rows below it have been yielded.
+    """
     found, damage = headers_of(payload)
     before = one.start
     for index, (at, header) in enumerate(found):
@@ -129,7 +139,9 @@ def from_log(
         raw = payload[at : at + header.length]
         with _placed(before):
             batches.check_place(header, before, after, first=not index)
-            batches.check(raw)  # before anything it says counts: a bit that rotted may hide it
+            # checked before any field is used: a flipped bit could make the batch look like one to
+            # skip
+            batches.check(raw)
         position, before = before, header.next_offset
         if header.next_offset <= one.start or header.base_offset >= one.end:
             continue
@@ -150,7 +162,7 @@ def from_log(
 
 @contextlib.contextmanager
 def _placed(position: int) -> Iterator[None]:
-    """A batch that cannot be read was to continue the rows at `position`."""
+    """Add `position`, where the unreadable batch was expected, to the details of an error."""
     try:
         yield
     except (errors.CorruptBatch, errors.InvalidRecord) as cause:
@@ -159,7 +171,7 @@ def _placed(position: int) -> Iterator[None]:
 
 
 def is_aborted(header: batches.Header, aborted: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether the batch belongs to one of the aborted transactions."""
+    """Return whether the batch belongs to one of the aborted transactions."""
     return header.transactional and any(
         producer == header.producer_id and first <= header.base_offset <= last
         for producer, first, last in aborted
@@ -167,7 +179,10 @@ def is_aborted(header: batches.Header, aborted: Sequence[tuple[int, int, int]]) 
 
 
 def clip(decoded: pa.RecordBatch, one: Range, dense_from: int | None) -> pa.RecordBatch:
-    """The rows whose offset lies in `one`; offsets grow.  `dense_from`: they have no gaps."""
+    """Return the rows whose offset lies in `one`; the batch's offsets are ascending.
+
+    `dense_from` is the batch's first offset if its offsets have no gaps, else None.
+    """
     if dense_from is not None:
         first = max(0, one.start - dense_from)
         last = min(decoded.num_rows, one.end - dense_from)
@@ -188,13 +203,13 @@ def _by_name(decoded: pa.RecordBatch) -> dict[str, Any]:
 
 
 def from_tier(rows: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
-    """Rows of a tier file, already in range and order, in the shape."""
+    """Return rows of a tier file, which are sorted and cut to the range, in the given shape."""
     found = _by_name(rows)
     return shape.assemble(rows.num_rows, found, found.get("timestamp_type", CREATE_TIME))
 
 
 def tier_columns(shape: Shape) -> list[str]:
-    """The file columns a shape needs; the offset always, to filter and order by."""
+    """Return the file columns that a shape needs; always with the offset, to filter and sort by."""
     wanted = {"timestamptype": "timestamp_type"}
     names = {wanted.get(name, name) for name in shape.names if name not in ("topic", "partition")}
     return sorted(names | {"offset"})
@@ -204,7 +219,7 @@ def tier_columns(shape: Shape) -> list[str]:
 
 
 def right_sized(found: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of 2–50 thousand rows or 0.25–16 MB."""
+    """Yield the same rows in batches of 2–50 thousand rows or 0.25–16 MB."""
     waiting: list[pa.RecordBatch] = []
     rows = size = 0
     for one in found:

@@ -1,7 +1,8 @@
-"""Bounded scans: `[start, end)` of one partition, wherever its leader is.
+"""Bounded scans: read `[start, end)` of one partition from its current leader.
 
-The loop's thread receives; the caller's thread checks, decodes and hands back credit, so at most
-`CREDIT_BYTES` wait between the two.  The invariants are sparkconnector/connection K1–K4.
+The loop's thread receives frames.  The caller's thread checks and decodes them and then returns
+credit, so at most `CREDIT_BYTES` wait between the two threads.  The invariants are
+sparkconnector/connection K1–K4.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from pk.wire.calls import head_of
 from pk.world import Disconnected, Stream
 
 CREDIT_BYTES = limits.FETCH_CREDIT_BYTES
-#: Credit is handed back in pieces of at least this.
+#: Credit is returned in portions of at least this size.
 GRANT_BYTES = 2 * limits.MIB
-#: How long a topic that is not there is waited for: metadata may still travel.
+#: How long a scan waits for a topic that no broker knows: the metadata may still be on its way.
 UNKNOWN_TOPIC_WAIT_MS = 2_000
 
 
 class ScannedBatches(NamedTuple):
-    """Whole batches of one answer; the outer ones may reach beyond the scan's range, and the first
-    may begin below `position`: what lies there was handed out before.
+    """Whole batches of one fetch answer.
+
+    The first and the last batch may reach beyond the scan's range.  The first may also begin below
+    `position`; an earlier payload contained those records.
     """
 
     payload: memoryview
@@ -44,7 +47,7 @@ class ScannedBatches(NamedTuple):
 
 @dataclass(slots=True)
 class PooledStream:
-    """A fetch stream and how much the broker may still send on it."""
+    """A fetch stream, and how many bytes the broker may still send on it."""
 
     address: str
     stream: Stream
@@ -56,7 +59,7 @@ _End = BaseException | None
 
 
 class ReceiverThread(Protocol):
-    """The thread that receives."""
+    """The loop thread, which receives the frames."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -66,7 +69,7 @@ class ReceiverThread(Protocol):
 
 
 class Connection(Protocol):
-    """What a scan asks of the connection it runs on (connection.py); none of it is for users."""
+    """What a scan needs from its `ClusterClient` (connection.py); not meant for users."""
 
     @property
     def _process(self) -> ReceiverThread: ...
@@ -98,7 +101,7 @@ class Connection(Protocol):
 
 
 class Scan:
-    """One bounded scan: `run` on the loop, `next` and `consumed` on the caller's thread."""
+    """One bounded scan: `run` runs on the loop, `next` and `consumed` on the caller's thread."""
 
     def __init__(self, owner: Connection, one: Range, isolation: int) -> None:
         self._owner = owner
@@ -106,17 +109,17 @@ class Scan:
         self._isolation = isolation
         self._items: queue.SimpleQueue[ScannedBatches | _End] = queue.SimpleQueue()
         self._position = one.start
-        self._owed = 0  # consumed, not yet granted anew; touched on the loop only
+        self._owed = 0  # bytes consumed but not yet granted again; used on the loop only
         self._line: PooledStream | None = None
-        self._epoch = NONE  # of the last batch that was fetched (KIP-320)
-        # without progress until then, the scan fails (sparkconnector/connection K1)
+        self._epoch = NONE  # leader epoch of the last batch that was fetched (KIP-320)
+        # the scan fails if it makes no progress until then (sparkconnector/connection K1)
         self._deadline_ms = 0
         self._sending = TaskRegistry()
 
     # -- the caller's thread -----------------------------------------------------------------------
 
     def next(self) -> ScannedBatches | None:
-        """The next payload; None at the end."""
+        """Return the next payload; None at the end.  Raises the error that ended the scan."""
         item = self._items.get()
         if isinstance(item, BaseException):
             raise item
@@ -138,22 +141,25 @@ class Scan:
         self._sending.spawn(_send(line.stream, request))
 
     def follow(self) -> None:
-        """Leave a stream to a broker that leads no more (sparkconnector/connection K4)."""
+        """Close the stream to a broker that no longer leads the partition
+        (sparkconnector/connection K4).
+        """
         line, key = self._line, (self._range.topic_id, self._range.partition)
         address = self._owner._network.leader_address(PartitionKey(*key))
         if line is not None and address is not None and address != line.address:
             line.stream.close()
 
     async def run(self) -> None:
-        """Fetch until the end is reached, whatever happens in between
-        (sparkconnector/connection K1)."""
+        """Fetch until the end of the range; reconnect after retriable errors
+        (sparkconnector/connection K1).
+        """
         owner = self._owner
         owner._scans[self] = None
         owner._watch(self._range.topic)
         clock = owner._process.clock
         backoff = owner._network.new_backoff()
         self._deadline_ms = clock.monotonic_ms() + owner.patience_ms
-        unknown_ms: float | None = None  # since when nobody knows the topic
+        unknown_ms: float | None = None  # when brokers began to report the topic as unknown
         last: BaseException | None = None
         try:
             await owner._reach()
@@ -166,13 +172,15 @@ class Scan:
                     if not isinstance(cause, errors.UnknownTopicId):
                         unknown_ms = None
                     elif unknown_ms is None:
-                        unknown_ms = now_ms  # deleted, or the broker has not heard of it yet
+                        # the topic was deleted, or this broker does not know it yet
+                        unknown_ms = now_ms
                     elif now_ms - unknown_ms >= UNKNOWN_TOPIC_WAIT_MS:
                         raise
                     if self._position > before:
                         backoff.reset()
                     elif now_ms >= self._deadline_ms:
-                        # The last attempt had too little time to be the reason.
+                        # The last attempt may only have run out of time; the error before it names
+                        # the cause.
                         hasty = isinstance(cause, errors.RequestTimedOut)
                         raise _final((hasty and last) or cause, self._range) from cause
                     last = cause
@@ -181,13 +189,13 @@ class Scan:
             self._items.put(None)
         except asyncio.CancelledError:
             raise
-        except BaseException as cause:  # also bugs: the caller's thread waits for an answer
+        except BaseException as cause:  # includes bugs: the caller's thread waits for a result
             self._items.put(cause)
         finally:
             owner._scans.pop(self, None)
 
     async def _attempt(self) -> None:
-        """Fetch on one stream until the end or an error."""
+        """Fetch on one stream until the end of the range or an error."""
         owner, one = self._owner, self._range
         try:
             async with asyncio.timeout(self._left_s()):
@@ -278,7 +286,7 @@ async def _send(stream: Stream, request: Any) -> None:
     try:
         await stream.send(frames.encode(head_of(request)))
     except Disconnected:
-        pass  # the scan sees the break in recv
+        pass  # the scan gets the same error from recv
 
 
 def _final(cause: BaseException, one: Range) -> errors.PkError:

@@ -1,9 +1,9 @@
-"""Spark sessions that work: the right Python, Delta's jars, UTC; and a topic read at native speed.
+"""Creates Spark sessions ready for pk: the right Python, Delta's jars, UTC; and reads whole topics.
 
-Spark looks a Python data source up with the interpreter named by PYSPARK_DRIVER_PYTHON,
-PYSPARK_PYTHON or plain `python3`, not with the one that runs.  Both are set here before the JVM
-starts, so `format("pk")` needs no registration.  In a session somebody else built,
-`register(spark)` does it.
+Spark looks up a Python data source with the interpreter of PYSPARK_DRIVER_PYTHON, of
+PYSPARK_PYTHON, or with plain `python3`; it does not use the running interpreter.  `session` sets
+both variables before the JVM starts, so `format("pk")` needs no registration.  In a session that
+was built otherwise, call `register(spark)`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DELTA = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
-#: Spark's Parquet reader compares pages with their checksums only when it is told to; Delta ignores
-#: the option of a read, not the session's configuration.  Nothing makes it verify a footer.
+#: Spark's Parquet reader verifies the checksums of pages only with this setting.  Delta ignores it
+#: as an option of a read, but not in the session's configuration.  No setting verifies the footer.
 VERIFY_PAGES = "parquet.page.verify-checksum.enabled"
-#: Arrow's Java vectors check every single access: that the buffer is alive and the index inside,
-#: and once more that the value is not null.  Spark asks for rows that are there, and whether a
-#: value is null before it reads it; without the checks the JVM's side of a read costs a tenth less
-#: (docs/design/0004).  Variables, not Java options: those would replace the user's.
+#: Arrow's Java vectors check at each access that the buffer is alive, that the index is inside, and
+#: that the value is not null.  Spark asks only for existing rows and checks for null itself.
+#: Without Arrow's checks, the JVM's part of a read costs a tenth less (docs/design/0004).  These
+#: are environment variables because Java options would replace the user's.
 _ARROW = {
     "ARROW_ENABLE_UNSAFE_MEMORY_ACCESS": "true",
     "ARROW_ENABLE_NULL_CHECK_FOR_GET": "false",
@@ -84,7 +84,7 @@ def session(
 
 
 def settings(master: str | None, delta: bool, ui: bool, conf: Mapping[str, Any]) -> dict[str, str]:
-    """What the session is built with."""
+    """Return the Spark settings of a new session."""
     found = {
         "spark.ui.enabled": str(ui).lower(),
         "spark.sql.session.timeZone": "UTC",
@@ -115,13 +115,13 @@ def _is_local(master: str | None) -> bool:
 
 
 def quick_home(folder: Path | None = None) -> Path | None:
-    """A SPARK_HOME whose Python workers start four times as fast; None where that cannot be.
+    """Return a SPARK_HOME whose Python workers start four times as fast; None if it cannot be made.
 
-    Spark puts `SPARK_HOME/python/lib/pyspark.zip` first on the path of its Python workers, and
-    Python keeps no compiled form of what it imports from a zip: 1.3 s of compiling for the first
-    look-up and for every streaming query, of the 10 s that Spark waits.  Here that name is a link
-    to the folder the package is installed in, which holds the same code; everything else are links
-    to what pyspark installed.
+    Spark puts `SPARK_HOME/python/lib/pyspark.zip` first on the path of its Python workers.  Python
+    does not cache compiled modules of a zip, so the first look-up and every streaming query spend
+    1.3 s of their 10 s start on compiling.  In this SPARK_HOME, that name is a link to the folder
+    of the installed package, which holds the same code.  Everything else is a link to pyspark's
+    files.
     """
     from importlib.util import find_spec
 
@@ -141,9 +141,9 @@ def quick_home(folder: Path | None = None) -> Path | None:
                 continue
             fresh = link.with_name(f"{link.name}.{os.getpid()}")
             fresh.symlink_to(target)
-            fresh.replace(link)  # another process may be at it too
+            fresh.replace(link)  # another process may be creating it at the same time
     except OSError:
-        return None  # a read-only environment: Spark's own home does, slower
+        return None  # a read-only environment: use Spark's own home, which is slower
     return home
 
 
@@ -157,10 +157,10 @@ def _text(value: Any) -> str:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("pk")` known to a session that did not find it by itself, and have the session
-    verify the checksums of the pages it reads.
+    """Register `format("pk")` in a session that did not find it by itself.
 
-    Where PYSPARK_PYTHON was not set when it was built, this interpreter is used from now on.
+    The session then also verifies the checksums of the Parquet pages that it reads.  If
+    PYSPARK_PYTHON was not set when the session was built, it uses this interpreter from now on.
     """
     from pyspark_pk import DefaultSource
 
@@ -171,7 +171,7 @@ def register(spark: SparkSession) -> None:
 
 
 def _verify_pages(spark: SparkSession) -> None:
-    """Who set it to something else meant it."""
+    """Turn the verification of page checksums on, unless the user set the option."""
     if spark.conf.get(VERIFY_PAGES, None) is None:
         spark.conf.set(VERIFY_PAGES, "true")
 
@@ -259,7 +259,7 @@ def _spark_path(uri: str) -> str:
 
 
 def _readable(spark: SparkSession, uri: str) -> bool:
-    """Whether Spark's Java side can read files there."""
+    """Return whether Spark's JVM can read files at that place."""
     if uri.startswith(("file:", "/")):
         return True
     jvm: Any = getattr(spark, "_jvm", None)

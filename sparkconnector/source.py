@@ -1,8 +1,8 @@
-"""`format("pk")` for Spark: the data source and what it hands to Spark.
+"""The data source `format("pk")`: creates the readers and writers for Spark.
 
-Registered by the package `pyspark_pk`, or by `pk.sparkconnector.register(spark)`.  Options arrive
-lower-cased and are judged when a reader or writer is asked for, because only then it is known which
-side they are for.
+The package `pyspark_pk` registers it, or `pk.sparkconnector.register(spark)`.  Spark passes options
+in lower case.  They are checked when Spark asks for a reader or a writer, because only then it is
+known whether they are for a source or a sink.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PkDataSource(DataSource):
 
 
 def _any_side(given: Mapping[str, str]) -> dict[str, str]:
-    """Without what only a batch may have: the schema does not depend on it."""
+    """Return the options without those for batches only; the schema does not depend on them."""
     ends = ("endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp")
     return {name: value for name, value in given.items() if name.lower() not in ends}
 
@@ -100,7 +100,7 @@ def _warn(words: tuple[str, ...]) -> None:
 
 
 def _columns(read: options.Source, schema: StructType) -> tuple[options.Column, ...]:
-    """The columns a reader delivers: a user's own schema may name any of them, in any order."""
+    """Return the columns of a reader; a user's schema may name any of them, in any order."""
     types = {name.lower(): kind for name, kind in options.COLUMNS.items()}
     names = tuple(field.name for field in schema.fields)
     for field in schema.fields:

@@ -1,20 +1,20 @@
 """A streaming read: offsets in Spark's checkpoint, one range per partition and trigger.
 
-Spark keeps one such reader per query in a Python process of the driver and asks it, trigger by
-trigger: latestOffset(start, limit) → partitions(start, end) → commit(end).  After a restart it asks
-again from the checkpoint; a batch that was planned but not committed is read again with the same
-start and end.  An exception ends the query, so transient errors are retried below (connection.py
-sparkconnector/connection K1).
+Spark keeps one reader per query in a Python process of the driver.  At each trigger it calls
+latestOffset(start, limit) → partitions(start, end) → commit(end).  After a restart it continues
+from the checkpoint, and a batch that was planned but not committed is read again with the same
+start and end.  An exception ends the query, so connection.py retries transient errors
+(sparkconnector/connection K1).
 
 Rules
-  B1  nothing new → `start` comes back unchanged: Spark compares text, and another spelling is a
-      batch.
-  B2  several limits: the tighter one wins, computed here; Spark merely hands our own limit back.
-      `Trigger.Once` asks for everything, and gets it.
-  B3  AvailableNow fixes its target once, with the partitions there are then; limits apply below it,
-      and the least number of offsets does not (it could wait for ever).
-  B4  fewer than minOffsetsPerTrigger new offsets are left alone until maxTriggerDelay has passed
-      since the last batch; the first batch of a run does not wait.
+  B1  If there is nothing new, latestOffset returns `start` unchanged.  Spark compares offsets as
+      text, and a different spelling would start a batch.
+  B2  Of several limits, the tighter one wins.  The reader computes it, because Spark only hands the
+      reader's own limit back.  `Trigger.Once` asks for everything and gets it.
+  B3  AvailableNow fixes its target once, for the partitions that exist then.  Limits apply to each
+      batch, but minOffsetsPerTrigger does not: the query could wait for it without end.
+  B4  A batch with fewer than minOffsetsPerTrigger new offsets waits until maxTriggerDelay has
+      passed since the last batch.  The first batch of a run does not wait.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ if TYPE_CHECKING:
 
 
 class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Plans on the driver, reads on executors; pickled in between, so it holds options only."""
+    """The streaming reader: plans on the driver and reads on executors.
+
+    Spark pickles it in between, so it holds options only.
+    """
 
     def __init__(self, source: Source, columns: Sequence[Column]) -> None:
         self._source = source
         self._columns = tuple(columns)
         self._planner = Planner(source)
         self._newest: SourceProgress | None = (
-            None  # what latestOffset last saw, for the progress report
+            None  # what latestOffset last found, for the progress report
         )
-        self._target: SourceProgress | None = None  # AvailableNow's (B3)
+        self._target: SourceProgress | None = None  # the target of AvailableNow (B3)
         self._turn = 0
         self._last_batch_s: float | None = None  # B4
 
@@ -95,7 +98,9 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """What the query could have read: in Spark's progress, the lag is the difference."""
+        """Return the newest offsets that the query could read; Spark's progress shows the lag from
+        them.
+        """
         return None if self._newest is None else offsets.to_json(self._newest)
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -118,15 +123,15 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read(partition.task, self._source, self._columns)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Spark's checkpoint is the truth; nothing is kept on the broker yet."""
+        """Do nothing: Spark's checkpoint holds the progress, and the broker keeps none yet."""
 
     def stop(self) -> None:
-        """Spark kills the process instead; connections end with it."""
+        """Do nothing: Spark kills the process, which closes its connections."""
 
     # -- limits ------------------------------------------------------------------------------------
 
     def _waits_for_more(self, wanted: Sequence[Range]) -> bool:
-        """Whether the batch waits until minOffsetsPerTrigger offsets are there (B4)."""
+        """Return whether the batch waits for minOffsetsPerTrigger offsets (B4)."""
         least = self._source.min_offsets
         there = sum(one.size for one in wanted)
         if not least or there >= least or self._last_batch_s is None:
@@ -135,7 +140,9 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return waited_ms < self._source.max_trigger_delay_ms
 
     def _limited(self, wanted: list[Range]) -> list[Range]:
-        """B2: records first, then bytes of what is left: both hold, and something goes through."""
+        """Return the ranges cut to both limits, first records, then bytes; some record always
+        remains (B2).
+        """
         source = self._source
         if source.max_offsets:
             wanted = ranges.limit_records(wanted, source.max_offsets, self._turn)
@@ -148,7 +155,9 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 def _advanced(
     begin: SourceProgress, end: SourceProgress, bounds: Sequence[Bounds], limited: Sequence[Range]
 ) -> SourceProgress:
-    """Where the query stands after `limited`; partitions with nothing to read stay."""
+    """Return the progress after `limited` is read; a partition with nothing to read keeps its
+    offset.
+    """
     reached = {(one.topic, one.partition): one.end for one in limited}
     earliest = {(one.topic, one.partition): one.earliest for one in bounds}
     progress: SourceProgress = {}

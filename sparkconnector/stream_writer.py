@@ -1,9 +1,10 @@
 """A streaming write: the batch write, once per trigger.
 
-Spark gives `write` no batch id and re-creates the writer for every commit, so nothing is kept
-between triggers.  Output mode complete sends the whole result every time, as Kafka's sink does: a
-log is not overwritten by a stream.  At least once: a batch that is replayed after a crash is sent
-again; `abort` may come after a commit that was done, so it undoes nothing.
+Spark gives `write` no batch id and creates a new writer for every commit, so the writer keeps
+nothing between triggers.  Output mode complete sends the whole result at every trigger, as Kafka's
+sink does, because a stream does not overwrite a log.  Delivery is at least once: a batch that Spark
+replays after a crash is sent again.  `abort` removes nothing, because Spark may call it after a
+commit that succeeded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PkStreamWriter(DataSourceStreamArrowWriter):
-    """Pickled to the tasks and to the process that commits."""
+    """The streaming writer; Spark pickles it to the tasks and to the process that commits."""
 
     def __init__(self, sink: SinkOptions, schema: StructType, overwrite: bool) -> None:
         self._sink = sink

@@ -1,23 +1,24 @@
-"""Cold offsets straight from the table's Parquet files: the driver lists, executors read.
+"""Reads cold offsets straight from the Parquet files of the topic's Delta table.
 
-The driver takes one version of the topic's Delta table and cuts the cold range into tasks with file
-hints (ranges.cold_tasks).  An executor reads the row groups that may hold its offsets, filters and
-orders them. A hint may be stale: OPTIMIZE or retention replaced the file and VACUUM deleted it.
-Then the rest of the range is planned anew on the newest version (rule T10).
+The driver takes one version of the table and cuts the cold range into tasks, each with the list of
+files that may hold its records (ranges.cold_tasks).  An executor reads the row groups that may hold
+its offsets, filters them and sorts them.  A task's list may be stale: OPTIMIZE or retention
+replaced a file and VACUUM deleted it.  The executor then plans the rest of its range again on the
+newest version (rule T10).
 
-pk's own files are sorted and disjoint, so rows come out as they are read.  After an outside Z-order
-a row group may hold any offsets; then the range is narrowed until what it keeps fits `MERGE_BYTES`,
-and sorted.
+pk's own files are sorted and do not overlap, so their rows are yielded as they are read.  After
+another engine's Z-order, a row group may hold any offsets.  The range is then halved until its rows
+fit `MERGE_BYTES`, and the rows are sorted.
 
-Row groups are read and verified by tiering/row_groups, as the broker's cold reads are.  What it
-refuses is read once more, as plain bytes: so a store that fails and a file that is damaged are two
-errors.
+tiering/row_groups reads and verifies row groups, as in the broker's cold reads.  A row group that
+fails is read once more as plain bytes.  This distinguishes a failing store from a damaged file, and
+the two raise different errors.
 
 Invariants
-  Y1  everything below the position was handed out, once, in offset order; a re-plan continues
-      there.
-  Y2  a table with features pk does not know, deletion vectors above all, is refused, never half
-      read (T8).
+  Y1  All rows below the position were yielded once, in offset order; a new plan continues at the
+      position.
+  Y2  A table with features that pk does not support, such as deletion vectors, is refused before
+      any of it is read (T8).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pk.tiering import footers, row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.footers import Footer, Group, Part, UnreadableFile
 
-#: What a merge may hold, uncompressed.
+#: The most uncompressed bytes that a merge holds.
 MERGE_BYTES = 64 << 20
 #: Row groups are read together up to this size.
 READ_BYTES = 8 << 20
@@ -59,7 +60,7 @@ _FILE_TYPES = {
 
 @dataclass(slots=True, frozen=True)
 class ColdRange:
-    """A task's cold part: what to read and where it was when it was planned."""
+    """The place of a task's cold records: the table and the files that were live at planning."""
 
     uri: str
     storage_options: dict[str, str]
@@ -67,7 +68,7 @@ class ColdRange:
 
 
 class _DamagedFile(Exception):
-    """A file of the plan is gone, or its bytes are not those that were written."""
+    """A file of the plan is missing in the store, or its bytes are damaged."""
 
     def __init__(self, file: TierFile, why: str) -> None:
         super().__init__(why)
@@ -75,7 +76,7 @@ class _DamagedFile(Exception):
 
 
 class _RowGroup(NamedTuple):
-    """One row group that may hold offsets of the range."""
+    """A row group that may hold offsets of the range."""
 
     file: TierFile
     group: Group
@@ -90,7 +91,7 @@ class _RowGroup(NamedTuple):
 
 
 class _OpenFile(NamedTuple):
-    """A file that is being read."""
+    """An open file and its footer."""
 
     file: TierFile
     handle: Any
@@ -101,19 +102,20 @@ class _OpenFile(NamedTuple):
 
 
 class TableFiles(NamedTuple):
-    """One version of a table, by partition."""
+    """The files of one version of a table, by partition."""
 
     files: dict[int, list[TierFile]]
-    starts: dict[int, int]  #: where its rows begin: what lay below was deleted (T9)
-    missing: dict[int, Spans]  #: offsets whose rows another engine took away (T17)
+    #: offset where the partition's rows begin; retention deleted those below (T9)
+    starts: dict[int, int]
+    missing: dict[int, Spans]  #: offsets whose rows another engine deleted (T17)
 
 
 def list_files(
     uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
 ) -> TableFiles:
-    """The live files of the newest version.
+    """Return the live files of the table's newest version.
 
-    Raises `TierUnavailable`, or `TierTableChanged` for a table pk must not read (Y2).
+    Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
     """
     from pk.tiering import accounting, log_check
     from pk.tiering.delta_actions import counters_of, files_of
@@ -139,7 +141,7 @@ def list_files(
 
 
 def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
-    """Reads a commit's JSON by version; None if the log does not have it any more."""
+    """Return a function that reads a commit's JSON by version; None if the log no longer has it."""
     from pk.tiering.layout import commit_file
 
     source, root = file_system(uri, storage_options)
@@ -156,7 +158,7 @@ def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], by
 
 @contextmanager
 def _table(uri: str, storage_options: Mapping[str, str]) -> Iterator[Any]:
-    """The newest version of the table; raises what `list_files` raises."""
+    """Open the newest version of the table; raises the errors of `list_files`."""
     from deltalake import DeltaTable
     from deltalake.exceptions import DeltaError, TableNotFoundError
 
@@ -175,7 +177,10 @@ def _table(uri: str, storage_options: Mapping[str, str]) -> Iterator[Any]:
 
 
 def check_protocol(table: Any, uri: str) -> None:
-    """Y2: pk reads the one protocol it writes.  Raises `TierTableChanged`."""
+    """Check that the table has the one protocol version that pk writes (Y2).
+
+    Raises `TierTableChanged` otherwise.
+    """
     from pk.tiering.table import TableProtocol
 
     found = table.protocol()
@@ -186,7 +191,11 @@ def check_protocol(table: Any, uri: str) -> None:
 
 
 def with_credentials(storage_options: Mapping[str, str]) -> dict[str, str]:
-    """The server tells no secrets: the store's own variables count, else a pk server's."""
+    """Return the storage options with credentials from the environment.
+
+    The server sends no secrets.  The store's own variables (AWS_…) win over those of a pk server
+    (PK_TIER_…).
+    """
     found = dict(storage_options)
     if found and "AWS_ACCESS_KEY_ID" not in {*found, *os.environ}:
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
@@ -197,7 +206,10 @@ def with_credentials(storage_options: Mapping[str, str]) -> dict[str, str]:
 
 
 def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]:
-    """An Arrow file system and the table's root in it.  Raises `StoreRefused` for other schemes."""
+    """Return an Arrow file system and the table's root in it.
+
+    Raises `StoreRefused` for schemes other than file and s3.
+    """
     from pyarrow import fs
 
     parts = urlsplit(uri)
@@ -228,7 +240,7 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
 
 
 def _fail(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
-    """There is nowhere else to read from."""
+    """Raise the error: there is no other place to read from."""
     raise error
 
 
@@ -239,10 +251,10 @@ def scan(
     lost: Callable[[Range], None],
     elsewhere: Callable[[Range, errors.DamagedTierFile], Iterator[pa.RecordBatch]] = _fail,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `one` in offset order, re-planned when a file is gone (Y1).
+    """Yield the rows of `one` in offset order; plan again when a file is missing (Y1).
 
-    `lost` is told what the table gave up meanwhile, before what is left of it is read.
-    `elsewhere` reads what is left when a file of the newest version is damaged.
+    Calls `lost` with each range that the table lost since planning, before it reads the rest.
+    Calls `elsewhere` for the rest of the range when a file of the newest version is damaged.
     """
     source, root = file_system(cold.uri, cold.storage_options)
     files: Sequence[TierFile] = cold.files
@@ -273,7 +285,7 @@ def scan(
 def _scan(
     one: Range, files: Sequence[TierFile], source: Any, root: str, shape: Shape
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """`(rows, everything below is out)`, over one plan."""
+    """Yield `(rows, position)` over one plan; all rows below the position have been yielded."""
     opened = _Files(source, root)
     names = rows.tier_columns(shape)
     try:
@@ -286,7 +298,7 @@ def _scan(
 
 
 def _overlapping(files: Sequence[TierFile], one: Range) -> Iterator[list[TierFile]]:
-    """Files of the range in order; those whose offsets overlap come together."""
+    """Yield the files of the range in order, in lists of files whose offsets overlap."""
     together: list[TierFile] = []
     most = -1
     for file in sorted(files, key=lambda f: (f.min_offset, f.max_offset, f.path)):
@@ -302,7 +314,7 @@ def _overlapping(files: Sequence[TierFile], one: Range) -> Iterator[list[TierFil
 
 
 class _Files:
-    """Open Parquet files of one scan: the few that are in use."""
+    """The open Parquet files of one scan, at most eight."""
 
     def __init__(self, source: Any, root: str) -> None:
         self._source = source
@@ -361,7 +373,7 @@ def _groups(opened: _OpenFile, one: Range) -> list[_RowGroup]:
 def _merge(
     one: Range, groups: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Groups in order; runs that overlap are merged within MERGE_BYTES (module docstring)."""
+    """Yield the rows of the groups in order; overlapping groups are merged within MERGE_BYTES."""
     for run in _runs(groups):
         start, end = max(one.start, run[0].least), min(one.end, max(g.most for g in run) + 1)
         part = one._replace(start=start, end=end)
@@ -372,7 +384,11 @@ def _merge(
 
 
 def _runs(groups: Sequence[_RowGroup]) -> Iterator[list[_RowGroup]]:
-    """Groups whose offsets overlap come together; so do disjoint neighbours, up to READ_BYTES."""
+    """Yield lists of groups to read together.
+
+    Groups whose offsets overlap form one list.  Disjoint neighbours of one file form a list of at
+    most READ_BYTES.
+    """
     run: list[_RowGroup] = []
     most = size = 0
     overlapping = False
@@ -397,7 +413,7 @@ def _disjoint(run: Sequence[_RowGroup]) -> bool:
 def _sequential(
     part: Range, run: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Disjoint groups of one file, read at one go."""
+    """Read disjoint groups of one file together."""
     found = _read(files.get(run[0].file), [each.group for each in run], names)
     yield from _batches(row_groups.in_offset_order(found, part.start, part.end))
 
@@ -405,7 +421,7 @@ def _sequential(
 def _sorted(
     part: Range, run: Sequence[_RowGroup], files: _Files, names: Sequence[str]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Scattered groups: narrowed until what is kept fits, then merged."""
+    """Merge overlapping groups; halve the range until its rows fit MERGE_BYTES."""
     kept = sum(_share(group, part) for group in run)
     if kept > MERGE_BYTES and part.size > 1:
         middle = part.start + part.size // 2
@@ -420,14 +436,14 @@ def _sorted(
 
 
 def _batches(found: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Cut to what Spark takes; with each, the offset below which everything is out."""
+    """Cut the rows to Spark's batch size; yield with each batch the offset after its last row."""
     for at in range(0, found.num_rows, rows.BATCH_ROWS_MOST):
         batch = found.slice(at, rows.BATCH_ROWS_MOST)
         yield batch, int(batch.column("offset")[-1].as_py()) + 1
 
 
 def _share(group: _RowGroup, part: Range) -> int:
-    """Bytes of the group that probably lie in `part`."""
+    """Estimate the bytes of the group that lie in `part`."""
     span = group.most - group.least + 1
     inside = min(part.end, group.most + 1) - max(part.start, group.least)
     return max(0, group.group.decoded * inside // span)
@@ -442,7 +458,7 @@ def _read(opened: _OpenFile, groups: Sequence[Group], names: Sequence[str]) -> p
 
 
 def _read_again(opened: _OpenFile, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
-    """The groups from their plain bytes: what does not decode now is damaged."""
+    """Read the groups from their plain bytes; raise `_DamagedFile` for one that does not decode."""
     pieces = []
     for group in groups:
         try:

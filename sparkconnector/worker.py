@@ -1,13 +1,15 @@
-"""What a reused Python worker of Spark pays at every task, and need not.
+"""Spares reused Python workers of Spark the cost of garbage collection over imported modules.
 
-Spark's daemon lets a worker collect garbage after every task.  A full collection walks every
-object of every imported module, pyspark's, Arrow's and ours: 45 ms of CPU, as much as reading and
-decoding 700,000 records; a stream pays it for every partition of every trigger.  Modules do not
-become garbage, so a worker that is used again sets them apart, once (docs/design/0004).
+Spark's daemon makes a worker collect garbage after every task.  A full collection walks every
+object of every imported module (pyspark, Arrow, pk).  That takes 45 ms of CPU, as much as reading
+and decoding 700,000 records, and a stream pays it for every partition of every trigger.  Modules do
+not become garbage, so a worker that is used again excludes their objects from collection, once
+(`gc.freeze`; docs/design/0004).
 
 Invariant
-  W1  what is set apart is still freed when its last reference goes; only cycles among objects that
-      were there at the second task stay until the process ends.  It happens once, so it is bounded.
+  W1  An excluded object is still freed when its last reference goes.  Only cycles among the objects
+      that existed at the second task stay until the process ends.  The exclusion happens once, so
+      its memory is bounded.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ _pid = 0
 
 
 def begin_task() -> None:
-    """Count a task of this worker; at the second one, set apart what is there.
+    """Count a task of this worker; at the second task, exclude all present objects from collection.
 
-    Not at the first: then the modules a task needs are not all loaded, and a worker that runs one
-    task only would gain nothing.  Spark has just collected, so no garbage is kept.  Does nothing
-    outside a task: in the driver's own process memory is not ours to arrange.
+    The first task is too early: not all modules are loaded yet, and a worker that runs a single
+    task would gain nothing.  At the second, Spark has just collected garbage, so none is kept.
+    Outside a task, as in the driver's own process, the function does nothing.
     """
     global _pid, _tasks
     if TaskContext.get() is None:
