@@ -1,16 +1,16 @@
 """Requests and replies over a CONTROL stream, for both ends.
 
-`Caller` multiplexes calls by correlation id over one lazily opened stream and re-opens it after a
-break; a call in flight when the stream breaks fails with `BrokerUnavailable` (whether it took
-effect is unknown: the caller of `call` decides if it may be repeated).  `serve_control` dispatches
-the other end.
+`Caller` opens one stream when it is first needed and sends many calls over it, told apart by their
+correlation ids.  After a break it opens a new stream.  A call that is in flight when the stream
+breaks fails with `BrokerUnavailable`.  The peer may or may not have carried it out, so the caller
+of `call` decides whether to repeat it.  `serve_control` is the serving end.
 
 Invariants
-  A1  a correlation id is answered at most once; late or unknown replies are dropped.
-  A2  requests in flight per stream are bounded on the serving side (`calls_max`); more are not
-      read.
-  A3  a stream whose peer does not say hello is closed: streams are bounded, and who says nothing
-      would take the place of who does.
+  A1  A correlation id is answered at most once; late or unknown replies are dropped.
+  A2  The serving side bounds the requests in flight per stream (`calls_max`) and reads no more
+      until one is answered.
+  A3  A stream whose peer sends no hello is closed: the number of streams is bounded, and a silent
+      peer would keep a place that others need.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pk.world import Disconnected, Network, Stream, StreamKind
 
 PROTOCOL = 1
 CALLS_MAX = 256
-#: Who opened a stream says hello within this; a client gives up after less.
+#: The peer that opened a stream must send its hello within this time; a client gives up earlier.
 HELLO_TIMEOUT_MS = 5_000
 
 #: A handler gets the request message and its frame, and returns the reply, with or without payload.
@@ -45,22 +45,24 @@ _FIELD_BY_TYPE: dict[str, str] = {
 
 
 def head_of(body: Message, **fields: Any) -> wire.Head:
-    """A head with `body` in its oneof."""
+    """Return a head with `body` in its oneof."""
     head = wire.Head(**fields)
     getattr(head, _FIELD_BY_TYPE[body.DESCRIPTOR.name]).CopyFrom(body)
     return head
 
 
 def error_head(correlation_id: int, error: errors.PkError) -> wire.Head:
-    """A reply that carries only an error."""
+    """Return the head of a reply that carries only an error."""
     return wire.Head(correlation_id=correlation_id, error=frames.error_of(error))
 
 
 async def open_stream(
     network: Network, address: str, kind: StreamKind, hello: wire.Hello
 ) -> tuple[Stream, wire.HelloReply]:
-    """Connect and exchange hellos.  Raises what the peer answered; `BrokerUnavailable`, also if it
-    speaks another protocol.
+    """Connect to a peer, exchange hellos, and return the stream and the peer's hello.
+
+    Raises the error that the peer answered, or `BrokerUnavailable`, also for a peer that speaks
+    another protocol.
     """
     try:
         stream = await network.connect(address, kind)
@@ -82,7 +84,7 @@ async def open_stream(
         raise errors.BrokerUnavailable(
             f"{address} does not speak this protocol: {cause.message}"
         ) from cause
-    except BaseException:  # given up: a peer that says nothing must not keep the stream
+    except BaseException:  # given up: a silent peer must not keep the stream
         stream.close()
         raise
     if head.HasField("error"):
@@ -98,10 +100,10 @@ def _unknown(_hello: wire.Hello) -> bool:
 async def accept_stream(
     stream: Stream, reply: wire.HelloReply, known: Callable[[wire.Hello], bool] = _unknown
 ) -> wire.Hello | None:
-    """The serving half of the hello: checks protocol and cluster, admits the peer, and answers.
+    """Read the peer's hello, check its protocol and cluster, admit the peer, and answer.
 
-    `known`: whether the hello proves that the peer is a broker or controller (rule L17).
-    Returns what the peer said; None if it is gone or was refused.
+    `known`: whether the hello proves that the peer is a broker or controller (rule L17).  Returns
+    the peer's hello; None if the peer disconnected or was refused.
     """
     try:
         try:
@@ -142,7 +144,8 @@ async def accept_stream(
 class Caller:
     """Calls one peer.
 
-    `on_push` gets pushed frames (correlation id 0); `on_break` is told when the stream is lost.
+    Calls `on_push` with each pushed frame (correlation id 0), and `on_break` when the stream is
+    lost.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Caller:
         self._on_push = on_push
         self._on_break = on_break
         self._stream: Stream | None = None
-        self._tasks = TaskRegistry()  #: readers of streams
+        self._tasks = TaskRegistry()  #: tasks that read the streams
         self._opening: asyncio.Lock | None = None
         self._pending: dict[int, asyncio.Future[frames.Frame]] = {}
         self._next_id = 1
@@ -174,7 +177,7 @@ class Caller:
         return self._stream is not None
 
     async def connect(self) -> wire.HelloReply:
-        """Open the stream now if it is not open; returns what the peer said of itself."""
+        """Open the stream if it is not open; return the peer's hello."""
         self._check_open()
         if self._opening is None:
             self._opening = asyncio.Lock()
@@ -183,7 +186,7 @@ class Caller:
                 stream, self.peer = await open_stream(
                     self._network, self._address(), StreamKind.CONTROL, self._hello
                 )
-                if self._closed:  # meanwhile: nobody would close it any more
+                if self._closed:  # the caller was closed meanwhile and would not close this stream
                     stream.close()
                     raise errors.BrokerUnavailable(f"{self._address()}: closed")
                 self._stream = stream
@@ -198,7 +201,7 @@ class Caller:
     async def call(
         self, request: Message, *, timeout_ms: int, payload: Iterable[frames.Buffer] = ()
     ) -> frames.Frame:
-        """Send `request`, return the reply's frame.
+        """Send `request` and return the reply's frame.
 
         Raises the reply's typed error, `RequestTimedOut` or `BrokerUnavailable`.
         """
@@ -273,7 +276,7 @@ async def serve_control(
     on_error: Callable[[str, BaseException], None] | None = None,
     calls_max: int = CALLS_MAX,
 ) -> None:
-    """Answer requests of an accepted stream until it ends; at most `calls_max` run at once."""
+    """Answer the requests of an accepted stream until it ends; at most `calls_max` run at once."""
     gate = asyncio.Semaphore(calls_max)
     running = TaskRegistry()
     try:
@@ -317,4 +320,5 @@ async def _answer(
     except Disconnected:
         pass
     finally:
-        gate.release()  # not before it is sent: to who does not read, replies would pile up
+        # only after the reply is sent: replies to a peer that does not read must not pile up
+        gate.release()

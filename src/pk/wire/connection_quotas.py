@@ -1,20 +1,21 @@
-"""Who may have a connection to a listener: pending connections, clients, proven brokers and
-controllers.
+"""Decides which connections a listener keeps: pending ones, clients, known brokers and controllers.
 
-A pure core of pk.wire.socket_network.  A connection is *pending* until one of its streams said a
-hello that was accepted.  Then it is *admitted*, as a client, or as a known peer: a broker or a
-controller that proved itself (docs/design/0011-inbound-memory.md).
+A pure core of pk.wire.socket_network.  A connection is *pending* until the server accepts a hello
+on one of its streams.  Then it is *admitted*, either as a client, or as a known peer: a broker or
+controller that proved its identity (docs/design/0011-inbound-memory.md).
 
-Pending connections never wait behind each other.  A full listener closes the pending connection
-that came first, for it has had the most time for its hello: so silent connections displace each
-other, and a peer that speaks gets in.  One address has at most half of all connections, and some
-connections are reserved for known peers: clients cannot take them.
+Pending connections never wait for each other.  A full listener closes the oldest pending
+connection, which has had the most time for its hello.  Silent connections thus displace each other,
+and a peer that sends its hello gets in.  One address has at most half of all connections.  Some
+connections are reserved for known peers, and clients cannot take them.
 
 Invariants
-  N9   at most `connections_max` connections are kept, pending connections and known peers included
-  N10  clients have at most `connections_max` - `reserved` connections, those of one address at most
-       half of all
-  N11  a pending connection is turned away only if no other pending connection can go in its place
+  N9   The listener keeps at most `connections_max` connections, including pending ones and known
+       peers.
+  N10  Clients have at most `connections_max` - `reserved` connections; the clients of one address
+       have at most half of all.
+  N11  A pending connection is turned away only if there is no older pending connection to close
+       instead.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ ADDRESS_SHARE = 2
 
 
 def host_of(peer: str) -> str:
-    """The host of `HOST:PORT`, without brackets; '' of a Unix socket."""
+    """Return the host of `HOST:PORT`, without brackets; '' for a Unix socket."""
     if peer.startswith("unix"):
         return ""
     return peer.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def proven_by_address(peer: str, addresses: Iterable[str]) -> bool:
-    """Whether a connection comes from a host of `addresses`, or through a socket of this node.
+    """Return whether a connection comes from a host of `addresses`, or through a socket of this
+    node.
 
-    A loopback address proves nothing: every process of the machine has it.
+    A loopback address proves nothing, because every process of the machine has it.
     """
     host = host_of(peer)
     if not host:
@@ -52,25 +54,26 @@ def proven_by_address(peer: str, addresses: Iterable[str]) -> bool:
 
 
 class ConnectionQuotas(Generic[C]):
-    """The connections of one listener.  `C` is what names one; an address of '' is not counted."""
+    """The connections of one listener.  `C` identifies a connection; an address of '' is not
+    counted.
+    """
 
     def __init__(self, connections_max: int) -> None:
         self.connections_max = connections_max
         self.reserved = connections_max // RESERVED_SHARE
         self.per_address = max(1, connections_max // ADDRESS_SHARE)
         self._address: dict[C, str] = {}
-        self._pending: dict[C, None] = {}  #: the first to come first
+        self._pending: dict[C, None] = {}  #: pending connections, the oldest first
         self._known: dict[C, None] = {}
-        self._clients: Counter[str] = Counter()  #: admitted ones by address
+        self._clients: Counter[str] = Counter()  #: admitted clients by address
 
     def __len__(self) -> int:
         return len(self._address)
 
     def arrive(self, connection: C, address: str) -> list[C]:
-        """Take a pending connection in.  The caller closes whom this returns: others, or the
-        pending connection (N11).
+        """Add a pending connection; return the connections that the caller must close (N11).
 
-        Those are forgotten already.
+        They are removed from the quotas already.  The new connection may be one of them.
         """
         self._address[connection] = address
         self._pending[connection] = None
@@ -81,7 +84,9 @@ class ConnectionQuotas(Generic[C]):
         return [first]
 
     def admit(self, connection: C, known: bool) -> str:
-        """Its hello was accepted.  Returns why it is turned away, '' if it may stay."""
+        """Admit a connection whose hello was accepted; return the reason to close it, '' if it may
+        stay.
+        """
         if connection not in self._address or connection in self._known:
             return ""
         address = self._address[connection]
@@ -101,7 +106,7 @@ class ConnectionQuotas(Generic[C]):
         return ""
 
     def leave(self, connection: C) -> None:
-        """It is closed; idempotent."""
+        """Remove a closed connection; idempotent."""
         if connection not in self._address:
             return
         self._forget_client(connection)

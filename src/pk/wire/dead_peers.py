@@ -1,14 +1,14 @@
-"""Peers that vanished while something was on its way to them.
+"""Detects peers that vanished while data was on its way to them.
 
-The kernel's keepalive looks at idle connections only.  With data under way it sends that again for
-a quarter of an hour, and as long a reader whose host, or whose path to it, went waits for an answer
-to what it asked: nothing else would break its stream.  TCP_USER_TIMEOUT is no help: it cuts off
-whoever reads slowly, too.  What tells them apart is in TCP_INFO: the kernel of a peer that does not
-read acknowledges all the same, a window of nothing; one that is not there acknowledges nothing.
+The kernel's keepalive checks idle connections only.  While sent data is unacknowledged, the kernel
+retransmits it for a quarter of an hour.  Until then nothing breaks the stream, and a task that
+waits for an answer keeps waiting.  TCP_USER_TIMEOUT does not help, because it also cuts off a peer
+that reads slowly.  TCP_INFO tells the two apart: the kernel of a peer that does not read still
+acknowledges, with a zero window; a vanished peer acknowledges nothing.
 
 Rules
-  N8  a stream breaks when nothing of what was sent was acknowledged for `UNACKNOWLEDGED_MS`, though
-      it was sent again and again; never because the peer does not read.
+  N8  A stream breaks when the peer acknowledged nothing of what was sent for `UNACKNOWLEDGED_MS`,
+      despite several retransmissions.  It never breaks because the peer does not read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Protocol
 
 from pk.wire.grpc_network import KEEPALIVE_MS
 
-#: As long as an idle connection takes (`socket_network._tune`).
+#: The same time after which an idle connection breaks (`socket_network._tune`).
 UNACKNOWLEDGED_MS = 2 * KEEPALIVE_MS
-#: How often the same bytes were sent again: the clock alone says nothing of a host that was asleep.
+#: Least number of retransmissions: after this host was asleep, the elapsed time alone proves
+#: nothing.
 RETRANSMITS_MIN = 3
-#: Streams that one turn of the loop looks at, some 2 µs each (rule P2).
+#: Streams that one turn of the loop checks, about 2 µs each (rule P2).
 LOOKS_PER_TURN = 256
 
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
@@ -32,7 +33,9 @@ _INFO = struct.Struct("=2xB21xI28xI")  # retransmits, unacknowledged, ms since a
 
 
 def is_unacknowledged(sock: socket.socket) -> bool:
-    """Whether the peer of a connected socket is gone (N8); False where that cannot be told."""
+    """Return whether the peer of a connected socket vanished (N8); False where the system cannot
+    say.
+    """
     if _TCP_INFO is None or sock.family == socket.AF_UNIX:
         return False
     try:
@@ -51,14 +54,14 @@ class MonitoredStream(Protocol):
     """A stream over a socket."""
 
     def check_acknowledged(self) -> None:
-        """Break if the peer is gone (N8)."""
+        """Break the stream if the peer vanished (N8)."""
         ...
 
     def abort(self, why: str) -> None: ...
 
 
 class DeadPeerDetector:
-    """Looks at the streams it was given, one after the other; no timer runs while it has none."""
+    """Checks the added streams in turn; no timer runs while it has none."""
 
     def __init__(self) -> None:
         self.streams: dict[MonitoredStream, None] = {}
@@ -80,7 +83,7 @@ class DeadPeerDetector:
         self._timer = loop.call_later(KEEPALIVE_MS / 1000, self._look, [])
 
     def _look(self, left: list[MonitoredStream]) -> None:
-        """`left`: of the last turn; [] = begin with all."""
+        """Check the next streams of `left`, which the last turn left over; [] = begin with all."""
         left = left or list(self.streams)
         for stream in left[:LOOKS_PER_TURN]:
             if stream in self.streams:

@@ -1,8 +1,8 @@
-"""Frames: what travels on a stream.  `u32le head length | Head | payload`.
+"""Frames, the units that travel on a stream: `u32le head length | Head | payload`.
 
-The payload is raw batches; the head says how long each is, so a record is never copied into a
-message object.  A frame from the network is hostile: every length is checked before it is used, and
-a head that does not parse is a `CorruptBatch`, never a crash.
+The payload is raw record batches, and the head holds their lengths, so no record is copied into a
+message object.  A frame from the network is not trusted: every length is checked before it is used.
+A head that does not parse raises `CorruptBatch` and never crashes the process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Frame(NamedTuple):
 
 
 def encode(head: wire.Head, payload: Iterable[Buffer] = ()) -> bytes:
-    """One copy: the pieces of the payload are joined behind the head."""
+    """Return the frame as one bytes object; this copies the payload once."""
     return b"".join(pieces(head, payload))
 
 
 def pieces(head: wire.Head, payload: Iterable[Buffer] = ()) -> list[Buffer]:
-    """No copy: the same frame in pieces, for `Stream.send`."""
+    """Return the same frame in pieces, without a copy, for `Stream.send`."""
     raw = head.SerializeToString()
     return [_LENGTH.pack(len(raw)) + raw, *payload]
 
 
 def decode(frame: bytes | memoryview) -> Frame:
-    """Raises `CorruptBatch` if the frame is cut short or its head does not parse."""
+    """Parse a frame.  Raises `CorruptBatch` if it is cut short or its head does not parse."""
     if len(frame) < _LENGTH.size:
         raise errors.CorruptBatch(f"frame of {len(frame)} bytes has no head")
     (size,) = _LENGTH.unpack_from(frame)
@@ -54,10 +54,10 @@ def decode(frame: bytes | memoryview) -> Frame:
 
 
 def error_of(error: errors.PkError) -> wire.Error:
-    """`error` as it travels."""
+    """Return `error` as a wire message."""
     return wire.Error(code=error.code, message=error.message, details=error.details)
 
 
 def raise_error(error: wire.Error) -> errors.PkError:
-    """The exception a peer's `Error` stands for (to be raised by the caller)."""
+    """Return the exception that a peer's `Error` stands for; the caller raises it."""
     return errors.from_wire(error.code, error.message, dict(error.details))

@@ -1,20 +1,21 @@
-"""Streams of frames over grpc.aio, raw bytes end to end (rules P3, world W1): what carries control.
+"""Streams of frames over grpc.aio, as raw bytes (rules P3, world W1); control streams use it.
 
-One generic service, `/pk.Stream/{control,produce,fetch}`; a message is one frame, or several small
-ones that were queued together.  No serializer touches a payload.  Each stream has two pumps, tasks
-that live as long as the stream: a reader that stays at most a window ahead of `recv`, and a writer
-behind a bounded queue.  So `send` and `recv` may be cancelled (a deadline around a call never harms
-the stream it shares), any number of tasks may send, and a broken connection is noticed at once even
-while nobody reads (rule R7).
+There is one generic service, `/pk.Stream/{control,produce,fetch}`.  A message is one frame, or
+several small frames that were queued together.  No serializer touches a payload.  Each stream has
+two pumps, tasks that live as long as the stream: a reader at most a window ahead of `recv`, and a
+writer behind a bounded queue.  Therefore `send` and `recv` may be cancelled: a deadline around a
+call does not harm the stream that it shares with others.  Any number of tasks may send.  A broken
+connection is noticed at once, even while no task reads (rule R7).
 
 Rules
-  N1  A message is a frame as it is; a frame that is empty or starts with the pack mark, and small
-      frames that queue up behind a write, travel packed: `mark | (u32le length | frame)*`.
-  N2  The end of a stream is said explicitly: an empty message from the client, status OK from the
-      server.  Anything else that ends a stream is a break; the other side gets `Disconnected`.
+  N1  A message is normally one frame, unchanged.  Three kinds of frames are packed as `mark |
+      (u32le length | frame)*`: an empty frame, a frame that starts with the pack mark, and small
+      frames that queue up behind a write.
+  N2  The end of a stream is explicit: an empty message from the client, status OK from the server.
+      Any other end is a break, and the other side gets `Disconnected`.
   N3  Read-ahead and the send queue are bounded in bytes and in frames; beyond them `send` waits.
-  N4  A channel lives while it has streams; one that failed is dropped, so that the next `connect`
-      tries anew instead of waiting for grpc's own back-off.
+  N4  A channel lives while it has streams.  A failed channel is dropped, so that the next `connect`
+      tries at once instead of waiting for grpc's own back-off.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from pk.tasks import TaskRegistry
 from pk.wire.waiters import Waiters, wait_in, wake_all
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
-Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception goes
+Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception is reported
 
 SERVICE = "pk.Stream"
 CONNECT_TIMEOUT_MS = 3_000
 CLOSE_TIMEOUT_MS = 2_000
 KEEPALIVE_MS = 5_000
-#: After a listener closed: how long its handlers may take to notice, before they are cancelled.
+#: After a listener closed: the time in which its handlers may end before they are cancelled.
 HANDLER_GRACE_S = 1.0
 
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -56,7 +57,7 @@ _LENGTH = struct.Struct("<I")
 #: Frames up to this size are packed together when they queue up (N1).
 PACK_FRAME_BYTES = 16 * limits.KIB
 PACK_BYTES = 64 * limits.KIB
-#: N3: `send` waits while more than this is queued; the reader stays this much ahead.
+#: N3: `send` waits while more than this is queued; the reader stays at most this much ahead.
 WINDOW_BYTES = limits.MIB
 WINDOW_FRAMES = 256
 
@@ -80,7 +81,7 @@ CLIENT_OPTIONS = (
 )
 SERVER_OPTIONS = (
     *_COMMON,
-    ("grpc.so_reuseport", 0),  # the default 1 lets two brokers bind one port
+    ("grpc.so_reuseport", 0),  # with the default 1, two brokers could bind one port
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 5),
     ("grpc.max_concurrent_streams", limits.CONTROL_STREAMS_MAX),
 )
@@ -95,7 +96,10 @@ def _pack(frames: list[bytes]) -> bytes:
 
 
 def _unpack(message: bytes) -> list[bytes]:
-    """Raises `Disconnected`: a peer that packs wrongly is not spoken to."""
+    """Return the frames of a packed message.
+
+    Raises `Disconnected` for a wrong packing; the stream to such a peer is broken.
+    """
     frames: list[bytes] = []
     at, size = len(_MARK), len(message)
     while at < size:
@@ -111,7 +115,7 @@ def _unpack(message: bytes) -> list[bytes]:
 
 
 class _GrpcStream:
-    """What both ends share: two queues, two pumps, the state `open → finished | broken`."""
+    """The common part of both ends: two queues, two pumps, the state `open → finished | broken`."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -120,19 +124,21 @@ class _GrpcStream:
         self._inbox_bytes = 0
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
-        self._end: str | None = None  # the other side's end: "" clean, text = why it broke
+        # how the other side ended: "" clean, text = why the stream broke
+        self._end: str | None = None
         self._closed = False  # this side called close()
-        self._readable: Waiters = deque()  # tasks in recv
-        self._drained: asyncio.Future[None] | None = None  # the read pump, ahead by a window
-        self._to_write: asyncio.Future[None] | None = None  # the write pump, idle
-        self._writable: Waiters = deque()  # tasks in send
+        self._readable: Waiters = deque()  # tasks that wait in recv
+        # the read pump, when it waits because it is a window ahead
+        self._drained: asyncio.Future[None] | None = None
+        self._to_write: asyncio.Future[None] | None = None  # the write pump, when it is idle
+        self._writable: Waiters = deque()  # tasks that wait in send
         self._tasks = TaskRegistry()
         self._pumps: list[asyncio.Task[None]] = []
 
     # -- the transport: what the two ends do differently -------------------------------------------
 
     async def _read_message(self) -> bytes:
-        """The next message; raises `Disconnected` on a break, `EOFError` at the clean end."""
+        """Return the next message; raise `Disconnected` on a break, `EOFError` at the clean end."""
         raise NotImplementedError
 
     async def _write_message(self, message: bytes) -> None:
@@ -145,7 +151,7 @@ class _GrpcStream:
         return self._peer
 
     async def send(self, *pieces: Buffer) -> None:
-        """Queue a frame; waits while the window is full.  Raises `Disconnected`."""
+        """Queue a frame; wait while the window is full.  Raises `Disconnected`."""
         first = pieces[0]
         frame = first if len(pieces) == 1 and isinstance(first, bytes) else b"".join(pieces)
         while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_FRAMES:
@@ -157,7 +163,7 @@ class _GrpcStream:
         _wake(self._to_write)
 
     async def recv(self) -> bytes | None:
-        """The next frame, None at the clean end.  Raises `Disconnected`."""
+        """Return the next frame, None at the clean end.  Raises `Disconnected`."""
         while not self._inbox:
             if self._closed:
                 return None
@@ -172,10 +178,10 @@ class _GrpcStream:
         return frame
 
     def admit(self, known: bool) -> None:
-        """The peer's hello was accepted: nobody's matter on this end."""
+        """Do nothing: this end of a stream has no quota for the peer."""
 
     def close(self) -> None:
-        """Finish both directions: what was sent is delivered, what was not received is dropped."""
+        """Finish both directions: frames that were sent are delivered, unread ones are dropped."""
         if self._closed:
             return
         self._closed = True
@@ -199,7 +205,7 @@ class _GrpcStream:
         wake_all(self._writable)
 
     def _ended(self, why: str) -> None:
-        """The other side is gone (`why`), or has finished ('')."""
+        """Record that the other side broke (`why`) or finished ('')."""
         if self._end is None:
             self._end = why
             if why:
@@ -214,7 +220,7 @@ class _GrpcStream:
         ]
 
     def _abandon(self) -> None:
-        """Give up a closed stream whose peer does not take the rest, or does not say its end."""
+        """Give up a closed stream whose peer does not read the rest or does not end its side."""
         for pump in self._pumps:
             pump.cancel()
 
@@ -226,7 +232,7 @@ class _GrpcStream:
                     await self._drained
                 message = await self._read_message()
                 if self._closed:
-                    continue  # read on: the end must be seen
+                    continue  # read on: the peer's end must be seen
                 if message.startswith(_MARK):
                     self._inbox.extend(frames := _unpack(message))
                     self._inbox_bytes += sum(map(len, frames))
@@ -336,7 +342,9 @@ class _ClientStream(_GrpcStream):
         self._tasks.spawn(self._run())
 
     async def _run(self) -> None:
-        """After `close`: flush, say the end, wait for the peer's.  At last, or at a break: free."""
+        """After `close`: flush, send the end, wait for the peer's end.  Then, or at a break,
+        release all.
+        """
         reader, writer = self._pumps
         try:
             await asyncio.wait((writer,))  # closed and flushed, or broken, or abandoned
@@ -370,9 +378,9 @@ class GrpcNetwork:
         self._closing = TaskRegistry()
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
-        """Open a stream; two channels per peer, control and data (P3).
+        """Open a stream; each peer has two channels, control and data (P3).
 
-        Raises `Disconnected`, at once if nobody listens.
+        Raises `Disconnected`, at once if no server listens there.
         """
         key = (address, kind is StreamKind.CONTROL)
         channel = self._channels.get(key)
@@ -384,7 +392,8 @@ class GrpcNetwork:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 await call.wait_for_connection()
-                await call.initial_metadata()  # the peer itself answered, not its kernel's backlog
+                # wait for the peer itself: its kernel accepts connections even when it hangs
+                await call.initial_metadata()
                 if call.done() and await call.code() != grpc.StatusCode.OK:
                     raise Disconnected(f"unavailable: {await call.details()}"[:300])
         except Disconnected:
@@ -416,9 +425,9 @@ class GrpcNetwork:
     async def listen(
         self, address: str, handler: StreamHandler, front: Front | None = None
     ) -> Listener:
-        """Serve streams.  Raises `OSError` with the cause if the address cannot be had.
+        """Serve streams.  Raises `OSError` with the cause if the address cannot be bound.
 
-        `front`: the listener whose connections are carried here, if there is one.
+        `front`: the listener that forwards its connections to this server, if there is one.
         """
         listener = _GrpcListener(handler, self._on_error, self._request_bytes_max, front)
         await listener.start(address)
@@ -436,18 +445,20 @@ class GrpcNetwork:
 
 
 class Front(Protocol):
-    """What carries connections to this server; `peer` is what grpc calls the peer of one."""
+    """A listener that forwards connections to this server; `peer` is grpc's name for a
+    connection.
+    """
 
     def peer_of(self, peer: str) -> str:
-        """Its public address."""
+        """Return the peer's public address."""
         ...
 
     def began(self, peer: str) -> None:
-        """A stream began on it."""
+        """Note that a stream began on the connection."""
         ...
 
     def admit(self, peer: str, known: bool) -> None:
-        """A hello on it was accepted.  Raises `ThrottledError`."""
+        """Note that a hello on the connection was accepted.  Raises `ThrottledError`."""
         ...
 
 
@@ -458,7 +469,8 @@ class _ServerStream(_GrpcStream):
         self._context = context
         self._front = front
         self._carried = peer
-        #: May outlive the call: it learns of a break from recv or send and may wait elsewhere.
+        #: The handler's task, which may outlive the call: it may wait for something else when the
+        #: stream breaks, and sees the break at its next recv or send.
 
     async def _read_message(self) -> bytes:
         message = await self._context.read()
@@ -473,12 +485,16 @@ class _ServerStream(_GrpcStream):
         await self._context.write(message)
 
     def admit(self, known: bool) -> None:
-        """The peer's hello was accepted.  Raises `ThrottledError` if there is no room for it."""
+        """Admit the peer, whose hello was accepted.  Raises `ThrottledError` if there is no room
+        for it.
+        """
         if self._front is not None:
             self._front.admit(self._carried, known)
 
     async def run(self, handler: Coroutine[Any, Any, None], handlers: TaskRegistry) -> None:
-        """Drive the stream until the handler ends, flush what it sent; status OK follows (N2)."""
+        """Drive the stream until its handler ends, flush what it sent, then return status OK
+        (N2).
+        """
         self._start_pumps()
         task = handlers.spawn(handler)
         _, writer = self._pumps
@@ -549,14 +565,14 @@ class _GrpcListener:
                 self._on_error(f"serving a {kind.value} stream of {stream.peer}", bug)
 
     async def close(self, grace_ms: int) -> None:
-        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        """Accept no more streams, wait `grace_ms` for open ones, then break them."""
         await self._server.stop(grace_ms / 1000)
-        await self._handlers.wait(HANDLER_GRACE_S)  # they learn of it from recv or send
+        await self._handlers.wait(HANDLER_GRACE_S)  # the handlers get the break from recv or send
         await self._handlers.close()
 
 
 def _bind_error(address: str) -> OSError:
-    """What the operating system says about binding `address`; grpc only says that it failed."""
+    """Return the operating system's error for binding `address`; grpc says only that it failed."""
     try:
         if address.startswith("unix:"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

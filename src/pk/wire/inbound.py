@@ -1,50 +1,52 @@
 """One budget for the memory of all frames that peers send to this process (rule L17).
 
-A pure core: it counts, and says who may read and who must go.  pk.wire.memory drives it.
+A pure core: it counts bytes, and decides which streams may read and which are closed.
+pk.wire.memory drives it.
 
-Each stream has an `Account`.  What a stream holds is charged when the bytes arrive, never when a
-peer announces them, and is credited when the memory is free again: a small frame when its handler
-took it, a large one when the last view of it is gone.  Every account has a *floor* of FLOOR_BYTES
-of its own, so that short frames never wait for the large frames of others.  What it holds beyond
-its floor comes out of the *pool*, which all accounts share.  The accounts of proven brokers and
-controllers are *reserved*: they take nothing out of the pool and are never refused.  What bounds
-them is their number, the credits of their streams, and the bound of a frame.
+Each stream has an `Account`.  Bytes are charged when they arrive, never when a peer announces them.
+They are credited when their memory is free again: a small frame when its handler takes it, a large
+frame when the last view of it is released.  Every account has a *floor* of FLOOR_BYTES of its own,
+so that short frames never wait for other streams' large frames.  Bytes beyond the floor come out of
+the *pool*, which all accounts share.  The accounts of proven brokers and controllers are
+*reserved*: they take nothing out of the pool and are never refused.  Their memory is bounded by
+their number, by the credits of their streams, and by the maximum frame size.
 
-Without more rules the pool would hang: 200 half-received frames fill it, and none can finish.  So
-the frame that began first, the *oldest*, may take all that is left of the pool.  Any other may only
-take what leaves room for one whole frame, `frame_bytes_max`.
+These rules alone would let the pool deadlock: 200 half-received frames could fill it, and none
+could finish.  Therefore the *oldest* frame, the one that began first, may take all that is left of
+the pool.  Any other frame must leave room for one whole frame, `frame_bytes_max`.
 
 Invariants
-  M1  the pool holds at most `pool_bytes`, whatever peers send or announce
-  M2  once no handler holds a frame, the oldest frame has room for all that it lacks
-  M3  a reserved account is never refused room
-  M4  while an account waits for room, whoever keeps the pool without progress is named by `victim`:
-      a frame whose peer sends less than STALL_BYTES in STALL_MS, an account whose handler takes
-      nothing for UNTAKEN_MS, a frame that waits itself and is larger than another one that waits,
-      and at last the youngest frame, if even the oldest has no room
-  M5  frames other than the oldest go on in the order of their sizes, and only when all that they
-      lack has room: so the pool is not spread over frames that all wait, and large frames that
-      never end do not delay smaller ones
+  M1  The pool holds at most `pool_bytes`, whatever peers send or announce.
+  M2  Once no handler holds a frame, the oldest frame has room for all its missing bytes.
+  M3  A reserved account is never refused room.
+  M4  While an account waits for room, `victim` names an account that holds pool memory without
+      progress.  In this order: a frame whose peer sends less than STALL_BYTES in STALL_MS; an
+      account whose handler takes nothing for UNTAKEN_MS; a frame that waits itself and is larger
+      than another waiting frame; and last, if even the oldest frame has no room, the youngest
+      frame.
+  M5  Frames other than the oldest continue in the order of their sizes, and only when there is room
+      for all their missing bytes.  The pool is thus not spread over frames that all wait, and large
+      frames that never end do not delay smaller ones.
 """
 
 from __future__ import annotations
 
 from pk import limits
 
-#: What each connection may hold besides the pool.
+#: The bytes that each connection may hold outside the pool.
 FLOOR_BYTES = 8 * limits.KIB
-#: Bytes of one connection that are not in its account: the part of a short frame (socket_stream).
+#: Bytes of a connection that its account does not count: the part of a short frame (socket_stream).
 KEPT_BYTES = 8 * limits.KIB
 CONNECTION_BYTES = FLOOR_BYTES + KEPT_BYTES
 #: M4: a frame that receives less than STALL_BYTES in STALL_MS has stalled.
 STALL_MS = 1_000
 STALL_BYTES = 256 * limits.KIB
-#: M4: an account has stalled whose handler took nothing for so long.
+#: M4: an account whose handler takes nothing for so long has stalled.
 UNTAKEN_MS = 5_000
 
 
 class Account:
-    """What one stream holds.  `waiting` = it wants to read and has no room."""
+    """The memory that one stream holds.  `waiting` = it wants to read and has no room."""
 
     __slots__ = (
         "assembled",
@@ -62,68 +64,71 @@ class Account:
 
     def __init__(self, now_ms: int) -> None:
         self.held = 0
-        self.assembled = 0  #: of `held`: bytes of the frame that is being received
+        self.assembled = 0  #: part of `held`: bytes of the frame that is being received
         self.closed = False
         self.reserved = False
         self.waiting = False
-        self.behind = False  #: it is not read, because its handler has enough to do
-        self.size = 0  #: of the frame that is being received
-        self.resumed_ms = now_ms  #: when it was last let read again
+        self.behind = False  #: it is not read, because its handler still has frames to take
+        self.size = 0  #: size of the frame that is being received
+        self.resumed_ms = now_ms  #: when it was last allowed to read again
         self.marked_ms = now_ms  #: when the frame had last grown by STALL_BYTES,
-        self.marked_bytes = 0  #: and how much of it there was then
-        self.taken_ms = now_ms  #: when something of it was last freed
+        self.marked_bytes = 0  #: and its bytes at that time
+        self.taken_ms = now_ms  #: when the handler last freed some of its memory
 
     @property
     def lacks(self) -> int:
-        """What the frame that is being received still needs."""
+        """Return how many bytes the frame that is being received still lacks."""
         return self.size - self.assembled
 
     @property
     def pooled(self) -> int:
-        """Its part of the pool."""
+        """Return the bytes that the account takes out of the pool."""
         return 0 if self.reserved else max(0, self.held - FLOOR_BYTES)
 
 
 class Inbound:
-    """The budget of a process: `bytes_max`, of which each of `connections_max` has its floor."""
+    """The budget of a process: `bytes_max`, with a floor for each of `connections_max`
+    connections.
+    """
 
     def __init__(self, bytes_max: int, connections_max: int, frame_bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._general = bytes_max - connections_max * CONNECTION_BYTES
         self.frame_bytes_max = frame_bytes_max
-        self.pooled = 0  #: what is taken out of the pool
-        self.reserved = 0  #: what reserved accounts hold
-        self._assembling: dict[Account, None] = {}  #: not reserved; the oldest first
-        self._holding: dict[Account, None] = {}  #: not reserved, and hold more than their floor
+        self.pooled = 0  #: bytes taken out of the pool
+        self.reserved = 0  #: bytes that reserved accounts hold
+        #: accounts that receive a frame, not reserved; the oldest first
+        self._assembling: dict[Account, None] = {}
+        self._holding: dict[Account, None] = {}  #: accounts above their floor, not reserved
         self._waiting: dict[Account, None] = {}
 
     @property
     def frame_bytes_max(self) -> int:
-        """The largest frame that is taken."""
+        """The largest frame that is accepted."""
         return self._frame_bytes_max
 
     @frame_bytes_max.setter
     def frame_bytes_max(self, size: int) -> None:
         self._frame_bytes_max = size
-        #: the pool takes the largest frame at least, or that frame could never arrive
+        #: at least the largest frame, which otherwise could never arrive
         self.pool_bytes = max(self._general, size)
-        #: below this everybody has room
+        #: below this, every account has room
         self.easy_bytes = self.pool_bytes - size
 
     @property
     def held(self) -> int:
-        """All that is charged to the pool and to reserved accounts."""
+        """Return the bytes charged to the pool and to reserved accounts."""
         return self.pooled + self.reserved
 
     @property
     def contended(self) -> bool:
-        """Whether an account waits for room."""
+        """Return whether an account waits for room."""
         return bool(self._waiting)
 
     # -- accounts ----------------------------------------------------------------------------------
 
     def reserve(self, account: Account) -> None:
-        """Its peer is a proven broker or controller, from now on."""
+        """Reserve the account: its peer has proved to be a broker or controller."""
         if account.reserved:
             return
         held = account.held
@@ -135,7 +140,7 @@ class Inbound:
         self._charge(account, held)
 
     def close(self, account: Account) -> None:
-        """The stream is gone; what handlers still have of it stays charged until it is freed."""
+        """Close the account; frames that handlers still hold stay charged until they are freed."""
         account.closed = True
         self._charge(account, -account.assembled)
         account.assembled = account.size = 0
@@ -146,7 +151,7 @@ class Inbound:
     # -- frames ------------------------------------------------------------------------------------
 
     def room(self, account: Account, wanted: int) -> int:
-        """How many of `wanted` bytes the account may take now."""
+        """Return how many of `wanted` bytes the account may take now."""
         if account.reserved:
             return wanted
         free = self.pool_bytes - self.pooled
@@ -156,21 +161,22 @@ class Inbound:
         return min(wanted, spare + max(0, free))
 
     def wait(self, account: Account) -> None:
-        """It has no room and is not read until `ready` names it."""
+        """Note that the account has no room; its stream is not read until `ready` returns it."""
         account.waiting = True
         self._waiting[account] = None
 
     def begin(self, account: Account, size: int, now_ms: int) -> None:
-        """A frame of `size` bytes begins that is received into memory of its own."""
+        """Note that a frame of `size` bytes begins, which is received into its own memory."""
         account.size = size
         account.marked_ms, account.marked_bytes = now_ms, 0
         if not account.reserved:
             self._assembling[account] = None
 
     def grew(self, account: Account, size: int) -> bool:
-        """`size` more bytes of that frame arrived.  True = it has grown by STALL_BYTES: `mark` it.
+        """Charge `size` more bytes of the frame.
 
-        Once a read, and cheap: a large frame takes many.
+        Returns True when the frame has grown by STALL_BYTES: then call `mark`.  This runs once per
+        read and must be cheap, because a large frame takes many reads.
         """
         account.assembled += size
         if account.reserved or account.held < FLOOR_BYTES:
@@ -183,26 +189,26 @@ class Inbound:
         return account.assembled - account.marked_bytes >= STALL_BYTES
 
     def mark(self, account: Account, now_ms: int) -> None:
-        """Its frame makes progress."""
+        """Note that the account's frame makes progress."""
         account.marked_ms, account.marked_bytes = now_ms, account.assembled
 
     def finished(self, account: Account, now_ms: int) -> None:
-        """That frame is whole; it is `freed` when its memory is."""
+        """Note that the frame is whole; `freed` credits it when its memory is free."""
         if account.held - account.assembled <= FLOOR_BYTES:
             account.taken_ms = now_ms
         account.assembled = account.size = 0
         self._assembling.pop(account, None)
 
     def arrived(self, account: Account, size: int, now_ms: int) -> None:
-        """Whole short frames arrived; they are `freed` when the handler takes them."""
+        """Charge whole short frames; `freed` credits them when the handler takes them."""
         if account.held - account.assembled <= FLOOR_BYTES:
             account.taken_ms = now_ms
         self._charge(account, size)
 
     def ebbed(self, account: Account, size: int) -> bool:
-        """`freed` for who holds no more than its floor: nothing else depends on that.
+        """Credit `size` bytes by a short cut, if the account is within its floor and nothing waits.
 
-        False = use `freed`.
+        Returns False if the caller must use `freed` instead.
         """
         if account.held > FLOOR_BYTES or account.reserved or account.waiting:
             return False
@@ -210,19 +216,19 @@ class Inbound:
         return True
 
     def freed(self, account: Account, size: int, now_ms: int) -> None:
-        """Memory of whole frames is free again."""
+        """Credit the memory of whole frames that is free again."""
         account.taken_ms = now_ms
         self._charge(account, -size)
 
     def behind(self, account: Account, behind: bool, now_ms: int) -> None:
-        """Its socket is not read because its handler is `behind`, or is read again."""
+        """Note whether the stream is not read because its handler is `behind`."""
         account.behind = behind
         account.resumed_ms = now_ms
 
     # -- who waits, who goes -----------------------------------------------------------------------
 
     def ready(self, now_ms: int) -> list[Account]:
-        """The accounts that waited and may go on: the oldest frame, and others by M5."""
+        """Return the waiting accounts that may continue: the oldest frame, and others by M5."""
         oldest = self._oldest()
         chosen: list[Account] = []
         if oldest is not None and oldest.waiting and self.room(oldest, 1):
@@ -241,7 +247,9 @@ class Inbound:
         return chosen
 
     def victim(self, now_ms: int) -> Account | None:
-        """M4: who is closed next with `ThrottledError`, if anybody is.  Nobody without need."""
+        """Return the account to close next with `ThrottledError` (M4); None if no account must be
+        closed.
+        """
         if not self._waiting:
             return None
         for account in self._assembling:
@@ -265,7 +273,9 @@ class Inbound:
         return sorted(found, key=lambda account: account.size)  # stable: first come, first served
 
     def _outweighed(self, oldest: Account | None, now_ms: int) -> Account | None:
-        """A frame that has not grown for STALL_MS, in favour of a smaller one."""
+        """Return the largest waiting frame if a smaller one waits and it has not grown for
+        STALL_MS.
+        """
         others = [account for account in self._others_waiting(oldest) if account.size]
         if not others or others[-1].size == others[0].size:
             return None
@@ -273,7 +283,7 @@ class Inbound:
         return largest if largest.pooled and now_ms - largest.marked_ms >= STALL_MS else None
 
     def _untaken(self, account: Account, now_ms: int) -> bool:
-        """Whether whole frames wait in it, and its handler takes none."""
+        """Return whether the account holds whole frames and its handler takes none of them."""
         whole = account.held > account.assembled
         return whole and not account.closed and now_ms - account.taken_ms >= UNTAKEN_MS
 

@@ -1,13 +1,13 @@
 """The memory of inbound frames: drives pk.wire.inbound for the streams of a process (rule L17).
 
-A frame is received into memory that grows with it, up to the announced length.  The kernel gives a
-page when it is first written, so what is charged is what arrived.  But an allocator keeps the pages
-that were given back to it in the midst of others: what is allocated counts, too.  While all frames
-that are being received have less than the pool together, each begins with FIRST_BYTES, and a frame
-of the usual size is never copied.  Beyond that a frame begins with SMALL_BYTES, and gets four times
-as much whenever it is full.
+A frame is received into memory that grows with it, up to the announced length.  The kernel provides
+a page when it is first written, so the memory in use is that of the bytes that arrived, and these
+are charged.  But an allocator keeps freed pages that lie between used ones, so the allocated bytes
+count, too.  While all frames being received have allocated less than the pool together, each begins
+with FIRST_BYTES, and a frame of the usual size is never copied.  Beyond that, a frame begins with
+SMALL_BYTES and gets four times as much whenever it is full.
 
-Where no budget is given (clients), everything is granted and nothing is counted.
+Without a budget (clients), every read is allowed and nothing is counted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pk import errors, limits
 from pk.clock import Clock
 from pk.wire.inbound import Account, Inbound
 
-#: A frame of the usual size with its head fits.
+#: Room for a frame of the usual size with its head.
 FIRST_BYTES = limits.FRAME_BYTES + limits.MIB
 SMALL_BYTES = 128 * limits.KIB
 GROWTH = 4
 #: Frames up to this size are cut out of the scratch buffer that all streams of a network share.
 SCRATCH_BYTES = 64 * limits.KIB
-#: How often the budget looks for who keeps it without progress, while somebody waits.
+#: How often the budget is checked for streams without progress, while another stream waits.
 LOOK_MS = 250
 
 
@@ -38,11 +38,11 @@ class Reader(Protocol):
     """A stream whose frames are counted."""
 
     def resume(self) -> None:
-        """There is room again."""
+        """Read again: there is room."""
         ...
 
     def refuse(self, why: errors.PkError) -> None:
-        """Answer with `why` and close."""
+        """Answer with `why` and close the stream."""
         ...
 
 
@@ -58,15 +58,16 @@ class Memory:
     ) -> None:
         self.budget = budget
         self.now_ms = clock.monotonic_ms
-        #: the bound of a frame as the topics have it now
+        #: finds the maximum frame size by the topics' present settings
         self.find_frame_bytes_max = frame_bytes_max
-        self.allocated = 0  #: bytes for the frames that are being received
+        self.allocated = 0  #: bytes allocated for the frames that are being received
         self.refused = 0  #: streams closed because the budget was exhausted
         self._usual = budget.frame_bytes_max
         self._readers: dict[Account, Reader] = {}
-        #: by id: weak references to the memory of whole frames, which have no hash, and its size
+        #: by id: a weak reference to the memory of a whole frame (which has no hash), its account,
+        #: its size
         self._alive: dict[int, tuple[Any, Account, int]] = {}
-        self._freed: deque[int] = deque()  # those that are gone; any thread may add
+        self._freed: deque[int] = deque()  # ids of released frames; any thread may add
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
 
@@ -81,13 +82,15 @@ class Memory:
         self.turn()
 
     def bound(self, size: int) -> int:
-        """How large a frame may be; topics are asked only about larger ones than usual."""
+        """Return the maximum frame size; the topics are asked only if `size` exceeds the usual
+        maximum.
+        """
         if size > self._usual and self.find_frame_bytes_max is not None:
             self.budget.frame_bytes_max = max(self._usual, self.find_frame_bytes_max())
         return self.budget.frame_bytes_max
 
     def room(self, account: Account, wanted: int) -> int:
-        """Bytes that may be read now; 0 = not before `resume`."""
+        """Return how many bytes the stream may read now; 0 = none before `resume`."""
         budget = self.budget
         if budget.pooled + wanted <= budget.easy_bytes:
             return wanted
@@ -102,20 +105,20 @@ class Memory:
         return allowed
 
     def watch(self, account: Account, memory: Any, size: int) -> None:
-        """`size` bytes are freed when `memory`, a whole frame's, is."""
+        """Credit `size` bytes when `memory`, that of a whole frame, is released."""
         if self._freed:
             self._collect()
         reference = weakref.ref(memory, self._gone)
         self._alive[id(reference)] = (reference, account, size)
 
     def freed(self, account: Account, size: int) -> None:
-        """A handler took short frames."""
+        """Credit short frames that a handler took."""
         if not self.budget.ebbed(account, size):
             self.budget.freed(account, size, self.now_ms())
             self.turn()
 
     def turn(self) -> None:
-        """Let those read who have room again."""
+        """Resume the streams that have room again."""
         if self._freed:
             self._collect()
         if self.budget.contended:
@@ -125,14 +128,14 @@ class Memory:
     # -- inside ------------------------------------------------------------------------------------
 
     def _gone(self, reference: Any) -> None:
-        """The last view of a frame is gone; in any thread."""
+        """Note that the last view of a frame was released; any thread may call this."""
         self._freed.append(id(reference))
         loop = self._loop
         if loop is not None and self.budget.contended:
             try:
                 loop.call_soon_threadsafe(self.turn)
             except RuntimeError:
-                pass  # the loop is closed: nobody waits
+                pass  # the loop is closed: no stream waits
 
     def _collect(self) -> None:
         now_ms = self.now_ms()
@@ -141,7 +144,9 @@ class Memory:
             self.budget.freed(account, size, now_ms)
 
     def _look(self) -> None:
-        """Close who keeps the budget without progress, one after another, until nobody waits."""
+        """Close streams that hold memory without progress, one after another, until none must be
+        closed.
+        """
         self._timer = None
         self.turn()
         while (victim := self.budget.victim(self.now_ms())) is not None:
@@ -170,12 +175,12 @@ class Assembly:
         begin = FIRST_BYTES
         if memory is not None and memory.allocated + FIRST_BYTES > memory.budget.pool_bytes:
             begin = SMALL_BYTES
-        self.array = np.empty(min(size, begin), np.uint8)  # not zeroed, as a bytearray is
+        self.array = np.empty(min(size, begin), np.uint8)  # not zeroed, unlike a bytearray
         self.view = self.array.data
         self._allocated(len(self.array))
 
     def rest(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next bytes."""
         if self.filled == len(self.array) < self.size:
             larger = np.empty(min(self.size, GROWTH * len(self.array)), np.uint8)
             larger[: self.filled] = self.array
@@ -184,7 +189,7 @@ class Assembly:
         return self.view[self.filled :]
 
     def end(self) -> None:
-        """It is whole, or is given up."""
+        """Stop counting the memory as being received: the frame is whole or given up."""
         self._allocated(-len(self.array))
 
     def _allocated(self, size: int) -> None:

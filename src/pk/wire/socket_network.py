@@ -3,18 +3,18 @@
     connect(CONTROL)         -> pk.wire.grpc_network, which speaks HTTP/2
     connect(PRODUCE | FETCH) -> a connection of its own, opened by `PKS1 | kind`, then SocketStream
 
-A listener looks at the first bytes of each connection: what opens HTTP/2 is handed, byte by byte,
-to a grpc server behind it, so that a broker has one address for everything and a firewall one
-rule.  Why data does not travel over grpc: docs/design/0003-transport.md.
+A listener looks at the first bytes of each connection.  It forwards an HTTP/2 connection, byte by
+byte, to a grpc server behind it.  A broker therefore has one address for everything, and a firewall
+needs one rule.  docs/design/0003-transport.md says why data does not travel over grpc.
 
 Rules
-  N6  A connection that does not open properly within `CONNECT_TIMEOUT_MS` is closed, and one that
-      opens HTTP/2 and begins no stream within `STREAM_TIMEOUT_MS`.  The opening is answered, so
-      `connect` fails on a peer that is stopped or hangs, as it does over grpc.
-  N7  What a listener accepted is bounded in number, and leaves descriptors for the logs' files, as
-      many as the limit is, and a floor of the budget for each (pk.wire.inbound).
-      pk.wire.connection_quotas says who goes when there are more; none waits in the backlog behind
-      a silent one.
+  N6  The listener closes a connection that sends no valid opening within `CONNECT_TIMEOUT_MS`, and
+      an HTTP/2 connection that begins no stream within `STREAM_TIMEOUT_MS`.  The listener answers
+      the opening, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
+  N7  The number of accepted connections is bounded: file descriptors must remain for the logs'
+      files, and each connection needs a floor of the inbound budget (pk.wire.inbound).
+      pk.wire.connection_quotas decides which connections are closed when there are more; no
+      connection waits in the backlog behind a silent one.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MAGIC = b"PKS1"
 _KINDS = {b"P": StreamKind.PRODUCE, b"F": StreamKind.FETCH}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _OPENING_BYTES = len(_MAGIC) + 1
-_HTTP2 = b"PRI *"  # how every HTTP/2 connection begins (RFC 9113 §3.4)
+_HTTP2 = b"PRI *"  # the first bytes of every HTTP/2 connection (RFC 9113 §3.4)
 _BACKLOG = 1024
 _ABSTRACT = "unix-abstract:"  # Linux: a socket without a file
 _SPLICE_BYTES = 64 * limits.KIB
-#: After the process ran out of descriptors: how long nothing is accepted.
+#: After the process ran out of descriptors: the time in which no connection is accepted.
 _ACCEPT_PAUSE_S = 0.2
-#: Of the process's descriptors per connection: a control connection takes three (`_hand_over`).
+#: Descriptors of the process per connection: a control connection takes three (`_hand_over`).
 _DESCRIPTORS_PER_CONNECTION = 4
 #: N6
 STREAM_TIMEOUT_MS = 5_000
@@ -67,7 +67,7 @@ _FLOORS_SHARE = 2
 
 
 def _connections_max(inbound_bytes_max: int | None = None) -> int:
-    """How many connections the descriptors and the inbound budget allow (N7)."""
+    """Return how many connections the descriptors and the inbound budget allow (N7)."""
     found = limits.CONNECTIONS_MAX
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -78,16 +78,17 @@ def _connections_max(inbound_bytes_max: int | None = None) -> int:
 
 
 def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> Memory:
-    """The budget of a server process; `message_bytes_max` is what topics have by default."""
+    """Return the budget of a server process; `message_bytes_max` is the topics' default maximum."""
     connections = _connections_max(inbound_bytes_max)
     frame_bytes_max = limits.frame_bytes_max(message_bytes_max)
     return Memory(Inbound(inbound_bytes_max, connections, frame_bytes_max), SystemClock())
 
 
 def _tune(sock: socket.socket) -> None:
-    """No delay for small frames; a host that vanished while idle is noticed within seconds.
+    """Set the socket options: small frames without delay, and keepalive.
 
-    One that vanished while something was on its way to it is noticed by pk.wire.dead_peers.
+    Keepalive notices within seconds that the host of an idle connection vanished.
+    pk.wire.dead_peers notices it while data is on its way.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -104,7 +105,7 @@ def _tune(sock: socket.socket) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT`, the host perhaps in brackets.  Raises `ValueError`."""
+    """Split `HOST:PORT`; the host may be in brackets.  Raises `ValueError`."""
     host, colon, port = address.rpartition(":")
     if not colon:
         raise ValueError(f"{address}: not HOST:PORT")
@@ -112,7 +113,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def _dial(address: str) -> socket.socket:
-    """A connected socket.  Raises `OSError` or `ValueError`."""
+    """Return a connected socket.  Raises `OSError` or `ValueError`."""
     loop = asyncio.get_running_loop()
     targets: list[tuple[int, Any]]
     if address.startswith("unix:"):
@@ -141,7 +142,7 @@ async def _dial(address: str) -> socket.socket:
 
 
 async def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    """Raises `Disconnected` if the peer says less."""
+    """Read `size` bytes.  Raises `Disconnected` if the peer sends fewer."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < size:
         more = await loop.sock_recv(sock, size - len(got))
@@ -173,7 +174,7 @@ class PkNetwork:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
-        """Open a stream.  Raises `Disconnected`, at once if nobody listens."""
+        """Open a stream.  Raises `Disconnected`, at once if no server listens there."""
         if kind is StreamKind.CONTROL:
             return await self._control.connect(address, kind)
         sock: socket.socket | None = None
@@ -201,18 +202,18 @@ class PkNetwork:
             memory=self._memory,
             scratch=self._scratch,
         )
-        stream.admit(known=True)  # a server dials brokers that are registered, and no other peer
+        stream.admit(known=True)  # a server dials only registered brokers
         self._dead_peers.add(stream)
         return stream
 
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
-        """Serve streams.  Raises `OSError` with the cause if the address cannot be had."""
+        """Serve streams.  Raises `OSError` with the cause if the address cannot be bound."""
         listener = _PkListener(handler, self._on_error, self._memory, self._scratch)
         await listener.start(address, self._control)
         return listener
 
     async def close(self) -> None:
-        """Open streams break."""
+        """Close the network; open streams break."""
         for stream in list(self._dead_peers.streams):
             stream.abort("the network was closed")
         await self._control.close()
@@ -228,10 +229,10 @@ class _Connection:
         self.peer = peer
         self.task: asyncio.Task[None] | None = None
         self.stream: SocketStream | None = None
-        self.began = False  #: a control stream
+        self.began = False  #: whether a control stream began on it
 
     def close(self, why: str) -> None:
-        """Its task ends soon."""
+        """Close the socket; the connection's task then ends."""
         if self.stream is not None:
             self.stream.abort(why)
         elif self.task is not None:
@@ -256,8 +257,9 @@ class _PkListener:
         self._behind: Listener | None = None  # grpc's own address, for this process alone
         self._accepting = TaskRegistry()
         self._dead_peers = DeadPeerDetector()
-        self._tasks = TaskRegistry()  # one per accepted connection
-        self._carried: dict[str, _Connection] = {}  # by what grpc calls their peers
+        self._tasks = TaskRegistry()  # one task per accepted connection
+        # control connections, by grpc's name for their peers
+        self._carried: dict[str, _Connection] = {}
         bytes_max = None if memory is None else memory.budget.bytes_max
         self._quotas: ConnectionQuotas[_Connection] = ConnectionQuotas(
             _connections_max(bytes_max)
@@ -283,17 +285,19 @@ class _PkListener:
     # -- grpc_network.Front ------------------------------------------------------------------------
 
     def peer_of(self, peer: str) -> str:
-        """Its public address."""
+        """Return the peer's public address."""
         connection = self._carried.get(peer)
         return peer if connection is None else connection.peer
 
     def began(self, peer: str) -> None:
-        """A control stream began on it."""
+        """Note that a control stream began on the connection."""
         if (connection := self._carried.get(peer)) is not None:
             connection.began = True
 
     def admit(self, peer: str, known: bool) -> None:
-        """A hello on a control stream was accepted.  Raises `ThrottledError`."""
+        """Admit a connection on whose control stream a hello was accepted.  Raises
+        `ThrottledError`.
+        """
         if (connection := self._carried.get(peer)) is not None:
             self._admit(connection, known)
 
@@ -306,7 +310,7 @@ class _PkListener:
             except asyncio.CancelledError:
                 raise
             except OSError as cause:
-                if self._on_error is not None:  # out of descriptors or memory: it may pass
+                if self._on_error is not None:  # out of descriptors or memory: this may pass
                     self._on_error(f"accepting on {self._address}", cause)
                 waiting = self._loop.create_future()
                 self._loop.call_later(_ACCEPT_PAUSE_S, waiting.cancel)
@@ -324,18 +328,21 @@ class _PkListener:
                 task.add_done_callback(partial(self._done, connection))
 
     def _done(self, connection: _Connection, _: asyncio.Task[None]) -> None:
-        if connection.stream is None:  # a stream owns its socket
+        if connection.stream is None:  # a stream closes its socket itself
             connection.sock.close()
         self._quotas.leave(connection)
 
     def _admit(self, connection: _Connection, known: bool) -> None:
-        """Raises `ThrottledError` if clients have all the connections they may."""
-        local = not host_of(connection.peer)  # a Unix socket: its file says who may connect
+        """Admit the connection.  Raises `ThrottledError` if clients have all connections they may
+        have.
+        """
+        # a Unix socket: its file's permissions say who may connect
+        local = not host_of(connection.peer)
         if why := self._quotas.admit(connection, known or local):
             raise errors.ThrottledError(f"{self._address} takes no more connections: {why}")
 
     async def _serve(self, connection: _Connection) -> None:
-        """One connection, until its handler ends."""
+        """Serve one connection until its handler ends."""
         sock = connection.sock
         try:
             _tune(sock)
@@ -355,7 +362,7 @@ class _PkListener:
         elif kind is not None:
             await self._run(kind, connection)
         else:
-            sock.close()  # not pk
+            sock.close()  # not pk's protocol
 
     async def _run(self, kind: StreamKind, connection: _Connection) -> None:
         stream = connection.stream = SocketStream(
@@ -378,7 +385,7 @@ class _PkListener:
             stream.close()
 
     async def _hand_over(self, connection: _Connection, opening: bytes) -> None:
-        """Carry a control connection to grpc and back, until either side is through."""
+        """Forward a control connection to grpc and back until either side ends."""
         assert self._behind is not None
         sock = connection.sock
         try:
@@ -407,7 +414,7 @@ class _PkListener:
             connection.close("it began no stream")
 
     async def close(self, grace_ms: int) -> None:
-        """Accept nothing new, wait `grace_ms` for open streams, then break them."""
+        """Accept no more connections, wait `grace_ms` for open streams, then break them."""
         assert self._sock is not None
         assert self._behind is not None
         await self._accepting.close()
@@ -416,12 +423,13 @@ class _PkListener:
             _unlink(self._address.removeprefix("unix:"))
         closing = TaskRegistry()
         control = closing.spawn(self._behind.close(grace_ms))
-        if self._dead_peers.streams and self._tasks:  # else they only wait for their peers' ends
+        # without tasks, the streams only wait for their peers' ends
+        if self._dead_peers.streams and self._tasks:
             await self._tasks.wait(grace_ms / 1000)
         for stream in list(self._dead_peers.streams):
             stream.abort("the server shuts down")
         await control
-        await self._tasks.wait(HANDLER_GRACE_S)  # they learn of it from recv or send
+        await self._tasks.wait(HANDLER_GRACE_S)  # the handlers get the break from recv or send
         await self._tasks.close()
 
 
@@ -439,7 +447,7 @@ async def _carry(source: socket.socket, sink: socket.socket) -> None:
 
 
 async def _dial_named(address: str) -> tuple[socket.socket, str]:
-    """A connection to a private address, and what the server behind calls its peer."""
+    """Connect to a private address; return the socket and the server's name for this peer."""
     if not address.startswith(_ABSTRACT):
         sock = await _dial(address)
         host, port = sock.getsockname()[:2]
@@ -458,19 +466,19 @@ async def _dial_named(address: str) -> tuple[socket.socket, str]:
 
 
 def _private_address() -> str:
-    """Where grpc listens behind the public address."""
+    """Return the private address on which grpc listens behind the public address."""
     if platform.system() == "Linux":
         return f"{_ABSTRACT}pk-{os.getpid()}-{secrets.token_hex(8)}"
     return "127.0.0.1:0"
 
 
 def _bind(address: str) -> socket.socket:
-    """A listening socket.  Raises `OSError` that names the address."""
+    """Return a listening socket.  Raises `OSError` that names the address."""
     sock: socket.socket | None = None
     try:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
-            _unlink(path)  # of a process that was killed; the directory's lock excludes others
+            _unlink(path)  # left by a killed process; the directory's lock excludes a live one
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(path)
         else:
@@ -494,7 +502,7 @@ def _bind(address: str) -> socket.socket:
 
 
 def _unlink(path: str) -> None:
-    """Remove a socket file; anything else at that path stays, and binding will say so."""
+    """Remove a socket file; any other file at that path stays, and binding then fails."""
     try:
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)

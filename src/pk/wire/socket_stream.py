@@ -1,22 +1,22 @@
-"""One stream over a socket: frames behind their length, read straight into their own memory.
+"""One stream over a socket: each frame follows its length and is read straight into its own memory.
 
-The data path's transport (docs/design/0003-transport.md).  After the opening
-(pk.wire.socket_network) each direction is `(u32le length | frame)*`, and the length 0xffffffff says
-the clean end.  There is no task per stream: the event loop calls `_on_readable` and `_on_writable`,
-and `send` writes at once when nothing waits before it.  So a small frame costs one system call on
-either side, and a byte of a large one is copied twice, by the kernel: out of the sender's buffer,
-into the receiver's.
+This is the data path's transport (docs/design/0003-transport.md).  After the opening
+(pk.wire.socket_network), each direction is `(u32le length | frame)*`; the length 0xffffffff marks
+the clean end.  A stream has no task: the event loop calls `_on_readable` and `_on_writable`, and
+`send` writes at once when nothing is queued before it.  A small frame therefore costs one system
+call on either side.  A byte of a large frame is copied twice, by the kernel: out of the sender's
+buffer, and into the receiver's.
 
 Rules
-  N1  A frame is any bytes, also none; its length is checked before memory is taken for it, and
-      memory is taken as its bytes arrive (rule L17).
-  N2  The end of a stream is said explicitly.  A connection that ends without it is a break; the
-      other side gets `Disconnected`.
-  N3  Read-ahead and the send queue are bounded in bytes and in frames; beyond them the socket is
-      not read, and `send` waits.
-  N4  A stream that is refused says why in an `Error` frame, then its end.  What still arrives is
-      thrown away as it is read.
-  N5  A task that only sends cannot keep the loop to itself, however fast the peer reads.
+  N1  A frame is any bytes, also none.  Its length is checked before memory is allocated for it, and
+      memory is allocated as its bytes arrive (rule L17).
+  N2  The end of a stream is explicit.  A connection that ends without it is a break; the other side
+      gets `Disconnected`.
+  N3  Read-ahead and the send queue are bounded in bytes and in frames.  Beyond the bounds, the
+      socket is not read, and `send` waits.
+  N4  A refused stream sends the reason in an `Error` frame, then its end.  Bytes that still arrive
+      are read and dropped.
+  N5  A task that only sends lets other tasks of the loop run, however fast the peer reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
 from pk.world import Buffer, Disconnected
 
 CLOSE_TIMEOUT_MS = 2_000
-#: N3: `send` waits while more than this is queued; the reader stays this much ahead.
+#: N3: `send` waits while more than this is queued; the reader stays at most this much ahead.
 WINDOW_BYTES = limits.FRAME_BYTES
 WINDOW_FRAMES = 256
 WINDOW_PIECES = 1024
@@ -46,30 +46,30 @@ WINDOW_PIECES = 1024
 _LENGTH = struct.Struct("<I")
 _END = 0xFFFFFFFF
 _END_MARK = _LENGTH.pack(_END)
-#: The first frame of a stream is its hello; until that is accepted no larger one is taken.
+#: A stream's first frame is its hello; until the hello is accepted, no larger frame is accepted.
 HELLO_BYTES_MAX = 64 * limits.KIB
-#: What one call-back of the loop reads at most, so that one stream does not starve the others.
+#: The most bytes that one call-back reads, so that one stream does not starve the others.
 _TURN_BYTES = 4 * limits.MIB
-#: N5: bytes sent without a pause before a task lets others run; each send counts as some more.
+#: N5: bytes that a task sends before it lets others run; each send counts as some more.
 _BREATH_BYTES = limits.MIB
 _SEND_COST_BYTES = 4 * limits.KIB
 _BUFFERS_PER_WRITE = 64
-#: Short frames are credited to the budget together.
+#: Short frames are credited to the budget together, in portions of this size.
 _CREDIT_BYTES = 16 * limits.KIB
 
 
 @coroutine
 def _breathe() -> Generator[None, None, None]:
-    """Let the loop turn once."""
+    """Let the event loop run other tasks once."""
     yield
 
 
 class SocketStream:
-    """`pk.world.Stream` over a connected, non-blocking socket, which it owns from now on.
+    """`pk.world.Stream` over a connected, non-blocking socket, which the stream owns from now on.
 
     `finished` is called once, when the socket is closed.  `memory`: the budget of the process;
     without one, frames are not counted.  `scratch`: a buffer that the streams of one loop share.
-    `admitted`: who decides whether the peer may stay, once its hello was accepted.
+    `admitted`: decides, after the peer's hello was accepted, whether the peer may stay.
     """
 
     def __init__(
@@ -88,17 +88,19 @@ class SocketStream:
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[bytes | memoryview] = deque()
         self._inbox_bytes = 0
-        self._outbox: deque[memoryview] = deque()  # lengths and frames, the first perhaps cut
+        # lengths and frames; the first may be partly sent
+        self._outbox: deque[memoryview] = deque()
         self._outbox_bytes = 0
-        self._end: str | None = None  # the other side's end: "" clean, text = why it broke
+        # how the other side ended: "" clean, text = why the stream broke
+        self._end: str | None = None
         self._closed = False  # this side called close()
         self._gone = False  # the socket is closed
-        self._readable: Waiters = deque()  # tasks in recv
-        self._writable: Waiters = deque()  # tasks in send
+        self._readable: Waiters = deque()  # tasks that wait in recv
+        self._writable: Waiters = deque()  # tasks that wait in send
         self._scratch = scratch or memoryview(bytearray(SCRATCH_BYTES))
-        self._kept = b""  # the part of a short frame that was read
-        self._large: Assembly | None = None  # the frame that is read into its own memory
-        self._skip = 0  # bytes of a frame that are thrown away
+        self._kept = b""  # the first part of a short frame
+        self._large: Assembly | None = None  # the frame that is being read into its own memory
+        self._skip = 0  # bytes still to come of a frame that is dropped
         self._taken = 0  # bytes of short frames that were taken and are not credited yet
         self._short = 0  # bytes of short frames that arrived and are not charged yet
         self._memory = memory
@@ -118,7 +120,7 @@ class SocketStream:
         return self._peer
 
     async def send(self, *pieces: Buffer) -> None:
-        """Write a frame, or queue what the socket does not take; waits while the window is full.
+        """Write a frame, or queue what the socket does not take; wait while the window is full.
 
         Raises `Disconnected`.
         """
@@ -139,7 +141,7 @@ class SocketStream:
             self._on_writable()
 
     async def recv(self) -> bytes | memoryview | None:
-        """The next frame, None at the clean end.  Raises `Disconnected`."""
+        """Return the next frame, None at the clean end.  Raises `Disconnected`."""
         while not self._inbox:
             if self._refused:
                 raise Disconnected(self._refused)
@@ -159,7 +161,9 @@ class SocketStream:
         return frame
 
     def admit(self, known: bool) -> None:
-        """The peer's hello was accepted.  Raises `ThrottledError` if there is no room for it."""
+        """Admit the peer, whose hello was accepted.  Raises `ThrottledError` if there is no room
+        for it.
+        """
         if self._admitted is not None:
             self._admitted(known)
         self._greeted = True
@@ -168,7 +172,7 @@ class SocketStream:
             self.resume()
 
     def close(self) -> None:
-        """Finish both directions: what was sent is delivered, what was not received is dropped."""
+        """Finish both directions: frames that were sent are delivered, unread ones are dropped."""
         if self._closed:
             return
         self._closed = True
@@ -184,13 +188,13 @@ class SocketStream:
         self._outbox.append(memoryview(_END_MARK))
         self._outbox_bytes += len(_END_MARK)
         if self._end is None:
-            self._set_reading(True)  # the other side's end must be seen
+            self._set_reading(True)  # read on: the peer's end must be seen
         if not self._writing:
             self._on_writable()
         self._wake_all()
 
     def refuse(self, why: errors.PkError) -> None:
-        """N4.  The handler gets `Disconnected` from recv and send."""
+        """Send `why` and the end (N4).  The handler gets `Disconnected` from recv and send."""
         if self._closed or self._gone:
             return
         head = wire.Head(error=frames.error_of(why))
@@ -201,12 +205,12 @@ class SocketStream:
         self.close()
 
     def resume(self) -> None:
-        """memory.Reader."""
+        """Read the socket again (pk.wire.memory's `Reader`)."""
         if self._end is None and (self._closed or self._has_room()):
             self._set_reading(True)
 
     def abort(self, why: str) -> None:
-        """Break the stream now; whoever waits on it learns `why`."""
+        """Break the stream now; tasks that wait on it get `Disconnected` with `why`."""
         self._ended(why)
         self._free()
 
@@ -218,7 +222,7 @@ class SocketStream:
     # -- inside ------------------------------------------------------------------------------------
 
     def _stop_receiving(self) -> None:
-        """Free the frame that is being received; its rest is thrown away (N4)."""
+        """Release the memory of the frame that is being received; its rest is dropped (N4)."""
         self._settle()
         if self._large is not None:
             self._skip = self._large.size - self._large.filled
@@ -228,13 +232,15 @@ class SocketStream:
             self._memory.close(self._account)
 
     def _settle(self) -> None:
-        """Charge the short frames of one read, together."""
+        """Charge the short frames of one read together."""
         if self._short and self._memory is not None and self._account is not None:
             self._memory.budget.arrived(self._account, self._short, self._memory.now_ms())
         self._short = 0
 
     def _credit(self, size: int) -> None:
-        """Short frames leave the budget; a large one does when its last view is gone."""
+        """Credit short frames that were taken; a large frame is credited when its last view is
+        released.
+        """
         self._taken += size
         if (self._taken >= _CREDIT_BYTES or not self._inbox) and self._account is not None:
             assert self._memory is not None
@@ -242,7 +248,7 @@ class SocketStream:
             self._taken = 0
 
     def _set_behind(self, behind: bool) -> None:
-        """Stop reading while the receiver is behind, and read again after it (N3)."""
+        """Stop reading while the handler is behind, or read again (N3)."""
         self._set_reading(not behind)
         if self._memory is not None and self._account is not None:
             self._memory.budget.behind(self._account, behind, self._memory.now_ms())
@@ -261,7 +267,7 @@ class SocketStream:
         wake_all(self._writable)
 
     def _ended(self, why: str) -> None:
-        """The other side is gone (`why`), or has finished ('')."""
+        """Record that the other side broke (`why`) or finished ('')."""
         if self._end is None:
             self._end = why
             self._wake_all()
@@ -326,7 +332,7 @@ class SocketStream:
             self.abort("a frame does not fit into memory")
 
     def _where(self) -> memoryview:
-        """Where the next bytes are read to."""
+        """Return the buffer for the next bytes."""
         if self._skip:
             return self._scratch[: self._skip]
         if self._large is not None:
@@ -336,7 +342,7 @@ class SocketStream:
         return self._scratch[kept:]
 
     def _took(self, got: int) -> None:
-        """`got` more bytes lie `_where` they were wanted."""
+        """Process `got` bytes that were read into the buffer of `_where`."""
         if self._skip:
             self._skip -= got
         elif self._large is None:
@@ -359,7 +365,7 @@ class SocketStream:
         self._arrived(large.view)
 
     def _cut(self, filled: int) -> None:
-        """Take the frames out of the first `filled` bytes of the scratch."""
+        """Take the frames out of the first `filled` bytes of the scratch buffer."""
         scratch, at = self._scratch, 0
         self._kept = b""
         while filled - at >= _LENGTH.size and self._end is None:
@@ -389,7 +395,10 @@ class SocketStream:
         self._settle()
 
     def _may_announce(self, size: int) -> bool:
-        """Whether a frame of `size` bytes is taken.  Raises `Disconnected` if that is no frame."""
+        """Return whether a frame of `size` bytes is accepted; refuse the stream otherwise.
+
+        Raises `Disconnected` if the size is beyond every valid frame.
+        """
         if size > limits.WIRE_FRAME_BYTES_MAX:
             raise Disconnected(f"the peer announced a frame of {size} bytes")
         if not self._greeted:
@@ -403,7 +412,7 @@ class SocketStream:
         return size <= bound
 
     def _begin(self, size: int, first: memoryview) -> None:
-        """A frame that is received into memory of its own."""
+        """Begin a frame that is received into its own memory."""
         large = self._large = Assembly(size, self._memory)
         large.view[: len(first)] = first
         if self._account is not None and self._memory is not None:
@@ -418,7 +427,7 @@ class SocketStream:
         wake_one(self._readable)
 
     def _finish(self) -> None:
-        """The peer said its end (N2)."""
+        """Handle the peer's end (N2)."""
         self._set_reading(False)
         self._ended("")
         if self._closed and not self._outbox:

@@ -1,6 +1,6 @@
-"""Tasks that wait in a line for a stream to move, for whatever carries it.
+"""A queue of tasks that wait until a stream can move; any transport can use it.
 
-A wake-up is never lost: one that met a task which was cancelled meanwhile is passed on.
+No wake-up is lost: if the woken task was cancelled meanwhile, the next one is woken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Waiters = deque[asyncio.Future[None]]
 
 
 def wake_one(waiters: Waiters) -> bool:
-    """Wake the first that still waits; False if none does."""
+    """Wake the first task that still waits; return False if there is none."""
     while waiters:
         future = waiters.popleft()
         if not future.done():
