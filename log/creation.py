@@ -1,30 +1,31 @@
-"""Creating partitions: many of them in one visit to the write lane of their directory.
+"""Creates partitions: many of them in one visit to the write lane of their directory.
 
 A partition is a directory with an identity (partition.json, rule L8) and the first segment.  It
-counts as created when a flush may promise its records (rule L1), that is when these are SYNCED:
-the identity's bytes, the names in its directory, the name of the directory itself.  The segment is
-not: it is empty, and the first flush syncs what is in it by then.
+counts as created when a flush may confirm its records (rule L1), that is, when the identity's
+bytes, the names in its directory and the name of the directory itself are SYNCED.  The segment is
+not SYNCED: it is empty, and the first flush syncs it.
 
-What syncs cost is waiting, not work: a file system commits all that wait together as one.  So a
-visit makes the files of all its partitions first and then syncs the same level of all of them at
-once; a thousand partitions cost a few dozen commits instead of some thousands.
+A sync costs waiting and hardly any work: a file system commits all syncs that wait together at
+once.  So a visit first makes the files of all its partitions and then syncs the same level of all
+of them together.  A thousand partitions cost a few dozen commits instead of some thousands.
 
 Rules
-  N1  the identity comes last, whole: it is written beside its place, SYNCED, then renamed.  A
-      partition that has one is complete but for names that are not SYNCED yet, and `load` and the
-      first flush see to those.
-  N2  a directory without identity that holds no more than a first segment without a byte is an
-      unfinished creation: the next start removes it, the next try goes on with it.  Segments whose
-      identity is missing, damaged or another one's stay (rule L15): a partition of that name is not
-      created beside them.
-  N3  a partition that cannot be created does not stop the others of its visit (log/manager M4); a
-      disk that fails stops them all (rule L2).
-  N4  a visit is bounded: appends to other partitions of the directory wait until it is over.
-  N5  a partition is created where something has its name: what could not be opened there, for want
-      of space, say, or of a whole identity, must not begin anew elsewhere, without its records,
-      nor once that directory has failed.
-  N6  a log that a checkpoint names and that is not there is not begun empty: `LogMissing`, until
-      its replica was given up (rule L15)
+  N1  The identity is written last, whole: into a temporary file that is SYNCED and then renamed.  A
+      partition that has an identity is complete but for names that are not SYNCED yet; `load` and
+      the first flush sync these.
+  N2  A directory that has no identity and at most an empty first segment is an unfinished
+      creation.  The next start removes it, and the next attempt to create the partition continues
+      with it.  Segments whose identity is missing, damaged or another partition's are kept
+      (rule L15), and a partition of that name is not created beside them.
+  N3  A partition that cannot be created does not stop the others of its visit (log/manager M4).  A
+      failed disk stops them all (rule L2).
+  N4  The size of a visit is bounded, because appends to other partitions of the directory wait
+      until it is over.
+  N5  A partition is created in the directory that already has something of its name.  A log that
+      could not be opened there (for want of space or of a whole identity, for example) must not
+      begin in another directory without its records, even after its own directory has failed.
+  N6  A log that a checkpoint names and that is missing is not created as an empty log.
+      `LogMissing` is raised until its replica was given up (rule L15).
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ from pk.log.segment import IndexCache, Segment, base_offset_of, file_name
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
-#: N4: as many as callers ask for in one go.
+#: N4: the most partitions of one visit; as many as callers ask for at once.
 VISIT_MAX = 64
 _FIRST = file_name(0, ".log")
 
 
 class NewPartition(NamedTuple):
-    """One to be created."""
+    """One partition to be created."""
 
     tp: TopicPartition
     topic_id: str
     config: LogConfig
-    again: bool = False  #: it could not be created, or opened, before; or nobody knew it
-    genesis: str = ""  #: of the metadata log that knows it
-    created: Offset = NONE  #: where that log is
+    again: bool = False  #: an earlier attempt to create or open it failed, or it was a stray
+    genesis: str = ""  #: id of the metadata log that knows the partition
+    created: Offset = NONE  #: the offset that the metadata log had reached
 
     @property
     def key(self) -> PartitionKey:
@@ -71,16 +72,18 @@ Outcome = PartitionLog | errors.PkError
 
 @dataclass(slots=True)
 class Site:
-    """Where a visit builds."""
+    """The data directory in which a visit creates partitions."""
 
     storage: Storage
-    root: str  #: of the partition directories
-    #: the name under which what is in the way is removed later
+    root: str  #: path of the partition directories
+    #: the name to which an obsolete directory is renamed, to be removed later
     pending_delete: Callable[[str], str]
-    reopen: Callable[[str, NewPartition], PartitionLog]  #: one that is there already
+    #: returns a partition that is there already
+    reopen: Callable[[str, NewPartition], PartitionLog]
     cache: IndexCache
     directory: Directory
-    gone: Callable[[Identity], bool]  #: the metadata know that its log is of no use any more (L15)
+    #: whether the metadata say that its log is no longer needed (L15)
+    gone: Callable[[Identity], bool]
 
     def identity(self, new: NewPartition) -> Identity:
         return Identity(new.topic_id, new.tp, self.directory.cluster_id, new.genesis, new.created)
@@ -91,7 +94,7 @@ class Site:
 
 @dataclass(slots=True)
 class _Begun:
-    """A partition whose files are made."""
+    """A partition whose files are made and not yet SYNCED."""
 
     new: NewPartition
     segment: Segment
@@ -103,10 +106,11 @@ async def homes(
     taken: Iterable[Directory],
     wanted: Mapping[str, NewPartition],
 ) -> list[Directory | errors.PkError]:
-    """A directory for each of `wanted`, by path: where it stands (N5), else the one with the fewest
-    partitions, then the most free space; or why there is none.  `taken`: the directory of each
-    partition.  A directory that fails meanwhile is one that has failed (log/manager M4).  Raises
-    `StorageFailed` when no other is left.
+    """Choose a directory for each of `wanted`, by path: the directory where the partition already
+    stands (N5), else the one with the fewest partitions, then the most free space.  The value is an
+    error if there is none.  `taken`: the directory of each partition.  A directory that fails
+    meanwhile counts as failed (log/manager M4).  Raises `StorageFailed` if no other directory is
+    left.
     """
     lost = [(each.disk.storage.root, each.failed) for each in directories if each.failed]
     if not lost and len(directories) == 1:
@@ -143,21 +147,25 @@ async def homes(
 
 
 def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str, bool]:
-    """Whose name is here, and whether it is they for sure; an earlier life (rule L8) is another."""
+    """Find the partitions of `wanted` whose name exists in this directory, and whether it certainly
+    belongs to the same topic id; a directory of another topic id (rule L8) is another partition.
+    """
     found = {}
     for path, new in wanted.items():
         if storage.exists(path):
             try:
                 known = identity.read(storage, path)
             except (errors.LogUnidentified, errors.StorageFailed):
-                known = None  # its creation will say so
+                known = None  # `create` will report the error
             if known is None or known.topic_id == new.topic_id:
                 found[path] = known is not None
     return found
 
 
 def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:
-    """In the write lane: a log, or why there is none, for each of `wanted` (N3)."""
+    """In the write lane: create the partitions `wanted`.  Returns for each a log, or the error that
+    prevented it (N3).
+    """
     storage = site.storage
     found: dict[PartitionKey, Outcome] = {}
     begun: list[_Begun] = []
@@ -191,8 +199,8 @@ def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Out
 
 
 def _in_place(site: Site, new: NewPartition) -> bool:
-    """Whether this very partition is there.  A deleted topic's directory of its name goes out of
-    the way; any other raises `LogUnidentified` (rule L15).
+    """Whether exactly this partition is there already.  The directory of a deleted topic of the
+    same name is renamed out of the way; any other directory raises `LogUnidentified` (rule L15).
     """
     storage, path = site.storage, site.path(new)
     if not storage.exists(path):
@@ -209,7 +217,7 @@ def _in_place(site: Site, new: NewPartition) -> bool:
             raise identity.unidentified(storage, path, why, wanted)
     elif known.key == new.key:
         return True
-    elif site.gone(known):  # the topic's earlier life (rule L8)
+    elif site.gone(known):  # a deleted topic of the same name (rule L8)
         storage.rename(path, site.pending_delete(path))
     else:
         other = f"{known.topic_partition} ({known.topic_id})"
@@ -232,7 +240,7 @@ def _begin(site: Site, new: NewPartition) -> _Begun:
 
 
 def _log_of(site: Site, begun: _Begun) -> PartitionLog:
-    """What opening it would find, without looking: nothing is to be repaired."""
+    """Return what opening the new log would find, without reading: nothing needs repair."""
     new, segment = begun.new, begun.segment
     return PartitionLog(
         site.storage,
@@ -248,23 +256,23 @@ def _log_of(site: Site, begun: _Begun) -> PartitionLog:
 
 
 def not_here(site: Site, wanted: Sequence[NewPartition]) -> list[PartitionKey]:
-    """Those of `wanted` that are to be made from nothing.  In the write lane."""
+    """In the write lane: return the partitions of `wanted` that have to be created from nothing."""
     missing = []
     for new in wanted:
         try:
             second = site.directory.identities.get(str(new.tp))
             known = identity.read_or_restore(site.storage, site.path(new), second)
         except (errors.LogUnidentified, errors.StorageFailed, errors.StorageFull):
-            continue  # its creation will say so
+            continue  # `create` will report the error
         if known is None and not unfinished(site.storage, site.path(new)):
-            continue  # the same
+            continue  # `create` will report this error, too
         if known is None or known.key != new.key:
             missing.append(new.key)
     return missing
 
 
 def unfinished(storage: Storage, path: str) -> bool:
-    """Whether a directory without identity is what a creation that died leaves (N2)."""
+    """Whether a directory without identity is a creation that did not finish (N2)."""
     return all(
         name.startswith(identity.PARTITION_FILE)
         or (name == _FIRST and not _size(storage, f"{path}/{name}"))
@@ -273,7 +281,7 @@ def unfinished(storage: Storage, path: str) -> bool:
 
 
 def sweep(storage: Storage, path: str) -> None:
-    """In the write lane: a directory without identity goes if its creation died (N2).
+    """In the write lane: remove a directory without identity if it is an unfinished creation (N2).
 
     Raises `LogUnidentified` for segments (rule L15).
     """

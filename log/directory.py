@@ -1,5 +1,5 @@
-"""One data directory: its format file, clean-shutdown file and checkpoints.  Names, bytes and
-checks; no policy.
+"""One data directory: the names, contents and checks of its format file, clean-shutdown file and
+checkpoints.  It decides no policy.
 
 | file | content |
 |---|---|
@@ -32,8 +32,8 @@ from pk.log.storage import Disk, Storage
 from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 
 FORMAT = 0
-#: What format 0 means in this build: a hash of a sample of every file as it is written, which
-#: tests/unit/log/test_layout.py holds.  Builds with the same one read each other's directories.
+#: The version of the layout: a hash of a sample of every file as this build writes it, checked by
+#: tests/unit/log/test_layout.py.  Builds with the same hash read each other's directories.
 LAYOUT = "951cbcda18e734ea"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
@@ -42,14 +42,14 @@ RECOVERY_POINTS = "recovery-point-offset-checkpoint"
 HIGH_WATERMARKS = "replication-offset-checkpoint"
 LOG_STARTS = "log-start-offset-checkpoint"
 LOCAL_STARTS = "local-log-start-offset-checkpoint"
-#: The checkpoints of offsets.
+#: The checkpoints that hold offsets.
 OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS, LOCAL_STARTS)
-#: What may stand in a directory that is about to be formatted.
+#: Names that may exist in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
-#: What stands only in a directory that was formatted: files, and directories that are not empty.
+#: Names that exist only in a formatted directory: files, and directories that are not empty.
 _DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, *OFFSETS}
 _LOGS = ("topics", f"metadata/{METADATA_TOPIC}-0")
-#: What to do where pk.json is lost beside data.
+#: What the operator has to do if pk.json is lost beside data.
 _RESTORE = (
     "Nothing here was changed; remove nothing. Put the file back from any backup of this directory:"
     " it never changes after the format. Without one see docs/REPAIR.md, The identity of a node"
@@ -65,22 +65,23 @@ class Directory:
     disk: Disk
     directory_id: str
     clean: bool  #: closed properly, or the page cache outlived the process (same boot id)
-    previous_broker_epoch: int  #: -1 = none known
+    previous_broker_epoch: int  #: -1 = no epoch is known
     closed_properly: bool = False
     same_boot: bool = False
     cluster_id: str = ""
     recovery_points: Offsets = field(default_factory=dict)
     log_starts: Offsets = field(default_factory=dict)
-    moving: list[dict[PartitionKey, Offset]] = field(default_factory=list)  #: not SYNCED yet
+    #: log starts that are being moved and are not SYNCED yet
+    moving: list[dict[PartitionKey, Offset]] = field(default_factory=list)
     local_starts: Offsets = field(default_factory=dict)
-    begun_anew: Offsets = field(default_factory=dict)  #: logs that are to begin there
+    begun_anew: Offsets = field(default_factory=dict)  #: offsets at which logs are about to begin
     high_watermarks: Offsets = field(default_factory=dict)
     identities: Identities = field(default_factory=dict)
-    #: Checkpoints as they are on disk.
+    #: The checkpoints as they are on the disk.
     written: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
-    failure: Exception | None = None  #: why it could not be opened
-    last_run: LastRun | None = None  #: of the process before (rule L10)
-    #: Partitions that could not be opened, and may yet be: nobody has looked at their tails.
+    failure: Exception | None = None  #: the error that kept the directory from being opened
+    last_run: LastRun | None = None  #: the last run of the previous process (rule L10)
+    #: Partitions that could not be opened yet: their tails have not been examined.
     unrepaired: dict[PartitionKey, None] = field(default_factory=dict)
 
     @property
@@ -97,29 +98,33 @@ class Directory:
         }
 
     def names(self, key: PartitionKey) -> bool:
-        """Whether a checkpoint of offsets, here or on the disk, says anything of it."""
+        """Whether a checkpoint of offsets, in memory or on the disk, names the log."""
         kept = [self.written.get(name, {}) for name in self._offsets]
         return any(key in offsets for offsets in (*self._offsets.values(), *kept))
 
     def had(self, topic_id: str, tp: TopicPartition) -> bool:
-        """Whether a log of it was here, and was not given up by this process (rule L15)."""
+        """Whether the log existed in this directory and was not given up by this process
+        (rule L15).
+        """
         key = PartitionKey(topic_id, tp.partition)
         known = self.identities.get(str(tp))
         named = known is not None and known.identity.topic_id in ("", topic_id)
         return named or any(key in offsets for offsets in self._offsets.values())
 
     def register(self, log: Identity) -> None:
-        """`log` is served from here: the next checkpoint says so (log/identity I1)."""
+        """Note that `log` is served from this directory; the next checkpoint says so (log/identity
+        I1).
+        """
         known = self.identities.get(str(log.topic_partition))
         if known is None or known.identity.key != log.key:
             self.identities[str(log.topic_partition)] = Known(log)
 
     def claims(self, key: PartitionKey, end: Offset) -> bool:
-        """Whether a checkpoint on the disk says that the log goes beyond `end`."""
+        """Whether a checkpoint on the disk says that the log reaches beyond `end`."""
         return any(self.written.get(name, {}).get(key, 0) > end for name in self._offsets)
 
     def forget(self, topic_id: str, tp: TopicPartition) -> None:
-        """The next checkpoint will not know it."""
+        """Remove the log from the next checkpoint."""
         key = PartitionKey(topic_id, tp.partition)
         for offsets in self._offsets.values():
             offsets.pop(key, None)
@@ -129,13 +134,17 @@ class Directory:
         self.unrepaired.pop(key, None)
 
     def not_opened(self, key: PartitionKey, error: Exception) -> None:
-        """For want of space, say: what a death tore is still to be cut when that is over."""
+        """Note a partition that could not be opened, for want of space for example.  Its torn tail
+        still has to be cut when it can be opened.
+        """
         final = errors.CorruptLog | errors.LogUnidentified
         if not self.closed_properly and not isinstance(error, final):
             self.unrepaired[key] = None
 
     def run(self, boot_id: str, broker_epoch: int) -> Run:
-        """What this process leaves word of.  While something is torn by a power loss it is of no
+        """Return the content of run.json for this process.  While a tail torn by a power loss is
+        not repaired, the boot id is left out: the next process must treat the tail as torn and not
+        as damaged (recovery.py: G, I).
         boot: the next one must take it for that, not for damage (recovery.py: G, I).
         """
         lost = self.unrepaired and not self.same_boot
@@ -143,7 +152,7 @@ class Directory:
 
     @contextmanager
     def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:
-        """Log starts on their way: whatever is written meanwhile holds them too."""
+        """While the context is open, every checkpoint that is written has these new log starts."""
         self.moving.append(starts)
         try:
             yield
@@ -152,7 +161,7 @@ class Directory:
 
     @contextmanager
     def begins(self, key: PartitionKey, offset: Offset) -> Iterator[None]:
-        """The log is about to begin at `offset`; every checkpoint written meanwhile says so."""
+        """While the context is open, every checkpoint says that the log begins at `offset`."""
         self.begun_anew[key] = offset
         try:
             yield
@@ -160,7 +169,7 @@ class Directory:
             del self.begun_anew[key]
 
     async def write_checkpoints(self, *names: str) -> None:
-        """SYNCED: those that changed, as they are now; all by default."""
+        """Write the checkpoints that changed, SYNCED; by default all of them."""
         now: dict[str, Mapping[Any, Any]] = {**self._offsets, IDENTITIES: self.identities}
         copies = {name: dict(now[name]) for name in names or now}
         await self.disk.write(partial(self._write, copies))
@@ -177,11 +186,11 @@ class Directory:
 
 
 def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Directory:
-    """In the write lane: lock and identify it; format it as `wanted` if it is empty.
+    """In the write lane: lock the directory and identify it; format it as `wanted` if it is empty.
 
-    `wanted.cluster_id` "" = the one that the directory names.  `root`: of the partition
-    directories.  Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`,
-    `NewerFormat`; then it is not locked.
+    `wanted.cluster_id` "" = the cluster that the directory names.  `root`: path of the partition
+    directories.  Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`
+    or `NewerFormat`, and then leaves the directory unlocked.
     """
     storage = disk.storage
     storage.lock()
@@ -237,17 +246,18 @@ class Format(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The process that had the directory before."""
+    """The process that used the directory before."""
 
     boot_id: str = ""
     broker_epoch: int = NONE
 
 
 def read_format(storage: Storage) -> Format | None:
-    """None = not formatted.  Raises `CorruptLog` if it is not what was written, `NewerFormat`.
+    """Read pk.json; None = the directory is not formatted.  Raises `CorruptLog` if the checksum
+    does not match, and `NewerFormat`.
 
-    A file of an earlier build has no checksum.  It is returned with its layout, which is not this
-    build's: `check_format` refuses it.
+    The file of an earlier build has no checksum.  It is returned with that build's layout, and
+    `check_format` refuses it.
     """
     try:
         raw = storage.read_file(FORMAT_FILE)
@@ -277,10 +287,11 @@ def read_format(storage: Storage) -> Format | None:
 
 
 def _unsealed(raw: bytes) -> dict[str, Any] | None:
-    """What a build of another layout or format wrote without a checksum; None = nothing such.
+    """Read a file that another layout or format wrote without a checksum; None = it is not such a
+    file.
 
-    No damage makes one of this build's files look so: it would have to change layout or format and
-    the checksum's name.
+    A damaged file of this build is not taken for such a file: the damage would have to change the
+    layout or format and also the name of the checksum field.
     """
     try:
         found = json.loads(raw)
@@ -308,7 +319,7 @@ def format_directory(storage: Storage, wanted: Format) -> None:
 
 
 def require_no_data(storage: Storage) -> None:
-    """Raises `CorruptLog` if a directory without pk.json holds what only a formatted one does."""
+    """Raise `CorruptLog` if a directory without pk.json has contents that only a formatted one has."""
     names = storage.list("")
     held = [name for name in names if name in _DATA]
     held += [root for root in _LOGS if root.partition("/")[0] in names and storage.list(root)]
@@ -323,7 +334,9 @@ def require_no_data(storage: Storage) -> None:
 def check_format(
     storage: Storage, found: Format, *, cluster_id: str, node_id: int, build: str
 ) -> None:
-    """Raises `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`.  `cluster_id` "" = any."""
+    """Check that the directory belongs to this cluster and build.  Raises
+    `DirectoryOfAnotherCluster` or `DirectoryOfAnotherBuild`.  `cluster_id` "" = any cluster.
+    """
     if (cluster_id and found.cluster_id != cluster_id) or found.node_id != node_id:
         raise errors.DirectoryOfAnotherCluster(
             f"{storage.root} belongs to node {found.node_id} of cluster {found.cluster_id}, "
@@ -340,7 +353,9 @@ def check_format(
 
 
 def read_run(storage: Storage) -> tuple[Run, bool]:
-    """`(the process before, did it close properly)`; a damaged file counts as an unclean end."""
+    """Return `(the previous process, whether it closed properly)`; a damaged file counts as an
+    unclean shutdown.
+    """
     closed = _read_run(storage, CLEAN_FILE)
     return closed or _read_run(storage, RUN_FILE) or Run(), closed is not None
 
@@ -354,7 +369,7 @@ def _read_run(storage: Storage, name: str) -> Run | None:
 
 
 def read_last_run(storage: Storage) -> LastRun | None:
-    """None = there is none, or it is damaged."""
+    """Read the clock checkpoint; None = it is missing or damaged."""
     try:
         return last_run.decode(storage.read_file(last_run.FILE))
     except FileNotFoundError:
@@ -362,17 +377,21 @@ def read_last_run(storage: Storage) -> LastRun | None:
 
 
 def note_run(storage: Storage, run: LastRun) -> None:
-    """SYNCED: the broker trusted its wall clock as it is in `run`."""
+    """Write the clock checkpoint, SYNCED: the broker trusts its wall clock as of `run`."""
     storage.replace_file(last_run.FILE, last_run.encode(run))
 
 
 def last_run_of(directories: Sequence[Directory]) -> LastRun | None:
-    """Of the process before this one; its directories were written one after another."""
+    """Return the newest last run of the previous process, which wrote its directories one after
+    another.
+    """
     return max((each.last_run for each in directories if each.last_run is not None), default=None)
 
 
 def heard_at(directories: Sequence[Directory], wall_ms: int) -> int:
-    """When a producer that is read back from a log was heard: not before the last run (L10)."""
+    """Return when a producer that is read back from a log was last heard: not before the last run
+    (L10).
+    """
     before = last_run_of(directories)
     return wall_ms if before is None else max(wall_ms, before.wall_ms)
 
@@ -382,9 +401,11 @@ def write_run(storage: Storage, run: Run) -> None:
 
 
 def mark_running(storage: Storage, run: Run) -> None:
-    """From here on an end is unclean until `mark_clean`; SYNCED before any log is written.
+    """Mark the process as running: its end counts as unclean until `mark_clean`.  SYNCED before any
+    log is written.
 
-    On a full disk without word of this process: then the next one takes its end for a power loss.
+    On a full disk run.json is not written, and the next process takes the end of this one for a
+    power loss.
     """
     with contextlib.suppress(errors.StorageFull):
         write_run(storage, run)
@@ -397,8 +418,8 @@ def mark_clean(storage: Storage, run: Run) -> None:
 
 
 def read_offsets(storage: Storage, name: str) -> Offsets:
-    """A checkpoint; missing or torn = {} (each has a safe default: scan everything, start at the
-    first segment).
+    """Read a checkpoint of offsets.  A missing or torn file returns {}, which is safe for each of
+    them: scan everything, begin at the first segment.
     """
     try:
         lines = checkpoints.decode(name, storage.read_file(name))
@@ -412,7 +433,7 @@ def read_offsets(storage: Storage, name: str) -> Offsets:
 
 
 def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, int]) -> None:
-    """SYNCED."""
+    """Write a checkpoint of offsets, SYNCED."""
     lines = (f"{key.topic_id} {key.partition} {offset}" for key, offset in sorted(offsets.items()))
     storage.replace_file(name, checkpoints.encode(name, lines))
 
@@ -420,11 +441,11 @@ def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, in
 def give_up(
     storage: Storage, path: str, pending_delete: str, key: PartitionKey, *, open_here: bool
 ) -> bool:
-    """SYNCED: the directory of `key` is called `pending_delete`.  False if it is gone, or if
-    another life began in its place: a job that was queued before may have put it there.
+    """Rename the directory of `key` to `pending_delete`, SYNCED.  False if it is missing or belongs
+    to another topic id by now: a job that was queued earlier may have created it.
 
-    `open_here`: this process had the log open, so that a directory whose identity was damaged
-    meanwhile is still its own; else such a directory stays (rule L15).
+    `open_here`: this process had the log open, so the directory belongs to it even if its identity
+    was damaged meanwhile.  Otherwise a directory with a damaged identity is kept (rule L15).
     """
     known: Identity | None = None
     with contextlib.suppress(errors.LogUnidentified):

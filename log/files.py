@@ -1,14 +1,14 @@
-"""The real Storage and Disk: files, one writer thread per directory, pools for reads and
-computation.
+"""The Storage and Disk of the operating system: files, one writer thread per directory, and pools
+for reads and computation.
 
-Shell over `log/storage.py`, which has the rules: log/storage D1–D4.  A `RealFile` may be read and
-synced by many threads while one writes: `close` waits for nobody, the descriptor goes when its last
-user is done, so it is never used after reuse.
+The rules are those of `log/storage.py`: log/storage D1–D4.  Many threads may read and sync a
+`RealFile` while one writes.  `close` does not wait for them: the descriptor is closed when its last
+user is done, so it is never used after the operating system has reused it.
 
 Threads (rule P2)
-  F1  the writer drains every queued job per wake-up, in order; finished jobs reach the loop through
-      one pending call_soon_threadsafe, however many they are.
-  F2  a job that was queued runs, also if its caller was cancelled: what follows it counts on it.
+  F1  The writer drains every queued job per wake-up, in order.  Finished jobs reach the loop
+      through one pending call_soon_threadsafe, however many they are.
+  F2  A queued job runs even if its caller was cancelled, because later jobs rely on it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ T = TypeVar("T")
 IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 1024
 LOCK_NAME = ".lock"
 READ_THREADS = 4
-#: Syncs under way at once in `sync_all`: file systems commit those that wait together as one.
+#: How many syncs `sync_all` runs at once: file systems commit those that wait together as one.
 SYNC_THREADS = 8
 COMPUTE_THREADS = 2
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-#: What passes, and says nothing of the disk: no space, or no descriptors for now.
+#: Errors that pass and do not mean that the disk failed: no space, no free descriptors.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *_NO_DESCRIPTOR)
 
 
 class RealFile:
-    """One open file; positions are kept here, so nothing depends on the descriptor's own."""
+    """One open file.  It keeps positions itself, so nothing depends on the descriptor's own
+    position.
+    """
 
     def __init__(self, storage: RealStorage, path: str, fd: int) -> None:
         self.path = path
@@ -51,7 +53,7 @@ class RealFile:
         self._fd = fd
         self._size = os.fstat(fd).st_size
         self._guard = threading.Lock()
-        self._users = 1  # the owner; each running read, or sync, is one more
+        self._users = 1  # one user is the owner; each running read or sync is one more
 
     def size(self) -> int:
         return self._size
@@ -90,7 +92,7 @@ class RealFile:
                 views[first] = views[first][written:]
 
     def _cut_back(self, size: int, cause: OSError) -> NoReturn:
-        """log/storage D1: whatever part of a failed append reached the file goes again."""
+        """log/storage D1: remove from the file whatever part of a failed append reached it."""
         try:
             os.ftruncate(self._fd, size)
         except OSError as worse:
@@ -98,13 +100,15 @@ class RealFile:
         self._storage.fail(cause, f"appending to {self.path}")
 
     def _check(self) -> None:
-        """log/storage D4, for what the owner does itself: it cannot be closed meanwhile."""
+        """Check that the file is open (log/storage D4), for calls of the owner, during which
+        nothing closes it.
+        """
         self._storage.check_writable()
         if self._fd < 0 or self._users < 1:
             raise FileNotFoundError(f"{self.path} was closed")
 
     def _enter(self) -> None:
-        """log/storage D4, for what other threads may do: the descriptor stays until `_leave`."""
+        """Keep the descriptor open until `_leave` (log/storage D4), for calls of other threads."""
         with self._guard:
             if self._users < 1:
                 raise FileNotFoundError(f"{self.path} was closed")
@@ -154,7 +158,7 @@ class RealFile:
             self._users -= 1
             last = self._users == 0
             if not last:
-                self._users -= 1_000_000  # closed: running reads count it up to -1_000_000
+                self._users -= 1_000_000  # closed: running reads bring the count up to -1_000_000
         if last:
             self._drop()
 
@@ -178,13 +182,13 @@ class RealFile:
 
 
 class RealStorage:
-    """A directory of the operating system's."""
+    """A directory of the operating system."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
         self.failed: Exception | None = None
         self._lock_fd = -1
-        self._spare_fd = -1  #: kept open while the lock is held; see `_sync_with_spare`
+        self._spare_fd = -1  #: a spare descriptor while the lock is held; see `_sync_with_spare`
         self._spare_guard = threading.Lock()
         os.makedirs(self.root, exist_ok=True)
 
@@ -196,9 +200,9 @@ class RealStorage:
             raise errors.StorageFailed(f"{self.root} is offline: {self.failed}")
 
     def fail(self, cause: OSError, doing: str, torn: bool = False) -> NoReturn:
-        """log/storage D2: raise the typed error; all but what passes takes the storage offline,
-        `torn` always does: nobody knows what a failed sync kept, or what a failed cut left
-        (log/storage D1).
+        """Raise the typed error of log/storage D2.  All errors but passing ones take the storage
+        offline.  With `torn` every error does: it is unknown what a failed sync stored or what a
+        failed cut left behind (log/storage D1).
         """
         if cause.errno in _FULL and not torn:
             raise errors.StorageFull(
@@ -228,7 +232,7 @@ class RealStorage:
         except (FileNotFoundError, NotADirectoryError):
             self._check_there(f"looking for {path}")
             return False
-        except OSError as cause:  # it may be there
+        except OSError as cause:  # the file may exist
             self.fail(cause, f"looking for {path}")
         return True
 
@@ -271,7 +275,7 @@ class RealStorage:
             self.fail(cause, f"syncing directory {path or '.'}", torn=True)
 
     def _synced_dir(self, path: str) -> int:
-        """The descriptor of a directory that was synced."""
+        """Return the descriptor of a directory that was synced."""
         fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -281,8 +285,9 @@ class RealStorage:
         return fd
 
     def _sync_with_spare(self, path: str) -> None:
-        """A name that was given cannot be taken back for want of a descriptor (log/storage D2): one
-        is kept."""
+        """Sync a directory whose entry was just created.  The creation cannot be undone if there is
+        no free descriptor (log/storage D2), so one spare descriptor is kept for this.
+        """
         with self._spare_guard:
             spare, self._spare_fd = self._spare_fd, -1
             if spare >= 0:
@@ -307,10 +312,10 @@ class RealStorage:
                 try:
                     job = jobs.popleft()
                 except IndexError:
-                    return  # another thread took the last one
+                    return  # another thread took the last descriptor
                 try:
                     job()
-                except BaseException as failure:  # the caller's to handle, whatever it is
+                except BaseException as failure:  # the caller handles every error
                     failures.append(failure)
 
         helpers = min(SYNC_THREADS, len(jobs)) - 1
@@ -331,7 +336,7 @@ class RealStorage:
             self._check_there(f"reading {path}")
             raise
         except OSError as cause:
-            if cause.errno in _NO_DESCRIPTOR:  # log/storage D2: it is opened for this
+            if cause.errno in _NO_DESCRIPTOR:  # log/storage D2: the file is opened for this
                 self.fail(cause, f"reading {path}")
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
 
@@ -360,13 +365,14 @@ class RealStorage:
             self.fail(cause, doing)
 
     def _check_there(self, doing: str) -> None:
-        """log/storage D2 for a directory that went: unmounted or removed under its owner, it has
-        failed.
+        """Check that the root directory is still there (log/storage D2).  If it was unmounted or
+        removed while the broker owns it, the storage has failed.
 
-        What its name leads to now is somebody else's, and what is missing there is not absent.
+        Its path may lead to another directory by then, and a file that is missing there does not
+        count as absent.
         """
         if self._lock_fd < 0:
-            return  # not ours: a reader, or before the lock
+            return  # not the owner: a reader, or before the lock
         try:
             if os.path.samestat(os.stat(self._full(LOCK_NAME)), os.fstat(self._lock_fd)):
                 return
@@ -402,13 +408,14 @@ class RealStorage:
                 directory=self.root,
                 pid=holder,
             ) from cause
-        except OSError as cause:  # a file system without locks, say
+        except OSError as cause:  # for example a file system without locks
             os.close(fd)
             self.fail(cause, "locking the directory")
         self._lock_fd = fd
         self._keep_spare()
         name = f"{os.getpid()}\n".encode()
-        with contextlib.suppress(OSError):  # for people; a full disk has no room for it
+        # for people to read; a full disk may have no room for it
+        with contextlib.suppress(OSError):
             os.pwrite(fd, name, 0)
             os.ftruncate(fd, len(name))
 
@@ -465,7 +472,7 @@ class RealDisk:
         return await asyncio.get_running_loop().run_in_executor(self._computers, work)
 
     async def close(self) -> None:
-        """Finish what is queued, stop the threads."""
+        """Finish the queued jobs, then stop the threads."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -488,17 +495,18 @@ class RealDisk:
                 error: BaseException | None = None
                 try:
                     result = job.work()
-                except BaseException as raised:  # the caller's to handle, whatever it is
+                except BaseException as raised:  # the caller handles every error
                     error = raised
                 self._finished.append((job.future, result, error))
                 self._announce()
 
     def _announce(self) -> None:
-        """F1: one wake-up of the loop for all that finished since the last."""
+        """F1: wake the loop once for all jobs that finished since the last wake-up."""
         if self._announced or self._loop is None:
             return
         self._announced = True
-        with contextlib.suppress(RuntimeError):  # the loop is gone; so is everybody who waits
+        # the loop is closed, and with it everything that waited
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

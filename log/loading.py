@@ -1,30 +1,32 @@
-"""Opening a partition: look at what is there, ask the table in log/recovery.py, repair, rebuild
-what is derived.
+"""Opening a partition's log: examine its files, choose the action by the tables of log/recovery.py,
+repair, and rebuild the derived files.
 
 Rules
-  O1  opening twice gives the same log: every repair is one that a second opening would make again
-      or need no more.
-  O2  a log that ends below its log start (deleted records were lost with an unsynced tail) begins
-      anew at the log start: an offset that was given once is never given to another record.  Who
-      wrote below is not known then: such a log is blank, and its replica made anew by its leader.
-  O3  nothing at or above the recovery point is served that does not match its checksum; below it
-      damage is reported (rule L9), never cut away.
-  O4  an epoch whose records are gone leaves its file, too: records of an older epoch, of another
-      leader's log, may come to stand above its start.
-  O5  names that a process left WRITTEN when it died are SYNCED by the first flush after it: what
-      that flush promises must have a name (rule L1).
-  O6  an epoch's name is SYNCED before its first batch is written: a batch of a newer one is damaged
-      (no checksum covers its epoch), and would fence every leader to come.
-  O7  rebuilt indexes are written after the replay: before it a segment's aborted transactions are
-      not known, and an aborted index that is there is taken for whole.
-  O8  a producer snapshot above the end, or an aborted index that goes beyond it, goes for good
-      before anything is appended: it knows what was lost, or refused, and other records come to
-      stand there.
-  O10 a damaged range that is skipped is a note, and `Segment.damage` makes
-      every reader of it a `DataLoss`.  Above the recovery point a power loss may have torn a log:
-      what does not match there is cut (recovery.py: G), never called damage.
-  O9  a cut is SYNCED before anything is appended, also by the next process: a power loss later
-      would bring back what was cut, at offsets where others have other records.
+  O1  Opening a log twice gives the same log: every repair can be repeated without a further effect.
+  O2  A log that ends below its log start (deleted records were lost with an unsynced tail) begins
+      again, empty, at the log start.  An offset that was assigned once is never assigned to another
+      record.  The producers of the records below are unknown then: such a log is blank, and its
+      replica is rebuilt from the leader.
+  O3  At or above the recovery point, only batches that match their checksum are served.  Below it,
+      damage is reported (rule L9) and never cut away.
+  O4  An epoch without records is removed from the epoch file, too.  Otherwise records of an older
+      epoch, from another leader's log, could be appended above its start.
+  O5  File names that a process left WRITTEN when it died are SYNCED by the first flush after the
+      start: a flush may only confirm records whose file has a durable name (rule L1).
+  O6  An epoch is SYNCED in the epoch file before its first batch is written.  A batch of a newer
+      epoch than the file's newest is therefore damaged: no checksum covers the epoch, and a damaged
+      one would fence every later leader.
+  O7  Rebuilt indexes are written after the replay.  Before the replay a segment's aborted
+      transactions are not known, and an existing aborted index is taken for complete.
+  O8  A producer snapshot above the end, and an aborted index that goes beyond the end, are removed
+      durably before anything is appended.  They describe records that were lost or refused, and
+      other records will take those offsets.
+  O10 A damaged range that is skipped is recorded in the notes, and `Segment.damage` makes every
+      read of it raise `DataLoss`.  Above the recovery point a power loss may have torn a log: a
+      batch that does not match there is cut (recovery.py: G) and not reported as damage.
+  O9  A cut is SYNCED before anything is appended, also by the next process.  Otherwise a power loss
+      could bring back the records that were cut, at offsets where other replicas have other
+      records.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ from pk.log.segment import (
 from pk.log.storage import Storage
 from pk.types import NONE, Offset
 
-#: It stands in a directory while a cut that was made there may be WRITTEN only (O9).
+#: Name of the file that marks a directory in which a cut may be WRITTEN and not SYNCED (O9).
 CUTTING = "cut"
 DERIVED = (INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
@@ -74,13 +76,13 @@ class Loaded:
     epochs: LeaderEpochs = field(default_factory=LeaderEpochs)
     producers: Producers = field(default_factory=Producers)
     notes: list[str] = field(default_factory=list)
-    created: bool = False  #: names may have changed since the last sync of the directory
-    blank: bool = False  #: nothing is known of what was below (O2)
+    created: bool = False  #: names may have changed since the directory was last synced
+    blank: bool = False  #: the records and producers below the start are unknown (O2)
 
 
 @dataclass(slots=True)
 class Opening:
-    """What is known while one partition is opened."""
+    """The facts that are known while one partition is opened."""
 
     storage: Storage
     path: str
@@ -92,8 +94,9 @@ class Opening:
     notes: list[str] = field(default_factory=list)
     changed: bool = False
     rebuilt: list[tuple[Segment, SparseIndex]] = field(default_factory=list)
-    epochs_known: bool = False  #: their file is whole: no batch is of a newer one (O6)
-    #: What is known to be damaged, by the base offset of its segment.
+    #: the epoch file is whole: no batch has a newer epoch than its newest (O6)
+    epochs_known: bool = False
+    #: Known damaged ranges, by the base offset of their segment.
     damage: dict[Offset, tuple[Damage, ...]] = field(default_factory=dict)
 
     def name(self, base_offset: int, suffix: str = LOG) -> str:
@@ -117,7 +120,8 @@ def load(
 ) -> Loaded:
     """Open or create the log in `path`.  Raises `CorruptLog`, `StorageFailed`, `StorageFull`.
 
-    `skip_damaged`: a log with damaged ranges is opened, too, if it is known where each ends (O10).
+    `skip_damaged`: also open a log with damaged ranges, provided that the end of each is known
+    (O10).
     """
     opening = Opening(storage, path, config, clean, same_boot, recovery_point, now_ms)
     try:
@@ -181,7 +185,8 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
         segments, _epochs(opening, segments), Producers(), opening.notes, opening.changed
     )
     _replay(opening, loaded)
-    with contextlib.suppress(errors.StorageFull):  # they save time, and the log is what makes room
+    # snapshots only save time, and deleting records is what frees space
+    with contextlib.suppress(errors.StorageFull):
         for segment, sparse in opening.rebuilt:
             segment.write_indexes(segment.written, sparse)
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
@@ -193,7 +198,9 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
 
 
 def _sweep(opening: Opening) -> None:
-    """Remove what an earlier life had already given up, and indexes whose log is gone."""
+    """Remove files that an earlier process had marked for deletion, and indexes whose log is
+    missing.
+    """
     names = opening.storage.list(opening.path)
     for name in names:
         stem, dot, suffix = name.partition(".")
@@ -206,7 +213,7 @@ def _sweep(opening: Opening) -> None:
 def _sync(storage: Storage, segment: Segment) -> None:
     if (
         segment.file is not None
-    ):  # the active one: what is appended from now on is not synced by this
+    ):  # the active segment: records appended from now on are not covered by this sync
         segment.file.sync()
         return
     file = storage.open(segment.path())
@@ -252,17 +259,19 @@ def _segments(opening: Opening) -> list[Segment]:
         trusted = opening.clean or (bool(later) and later[0] <= opening.recovery_point)
         kept.append(segment)
         if _examine(opening, segment, size, trusted, later):
-            break  # cut: everything later is gone
+            break  # cut: every later batch is removed
     return kept
 
 
 def _examine(
     opening: Opening, segment: Segment, size: int, trusted: bool, later: list[int]
 ) -> bool:
-    """Make `segment.written` true, repairing as the table says; True if the log was cut here."""
+    """Set `segment.written` after the repair that the table demands; return True if the log was cut
+    in this segment.
+    """
     sparse, extent, state = _look(segment, size)
     if state is IndexState.BEYOND and segment.damage:
-        state = IndexState.UNUSABLE  # the end that is missing is known to be
+        state = IndexState.UNUSABLE  # the missing end is known to be damaged
     row, action = recovery.before(trusted=trusted, index=state)
     if action is Action.CORRUPT:
         raise errors.CorruptLog(
@@ -323,7 +332,7 @@ def _examine(
 
 
 def _torn(opening: Opening, segment: Segment, walk: Walk, size: int, later: list[Offset]) -> bool:
-    """Whether what is left where the walk stopped is the beginning of the log's last batch."""
+    """Whether the bytes at which the walk stopped are the beginning of the log's last batch."""
     if any(_has_data(opening, base) for base in later):
         return False
     dense = not opening.config.compacted
@@ -358,8 +367,8 @@ def _accept(
 
 
 def _remove_index(opening: Opening, segment: Segment) -> None:
-    """One that does not fit goes for good: where the power takes the one that replaces it, it would
-    come back beside data that is trusted by then (recovery.py: D).
+    """Remove an index that does not fit its log, SYNCED.  Otherwise a power loss that takes the
+    replacement could bring the old index back beside data that is trusted by then (recovery.py: D).
     """
     for suffix in (INDEX, TIMEINDEX):
         opening.storage.remove(segment.path(suffix))
@@ -371,7 +380,9 @@ def _has_data(opening: Opening, base: int) -> bool:
 
 
 def _cut(opening: Opening, segment: Segment, size: int, later: list[int]) -> None:
-    """Later segments go, newest first, so that dying in between leaves a log without a hole."""
+    """Remove the later segments, newest first: a process that dies in between leaves a log without
+    a hole.
+    """
     _remove_all(opening, later)
     for suffix in (INDEX, TIMEINDEX, TXNINDEX):
         opening.storage.remove(segment.path(suffix))
@@ -383,7 +394,7 @@ def _cut(opening: Opening, segment: Segment, size: int, later: list[int]) -> Non
 
 
 def remove_segment(storage: Storage, path: str, base_offset: int) -> None:
-    """Its derived files, then the log: a derived file never outlives its log unnoticed."""
+    """Remove a segment's derived files and then its log, so that no derived file outlives its log."""
     for suffix in (*DERIVED, LOG):
         storage.remove(f"{path}/{file_name(base_offset, suffix)}")
 
@@ -422,12 +433,12 @@ def _walk(segment: Segment, position: int, next_offset: int | None = None) -> Wa
 
 
 def snapshots(storage: Storage, path: str) -> list[int]:
-    """Offsets of the producer snapshots, ascending."""
+    """Return the offsets of the producer snapshots, ascending."""
     return [at for name in storage.list(path) if (at := base_offset_of(name, SNAPSHOT)) is not None]
 
 
 def remove_snapshots(storage: Storage, path: str, end: Offset) -> None:
-    """SYNCED: none is above `end` (O8)."""
+    """Remove the producer snapshots above `end`, SYNCED (O8)."""
     above = [at for at in snapshots(storage, path) if at > end]
     for at in above:
         storage.remove(f"{path}/{file_name(at, SNAPSHOT)}")
@@ -436,9 +447,9 @@ def remove_snapshots(storage: Storage, path: str, end: Offset) -> None:
 
 
 def _replay(opening: Opening, loaded: Loaded) -> None:
-    """Producer state, epochs and aborted indexes: the newest usable snapshot, then every header
-    after it; before that, what an aborted index that is missing takes (O1: the next opening has
-    it, and comes to the same).
+    """Rebuild the producers, the epochs and the missing aborted indexes: from the newest usable
+    snapshot and every batch header after it.  If an aborted index is missing, the replay begins
+    early enough to rebuild it, so that the next opening has the same result (O1).
     """
     end = loaded.segments[-1].written.next_offset
     missing = [
@@ -452,8 +463,9 @@ def _replay(opening: Opening, loaded: Loaded) -> None:
 
 
 def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
-    """By a snapshot at `limit` or below; not from below the first segment: it does not know what
-    retention took since, and would have the next batch for a gap, or a late retry for the next.
+    """Replay from the newest snapshot at `limit` or below.  A snapshot below the first segment is
+    not used: it does not know the batches that retention has deleted since.  With it, the
+    producer's next batch would be taken for a gap, or a late retry for a new batch.
     """
     first = start = loaded.segments[0].base_offset
     for at in reversed(snapshots(opening.storage, opening.path)):
@@ -516,17 +528,18 @@ def _replay_segment(opening: Opening, loaded: Loaded, segment: Segment, start: i
 def replay_one(
     state: Producers, segment: Segment, position: int, header: Header, now_ms: int
 ) -> list[aborted.AbortedEntry]:
-    """Apply one batch of the log to `state`; the aborted transactions it ends.
+    """Apply one batch of the log to `state`; return the aborted transactions that it ends.
 
-    Raises `CorruptLog` for what says that it is a control batch, or does not continue what its
-    producer wrote, and is damaged.
+    Raises `CorruptLog` if a damaged batch claims to be a control batch, or does not continue the
+    sequence of its producer.
     """
     if header.producer_id == NONE and not header.control:
         return []
     markers: Sequence[columns.Marker] = ()
-    # What it is, whose, or which of theirs, may be the bit that rotted: the producer's next batch
-    # would be refused for ever, or a retry of this one stored again (rule L6).  The first of each
-    # producer is looked at, too: it may be another's, and its only one.
+    # A flipped bit may be in the batch's attributes, its producer id or its sequence.  If it were
+    # applied, the producer's next batch would be refused from then on, or a retry of this batch
+    # stored twice (rule L6).  The first batch of each producer is checked, too: it may be another
+    # producer's.
     if header.control or not producers.continues(header, state.get(header.producer_id)):
         raw = segment.read_at(position, header.length)
         verify_batches(segment.path(), raw)

@@ -10,16 +10,17 @@ One per broker process:
     await manager.close()            # flush, checkpoints, clean-shutdown file, unlock
 
 Rules
-  M1  a directory is changed only while its lock is held; one that belongs to others is refused by
-      name.
-  M2  checkpoints only ever name what was true when they were written: recovery point <= synced end
-      (rule L1).
-  M3  a partition nobody knows (rule Q2, log/strays.py), or a deleted one, is renamed first and
-      removed after a delay; a crash in between leaves the new name, which the next start removes.
-  M4  a failed directory takes its own partitions offline and no others.
-  M5  a directory with segments goes only if `gone` says so of its intact identity, or if this
-      process had its log open; a log that a checkpoint names and that is missing is not begun
-      empty (rule L15).
+  M1  The manager changes a directory only while it holds the directory's lock.  A directory of
+      another cluster or another build is refused with an error that names it.
+  M2  A checkpoint names only what was true when it was written: a recovery point never exceeds the
+      synced end (rule L1).
+  M3  A deleted partition, and a partition that the metadata do not know (rule Q2, log/strays.py),
+      is first renamed and then removed after a delay.  After a crash in between, the next start
+      removes the renamed directory.
+  M4  A failed directory takes its own partitions offline and no others.
+  M5  A directory with segments is deleted only if `gone` confirms it for an intact identity, or if
+      this process had the log open.  A log that a checkpoint names and that is missing is not
+      created again as an empty log (rule L15).
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from pk.world import World
 ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
 
 DELETING = "-delete"
-#: How long a stray stays; a deleted partition stays its topic's file_delete_delay_ms.
+#: How long a stray directory is kept.  A deleted partition is kept for its topic's
+#: file_delete_delay_ms.
 STRAY_DELAY_MS = 60_000
 
 
 class LogManager:
-    """See the module's docstring."""
+    """The data directories of one broker and the logs in them."""
 
     def __init__(
         self,
@@ -69,8 +71,8 @@ class LogManager:
         root: str = "topics",
         index_cache_bytes: int = 64 * 1024 * 1024,
     ) -> None:
-        """`cluster_id` "" = the one in the format file.  `root`: where the partition directories
-        stand.
+        """Make a manager of closed directories; `open` opens them.  `cluster_id` "" = the cluster
+        that the format file names.  `root`: the path of the partition directories.
         """
         self.directories: list[Directory] = []
         self._logs: OpenLogs = {}
@@ -86,10 +88,12 @@ class LogManager:
         self._root = root
         self._cache = IndexCache(index_cache_bytes)
         self._strays = Strays()
-        #: The metadata know that a log of this identity is of no use any more (M5).
+        #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
-        self.restored: dict[str, str] = {}  #: directories whose identity was restored, and why
-        #: Replicas whose directory an operator adopted or discarded: the cluster does not know yet.
+        #: directories whose identity was restored, each with the reason
+        self.restored: dict[str, str] = {}
+        #: Replicas whose directory an operator adopted or discarded and the cluster has not
+        #: confirmed yet.
         self.operator_marked: dict[PartitionKey, None] = {}
         self._broker_epoch = NONE
         self._loaded = False
@@ -100,9 +104,10 @@ class LogManager:
     async def open(self) -> None:
         """Lock and identify every directory.
 
-        Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`,
-        `NewerFormat`; then none stays locked.  A directory whose disk fails is kept as failed,
-        unless all do (M4)."""
+        Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild` or
+        `NewerFormat`, and then holds no lock.  A directory whose disk fails is kept and marked as
+        failed; if all disks fail, the error is raised (M4).
+        """
         failures: list[Exception] = []
         try:
             for disk in self._disks:
@@ -128,16 +133,19 @@ class LogManager:
         return opened
 
     async def load(self, config_of: ConfigOf) -> list[tuple[PartitionKey, Exception]]:
-        """Open every partition found; `config_of(topic_id, tp)` is None for a stray (rule Q2).
+        """Open every partition directory; `config_of(topic_id, tp)` returns None for a stray
+        (rule Q2).
 
-        Returns the partitions that could not be opened, with their errors; the others serve.
+        Returns the partitions that could not be opened, with their errors.  The other partitions
+        are served.
         """
         jobs: list[tuple[Directory, str]] = []
         for directory in self.directories:
             if directory.failed is None:
                 storage = directory.disk.storage
                 try:
-                    if not directory.closed_properly:  # the last names may be WRITTEN only
+                    # the newest names may be WRITTEN and not SYNCED
+                    if not directory.closed_properly:
                         await directory.disk.write(partial(storage.sync_dir, self._root))
                     names = await directory.disk.read(partial(storage.list, self._root))
                 except errors.StorageFailed:
@@ -152,7 +160,7 @@ class LogManager:
         found = await asyncio.gather(*(one(*job) for job in jobs))
         problems = [problem for problem in found if problem is not None]
         for key in {key: None for key, _ in problems if key in self._logs}:
-            log, home = self._logs.pop(key)  # nobody knows which of two is the newer
+            log, home = self._logs.pop(key)  # nothing says which of the two is the newer
             await home.disk.write(partial(log.close, False))
         for directory in self.directories:
             if directory.failed is None:
@@ -161,12 +169,14 @@ class LogManager:
         return problems
 
     async def _mark_running(self, directory: Directory) -> list[tuple[PartitionKey, Exception]]:
-        """Only once everything is open: a process that dies before its repairs are done must not
-        leave word that it ran in this boot, else the next one takes a power loss for damage.
+        """Write run.json once every partition is open.  A process that dies before its repairs are
+        done must not record that it ran in this boot: the next process would take the effects of a
+        power loss for damage.
 
-        M2: what the power loss took goes from the checkpoints, too.  It may have been committed in
-        a history that was given up (rules R3, R4); what comes to stand there was not.  Partitions
-        for which a full disk has no room for that are closed, and returned: to be tried again.
+        M2: offsets that a power loss took are removed from the checkpoints, too.  Other records may
+        be appended at these offsets later, and those were not committed (rules R3, R4).  If a full
+        disk has no room for the checkpoint, the partitions concerned are closed and returned, and
+        the caller tries them again.
         """
         waiting: list[tuple[PartitionKey, Exception]] = []
         logs = self._logs.items()
@@ -193,7 +203,7 @@ class LogManager:
         self, directory: Directory, name: str, config_of: ConfigOf
     ) -> tuple[PartitionKey, Exception] | None:
         storage, path = directory.disk.storage, self._path(name)
-        if name.endswith(DELETING):  # M3: an earlier life renamed it
+        if name.endswith(DELETING):  # M3: an earlier process renamed it
             await directory.disk.write(partial(storage.remove_tree, path))
             return None
         second = directory.identities.get(name)
@@ -229,7 +239,9 @@ class LogManager:
     async def _identify(
         self, directory: Directory, path: str, second: Known | None
     ) -> Identity | None:
-        """The identity of a directory, restored if need be (rule L15)."""
+        """Return the identity of a directory; restore it from the second copy if necessary
+        (rule L15).
+        """
         storage, disk = directory.disk.storage, directory.disk
         try:
             found = await disk.read(partial(identity.read, storage, path))
@@ -246,7 +258,9 @@ class LogManager:
         return found
 
     def _opened_here(self, directory: Directory, found: Identity) -> None:
-        """The second copies say so, and no other directory's does."""
+        """Whether the second copy of this directory names the log as served from here, and no other
+        directory's second copy does.
+        """
         tp = found.topic_partition
         for each in self.directories:
             if each is not directory and each.failed is None:
@@ -256,11 +270,12 @@ class LogManager:
             self.operator_marked[found.key] = None
 
     def is_stray(self, key: PartitionKey) -> bool:
-        """It was not known when it was looked at, and nothing was said of it since (M3)."""
+        """Whether the partition was unknown at the start and has not become known since (M3)."""
         return key in self._strays
 
     async def discard_strays(self) -> list[str]:
-        """M3: the caller knows every partition that was placed here before it began.
+        """Discard the directories of strays (M3).  Before it calls this, the caller must know every
+        partition that was placed on this broker.
 
         Returns the directories that are kept (M5).
         """
@@ -314,18 +329,18 @@ class LogManager:
         return self._logs[key][1].disk
 
     async def create(self, tp: TopicPartition, topic_id: str, config: LogConfig) -> PartitionLog:
-        """A new partition.  Raises the storage's errors."""
+        """Create one partition.  Raises the storage's errors."""
         (outcome,) = await self.create_all([NewPartition(tp, topic_id, config)])
         if isinstance(outcome, errors.PkError):
             raise outcome
         return outcome
 
     async def create_all(self, wanted: Sequence[NewPartition]) -> list[Outcome]:
-        """New partitions, `creation.VISIT_MAX` at most, in one visit to each directory.
+        """Create partitions, at most `creation.VISIT_MAX`, in one visit to each directory.
 
-        Each goes to the directory where it stands, a stray perhaps or one that could not be opened
-        before, else to the one with the fewest, then the most free space.  A log, or the storage's
-        error, for each.
+        A partition that already has a directory (a stray, or one that could not be opened) is
+        created there.  Any other is created in the directory with the fewest partitions, then the
+        most free space.  Returns a log, or the storage's error, for each.
         """
         assert all(new.key not in self._logs for new in wanted), "a partition exists"
         wanted = [new._replace(again=new.again or new.key in self._strays) for new in wanted]
@@ -388,9 +403,10 @@ class LogManager:
     async def _look_for_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]
     ) -> dict[PartitionKey, Outcome]:
-        """M5: those of `group` that had a log which is not there any more.
+        """Find the partitions of `group` that had a log here which is missing now (M5).
 
-        M2: what a checkpoint says of one that was given up goes, SYNCED, before the next begins.
+        M2: the checkpoint entries of a log that was given up are removed, SYNCED, before the new
+        log begins.
         """
         had = {new.key: home for new in group if (home := self._had(new)) is not None}
         named = [new for new in group if new.key in had or directory.names(new.key)]
@@ -411,13 +427,13 @@ class LogManager:
         return lost
 
     def _had(self, new: NewPartition) -> Directory | None:
-        """The directory that had the log of `new`, as its checkpoints say."""
+        """Return the directory that had the log of `new`, according to its checkpoints."""
         homes = (each for each in self.directories if each.failed is None)
         return next((each for each in homes if each.had(new.topic_id, new.tp)), None)
 
     async def clear_operator_mark(self, new: NewPartition) -> None:
-        """The cluster counts no more on what an operator adopted or discarded here: an adopted log
-        is like any other from now on, in place of a discarded one another may begin.  SYNCED.
+        """Remove the mark of an operator's decision, SYNCED.  From now on an adopted log is like
+        any other, and a new log may be created in place of a discarded one.
         """
         for directory in self.directories:
             known = directory.identities.get(str(new.tp))
@@ -435,8 +451,8 @@ class LogManager:
         self.operator_marked.pop(new.key, None)
 
     async def delete(self, key: PartitionKey) -> None:
-        """Out of the way now, off the disk after file_delete_delay_ms (M3).  The log refuses
-        further appends.
+        """Delete a partition: rename its directory now and remove it after file_delete_delay_ms
+        (M3).  The log refuses further appends.
         """
         log, directory = self._logs.pop(key)
         log.retire()
@@ -447,9 +463,9 @@ class LogManager:
         await self._discard(directory, log.path, key, delay_ms, open_here=True)
 
     async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
-        """Out of the way with a partition that is damaged, whether or not it could be opened (L9),
-        or missing (L15): its replica is made anew.  What was there stays for `delay_ms`, for
-        people.
+        """Rename the directory of a partition that is damaged (rule L9) or missing (rule L15),
+        whether or not it could be opened, so that the replica can be rebuilt.  The renamed
+        directory is kept for `delay_ms` for inspection.
         """
         key = PartitionKey(topic_id, tp.partition)
         if key in self._logs:
@@ -484,8 +500,8 @@ class LogManager:
             await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
 
     async def cut(self, key: PartitionKey, offset: Offset) -> None:
-        """Drop what the log has at or above `offset` (rule R4); M2 holds in between: what says that
-        more is there, or was flushed, goes first.  Nothing may be queued for the log meanwhile.
+        """Truncate the log at `offset` (rule R4).  The checkpoints are lowered before the files are
+        cut, so that M2 holds in between.  No write may be queued for the log meanwhile.
         """
         log, directory = self._logs[key]
         with self._checkpoints.reshaping(key):
@@ -495,27 +511,28 @@ class LogManager:
     async def start_anew(
         self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
     ) -> None:
-        """Drop the local log; the next one begins at `offset` (rules R5, T4).  The records of
+        """Delete the local log and begin a new one at `offset` (rules R5, T4).  The records of
         `[log_start, offset)` are in the tier.
         """
         log, directory = self._logs[key]
         start = min(log_start, offset)
-        # else it would be blank (log/loading O2)
+        # otherwise the log would be blank (log/loading O2)
         snapshot = snapshot or Producers().snapshot(offset)
         with self._checkpoints.reshaping(key), directory.begins(key, offset):
             directory.recovery_points[key] = 0  # in between there is no segment at all
             await self._checkpoints.lower(directory, {key: min(start, log.local_log_start)})
-            if log.written_end < start:  # it may be opened there in between (log/loading O2)
+            if log.written_end < start:  # the log may be opened there in between (log/loading O2)
                 await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
-            with directory.moves({key: start}):  # who dies on the way has nothing below it either
+            # if the process dies in between, nothing lies below this offset either
+            with directory.moves({key: start}):
                 await self._checkpoints.write_log_starts(directory)
                 await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
         await self._checkpoints.write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:
-        """Open a log that a full disk left half-way (`torn`), as a start of the process would.
+        """Open a log that a full disk left half-way (`torn`) as a start of the process would.
 
-        Raises `StorageFull`: it is as it was; `CorruptLog`, `StorageFailed`.
+        Raises `StorageFull`, which leaves the log as it was, `CorruptLog` or `StorageFailed`.
         """
         log, directory = self._logs[key]
         with self._checkpoints.reshaping(key):
@@ -545,7 +562,9 @@ class LogManager:
         self._checkpoints.set_high_watermark(key, offset)
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
-        """Soon in run.json, and with the clean-shutdown file (rule L3)."""
+        """Store the broker epoch; it is written to run.json soon, and to the clean-shutdown file
+        (L3).
+        """
         self._broker_epoch = broker_epoch
         for directory in self.directories:
             if directory.failed is None:
@@ -559,13 +578,14 @@ class LogManager:
     # -- closing -----------------------------------------------------------------------------------
 
     async def close(self, clean: bool = True) -> None:
-        """`clean`: everything SYNCED, then the clean-shutdown file.  A failed directory stays
-        unclean (M4).
+        """Close every directory.  With `clean`, flush everything and then write the clean-shutdown
+        file.  A failed directory stays unclean (M4).
         """
         await self._tasks.close()
         for directory in self.directories:
             if directory.failed is None:
-                with contextlib.suppress(errors.PkError):  # not closed properly: it is verified
+                # not closed properly: the next start verifies it
+                with contextlib.suppress(errors.PkError):
                     await self._close(directory, clean)
             directory.disk.storage.unlock()
         self._logs.clear()
@@ -579,13 +599,13 @@ class LogManager:
             try:
                 await directory.disk.write(partial(log.close, clean))
                 directory.recovery_points[key] = log.synced_end
-            except (errors.PkError, FileNotFoundError):  # or its directory was removed meanwhile
+            except (errors.PkError, FileNotFoundError):  # or the directory was removed
                 all_clean = False
         if not clean or not self._loaded:
-            return  # nothing was verified: the next start has to
+            return  # nothing was verified: the next start has to do it
         await self._checkpoints.write(directory)
-        # L3: the controller knows of an unclean start once it was registered; a life that ended
-        # before that passes it on.
+        # L3: a process that registered has reported the unclean start to the controller.  A process
+        # that ended before it registered passes the mark on to the next one.
         known = self._broker_epoch != NONE
         if all_clean and (known or directory.closed_properly):
             epoch = self._broker_epoch if known else directory.previous_broker_epoch

@@ -64,7 +64,9 @@ from pk.types import NONE, AbortedTransaction, Offset, TopicPartition
 
 
 class PartitionLog:
-    """See the module's docstring.  `config` may be replaced at any time on the loop."""
+    """One partition's log, as the rest of pk uses it.  `config` may be replaced at any time on the
+    loop.
+    """
 
     def __init__(
         self,
@@ -81,21 +83,23 @@ class PartitionLog:
     ) -> None:
         self.topic_partition = topic_partition
         self.topic_id = topic_id
-        self.path = path  #: directory relative to the storage's root
+        self.path = path  #: path of the directory, relative to the storage's root
         self.epochs: LeaderEpochs = loaded.epochs
-        self.notes = tuple(loaded.notes)  #: what opening repaired
-        #: No checkpoint has the log start, and the oldest segments are gone: server/tier/view.py.
+        self.notes = tuple(loaded.notes)  #: the repairs that opening made
+        #: No checkpoint has the log start, and the oldest segments are missing:
+        #: server/tier/view.py.
         self.start_unknown = False
         #: Files are missing in front of the first segment: the broker decides whether the table has
-        #: what they held (server/replica/corruption.py).
+        #: their records (server/replica/corruption.py).
         self.absent: Damage | None = None
         #: The tier covers [log_start, tiered_end); -1 = no tier.  Set by the broker.
         self.tiered_end = NONE
         #: Local data below it may be deleted (rule T6: committed, confirmed, delay over).  Set by
         #: the broker.
         self.droppable_end = 0
-        self.retention_hold: int | None = None  #: retention does not move log_start past it
-        self.recent: BatchCache | None = None  #: where the end of the log is kept in memory
+        #: retention does not move log_start past this offset
+        self.retention_hold: int | None = None
+        self.recent: BatchCache | None = None  #: cache of the end of the log
         self._local = LocalLog(
             storage,
             path,
@@ -131,10 +135,10 @@ class PartitionLog:
         """Open or create the log in the directory `path`.
 
         clean: the log was closed properly
-        recovery_point: everything below it was SYNCED
+        recovery_point: everything below this offset was SYNCED
         log_start: as checkpointed; None = no checkpoint has it
-        local_start: everything from there on, and from log_start on, is to be here; None = no
-            checkpoint has it
+        local_start: all records from this offset and from log_start on must be in the local log;
+            None = no checkpoint has it
         same_boot: the page cache outlived the process, so that only the last batch may be torn
         skip_damaged: see `loading.load`
 
@@ -185,7 +189,7 @@ class PartitionLog:
 
     @property
     def log_start(self) -> Offset:
-        """The first offset that may be read, here or from the tier."""
+        """The first offset that may be read, from the local log or from the tier."""
         return self._local.log_start
 
     @log_start.setter
@@ -194,23 +198,24 @@ class PartitionLog:
 
     @property
     def log_end(self) -> int:
-        """Decided end: the next offset to be assigned."""
+        """The decided end: the next offset to be assigned."""
         return self._appender.tail.decided.next_offset
 
     @property
     def written_end(self) -> int:
-        """Readers see everything below it."""
+        """The written end: readers see every record below it."""
         return self._local.written_end
 
     @property
     def synced_end(self) -> int:
-        """Everything below it is SYNCED."""
+        """The synced end: every record below it is SYNCED."""
         return self._local.synced_end
 
     @property
     def first_offset(self) -> int:
-        """Where the oldest segment begins.  Replicas copy from there, below log_start, too (rule
-        R5)."""
+        """The first offset of the oldest segment.  Replicas copy from there on, also below
+        log_start (rule R5).
+        """
         return self._local.first_offset
 
     @property
@@ -230,7 +235,9 @@ class PartitionLog:
 
     @property
     def cuts(self) -> int:
-        """Changes whenever the log is cut back or begun again: what was planned before is void."""
+        """How often the log was cut back or begun again.  A plan or a read made before the number
+        changed is void.
+        """
         return self._local.cuts
 
     @property
@@ -250,7 +257,9 @@ class PartitionLog:
 
     @property
     def reaches_back_to(self) -> int:
-        """What lies below was deleted, is in the table, or was never here."""
+        """The offset from which the local log is complete.  Older records were deleted, are in the
+        table, or were never here.
+        """
         if self.absent is not None:
             return self.absent.start
         return min(max(self.first_offset, self.tiered_end, self.droppable_end), self.written_end)
@@ -267,8 +276,8 @@ class PartitionLog:
 
     @property
     def segments(self) -> tuple[SegmentFacts, ...]:
-        """What is written, oldest first; the last is the active one.  What is missing in front is
-        at least as old as what comes behind it.
+        """The written segments, oldest first; the last is the active one.  Files that are missing
+        in front are at least as old as the segments behind them.
         """
         facts = [
             SegmentFacts(
@@ -358,7 +367,7 @@ class PartitionLog:
         self._writer.perform(plan)
 
     def flush(self) -> int:
-        """Make everything performed so far SYNCED; returns `synced_end`."""
+        """Make everything that was performed so far SYNCED; returns `synced_end`."""
         return self._writer.flush()
 
     def checkpoint(self) -> int:
@@ -376,7 +385,7 @@ class PartitionLog:
         self._writer.reset_to(offset, snapshot, log_start=log_start)
 
     def reopen(self, recovery_point: Offset) -> None:
-        """Open a log again that was left half-way (`torn`)."""
+        """Open a log again that a failed cut left half-way (`torn`)."""
         self._writer.reopen(recovery_point)
 
     def keep_snapshot(self, offset: Offset, snapshot: bytes) -> None:
@@ -384,7 +393,7 @@ class PartitionLog:
         self._writer.keep_snapshot(offset, snapshot)
 
     def snapshot_at(self, offset: Offset) -> bytes:
-        """The producer state a segment with this base began with; empty if it had none."""
+        """The producer state at the base offset of a segment; empty if the segment has no snapshot."""
         return self._reader.snapshot_at(offset)
 
     def close(self, clean: bool = True) -> None:
@@ -498,9 +507,9 @@ class PartitionLog:
         )
 
     def drop_segments(self, plan: RetentionPlan) -> tuple[LaneJob, LaneJob]:
-        """Hide the plan's segments from readers now.  Returns two jobs for the write lane: rename
-        the files to `.deleted`, at once; and remove them `config.file_delete_delay_ms` later, when
-        the readers that had them open are done.
+        """Hide the plan's segments from readers now.  Returns two jobs for the write lane.  The
+        first renames the files to `.deleted`, at once.  The second removes them
+        `config.file_delete_delay_ms` later, when the readers that had them open are done.
         """
         local = self._local
         gone = [s for s in local.segments[:-1] if s.base_offset in plan.drop]
@@ -511,10 +520,11 @@ class PartitionLog:
         return self._writer.drop_jobs(gone)
 
     def accept_missing(self, start: Offset) -> LaneJob:
-        """What was `absent`, from `start` on, is lost: readers get `DataLoss` there from now on.
+        """Accept that the `absent` records from `start` on are lost: reads of them raise `DataLoss`
+        from now on.
 
-        Returns a job for the write lane.  It leaves an empty segment file, SYNCED, by which the
-        next opening and `pk log repair` know the range.
+        Returns a job for the write lane.  It writes an empty segment file, SYNCED, from which the
+        next opening and `pk log repair` know the missing range.
         """
         assert self.absent is not None
         lost, self.absent = self.absent._replace(start=start), None

@@ -2,15 +2,15 @@
 transactions.
 
 Per producer id: its epoch, the last five batches (sequences and offsets, KIP-98), and the first
-offset of its open transaction.  From that follow `duplicate?`, `in order?` (log/validate.py
-decides) and the last stable offset (rule L11). Entries are immutable and replaced, so that undoing
-a decided append is putting the old entry back.
+offset of its open transaction.  From these, log/validate.py decides whether a batch is a duplicate
+or in order, and rule L11 computes the last stable offset.  Entries are immutable and replaced as a
+whole, so a decided append is undone by putting the old entry back.
 
 Invariants
-  I1  `apply` is called in offset order, for every batch of the log, and replaying the log gives the
+  I1  `apply` is called in offset order, for every batch of the log.  Replaying the log gives the
       same state.
-  I2  at most PRODUCER_BATCHES_REMEMBERED batches a producer, oldest first.
-  I3  an open transaction never expires here; a silent producer without one does.
+  I2  At most PRODUCER_BATCHES_REMEMBERED batches of a producer are remembered, oldest first.
+  I3  A producer with an open transaction never expires here; a silent producer without one does.
 
 Snapshot file, little endian, written whole:
 
@@ -53,7 +53,8 @@ class Span(NamedTuple):
     last_sequence: int
     base_offset: int
     last_offset: int
-    append_time_ms: int  #: LogAppendTime given, -1 = none: a duplicate is answered alike
+    #: the LogAppendTime that it was given, -1 = none: a duplicate gets the same answer
+    append_time_ms: int
 
 
 class Producer(NamedTuple):
@@ -61,7 +62,7 @@ class Producer(NamedTuple):
 
     epoch: int
     batches: tuple[Span, ...] = ()
-    last_ms: int = 0  #: broker's clock at the last append: expiry counts from here
+    last_ms: int = 0  #: broker's clock at the last append: the expiration time counts from here
     transaction_start: int = NONE  #: first offset of the open transaction
     coordinator_epoch: int = NONE
 
@@ -71,15 +72,15 @@ class Producer(NamedTuple):
 
 
 def continues(header: Header, known: Producer | None) -> bool:
-    """Whether a producer's batch follows one that is known (log/validate.py: h)."""
+    """Whether a producer's batch follows the last known one (log/validate.py: h)."""
     if known is None or header.producer_epoch != known.epoch:
         return False
     return header.base_sequence == (known.last_sequence + 1) & 0x7FFFFFFF
 
 
 class Ended(NamedTuple):
-    """A transaction with a marker; unstable until the marker is below the high watermark (rule
-    L11).
+    """A transaction that has a marker.  It counts as unstable until the marker is below the high
+    watermark (rule L11).
     """
 
     first_offset: int
@@ -87,7 +88,7 @@ class Ended(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """How to take one `apply` back."""
+    """What is needed to take one `apply` back."""
 
     offset: int
     before: tuple[tuple[int, Producer | None], ...]
@@ -96,7 +97,7 @@ class Undo(NamedTuple):
 
 
 class CorruptSnapshot(ValueError):
-    """A snapshot is torn: replay from an older one."""
+    """A snapshot is torn; the caller replays from an older one."""
 
 
 class Producers:
@@ -191,7 +192,9 @@ class Producers:
             self._ended = list(undo.ended)
 
     def last_stable_offset(self, high_watermark: int) -> int:
-        """Rule L11; also forgets ended transactions whose marker is stable now."""
+        """Return the first offset of the oldest open transaction, or the high watermark
+        (rule L11).  Also forgets ended transactions whose marker is stable now.
+        """
         if not self._open and not self._ended:
             return high_watermark
         self._ended = [e for e in self._ended if e.marker_offset >= high_watermark]
@@ -199,8 +202,8 @@ class Producers:
 
     @property
     def newest_ms(self) -> int:
-        """When the newest append that is known here was made; 0 if none is.  For any thread: what
-        is looked through is a copy, made at once.
+        """Return when the newest known append was made; 0 if there is none.  May be called on any
+        thread: it iterates over a copy that is made in one step.
         """
         return max((producer.last_ms for producer in list(self._by_id.values())), default=0)
 
@@ -216,7 +219,7 @@ class Producers:
         return len(old)
 
     def snapshot(self, next_offset: int) -> bytes:
-        """The state after everything below `next_offset`."""
+        """Encode the state after every record below `next_offset`."""
         parts: list[bytes] = []
         for producer_id, p in sorted(self._by_id.items()):
             parts.append(
@@ -237,7 +240,7 @@ class Producers:
 
     @classmethod
     def from_snapshot(cls, raw: bytes) -> tuple[int, Producers]:
-        """`(next offset, state)`.  Raises `CorruptSnapshot`."""
+        """Decode a snapshot: `(next offset, state)`.  Raises `CorruptSnapshot`."""
         if len(raw) < _HEAD.size:
             raise CorruptSnapshot(f"{len(raw)} bytes are no snapshot")
         *fields, crc = _HEAD.unpack_from(raw)

@@ -1,10 +1,10 @@
-"""The read side of a partition log: everything here may run on any thread, beside the loop and the
+"""The read side of a partition log.  Everything here may run on any thread, beside the loop and the
 write lane.
 
 Rules
-  A1  a read takes the tuple of segments and the written end once; neither changes under it.
-  A2  nothing beyond the written end, or the bound if that is lower, is looked at.
-  A3  batches are handed out whole and as they are stored; rows are decoded only for a search by
+  A1  A read takes the tuple of segments and the written end once; neither changes during the read.
+  A2  A read looks at nothing beyond the written end, or beyond its bound if that is lower.
+  A3  Batches are returned whole and as they are stored.  Rows are decoded only for a search by
       time.
 """
 
@@ -35,7 +35,7 @@ Numbers = npt.NDArray[Any]
 
 
 class LocalLogReader:
-    """Reads the stored part of one partition's log; see the module's docstring.
+    """Reads the stored part of one partition's log, on any thread.
 
     epochs: the log's; their entries may be replaced at any time (log/epochs E2)
     """
@@ -55,12 +55,14 @@ class LocalLogReader:
         verify_first: bool = False,
         stored: bool = False,
     ) -> Read:
-        """Whole batches of `[offset, bound)`; empty if there are none.  `verify` checks every
-        checksum, `verify_first` that of the first batch; `stored` also reads what lies below
-        log_start in a segment that is still there: a follower's copy begins where segments do.
+        """Return the whole batches of `[offset, bound)`; empty if there are none.  `verify` checks
+        every checksum, `verify_first` only that of the first batch.  `stored` also reads records
+        below log_start if their segment is still there: a follower's copy begins where a segment
+        begins.
 
-        Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog` (rule
-        L9), and `DataLoss` in a range that is known to be damaged."""
+        Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog`
+        (rule L9), and `DataLoss` in a range that is known to be damaged.
+        """
         segments, end = self._local.segments, self._local.written_end
         start = (
             segments[0].base_offset
@@ -88,7 +90,7 @@ class LocalLogReader:
                 continue  # nothing at or above `offset` is left in this segment
             begins = piece.base_offset if piece.data else piece.next_offset
             if begins > offset and not self._local.config.compacted:
-                raise errors.CorruptLog(  # a header's offset lies outside its checksum
+                raise errors.CorruptLog(  # the checksum does not cover the offset in a header
                     f"{segment.path()}: offsets [{offset}, {begins}) are in no batch",
                     offset=str(offset),
                     next_offset=str(begins),
@@ -103,7 +105,9 @@ class LocalLogReader:
         return Read(b"", bound, bound, NONE)
 
     def _check_epoch(self, segment: Segment, data: bytes) -> None:
-        """Of the first batch: no checksum covers its epoch, and no follower takes a wrong one."""
+        """Check the epoch of the first batch: no checksum covers it, and no follower accepts a
+        wrong one.
+        """
         if not data:
             return
         header = batches.read_header(data)
@@ -121,8 +125,8 @@ class LocalLogReader:
 
     @contextlib.contextmanager
     def _guarding(self, segment: Segment) -> Iterator[None]:
-        """A segment's file that is gone was dropped meanwhile, went with the partition, or is
-        really missing.
+        """Handle a segment file that is not there: retention dropped it, the partition was deleted,
+        or the file is really missing (`CorruptLog`).
         """
         try:
             yield
@@ -144,8 +148,8 @@ class LocalLogReader:
             ) from cause
 
     def newest_append_ms(self) -> int | None:
-        """When the last batch was appended (LogAppendTime); None = its timestamp is the producer's,
-        it is a control batch, or the log is empty.  Reads the disk.
+        """Return when the last batch was appended (LogAppendTime).  None = its timestamp is the
+        producer's, it is a control batch, or the log is empty.  Reads the disk.
         """
         for segment in reversed(self._local.segments):
             if segment.written.size:
@@ -155,17 +159,19 @@ class LocalLogReader:
         return None
 
     def aborted_in(self, start: int, end: int) -> list[AbortedTransaction]:
-        """Aborted transactions with records in `[start, end)`, by marker offset."""
+        """Return the aborted transactions with records in `[start, end)`, by marker offset."""
         found: list[AbortedTransaction] = []
         segments = self._local.segments
         at = max(0, segment_at(segments, start))
-        for segment in segments[at:]:  # a marker may lie any way behind its records
+        for segment in segments[at:]:  # a marker may lie arbitrarily far behind its records
             if segment.aborted:
                 found += aborted.overlapping(segment.aborted, start, end)
         return found
 
     def snapshot_at(self, offset: int) -> bytes:
-        """The producer state a segment with this base began with; empty if it had none."""
+        """Return the producer state at the base offset of a segment; empty if the segment has no
+        snapshot.
+        """
         local = self._local
         try:
             return local.storage.read_file(f"{local.path}/{file_name(offset, SNAPSHOT)}")
@@ -180,9 +186,9 @@ class LocalLogReader:
         return [each for segment in self._local.segments for each in segment.damage]
 
     def survey(self, offset: int) -> list[Damage]:
-        """Look at every batch of the segment that holds `offset`; the damaged ranges that were not
-        known.  From now on readers get `DataLoss` there, and everything else.  Takes as long as
-        reading the segment; for the read lane.
+        """Check every batch of the segment that holds `offset`; return the damaged ranges that were
+        not known.  From now on reads of these ranges raise `DataLoss`, and everything else is
+        readable.  Takes as long as reading the segment; for the read lane.
         """
         segments = self._local.segments
         at = max(0, segment_at(segments, offset))
@@ -209,14 +215,16 @@ class LocalLogReader:
         return fresh
 
     def _index_if_whole(self, segment: Segment) -> SparseIndex | None:
-        """None: it is gone, and cannot be made anew of what is damaged."""
+        """Return the segment's index; None if it is missing and cannot be rebuilt because the
+        segment is damaged.
+        """
         try:
             return self._index(segment)
         except errors.CorruptLog:
             return None
 
     def offset_for_time(self, timestamp_ms: int, bound: int) -> TimeOffset | None:
-        """The first offset in `[local_log_start, bound)` with a timestamp of at least
+        """Return the first offset in `[local_log_start, bound)` with a timestamp of at least
         `timestamp_ms`.
         """
         segments, start = self._local.segments, self._local.local_log_start
@@ -252,8 +260,8 @@ class LocalLogReader:
         return None
 
     def offset_of_max_timestamp(self, bound: int) -> TimeOffset | None:
-        """The first record with the largest timestamp in `[local_log_start, bound)` (KIP-734);
-        `bound` is where a batch begins, or the end.
+        """Return the first record with the largest timestamp in `[local_log_start, bound)`
+        (KIP-734).  `bound` must be where a batch begins, or the end.
         """
         segments = self._local.segments
         start = max(segments[0].base_offset, self._local.log_start)
@@ -272,8 +280,8 @@ class LocalLogReader:
         return None if top == NO_TIMESTAMP else self.offset_for_time(top, bound)
 
     def _latest_in(self, segment: Segment, start: int, bound: int) -> int:
-        """The largest timestamp of its records in `[start, bound)`: what it knows of itself may be
-        of a record outside.
+        """Return the largest timestamp of the segment's records in `[start, bound)`.  The segment's
+        own maximum may belong to a record outside of the range.
         """
         sparse = self._index(segment)
         position, base = sparse.floor_position(sparse.floor(start))
@@ -294,8 +302,8 @@ class LocalLogReader:
         return top
 
     def bytes_at(self, offsets: Sequence[int]) -> list[int]:
-        """Local bytes below each offset, at index granularity, from the first segment on; grows
-        with the offset.
+        """Return the local bytes below each offset, at index granularity, from the first segment
+        on; the result grows with the offset.
         """
         segments = self._local.segments
         starts = [0]
@@ -314,8 +322,8 @@ class LocalLogReader:
         return found
 
     def sample_offsets(self, start: int, end: int, samples_max: int) -> list[tuple[int, int]]:
-        """At most `samples_max` pairs (offset, bytes of [start, offset)) at segment and index
-        boundaries; the ends included.
+        """Return at most `samples_max` pairs (offset, bytes of [start, offset)) at segment and
+        index boundaries, both ends included.
         """
         start = max(start, self._local.local_log_start)
         end = max(start, min(end, self._local.written_end))
@@ -335,7 +343,9 @@ class LocalLogReader:
 
 
 def _whole_until(segment: Segment, offset: int, bound: int) -> int:
-    """How far batches can be read from `offset` on.  Raises `DataLoss` if that is damaged."""
+    """Return how far batches can be read from `offset` on.  Raises `DataLoss` if `offset` is
+    damaged.
+    """
     for each in segment.damage:
         if max(offset, segment.base_offset) < each.end:
             if each.start <= offset:
@@ -345,14 +355,16 @@ def _whole_until(segment: Segment, offset: int, bound: int) -> int:
 
 
 def _stopped(segment: Segment, walk: Walk, sparse: SparseIndex) -> errors.CorruptLog:
-    """Where a walk over headers met damage: the file and the range (rule L9)."""
+    """Return the error for damage that a walk over headers met; it names the file and the range
+    (rule L9).
+    """
     size, end = segment.written.size, segment.written.next_offset
     stop = NoBatch(walk.position, walk.next_offset, walk.problem)
     return stop.named(segment.path(), segment.read_at, size, sparse, end)
 
 
 def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers, Numbers]:
-    """Offset and timestamp of each record of one batch.  Raises `CorruptLog` (rule L9)."""
+    """Return offset and timestamp of each record of one batch.  Raises `CorruptLog` (rule L9)."""
     raw = segment.read_at(position, header.length)
     verify_batches(segment.path(), raw)
     rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
@@ -360,8 +372,8 @@ def _times_of(segment: Segment, position: int, header: Header) -> tuple[Numbers,
 
 
 def verify_batches(path: str, data: bytes, *, first_only: bool = False, offset: int = NONE) -> None:
-    """Raises `CorruptLog` at the first checksum that does not match (rule L9); `offset`: where the
-    first batch begins.
+    """Check the checksums of consecutive batches.  Raises `CorruptLog` at the first that does not
+    match (rule L9).  `offset`: where the first batch begins.
     """
     start = end = offset
     try:

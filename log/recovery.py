@@ -1,7 +1,9 @@
-"""What to do with each segment when a log is opened: facts → action, the end of a scan → verdict.
+"""What to do with each segment when a log is opened: two tables from facts to an action, and one
+for how a segment meets the one before it.
 
-The recovery point is the offset below which everything was SYNCED; after an unclean end the rest
-may be torn.  Trusted = the log was closed cleanly, or the segment lies wholly below that point.
+The recovery point is the offset below which everything was SYNCED; after an unclean shutdown the
+rest may be torn.  A segment is trusted if the log was closed cleanly, or if the segment lies wholly
+below the recovery point.
 
 Before looking into the data
    #  data            index                  action
@@ -25,8 +27,8 @@ Where a segment meets the one before it
    M  begins later, compacted topic                          USE       cleaning took the last batch
    N  begins elsewhere                                       CORRUPT   one is missing or doubled
 
-Producer state: the newest whole snapshot at or below the log end, then every header from there on;
-a segment without a snapshot costs time, never correctness.
+Producer state is read from the newest whole snapshot at or below the log end, then from every
+header after it.  A segment without a snapshot costs time and never correctness.
 """
 
 from __future__ import annotations
@@ -47,19 +49,19 @@ class Stop(enum.Enum):
     """Where a walk over a segment's batches ended."""
 
     END = "at the end"
-    SHORT = "within a batch"  #: fewer bytes are left than the batch says it has
-    BAD = "at a damaged batch"  #: header or checksum
+    SHORT = "within a batch"  #: the file has fewer bytes left than the batch's header says
+    BAD = "at a damaged batch"  #: the header is invalid or the checksum does not match
 
 
 class IndexState(enum.Enum):
     COMPLETE = "complete"
-    SHORT = "short"  #: good, but the log goes on
+    SHORT = "short"  #: the index is good, but the log goes on behind its end
     BEYOND = "beyond the data"
     UNUSABLE = "missing or torn"
 
 
 def before(*, trusted: bool, index: IndexState) -> tuple[str, Action]:
-    """Rows A–D: `(row, action)`."""
+    """Return `(row, action)` of rows A–D."""
     if not trusted:
         return "C", Action.SCAN
     if index is IndexState.BEYOND:
@@ -70,8 +72,8 @@ def before(*, trusted: bool, index: IndexState) -> tuple[str, Action]:
 def after(
     stop: Stop, *, trusted: bool, offset: int, recovery_point: int, same_boot: bool, torn: bool
 ) -> tuple[str, Action]:
-    """Rows E–I: `offset` is where the walk stopped, `torn` that nothing but the beginning of one
-    batch follows, in this segment or in a later one (`damage.is_torn`).
+    """Return the verdict of rows E–I.  `offset` is where the walk stopped.  `torn` means that only
+    the beginning of one batch follows, in this segment and in the later ones (`damage.is_torn`).
     """
     if stop is Stop.END:
         return "E", Action.USE
@@ -93,7 +95,7 @@ def joint(
     power_lost: bool,
     recovery_point: int,
 ) -> tuple[str, Action]:
-    """Rows J–N for a segment that is not the first."""
+    """Return the verdict of rows J–N for a segment that is not the first."""
     if base_offset == end_before:
         return "J", Action.USE
     if empty:

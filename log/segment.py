@@ -39,11 +39,11 @@ ReadAt = Callable[[int, int], bytes]
 
 LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT = ".log", ".index", ".timeindex", ".txnindex", ".snapshot"
 DELETED = ".deleted"
-#: Of a header: base offset, length, magic, last offset delta.
+#: The leading fields of a header: base offset, length, magic, last offset delta.
 _BRIEF = struct.Struct("<qi4xI8xi")
-#: Bytes a walk over headers reads at a time; larger batches are stepped over.
+#: Bytes that a walk over headers reads at a time; larger batches are stepped over.
 WALK_BYTES = 64 * 1024
-#: Positions remembered for sequential readers, per segment.
+#: How many positions a segment remembers for sequential readers.
 HINTS_MAX = 64
 
 
@@ -52,18 +52,21 @@ def file_name(base_offset: int, suffix: str) -> str:
 
 
 def base_offset_of(name: str, suffix: str = LOG) -> int | None:
-    """The base offset in a file's name; None for other files."""
+    """Return the base offset in a file's name; None for other files."""
     stem = name.removesuffix(suffix)
     return int(stem) if name.endswith(suffix) and len(stem) == 20 and stem.isdigit() else None
 
 
 class Walk:
-    """Iterates `(position, header)` of the batches in `[position, end)`; afterwards `stop` says why
-    it ended where.
+    """Iterates `(position, header)` of the batches in `[position, end)`.  Afterwards `stop` says
+    why and where the walk ended.
 
-    `verify_from`: checksums are checked for batches that reach this offset (None = none).  `dense`:
+    `verify_from`: the checksum is checked for batches that reach this offset (None = for none).
+    `dense`: the offsets must follow each other without gaps; otherwise they must only grow.
+    `damage`: the known damaged ranges, which are stepped over.
     offsets must follow each other without gaps, else they must only grow.  `damage`: ranges that
-    are known, and stepped over."""
+    are known, and stepped over.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Walk:
         self._end = end
         self._verify_from = verify_from
         self._dense = dense
-        self.position = position  #: after the last good batch
+        self.position = position  #: position after the last good batch
         self.next_offset = next_offset
         self.stop = Stop.END
         self.problem = ""
@@ -107,7 +110,7 @@ class Walk:
             yield position, header
 
     def _step_over(self) -> bool:
-        """Leave a damaged range, if this is one; an index entry may even point into it."""
+        """Leave a damaged range if the walk is in one; an index entry may even point into it."""
         for each in self._damage:
             if each.position <= self.position < each.end_position:
                 self.position = each.end_position
@@ -156,7 +159,9 @@ class Piece(NamedTuple):
 
 
 class Segment:
-    """See the module's docstring.  Fields are the loop's unless said otherwise."""
+    """One segment: its log file, its index, and how far it is decided, written and SYNCED.  Fields
+    belong to the loop unless their comment says otherwise.
+    """
 
     __slots__ = (
         "_storage",
@@ -181,29 +186,31 @@ class Segment:
         self.written = Extent(0, base_offset)
         self.index: SparseIndex | None = SparseIndex(
             base_offset
-        )  #: None = sealed; loaded when asked for
+        )  #: None = the segment is sealed; the index is loaded on demand
         self.aborted: list[AbortedEntry] = []
-        self.file: File | None = None  #: write lane: open for append; None = sealed
-        self.synced = False  #: the whole file is SYNCED (sealed segments)
+        #: write lane: the file, open for append; None = the segment is sealed
+        self.file: File | None = None
+        self.synced = False  #: whether the whole file is SYNCED (sealed segments)
         self.dropped = False
-        self.damage: tuple[Damage, ...] = ()  #: ranges that are known to be damaged; replaced whole
+        #: ranges that are known to be damaged; the tuple is replaced as a whole
+        self.damage: tuple[Damage, ...] = ()
         self.hints: dict[int, int] = {}
 
     @property
     def is_hole(self) -> bool:
-        """It holds no batch; the file that held its offsets is missing."""
+        """Whether the segment has no batch because the file that held its offsets is missing."""
         return not self.written.size and bool(self.damage)
 
     def path(self, suffix: str = LOG) -> str:
         return f"{self.directory}/{file_name(self.base_offset, suffix)}"
 
     def stored_bytes(self) -> int:
-        """Of the log file, whatever is known of its content."""
+        """Return the size of the log file, whatever is known of its content."""
         with Opened(self._storage, self.path()) as file:
             return file.size()
 
     def read_file(self, suffix: str) -> bytes:
-        """A derived file.  Raises `FileNotFoundError`."""
+        """Read a derived file.  Raises `FileNotFoundError`."""
         return self._storage.read_file(self.path(suffix))
 
     # -- decide (loop) -----------------------------------------------------------------------------
@@ -223,7 +230,7 @@ class Segment:
         self.decided = before.grown(header, base_offset, max_timestamp, crc, now_ms)
 
     def revert(self) -> None:
-        """Forget what was decided and not written."""
+        """Forget the batches that were decided and not written."""
         self.decided = self.written
         if self.index is not None:
             self.index.truncate(self.written.size)
@@ -233,7 +240,7 @@ class Segment:
 
     # -- write lane --------------------------------------------------------------------------------
     def create(self) -> None:
-        """The log file, empty, open for append."""
+        """Create the log file, empty and open for append."""
         self.file = self._storage.open(self.path(), create=True)
         if self.file.size():
             self.file.truncate(0)
@@ -250,10 +257,11 @@ class Segment:
             file.close()
 
     def write_indexes(self, extent: Extent, sparse: SparseIndex | None = None) -> None:
-        """The derived files as of `extent`; not synced, a torn one is rebuilt.
+        """Write the derived files as of `extent`.  They are not synced, because a torn one is
+        rebuilt.
 
-        But for aborted transactions: an older file is as whole as the newest, so it is SYNCED, and
-        the first to be written.
+        The index of aborted transactions is the exception: an older version of it looks as whole as
+        the newest.  It is SYNCED, and written first.
         """
         sparse = sparse if sparse is not None else self.index
         if sparse is None:
@@ -266,8 +274,8 @@ class Segment:
             write_file(self._storage, self.path(suffix), raw)
 
     def load_index(self) -> tuple[SparseIndex, Extent]:
-        """Raises `index.CorruptIndex`, also if it does not belong to what the log holds, and
-        `FileNotFoundError`.
+        """Load the index.  Raises `index.CorruptIndex` if it is torn or does not belong to the
+        content of the log, and `FileNotFoundError`.
         """
         raw = self._storage.read_file(self.path(INDEX))
         sparse, extent = index.decode(
@@ -285,21 +293,21 @@ class Segment:
 
     # -- read lane ---------------------------------------------------------------------------------
     def read_at(self, position: int, size: int) -> bytes:
-        """Raises `FileNotFoundError` once the segment is gone for good."""
+        """Read bytes of the log file.  Raises `FileNotFoundError` once the segment is removed."""
         file = self.file
         if file is not None:
             try:
                 return file.read(position, size)
             except FileNotFoundError:
-                pass  # sealed and closed meanwhile
+                pass  # sealed and closed in the meantime
         with Opened(self._storage, self.path()) as opened:
             return opened.read(position, size)
 
     def piece(
         self, sparse: SparseIndex, offset: int, bound: int, max_bytes: int, min_one: bool
     ) -> Piece | None:
-        """Whole batches from the one that holds `offset` (or the next) on, below `bound`; None if
-        there is none.
+        """Return the whole batches below `bound`, from the one that holds `offset` (or the next)
+        on; None if there is none.
         """
         if self.file is not None:
             found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)
@@ -321,7 +329,9 @@ class Segment:
         max_bytes: int,
         min_one: bool,
     ) -> Piece | None:
-        """See `cut`.  Raises `CorruptLog`, with the range."""
+        """Find and read whole batches; see the function `cut`.  Raises `CorruptLog`, with the
+        range.
+        """
         extent = self.written
         try:
             return cut(
@@ -332,7 +342,7 @@ class Segment:
             raise stop.named(self.path(), read, size, sparse, end) from stop
 
     def reindexed(self, interval: int) -> SparseIndex:
-        """The index rebuilt from the log's headers (a derived file was missing or torn).  Raises
+        """Rebuild the index from the log's headers (a derived file was missing or torn).  Raises
         `CorruptLog`.
         """
         sparse = SparseIndex(self.base_offset)
@@ -350,7 +360,7 @@ class Segment:
 
 
 def corrupt(path: str, walk: Walk) -> errors.CorruptLog:
-    """Rule L9's error, with the place."""
+    """Return the error of rule L9, with the place."""
     return errors.CorruptLog(
         f"{path} at {walk.position}, offset {walk.next_offset}: {walk.problem}",
         file=path,
@@ -360,7 +370,7 @@ def corrupt(path: str, walk: Walk) -> errors.CorruptLog:
 
 
 class NoBatch(Exception):
-    """At `position` of a segment, where offset `offset` is expected, no whole batch begins."""
+    """No whole batch begins at `position` of a segment, where offset `offset` is expected."""
 
     def __init__(self, position: int, offset: int, problem: str = "no batch begins here") -> None:
         super().__init__(problem)
@@ -371,7 +381,9 @@ class NoBatch(Exception):
     def named(
         self, path: str, read: ReadAt, size: int, sparse: SparseIndex, end_offset: int = UNKNOWN
     ) -> errors.CorruptLog:
-        """Rule L9's error: the segment file and the range.  Reads up to the next whole batch."""
+        """Return the error of rule L9 with the segment file and the range.  Reads up to the next
+        whole batch.
+        """
         end = UNKNOWN
         with contextlib.suppress(errors.PkError, FileNotFoundError):
             end = damage.end_of_range(
@@ -390,8 +402,8 @@ class NoBatch(Exception):
 
 
 class Opened:
-    """A file open for reading for the length of a `with`; a dropped segment is found under its
-    other name.
+    """Opens a file for reading for the length of a `with`.  A dropped segment is found under its
+    new name.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -418,11 +430,11 @@ def cut(
     min_one: bool,
     damage: tuple[Damage, ...] = (),
 ) -> Piece | None:
-    """Find the byte range of whole batches in `[offset, bound)` by index and headers, then read it
-    at once.  `damage` is outside of `[offset, bound)`.  Raises `NoBatch`.
+    """Find the byte range of the whole batches in `[offset, bound)` by index and headers, then read
+    it in one go.  `damage` is outside of `[offset, bound)`.  Raises `NoBatch`.
     """
     for each in damage:
-        if offset < each.start:  # to the reader the segment ends there
+        if offset < each.start:  # for the reader the segment ends there
             extent = extent.beyond(each.position, each.start)
             break
     start = hints.get(offset)
@@ -437,7 +449,8 @@ def cut(
         header = _header_at(read, start, offset)
         if header.base_offset >= bound:
             return Piece(b"", bound, bound)
-        if header.last_offset >= bound:  # or its header only says so: nobody would ever get past it
+        # or only its header says so: a reader would never get past it
+        if header.last_offset >= bound:
             try:
                 batches.check(read(start, header.length))
             except errors.CorruptBatch as cause:
@@ -492,8 +505,8 @@ def _end_of(
     bound: int,
     limit: int,
 ) -> tuple[int, int]:
-    """`(end, next offset)` of the whole batches from `start` that end by `limit` and lie below
-    `bound`.
+    """Return `(end, next offset)` of the whole batches from `start` that end by `limit` and lie
+    below `bound`.
     """
     if limit >= extent.size and bound >= extent.next_offset:
         return extent.size, extent.next_offset
@@ -505,8 +518,8 @@ def _end_of(
 def _whole(
     read: ReadAt, position: int, next_offset: int, limit: int, bound: int
 ) -> tuple[int, int]:
-    """Step over batches from `position`: `(end, next offset)` of the last that ends by `limit`
-    and below `bound`.  A `Walk` without its checks, because every fetch comes through here.
+    """Step over batches from `position`: return `(end, next offset)` of the last one that ends by
+    `limit` and below `bound`.  It is a `Walk` without the checks, because every fetch runs it.
     """
     end = position
     while limit - end >= HEADER_BYTES:
@@ -523,13 +536,15 @@ def _whole(
                 return end, next_offset
             at += length
             end, next_offset = start + at, following
-            if following >= bound:  # what lies beyond may be in the middle of being written
+            if following >= bound:  # bytes beyond may be in the middle of being written
                 return end, next_offset
     return end, next_offset
 
 
 def write_file(storage: Storage, path: str, raw: bytes) -> None:
-    """The whole content of a derived file; WRITTEN, not atomic: its checksum tells."""
+    """Write the whole content of a derived file: WRITTEN and not atomic, because its checksum
+    reveals a torn file.
+    """
     file = storage.open(path, create=True)
     try:
         if file.size():
@@ -540,8 +555,8 @@ def write_file(storage: Storage, path: str, raw: bytes) -> None:
 
 
 class IndexCache:
-    """Indexes of sealed segments that readers asked for, bounded by bytes.  Shared by the logs of a
-    process.
+    """The indexes of sealed segments that readers asked for, bounded by bytes.  The logs of a
+    process share it.
     """
 
     def __init__(self, bytes_max: int = 64 * 1024 * 1024) -> None:
@@ -549,8 +564,8 @@ class IndexCache:
         self._entries: OrderedDict[Segment, SparseIndex] = OrderedDict()
 
     def get(self, segment: Segment, interval: int) -> SparseIndex:
-        """Loaded, or rebuilt if the files are missing or torn.  Called from any thread: each step
-        is one atomic one, and two may load the same index.
+        """Return the segment's index: loaded, or rebuilt if the files are missing or torn.  May be
+        called from any thread: each step is atomic, and two threads may load the same index.
         """
         own = segment.index
         if own is not None:
@@ -570,7 +585,9 @@ class IndexCache:
         return found
 
     def _trim(self) -> None:
-        """The oldest go.  Counted anew each time: a sum that threads keep together drifts."""
+        """Remove the oldest indexes.  Their size is summed up each time, because a sum that several
+        threads update would drift.
+        """
         held = list(self._entries.items())
         size = sum(sparse.nbytes() for _, sparse in held)
         for segment, sparse in held[:-1]:

@@ -1,14 +1,16 @@
 """The write side of a partition log: what runs on the directory's write lane.
 
-One thread performs everything here, in order.  The writer sees plans and the written state
-(`LocalLog`), never the loop's decisions; what it keeps between calls is its own.
+One thread performs everything here, in order.  The writer sees the plans and the written state
+(`LocalLog`), never the loop's decisions.  No other thread uses the state that it keeps between
+calls.
 
 Rules
-  W1  a plan is performed whole or its generation fails: no later plan of it touches the disk (rule
-      L2).
-  W2  whatever is removed goes newest first, what retention drops oldest first, so that neither
-      dying in between nor a full disk leaves a hole.
-  W3  `_sync` makes everything performed SYNCED, oldest first, names included (rule L1).
+  W1  A plan is performed whole, or its generation fails: no later plan of that generation touches
+      the disk (rule L2).
+  W2  A cut removes segments newest first; retention drops them oldest first.  So neither a death in
+      between nor a full disk leaves a hole in the log.
+  W3  `_sync` makes everything that was performed SYNCED, oldest first, file names included
+      (rule L1).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LaneJob = Callable[[], None]
 
 
 class Decided(Protocol):
-    """What the lane asks of the loop's side of the log (`LogAppender`)."""
+    """What the writer asks of the loop's side of the log (`LogAppender`)."""
 
     producers: Producers
 
@@ -51,9 +53,9 @@ class Decided(Protocol):
 
 
 class LocalLogWriter:
-    """Changes the files of one partition's log; see the module's docstring.
+    """Changes the files of one partition's log, on the write lane.
 
-    loaded: what opening found.  `local` has its segments, `epochs` its epochs.
+    loaded: what opening found.  `local` has its segments and `epochs` its epochs.
     """
 
     def __init__(
@@ -64,38 +66,41 @@ class LocalLogWriter:
         self._path = local.path
         self._epochs = epochs
         self._decided = decided
-        #: The log was being cut or begun again, and that failed: it must be re-opened.
+        #: A cut or a new beginning of the log failed half-way: the log must be re-opened.
         self.torn = False
         self._blank = loaded.blank
-        self._sealed = (0, 0)  #: what `flush_sealed` reached, and the cuts made before it began
+        #: the offset that `flush_sealed` reached, and the number of cuts when it began
+        self._sealed = (0, 0)
         self._failed = NONE  #: plans up to this generation fail (W1)
         self._error: Exception | None = None
         self._end: Offset = local.written_end
         self._unsynced = [segment for segment in loaded.segments if not segment.synced]
         self._dir_changed = loaded.created
-        self._pending_delete: list[Segment] = []  #: dropped, oldest first, and not yet renamed
-        #: another replica's snapshot may lie above the end (log/loading O8)
+        #: dropped segments, oldest first, that are not renamed yet
+        self._pending_delete: list[Segment] = []
+        #: a snapshot of another replica may lie above the end (log/loading O8)
         self._foreign = False
 
     @property
     def blank(self) -> bool:
-        """The log is empty, and the producers below its start are unknown (log/loading O2)."""
+        """Whether the log is empty and the producers below its start are unknown (log/loading O2)."""
         segments = self._local.segments
         return self._blank and segments[-1].decided.next_offset == segments[0].base_offset
 
     def perform(self, plan: WritePlan) -> None:
-        """Do the plan's file operations.  Raises what the storage raises; then every plan of its
-        generation fails.
+        """Do the plan's file operations.  If the storage raises, every plan of this generation
+        fails.
 
-        On a full disk the batches before a roll that failed lie whole in their segment until the
-        next plan cuts them off: should the process die now, they are stored.  The error says so.
+        On a full disk the batches before a failed roll lie whole in their segment until the next
+        plan cuts them off.  If the process dies before that, they are stored.  The error says so.
         """
         if plan.generation <= self._failed:
             assert self._error is not None
             raise self._error
         appended = False
         try:
-            if self._foreign:  # what it was kept for failed: the log goes on as it was
+            # the reset for which the snapshot was kept has failed: the log continues as it was
+            if self._foreign:
                 loading.remove_snapshots(self._storage, self._path, self._end)
                 self._foreign = False
             for op in plan.ops:
@@ -128,7 +133,8 @@ class LocalLogWriter:
 
     def _perform_roll(self, op: RollOp) -> None:
         old, new = op.old, op.new
-        old.write_indexes(old.decided)  # first: who finds the snapshot does not read what is below
+        # first, so that an opening that finds the snapshot does not read the older segments
+        old.write_indexes(old.decided)
         write_file(
             self._storage, f"{self._path}/{file_name(new.base_offset, SNAPSHOT)}", op.snapshot
         )
@@ -140,8 +146,9 @@ class LocalLogWriter:
         self._dir_changed = True
 
     def _perform_repair(self, op: RepairOp) -> None:
-        """Newest first, so that dying in between leaves no hole (rule L2).  An epoch that was
-        undone goes last: it must not name a record that comes to stand above its start later.
+        """Cut the log back after a failed plan, newest segment first, so that dying in between
+        leaves no hole (rule L2).  An epoch that was undone is removed last: it must not cover
+        records that are appended above its start later.
         """
         base = op.segment.base_offset
         later = [
@@ -154,7 +161,7 @@ class LocalLogWriter:
         loading.remove_snapshots(self._storage, self._path, op.segment.written.next_offset)
         file = op.segment.open_for_append()
         if file.size() != op.size:
-            for suffix in loading.DERIVED[:3]:  # a roll that failed may have written them
+            for suffix in loading.DERIVED[:3]:  # a roll that failed may have written these files
                 self._storage.remove(op.segment.path(suffix))
             self._begin_cut()
             file.truncate(op.size)
@@ -166,12 +173,13 @@ class LocalLogWriter:
         self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", op.epochs)
 
     def _begin_cut(self) -> None:
-        """WRITTEN: who finds the log half-way makes the cut SYNCED before it goes on
-        (log/loading O9)."""
+        """Create the file that marks an unfinished cut (WRITTEN).  An opening that finds it makes
+        the cut SYNCED before it continues (log/loading O9).
+        """
         self._storage.open(f"{self._path}/{loading.CUTTING}", create=True).close()
 
     def _sync(self) -> int:
-        """SYNCED: everything performed so far, oldest first (rule L1)."""
+        """Sync everything that was performed so far, oldest first (rule L1)."""
         self._finish_drops()
         end = self._end
         for segment in self._unsynced:
@@ -184,7 +192,7 @@ class LocalLogWriter:
         return end
 
     def flush(self) -> int:
-        """SYNCED: everything performed so far; returns (and sets) synced_end."""
+        """Sync everything that was performed so far; sets and returns `synced_end`."""
         end = self._sync()
         self._local.synced_by_lane = max(
             self._local.synced_by_lane, min(end, self._local.written_end)
@@ -192,14 +200,15 @@ class LocalLogWriter:
         return self._local.synced_end
 
     def checkpoint(self) -> int:
-        """Write the active segment's indexes, so that the next opening walks less; returns the
+        """Write the active segment's indexes, so that the next opening has less to walk; return the
         recovery point.
 
-        What `flush_sealed` reached counts here, in the lane, where no cut comes in between.
+        The result of `flush_sealed` is taken over here, in the lane, where no cut can come in
+        between.
         """
         self._finish_drops()
         cuts, sealed_end = self._sealed
-        if self._local.cuts == cuts:  # else what was flushed may be gone
+        if self._local.cuts == cuts:  # otherwise a cut may have removed what was flushed
             self._local.synced_by_lane = max(self._local.synced_by_lane, sealed_end)
         active = self._local.segments[-1]
         if active.file is not None:
@@ -208,7 +217,8 @@ class LocalLogWriter:
 
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
-        meanwhile; the manager lowers the recovery point first."""
+        meanwhile.  The manager lowers the recovery point first.
+        """
         assert self._decided.idle(), "truncation waits for the writes before it"
         self._mend()
         if offset >= self._local.written_end:
@@ -220,7 +230,7 @@ class LocalLogWriter:
             return
         at = segment_at(self._local.segments, offset)
         if at and offset == self._local.segments[at].base_offset:
-            at -= 1  # but the first stays: only its snapshot knows the producers from before it
+            at -= 1  # the first segment stays: only its snapshot has the producers from before it
         kept, active = self._local.segments[: at + 1], self._local.segments[at]
         self.torn = True
         for segment in reversed(self._local.segments[at + 1 :]):
@@ -241,11 +251,12 @@ class LocalLogWriter:
     def reset_to(
         self, offset: int, snapshot: bytes = b"", *, log_start: Offset | None = None
     ) -> None:
-        """Drop everything and start at `offset` (rules R5, T4), with another replica's producer
-        state there if `snapshot` has one.  Nothing may be decided or queued meanwhile.  `log_start`
-        is never above its own on the way: a checkpoint may be written beside it.
+        """Drop everything and begin at `offset` (rules R5, T4), with another replica's producer
+        state if `snapshot` has one.  Nothing may be decided or queued meanwhile.  `log_start` never
+        exceeds its target in between, because a checkpoint may be written at the same time.
 
-        A log that reaches `offset` never ends below it on the way, nor ends there without the
+        A log that reaches `offset` must at no moment end below it, nor end there without the
+        producers: the replica may be in the ISR, and may become leader after a crash.
         producers: it may be in the ISR, and lead after a crash.
         """
         assert self._decided.idle(), "a reset waits for the writes before it"
@@ -261,7 +272,8 @@ class LocalLogWriter:
             if len(segments) == len(self._local.segments):
                 Segment(self._storage, self._path, offset).create()
         self.torn = True
-        self._local.log_start = offset if log_start is None else log_start  # half-way, too
+        # this leaves the log half-way, too
+        self._local.log_start = offset if log_start is None else log_start
         for segment in segments:
             self._discard(segment)
         for at in loading.snapshots(self._storage, self._path):
@@ -271,18 +283,21 @@ class LocalLogWriter:
         self._reload([], offset)
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
-        """SYNCED: another replica's producer state, for a log that is to begin at `offset`."""
+        """Store another replica's producer state for a log that is about to begin at `offset`,
+        SYNCED.
+        """
         self._foreign = True
         self._storage.replace_file(f"{self._path}/{file_name(offset, SNAPSHOT)}", snapshot)
 
     def _rename_pending_delete(self) -> list[Segment]:
-        """SYNCED: dropped segments have another name, the oldest first; what a full disk kept of
-        them goes before any later one, else it would leave a hole (W2).
+        """Rename dropped segments to `.deleted`, oldest first, SYNCED.  Segments that a full disk
+        kept are renamed before any later one, because otherwise a hole would be left (W2).
         """
         renamed: list[Segment] = []
         while self._pending_delete:
             segment = self._pending_delete[0]
-            with contextlib.suppress(FileNotFoundError):  # what came behind its renaming failed
+            # the segments behind it, whose renaming failed
+            with contextlib.suppress(FileNotFoundError):
                 self._storage.rename(segment.path(), segment.path() + DELETED)
             for suffix in loading.DERIVED:
                 self._storage.remove(segment.path(suffix))
@@ -292,15 +307,17 @@ class LocalLogWriter:
         return renamed
 
     def _finish_drops(self) -> None:
-        """What a full disk kept of dropped segments goes before a recovery point passes them:
+        """Rename the dropped segments that a full disk kept, before a recovery point passes them.
+        They were never synced, and after a power loss their damage would count as damage of the log
+        (rule L9).
         nobody has synced them, and after a power loss their damage would count (rule L9).
         """
         for segment in self._rename_pending_delete():
             self._storage.remove(segment.path() + DELETED)
 
     def _mend(self) -> None:
-        """What a failed plan, or drop, left behind goes before the files are looked at again (rule
-        L2).
+        """Remove what a failed plan or a failed drop left behind, before the files are read again
+        (rule L2).
         """
         self._finish_drops()
         repair = self._decided.repair_op()
@@ -317,8 +334,8 @@ class LocalLogWriter:
         loading.remove_segment(self._storage, self._path, segment.base_offset)
 
     def _reload(self, kept: list[Segment], offset: int) -> None:
-        """After files were cut: read the state back from them, as opening does.  What is kept is
-        SYNCED first, sealed segments included: `load` takes it for that.
+        """Read the state back from the files after a cut, as opening does.  The segments that are
+        kept, sealed ones included, are SYNCED first, because `load` takes them as SYNCED.
         """
         for segment in kept:
             _sync_segment(self._storage, segment)
@@ -335,7 +352,7 @@ class LocalLogWriter:
             same_boot=True,
             recovery_point=0,
             log_start=0 if kept else offset,
-            # A producer that is read back was heard when the newest was, not in 1970.
+            # A producer that is read back counts as heard when the newest one was, not in 1970.
             now_ms=self._decided.producers.newest_ms,
         )
         # log/loading O4: below `offset`, too
@@ -343,7 +360,7 @@ class LocalLogWriter:
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:
-        """A log that was left half-way (`torn`) is opened as a start of the process would."""
+        """Open a log that was left half-way (`torn`) as a start of the process would."""
         for segment in self._local.segments:
             self._local.cache.forget(segment)
             file, segment.file = segment.file, None
@@ -363,10 +380,10 @@ class LocalLogWriter:
         self._go_on_with(loaded)
 
     def _go_on_with(self, loaded: loading.Loaded) -> None:
-        """The log is what was found in its files, all of it SYNCED."""
+        """Replace the state of the log by what was found in its files, all of it SYNCED."""
         self._decided.restart(loaded.producers, loaded.segments[-1])
         self._blank = loaded.blank
-        # Counts a second cut: a reader that began after the first one saw the old segments.
+        # Count a second cut: a reader that began after the first one saw the old segments.
         self._local.replace_segments(loaded.segments)
         self._end = self._local.written_end
         self._unsynced = list(loaded.segments)
@@ -377,13 +394,16 @@ class LocalLogWriter:
         self.torn = False
 
     def drop_jobs(self, gone: Sequence[Segment]) -> tuple[LaneJob, LaneJob]:
-        """Two jobs for the lane that delete dropped segments: rename their files to `.deleted`, and
-        remove what was renamed.  The second runs when no reader can have the files open.
+        """Return two jobs for the lane that delete dropped segments.  The first renames their files
+        to `.deleted`, the second removes the renamed files.  The second runs when no reader can
+        have the files open.
         """
         renamed: list[Segment] = []
 
         def rename() -> None:
-            """SYNCED: recovery points go past these segments, which must not come back then."""
+            """Rename the files, SYNCED: recovery points pass these segments, which must not
+            reappear then.
+            """
             self._unsynced = [s for s in self._unsynced if s not in gone]
             self._pending_delete += gone
             renamed.extend(self._rename_pending_delete())
@@ -395,8 +415,8 @@ class LocalLogWriter:
         return rename, remove
 
     def close(self, clean: bool = True) -> None:
-        """`clean`: flush, indexes, producer snapshot, all SYNCED; then the next opening trusts
-        everything.
+        """Close every file.  `clean`: flush, and write the indexes and the producer snapshot, all
+        SYNCED; the next opening then trusts everything.
         """
         if self._local.closed:
             return
@@ -425,35 +445,36 @@ class LocalLogWriter:
         for at in loading.snapshots(self._storage, self._path):
             if at not in bases and at != end:
                 self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
-        if not self.blank:  # a snapshot says that it is known who wrote below
+        if not self.blank:  # a snapshot means that the producers below are known
             state = self._decided.producers.snapshot(end)
             write_file(self._storage, f"{self._path}/{file_name(end, SNAPSHOT)}", state)
         self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", self._epochs.encode())
         self._local.synced_by_loop, self._local.synced_by_lane = 0, self._sync()
 
     def flush_sealed(self) -> None:
-        """fdatasync the sealed segments not yet synced, beside running writes; the next
-        `checkpoint` counts them.
+        """Sync the sealed segments that are not synced yet, beside running writes.  The next
+        `checkpoint` takes the result over.
 
-        Only one at a time.  The directory is synced too: a sealed segment's name is part of what
-        must last."""
+        Only one call at a time.  The directory is synced too, because a sealed segment's name must
+        be durable as well.
+        """
         cuts, segments = (
             self._local.cuts,
             self._local.segments,
-        )  # in this order: a cut may come in between
+        )  # in this order, because a cut may come in between
         todo = [segment for segment in segments[:-1] if not segment.synced and not segment.dropped]
         for segment in todo:
             try:
                 _sync_segment(self._storage, segment)
             except FileNotFoundError:
-                continue  # dropped meanwhile
+                continue  # dropped in the meantime
         if todo or self._dir_changed:
             try:
                 self._storage.sync_dir(self._path)
             except FileNotFoundError:
                 if not self._local.retired:
                     raise
-                return  # the whole partition was renamed, to be deleted
+                return  # the whole partition directory was renamed, to be deleted
         self._sealed = cuts, segments[-1].base_offset
 
 
