@@ -1,8 +1,8 @@
-"""Aborted transactions of a segment: what a read_committed reader must leave out (KIP-98).
+"""The aborted transactions of a segment, whose records a read_committed reader must skip (KIP-98).
 
-An entry says that the records of `producer_id` in `[first_offset, last_offset]` were aborted, and
-up to which offset every transaction had ended when the marker was written (`last_stable_offset`).
-A reader that reads no further than that needs no later entry.
+An entry says that the records of `producer_id` in `[first_offset, last_offset]` were aborted.
+`last_stable_offset` is the offset up to which every transaction had ended when the marker was
+written.  A reader that reads no further than that needs no later entry.
 
 File `.txnindex`, written whole:
 
@@ -27,7 +27,7 @@ VERSION = 0
 
 
 class AbortedEntry(NamedTuple):
-    """One aborted transaction as the index keeps it."""
+    """One aborted transaction, as stored in the index."""
 
     producer_id: int
     first_offset: int
@@ -36,7 +36,7 @@ class AbortedEntry(NamedTuple):
 
 
 class CorruptTransactionIndex(ValueError):
-    """The file is torn: rebuild it from the control batches."""
+    """The file is torn; the caller rebuilds it from the control batches."""
 
 
 def encode(entries: Iterable[AbortedEntry]) -> bytes:
@@ -48,7 +48,7 @@ def encode(entries: Iterable[AbortedEntry]) -> bytes:
 
 
 def decode(raw: bytes) -> list[AbortedEntry]:
-    """Raises `CorruptTransactionIndex`."""
+    """Decode the entries.  Raises `CorruptTransactionIndex`."""
     if len(raw) < _HEAD.size:
         raise CorruptTransactionIndex(f"{len(raw)} bytes are no aborted index")
     *fields, crc = _HEAD.unpack_from(raw)
@@ -64,7 +64,7 @@ def decode(raw: bytes) -> list[AbortedEntry]:
 
 
 def overlapping(entries: Iterable[AbortedEntry], start: int, end: int) -> list[AbortedTransaction]:
-    """Transactions with records in `[start, end)`."""
+    """Return the transactions with records in `[start, end)`."""
     return [
         AbortedTransaction(e.producer_id, e.first_offset, e.last_offset)
         for e in entries

@@ -1,10 +1,10 @@
-"""What an operator decides about the directories of a stopped broker (rule L15): which logs are
-there and which are not, and `adopt` and `discard` of one.
+"""An operator's decisions about the directories of a stopped broker (rule L15): list the logs that
+exist and that are missing, and `adopt` or `discard` one of them.
 
-The caller holds the lock of the data directory.  Both decisions leave a mark in the second copy of
-the identities (identity.py) before anything else changes.  The next start of the broker reports the
-replica as offline until it is in neither ISR nor ELR; only then does an adopted log take part
-again, or an empty one begin in place of a discarded one.
+The caller holds the lock of the data directory.  Both decisions write a mark into the second copy
+of the identities (identity.py) before anything else changes.  The next start of the broker reports
+the replica as offline until it is in neither the ISR nor the ELR.  Only then does an adopted log
+take part again, or an empty log begin in place of a discarded one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pk.log.storage import Storage
 from pk.types import Offset, PartitionKey, TopicPartition
 
 ROOT = "topics"
-#: The name under which the next start removes a directory (log/manager M3).
+#: The suffix of a directory that the next start removes (log/manager M3).
 DELETING = "-delete"
 
 
 class LogDirectory(NamedTuple):
-    """A directory of a log, or a log that has none."""
+    """A directory of a log, or a log whose directory is missing."""
 
     name: str
-    status: str  #: one of those below
+    status: str  #: one of the states below
     topic_id: str
     problem: str
     segments: int
@@ -40,27 +40,27 @@ class LogDirectory(NamedTuple):
 #: ok            its identity is intact
 #: restorable    its identity is missing or damaged; the next start restores it
 #: unidentified  its identity is lost: an operator must adopt or discard it
-#: other         its identity is that of another name or cluster
-#: missing       a checkpoint names the log, and it is not there
+#: other         its identity names another partition or another cluster
+#: missing       a checkpoint names the log, and its directory is missing
 #: adopted       by an operator; the cluster has not confirmed it yet
-#: discarded     the same
+#: discarded     by an operator; the cluster has not confirmed it yet
 OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
 OTHER, MISSING = "other", "missing"
 
 
 class Contents(NamedTuple):
-    """What a directory holds."""
+    """What the segments of a directory hold."""
 
     segments: int
     bytes: int
     first_offset: Offset
     end_offset: Offset
-    damaged: int  #: batches that do not match their checksum, or cannot be read
+    damaged: int  #: batches that do not match their checksum or cannot be read
 
 
 def opened(storage: Storage) -> Format:
-    """The format file of a data directory.  Raises `InvalidOption` if it is none, and what
-    `check_format` raises.
+    """Read the format file of a data directory.  Raises `InvalidOption` if the directory is not
+    formatted, and the errors of `check_format`.
     """
     found = files.read_format(storage)
     if found is None:
@@ -75,7 +75,7 @@ def opened(storage: Storage) -> Format:
 
 
 def survey(storage: Storage) -> Iterator[LogDirectory]:
-    """Every directory of a log, then every log that is missing."""
+    """Return every directory of a log, then every log that is missing."""
     cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
     there = [name for name in storage.list(ROOT) if not name.endswith(DELETING)]
     for name in there:
@@ -110,7 +110,7 @@ def _status(
 
 
 def extent(storage: Storage, name: str) -> Contents:
-    """Reads every batch."""
+    """Return what the segments of a directory hold.  Reads every batch."""
     segments = _segments(storage, name)
     first = segments[0][0] if segments else 0
     end, damaged = first, 0
@@ -127,7 +127,7 @@ def extent(storage: Storage, name: str) -> Contents:
 
 
 def _segments(storage: Storage, name: str) -> list[tuple[Offset, int]]:
-    """Base offset and size of each."""
+    """Return base offset and size of each segment."""
     found = []
     for each in storage.list(f"{ROOT}/{name}"):
         base = base_offset_of(each)
@@ -139,7 +139,8 @@ def _segments(storage: Storage, name: str) -> list[tuple[Offset, int]]:
 
 
 def to_adopt(storage: Storage, name: str, topic_id: str) -> Identity:
-    """The identity that directory `name` is to have.  `topic_id` "" = as the second copy has it.
+    """Return the identity that directory `name` is to get.  `topic_id` "" = the topic id in the
+    second copy.
 
     Raises `InvalidOption`, and `InvalidRequest` if there is nothing to adopt.
     """
@@ -161,14 +162,15 @@ def to_adopt(storage: Storage, name: str, topic_id: str) -> Identity:
 
 
 def adopt(storage: Storage, name: str, wanted: Identity) -> None:
-    """`name` holds the log of `wanted`.  SYNCED."""
+    """Adopt directory `name` as the log of `wanted`, SYNCED."""
     _mark(storage, name, Known(wanted, ADOPTED))
     where = f"{ROOT}/{name}/{identity.PARTITION_FILE}"
     storage.replace_file(where, identity.encode(wanted))
 
 
 def of_name(storage: Storage, name: str, topic_id: str) -> LogDirectory:
-    """The log of that name.  `topic_id`: of a log that only checkpoints of offsets name.
+    """Return the log of that name.  `topic_id`: the topic id of a log that only checkpoints of
+    offsets name.
 
     Raises `InvalidRequest` if there is neither such a directory nor a checkpoint that names it.
     """
@@ -185,12 +187,13 @@ def of_name(storage: Storage, name: str, topic_id: str) -> LogDirectory:
 
 
 def discard(storage: Storage, found: LogDirectory, new_id: str) -> str:
-    """Give up what `found` holds, or held.  SYNCED.  Returns its new name: the next start removes
-    that; '' if nothing was there.
+    """Give up the log `found`, SYNCED.  Returns the new name of its directory, which the next start
+    removes; '' if there was no directory.
     """
     cluster_id, name = opened(storage).cluster_id, found.name
     known = identity.read_all(storage).get(name)
-    if found.status != OTHER:  # no log is lost with a directory of another name or cluster
+    # a directory of another partition or cluster can be discarded without losing a log
+    if found.status != OTHER:
         wanted = Identity(found.topic_id, _partition_of(name), cluster_id)
         mine = known.identity if known is not None else wanted
         _mark(storage, name, Known(mine, DISCARDED))

@@ -1,15 +1,16 @@
-"""The decided end of one partition's log: the loop gives batches offsets before they are written.
+"""The decided end of one partition's log: the loop assigns offsets to batches before they are
+written.
 
-A `LogAppender` owns what is decided and not yet written: the tail segment, the producers and the
-leader epochs as of the log end, and the write plans.  It changes the written state (`LocalLog`)
-only when a plan completes.  Everything here runs on the loop; `restart`, `repair_op` and `repaired`
-run in the write lane, while nothing is decided.
+A `LogAppender` owns everything that is decided and not written yet: the tail segment, the producers
+and the leader epochs as of the log end, and the write plans.  It changes the written state
+(`LocalLog`) only when a plan completes.  Everything here runs on the loop, except `restart`,
+`repair_op` and `repaired`: these run in the write lane while nothing is decided.
 
 Invariants
   A1  Plans complete in the order in which they were taken.
-  A2  When a plan fails, every append decided since the last good end is undone (rule L2): the
-      generation grows, `complete` ignores the later plans of the old one, and the next plan begins
-      with the repair of the files.
+  A2  When a plan fails, every append decided since the last good end is undone (rule L2).  The
+      generation grows, `complete` ignores the later plans of the old generation, and the next plan
+      begins with the repair of the files.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ NEVER = 2**63 - 1
 
 
 class LogAppender:
-    """See the module's docstring.  `local` is what is written; `epochs` and `producers` are those
-    of its end."""
+    """Assigns offsets to batches and makes write plans.  `local` is the written state; `epochs` and
+    `producers` are those of its end.
+    """
 
     def __init__(self, local: LocalLog, epochs: LeaderEpochs, producers: Producers) -> None:
         self._local = local
         self._epochs = epochs
         self.producers = producers
-        self.tail = local.segments[-1]  #: the segment the next batch goes to
+        self.tail = local.segments[-1]  #: the segment that gets the next batch
         self.generation = 0  #: grows when a plan fails (A2)
-        self.pending_bytes = 0  #: decided and not completed
-        self._pending: WritePlan | None = None  #: decided and not taken
-        self._outstanding: deque[WritePlan] = deque()  #: taken and not completed
+        self.pending_bytes = 0  #: bytes decided and not completed
+        self._pending: WritePlan | None = None  #: the plan that is decided and not taken
+        self._outstanding: deque[WritePlan] = deque()  #: plans taken and not completed
         self._undo: deque[Undo] = deque()
         self._repair = False
         self._unsynced_records = 0
@@ -69,20 +71,22 @@ class LogAppender:
         return self._pending is None and not self._outstanding
 
     def repair_op(self) -> RepairOp | None:
-        """How the files are cut back after a plan failed; None = no plan failed since the last
-        repair."""
+        """Return how the files are cut back after a plan failed; None = no plan failed since the
+        last repair.
+        """
         if not self._repair:
             return None
         tail = self._local.segments[-1]
         return RepairOp(tail, tail.written.size, self._epochs.encode())
 
     def repaired(self) -> None:
-        """The lane has performed `repair_op`."""
+        """Note that the write lane has performed `repair_op`."""
         self._repair = False
 
     def restart(self, producers: Producers, tail: Segment) -> None:
-        """Go on with the state that was read back from the files: the log was cut, or opened
-        again."""
+        """Continue with the state that was read back from the files, after the log was cut or
+        opened again.
+        """
         self.producers = producers
         self.tail = tail
 
@@ -98,7 +102,7 @@ class LogAppender:
         refusal: errors.PkError | None = None,
         heard_ms: int | None = None,
     ) -> Appended | Duplicate:
-        """Give the batch offsets, in memory (the tables of log/validate.py).
+        """Assign offsets to a batch, in memory (by the tables of log/validate.py).
 
         header, batch: as `batch.check` returned it; `columns.validate_body` was run.  `batch` must
             not change until the plan that holds it is completed
@@ -134,7 +138,7 @@ class LogAppender:
     def append_as_follower(
         self, header: Header, batch: Buffer, *, now_ms: int, newest: int = NONE
     ) -> Appended:
-        """Append a batch of the leader as it is, with its offsets and its epoch.
+        """Append a batch of the leader unchanged, with its offsets and its epoch.
 
         newest: the leader's epoch; -1 = unknown.  No checksum covers the epoch of a batch, and a
             damaged one that is too high would fence every later leader
@@ -182,7 +186,7 @@ class LogAppender:
         now_ms: int,
         stamp: int | None,
     ) -> Appended:
-        """Make an accepted batch part of the decided state and of the pending plan."""
+        """Add an accepted batch to the decided state and to the pending plan."""
         plan = self._plan()
         self._roll_if_due(plan, header, base, now_ms)
         first_of_epoch = leader_epoch != NONE and self._epochs.assign(leader_epoch, base)
@@ -228,7 +232,7 @@ class LogAppender:
         return done
 
     def _plan(self) -> WritePlan:
-        """The plan that has not been taken yet; begins one if there is none."""
+        """Return the plan that has not been taken yet; begin one if there is none."""
         plan = self._pending
         if plan is None:
             plan = self._pending = WritePlan(self.generation, self.log_end, self.log_end)
@@ -248,7 +252,9 @@ class LogAppender:
         )
 
     def flush_due_ms(self) -> int | None:
-        """When `flush_ms` requires a flush; None = every record is SYNCED, or it is not set."""
+        """Return when `flush_ms` requires a flush; None = every record is SYNCED, or flush_ms is
+        not set.
+        """
         if self._unsynced_since_ms is None or self._local.synced_end >= self.log_end:
             return None
         if self._local.config.flush_ms >= NEVER - self._unsynced_since_ms:
@@ -273,7 +279,7 @@ class LogAppender:
         self.tail = new
 
     def roll(self) -> bool:
-        """Decide a roll; it happens with the next plan.  False if the active segment is empty."""
+        """Decide a roll; the next plan performs it.  Returns False if the active segment is empty."""
         self._check_open()
         if not self.tail.decided.size:
             return False
@@ -281,8 +287,8 @@ class LogAppender:
         return True
 
     def take_writes(self) -> WritePlan | None:
-        """Everything decided since the last plan; None = nothing.  The caller performs the plans in
-        this order and completes each.
+        """Take everything that was decided since the last plan; None = nothing.  The caller
+        performs the plans in this order and completes each.
         """
         plan, self._pending = self._pending, None
         if plan is not None:
@@ -293,11 +299,11 @@ class LogAppender:
         return plan
 
     def complete(self, plan: WritePlan, error: BaseException | None = None) -> Completion:
-        """Make what `perform(plan)` wrote visible to readers; undo it if there is an `error` (A2).
-        Called once per plan (A1).
+        """Make the batches that `perform(plan)` wrote visible to readers, or undo them if there is
+        an `error` (A2).  Called once per plan (A1).
         """
         local = self._local
-        if plan.generation != self.generation:  # undone together with an earlier one
+        if plan.generation != self.generation:  # undone together with an earlier plan
             return Completion(local.written_end, local.synced_end)
         assert self._outstanding, "a plan that was not taken"
         assert self._outstanding[0] is plan, "plans complete in order"

@@ -1,16 +1,16 @@
-"""The 64-byte header of a record batch: read, check, patch.  No row is touched here.
+"""The 64-byte header of a record batch: read, check, patch.  The rows are not read here.
 
 Layout (docs/design/0001): little endian, naturally aligned, CRC-32C over bytes 24..length.  The
 base offset and the leader epoch are outside the checksum, so the broker assigns both without
 reading the body; only LogAppendTime rewrites a checksummed field.
 
 Invariants
-  B1  a header that `check` accepted can be trusted in every field but base_offset, leader_epoch and
-      the body.
-  B2  record_count <= BATCH_RECORDS_MAX and length >= HEADER_BYTES: no allocation follows an
+  B1  Every field of a header that `check` accepted can be trusted, except base_offset, leader_epoch
+      and the body.
+  B2  record_count <= BATCH_RECORDS_MAX and length >= HEADER_BYTES, so no allocation depends on an
       unchecked number.
-  B3  an empty batch (record_count 0, rule L14) keeps offsets, producer id, epoch and sequence of
-      what it was.
+  B3  An empty batch (record_count 0, rule L14) keeps the offsets, producer id, epoch and sequence
+      of the batch whose records were removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ HEADER_BYTES = limits.HEADER_BYTES
 MAGIC = 0x50  #: as u32: bytes 17..19 are zero
 CRC_START = 24  #: the checksum covers [24, length)
 BATCH_BYTES_MAX = 2**31 - 1
-#: The years 1 to 9999: what the languages of readers and the tier (rule T10) can all express.
+#: The years 1 to 9999: the range that the languages of readers and the tier (rule T10) can all
+#: express.
 TIMESTAMP_MS_MIN = -62_135_596_800_000
 TIMESTAMP_MS_MAX = 253_402_300_799_999
 
@@ -52,7 +53,7 @@ HEADER_NULLS = 1 << 14
 RESERVED = 1 << 15
 #: Flags that describe the body: an empty batch has none of them.
 BODY_FLAGS = CODEC_MASK | 0x7FC0
-#: A flag and the flag it makes no sense without.
+#: Each flag with the flag that it requires.
 _NEEDS = (
     (TIMESTAMPS_I64, TIMESTAMPS),
     (KEY_NULLS, KEY),
@@ -68,18 +69,19 @@ _U32 = struct.Struct("<I")
 
 
 class Header(NamedTuple):
-    """The fields as they stand in the batch."""
+    """The fields of a header, as stored in the batch."""
 
     base_offset: int
-    length: int  #: bytes of the whole batch, header included
+    length: int  #: size of the whole batch in bytes, header included
     leader_epoch: int
     magic: int
     crc: int
     attributes: int
     producer_epoch: int
     last_offset_delta: int
-    base_timestamp: int  #: the smallest, ms; the delete horizon if that flag is set
-    max_timestamp: int  #: the largest, ms; every record's if the type is LogAppendTime
+    base_timestamp: int  #: the smallest timestamp, ms; the delete horizon if that flag is set
+    #: the largest timestamp, ms; that of every record if the type is LogAppendTime
+    max_timestamp: int
     producer_id: int
     base_sequence: int
     record_count: int
@@ -123,8 +125,8 @@ class Header(NamedTuple):
 
     @property
     def has_null_keys(self) -> bool:
-        """Some key is null; exact, because an all-null column is left out and a full one has no
-        null flag.
+        """Whether some key is null.  This is exact, because an all-null column is left out, and a
+        column without nulls does not have the flag.
         """
         return self.record_count > 0 and (self.attributes & (KEY | KEY_NULLS)) != KEY
 
@@ -134,15 +136,15 @@ class Header(NamedTuple):
 
     @property
     def last_sequence(self) -> int:
-        """Sequence of the last record; sequences wrap from 2^31 - 1 to 0 (KIP-98)."""
+        """The sequence of the last record; sequences wrap from 2^31 - 1 to 0 (KIP-98)."""
         if self.base_sequence == NONE:
             return NONE
         return (self.base_sequence + self.last_offset_delta) & 0x7FFFFFFF
 
 
 def read_header(buffer: Buffer, position: int = 0) -> Header:
-    """The header at `position`, not checked.  Raises `CorruptBatch` if fewer than 64 bytes are
-    left.
+    """Read the header at `position`, without checks.  Raises `CorruptBatch` if fewer than 64 bytes
+    are left.
     """
     if position < 0 or len(buffer) - position < HEADER_BYTES:
         raise errors.CorruptBatch(f"{max(0, len(buffer) - position)} bytes are no batch header")
@@ -150,7 +152,7 @@ def read_header(buffer: Buffer, position: int = 0) -> Header:
 
 
 def check_structure(header: Header) -> None:
-    """Raises `CorruptBatch` unless the fields make sense together."""
+    """Raise `CorruptBatch` unless the fields are consistent."""
     problem = _structure_problem(header)
     if problem:
         raise errors.CorruptBatch(f"batch header: {problem}")
@@ -198,10 +200,11 @@ def _structure_problem(header: Header) -> str:  # noqa: C901 - one flat list of 
 
 
 def check(batch: Buffer, size_max: int = BATCH_BYTES_MAX) -> Header:
-    """The header of exactly one whole batch: structure and checksum.
+    """Return the header of exactly one whole batch after checking its structure and checksum.
 
-    Raises `RecordTooLarge` above `size_max` bytes, `CorruptBatch` for all else.  Large checksums
-    release the GIL."""
+    Raises `RecordTooLarge` above `size_max` bytes, and `CorruptBatch` for any other fault.
+    Computing a large checksum releases the GIL.
+    """
     if len(batch) > size_max:
         raise errors.RecordTooLarge(
             f"a batch of {len(batch)} bytes; at most {size_max} are allowed"
@@ -217,7 +220,9 @@ def check(batch: Buffer, size_max: int = BATCH_BYTES_MAX) -> Header:
 
 
 def seal(header: Header, body: Sequence[Buffer]) -> list[Buffer]:
-    """`header` with its length and checksum computed, followed by the untouched `body` parts."""
+    """Return `header` with its length and checksum computed, followed by the unchanged `body`
+    parts.
+    """
     length = HEADER_BYTES + sum(len(part) for part in body)
     if length > BATCH_BYTES_MAX:
         raise errors.RecordTooLarge(
@@ -234,10 +239,11 @@ def seal(header: Header, body: Sequence[Buffer]) -> list[Buffer]:
 def patched(
     batch: Buffer, base_offset: int, leader_epoch: int, append_time_ms: int | None = None
 ) -> list[Buffer]:
-    """The batch with offsets assigned: a new header and a view of the rest.
+    """Return the batch with offsets assigned: a new header and a view of the rest.
 
-    `append_time_ms` stamps it with LogAppendTime, the one rewrite that costs a new checksum; the
-    body keeps whatever timestamps it carries, readers then ignore them."""
+    `append_time_ms` stamps it with LogAppendTime, which is the only change that needs a new
+    checksum.  The timestamps in the body stay, and readers ignore them.
+    """
     view = memoryview(batch)
     if append_time_ms is not None:
         header = read_header(batch)
@@ -256,14 +262,15 @@ def patched(
 
 
 def empty(header: Header) -> bytes:
-    """The batch without its records (rule L14): offsets, times and producer state stay."""
+    """Return the batch without its records (rule L14); offsets, times and producer state stay."""
     bare = header._replace(attributes=header.attributes & ~BODY_FLAGS, record_count=0)
     (raw,) = seal(bare, [])
     return bytes(raw)
 
 
 def iter_headers(buffer: Buffer, position: int = 0) -> Iterator[tuple[int, Header]]:
-    """`(position, header)` of each whole batch; structure checked, checksums not.
+    """Yield `(position, header)` of each whole batch.  The structure is checked, the checksums are
+    not.
 
     Raises `CorruptBatch`, with the position, where a batch does not parse or is cut short.
     """
@@ -282,17 +289,18 @@ def iter_headers(buffer: Buffer, position: int = 0) -> Iterator[tuple[int, Heade
 
 
 def iter_batches(buffer: Buffer) -> Iterator[tuple[Header, memoryview]]:
-    """Each whole batch with its header; raises like `iter_headers`."""
+    """Yield each whole batch with its header; raises like `iter_headers`."""
     view = memoryview(buffer)
     for position, header in iter_headers(buffer):
         yield header, view[position : position + header.length]
 
 
 def check_place(header: Header, before: int, after: int, *, first: bool) -> None:
-    """Whether a batch that was fetched stands between its neighbours: it does not begin below
-    `before`, where the one before it ends, nor end above `after`, where the next one begins.  No
-    checksum covers that (B1).  Of two that overlap the one that follows from its predecessor is
-    believed, and the `first` one if it holds `before`: its broker has looked at it.
+    """Check that a fetched batch fits between its neighbours: it must not begin below `before`,
+    where the batch before it ends, and must not end above `after`, where the next batch begins.  No
+    checksum covers its offsets (B1).  If two batches overlap, the one that continues its
+    predecessor is accepted.  The `first` batch of a fetch is accepted if it holds `before`, because
+    the broker has checked its place.
 
     Raises `CorruptBatch`.
     """

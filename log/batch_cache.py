@@ -1,16 +1,19 @@
-"""What the logs of a directory were given last, in memory: a reader at a log's end needs no disk.
+"""The most recent batches of the logs of a directory, in memory, so that a reader at a log's end
+needs no disk.
 
-Sans-IO, on the loop.  Small appends only.  Of those a reader waits for every one, and handing each
-to a thread and back costs more than reading it; a large one pays for its trip, and its bytes are
-better read from the page cache than held twice.
+Sans-IO, on the loop.  Only small appends are kept.  Readers wait for each of these, and passing one
+to a thread and back costs more than reading it.  For a large append that cost does not matter, and
+reading it from the page cache is better than holding its bytes twice.
 
 Invariants
-  K1  what is held, objects included, is at most `bytes_max`, and LOG_BYTES_MAX of one log: of a log
-      the oldest batch goes first, of the logs the one that was appended to longest ago
-  K2  what is held of a log is one run of whole batches, as they lie on the disk, up to its written
-      end: it enters when its write is completed, an append that is not kept ends the run, and a log
-      that was cut back (`cuts`) has none
-  K3  it is held in memory of its own: a view would keep the whole frame that it came in
+  K1  The cache holds at most `bytes_max`, objects included, and at most LOG_BYTES_MAX of one log.
+      Within a log the oldest batch is removed first; among the logs, the one whose last append is
+      the oldest is removed first.
+  K2  Of each log it holds one run of whole batches, as stored on the disk, up to the written end.
+      A batch is added when its write is completed.  An append that is not kept ends the run, and a
+      log that was cut back (`cuts`) has none.
+  K3  The batches are copied into memory of their own.  A view would keep the whole network frame
+      that they came in.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from pk import limits
 from pk.log.plan import Appended, AppendOp, Read, WritePlan
 from pk.types import Epoch, Offset
 
-#: Larger appends are not kept; copying this much takes 5 µs, and the allocator has it at hand.
+#: Larger appends are not kept.  Copying this many bytes takes 5 µs and needs no new memory pages.
 APPEND_BYTES_MAX = 32 * limits.KIB
 LOG_BYTES_MAX = 128 * limits.KIB
 BYTES_MAX = 16 * limits.MIB
-#: What a batch takes beside its bytes: the objects that hold it, about.
+#: Memory that a batch takes beside its bytes, about: the objects that hold it.
 BATCH_OVERHEAD_BYTES = 256
 
 
@@ -56,7 +59,9 @@ class _Run:
 
 
 class BatchCache:
-    """The ends of the logs of one directory.  A log is named by itself, or any key that lasts."""
+    """The ends of the logs of one directory.  The key of a log is the log itself or any lasting
+    key.
+    """
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self.bytes = 0
@@ -64,7 +69,9 @@ class BatchCache:
         self._runs: OrderedDict[Any, _Run] = OrderedDict()
 
     def keep(self, log: Any, cuts: int, plan: WritePlan) -> None:
-        """`plan` of `log` was completed; `cuts` counts how often the log was cut back."""
+        """Add the batches of a completed `plan` of `log`; `cuts` counts how often the log was cut
+        back.
+        """
         if not plan.appended:
             return
         if plan.size + BATCH_OVERHEAD_BYTES * len(plan.appended) > APPEND_BYTES_MAX:
@@ -99,8 +106,9 @@ class BatchCache:
     def read(
         self, log: Any, cuts: int, offset: Offset, bound: Offset, max_bytes: int, min_one: bool
     ) -> Read | None:
-        """Whole batches from the one that holds `offset` on, below `bound` and of `max_bytes`, the
-        first in any case with `min_one`; None = not here, the log must be asked.
+        """Return whole batches from the one that holds `offset` on, below `bound` and at most
+        `max_bytes`; with `min_one` the first batch in any case.  None = not in the cache: the
+        caller must read the log.
         """
         run = self._runs.get(log)
         if run is None or run.cuts != cuts or offset < run.batches[0].base_offset:
@@ -121,7 +129,7 @@ class BatchCache:
 
 
 def _batches(appended: Sequence[Appended], plan: WritePlan) -> list[_Batch]:
-    """The plan's batches, each in memory of its own (K3)."""
+    """Return the plan's batches, each in memory of its own (K3)."""
     raw = b"".join([part for op in plan.ops if isinstance(op, AppendOp) for part in op.buffers])
     assert len(raw) == plan.size, (len(raw), plan.size)
     found, at = [], 0

@@ -1,13 +1,13 @@
-"""Consecutive batches decoded as one: their sections are joined, not their columns.
+"""Decodes consecutive batches as one: it joins their sections instead of their columns.
 
-To build Arrow columns costs the same for ten rows as for ten thousand; whoever reads a long stretch
-of a log (the tier's copier) pays it once a run.  A run is made of plain batches of one shape:
-without headers, nulls or a delete horizon, and all with keys or all without, the same for values.
-Everything else is decoded batch by batch (`columns.decode`).
+Building Arrow columns costs the same for ten rows as for ten thousand.  A reader of a long stretch
+of a log (the tier's copier) pays this cost once per run.  A run consists of plain batches of one
+shape: without headers, nulls or a delete horizon, either all with keys or all without, and the same
+for values.  Every other batch is decoded alone (`columns.decode`).
 
 Invariants
   D1  decode_batches(run) == the concatenation of `decode` of each of its batches.
-  D2  a run's rows take one copy, whatever its batches were compressed with.
+  D2  The rows of a run are copied once, whatever the compression of its batches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pk.log import columns
 from pk.log.batch import Header
 from pk.log.columns import Body
 
-#: Batches of one run agree on these …
+#: Fields that are equal in all batches of a run.
 _SHAPE = batches.KEY | batches.VALUE
-#: … and have none of these.
+#: Flags that no batch of a run has.
 _ODD = batches.KEY_NULLS | batches.VALUE_NULLS | batches.HEADERS | batches.DELETE_HORIZON
 
 
@@ -38,17 +38,17 @@ class PlainBatch(NamedTuple):
 
 
 def shape_of(header: Header) -> int | None:
-    """What batches of one run have in common; None if this one is decoded alone."""
+    """Return the shape that batches of one run have in common; None if this batch is decoded alone."""
     if header.attributes & _ODD or not header.record_count:
         return None
     return header.attributes & _SHAPE
 
 
 def decode_batches(run: Sequence[PlainBatch], timestamp_unit: str = "ms") -> pa.RecordBatch:
-    """The rows of the run in the columns of `columns.schema(timestamp_unit)`.
+    """Decode the rows of the run into the columns of `columns.schema(timestamp_unit)`.
 
-    All batches have one `shape_of`, not None; bodies come from `columns.parse`, so nothing here can
-    fail.  Together they hold less than 2^31 bytes of keys, and of values.
+    All batches have the same `shape_of`, which is not None.  The bodies come from `columns.parse`,
+    so nothing here can fail.  Together they have less than 2^31 bytes of keys, and of values.
     """
     rows = sum(member.header.record_count for member in run)
     target = columns.schema(timestamp_unit)
@@ -71,7 +71,8 @@ def _fixed(numbers: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
 def _offsets(run: Sequence[PlainBatch], rows: int) -> npt.NDArray[np.int64]:
     first = run[0].header.base_offset
     if run[-1].header.next_offset - first == rows:
-        return np.arange(first, first + rows, dtype=np.int64)  # no gap, between batches or inside
+        # no gap between the batches or inside them
+        return np.arange(first, first + rows, dtype=np.int64)
     found = np.empty(rows, np.int64)
     at = 0
     for header, body in run:

@@ -1,7 +1,7 @@
-"""Checkpoints of the open logs of a broker: recovery points, log starts, high watermarks.
+"""Writes the checkpoints of a broker's open logs: recovery points, log starts, high watermarks.
 
 A `Checkpointer` reads the logs that a `LogManager` has open and writes the checkpoint files of
-their directories.  log/manager M2 and M4 hold here.
+their directories.  Rules M2 and M4 of log/manager hold here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.types import Offset, PartitionKey
 
-#: The open logs, each with the directory it is in.
+#: The open logs, each with its directory.
 OpenLogs = dict[PartitionKey, tuple[PartitionLog, Directory]]
 
 
 class Checkpointer:
-    """See the module's docstring.
+    """Writes the checkpoint files of all data directories.
 
-    directories, logs: the manager's own, which it changes
+    directories, logs: the manager's own collections, which it changes
     producer_expiration_ms: a producer that was silent for longer is forgotten
     """
 
@@ -39,12 +39,15 @@ class Checkpointer:
         self._logs = logs
         self._expiration_ms = producer_expiration_ms
         self._locks = {id(disk): asyncio.Lock() for disk in disks}
-        #: Logs being cut or begun again: a recovery point found before is void (log/manager M2).
+        #: Logs that are being cut or begun again: a recovery point read before is void (log/manager
+        #: M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
     @contextlib.contextmanager
     def reshaping(self, key: PartitionKey) -> Iterator[None]:
-        """While the log is cut, begun again or re-opened, its recovery point does not move."""
+        """While the context is open, the log's recovery point does not move: the log is cut, begun
+        again or re-opened.
+        """
         self._reshaping[key] = None
         try:
             yield
@@ -52,8 +55,9 @@ class Checkpointer:
             del self._reshaping[key]
 
     async def lower(self, directory: Directory, ends: Mapping[PartitionKey, Offset]) -> None:
-        """Lower the checkpoints of these logs to their ends, SYNCED; a move of a log start that is
-        under way does not raise them again."""
+        """Lower the checkpoints of these logs to their ends, SYNCED.  A move of a log start that is
+        under way does not raise them again.
+        """
         for key, end in ends.items():
             log = self._logs[key][0]
             log.log_start = min(log.log_start, end)
@@ -63,7 +67,7 @@ class Checkpointer:
         await self.write(directory)
 
     def high_watermark(self, key: PartitionKey) -> int:
-        """The checkpointed high watermark; 0 if there is none."""
+        """Return the checkpointed high watermark; 0 if there is none."""
         return self._logs[key][1].high_watermarks.get(key, 0)
 
     def set_high_watermark(self, key: PartitionKey, offset: int) -> None:
@@ -73,12 +77,12 @@ class Checkpointer:
             found[1].high_watermarks[key] = offset
 
     async def checkpoint(self, of: Directory | None = None, now_ms: int | None = None) -> None:
-        """Recovery points, log starts, high watermarks (SYNCED) of a directory, or of all, one
-        after another; producers silent by `now_ms` go.
+        """Write recovery points, log starts and high watermarks, SYNCED, of one directory or of
+        all, one after another.  Producers that were silent too long at `now_ms` are forgotten.
 
-        Sealed segments are flushed on the way, beside the writer, so that recovery points follow
-        the rolls. Raises the first storage error, after every directory had its turn
-        (log/manager M4)."""
+        Sealed segments are flushed first, beside the writer, so that recovery points follow the
+        rolls.  Raises the first storage error, after every directory was tried (log/manager M4).
+        """
         problems: list[Exception] = []
         for each in self._directories if of is None else [of]:
             try:
@@ -96,10 +100,11 @@ class Checkpointer:
                 continue
             log.producers.expire(now_ms or 0, self._expiration_ms)
             if directory.recovery_points.get(key) == log.written_end:
-                continue  # nothing new since the last one
+                continue  # nothing new since the last checkpoint
             await directory.disk.read(log.flush_sealed)
             point = await directory.disk.write(log.checkpoint)
-            mine = self._logs.get(key)  # else it was made anew meanwhile (log/manager M2)
+            # otherwise the log was begun again in the meantime (log/manager M2)
+            mine = self._logs.get(key)
             same = mine is not None and mine[0] is log and not log.torn
             if same and key not in self._reshaping:
                 directory.recovery_points[key] = point
@@ -112,9 +117,11 @@ class Checkpointer:
                 await self.write_log_starts(directory)
 
     async def move_log_starts(self, moves: Mapping[PartitionKey, Offset]) -> None:
-        """Rule T9's first half: SYNCED first, and only then seen by readers and the tier.
+        """Move log starts up (first half of rule T9): the new starts are SYNCED before readers and
+        the tier see them.
 
-        A start that is not ahead stays.  Raises the disk's failure; then nothing moved.
+        A start that is not above the present one is ignored.  Raises the disk's failure; then
+        nothing moved.
         """
         for directory in self._directories:
             mine = {key: to for key, to in moves.items() if self._home(key) is directory}

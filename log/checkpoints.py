@@ -15,7 +15,7 @@ VERSION = 0
 
 
 class CorruptCheckpoint(ValueError):
-    """The file is not what it should be; its content can be rebuilt."""
+    """The file is not as it was written; its content can be rebuilt."""
 
 
 def encode(title: str, lines: Iterable[str]) -> bytes:
@@ -24,7 +24,7 @@ def encode(title: str, lines: Iterable[str]) -> bytes:
 
 
 def decode(title: str, raw: bytes) -> list[str]:
-    """The lines.  Raises `CorruptCheckpoint`."""
+    """Decode the lines of the file.  Raises `CorruptCheckpoint`."""
     body, found, tail = raw.rpartition(b"crc32c ")
     if not found or tail != f"{crc32c(body):08x}\n".encode():
         raise CorruptCheckpoint(f"{title}: the checksum does not match")

@@ -1,8 +1,8 @@
 """The body of a batch: Arrow columns ⇄ raw columns with lengths (docs/design/0001, 0002).
 
-Encoding stands in log/encoding.py.  Decoding rebuilds Arrow offsets by a prefix sum and points into
-the received bytes.  A body from the network is hostile until parsed (rule L13): every count is
-compared with the bytes that are really there before anything is allocated from it.
+Encoding is in log/encoding.py.  Decoding rebuilds Arrow offsets by a prefix sum and points into the
+received bytes.  A body from the network is not trusted until it is parsed (rule L13): every count
+is compared with the number of bytes present before anything is allocated for it.
 
 Body of a batch with n records and m headers in all.  A section that is absent takes no bytes:
 
@@ -26,7 +26,7 @@ A compressed body is `u32 decoded length | blob`; lz4 is the frame format.
 Invariants
   F1  `parse` accepts exactly the bodies whose sections fill the decoded size; a null row has length
       0.
-  F2  decoding allocates at most the announced decoded size (<= decoded_bytes_max) plus 16 bytes a
+  F2  Decoding allocates at most the announced decoded size (<= decoded_bytes_max) plus 16 bytes per
       record or header.
   F3  decode(encode(rows)) == rows in the canonical types of `schema`.
 """
@@ -86,7 +86,7 @@ _STAMP = struct.Struct("<q")
 
 
 def schema(timestamp_unit: str = "ms") -> pa.Schema:
-    """The columns of a decoded batch."""
+    """Return the schema of a decoded batch."""
     return pa.schema(
         [
             pa.field("offset", pa.int64(), nullable=False),
@@ -115,7 +115,7 @@ class Marker(NamedTuple):
 def encode_markers(
     markers: Sequence[Marker], timestamp_ms: int, leader_epoch: int = NONE
 ) -> list[Buffer]:
-    """A control batch that ends the transactions of all `markers` at once (rule X5)."""
+    """Encode a control batch that ends the transactions of all `markers` at once (rule X5)."""
     values = pa.array(
         [_MARKER.pack(m.producer_id, m.producer_epoch, m.commit) for m in markers], pa.binary()
     )
@@ -130,7 +130,7 @@ def encode_markers(
 
 
 def decode_markers(batch: Buffer) -> list[Marker]:
-    """The rows of a control batch.  Raises `InvalidRecord` if it holds anything else."""
+    """Decode the rows of a control batch.  Raises `InvalidRecord` if it holds anything else."""
     values = decode(batch, decoded_bytes_max=DECODED_BYTES_MAX).column("value")
     found = []
     for value in values.to_pylist():
@@ -147,7 +147,7 @@ def decode_markers(batch: Buffer) -> list[Marker]:
 
 
 class Body(NamedTuple):
-    """A parsed body: views of the decoded bytes, every section's size checked."""
+    """A parsed body: views of the decoded bytes; the size of every section was checked."""
 
     timestamps: npt.NDArray[Any] | None
     deltas: U32 | None
@@ -166,7 +166,7 @@ class Body(NamedTuple):
 
 
 class _Cursor:
-    """Cuts sections off the front of a body; running past the end is the peer's fault."""
+    """Cuts sections off the front of a body.  Running past the end is an error of the sender."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -188,8 +188,8 @@ class _Cursor:
 
 
 def parse(header: Header, body: memoryview) -> Body:
-    """The sections of a decompressed `body`; every size is checked against the bytes that are there
-    (rule L13).
+    """Parse the sections of a decompressed `body`; every size is checked against the number of
+    bytes present (rule L13).
     """
     flags, n = header.attributes, header.record_count
     cursor = _Cursor(body)
@@ -236,8 +236,8 @@ def parse(header: Header, body: memoryview) -> Body:
 
 
 def _check_rows(header: Header, body: Body) -> None:
-    """What sizes alone do not say: nulls are empty, offsets grow, timestamps lie where the header
-    says.
+    """Check what sizes alone do not show: nulls are empty, offsets grow, timestamps lie in the
+    range that the header announces.
     """
     for lengths, validity in (
         (body.key_lengths, body.key_validity),
@@ -270,7 +270,7 @@ def _null_with_bytes(lengths: U32, validity: memoryview) -> bool:
 
 
 def _decompressed(header: Header, batch: Buffer, decoded_bytes_max: int) -> memoryview:
-    """The decoded body.  The announced size is checked before anything is allocated."""
+    """Return the decoded body.  The announced size is checked before anything is allocated."""
     body = memoryview(batch)[HEADER_BYTES : header.length]
     bound = min(decoded_bytes_max, DECODED_BYTES_MAX)
     if header.codec == "none":
@@ -295,11 +295,13 @@ def _decompressed(header: Header, batch: Buffer, decoded_bytes_max: int) -> memo
 
 
 def _lz4(blob: pa.Buffer, size: int) -> memoryview:
-    """An LZ4 frame of exactly `size` decoded bytes.
+    """Decode an LZ4 frame of exactly `size` decoded bytes.
 
-    Read as a stream into a buffer of ours: Arrow's one-shot LZ4 decoders do not tell when the data
-    ends early, the rest of their buffer would be whatever the memory held before."""
-    out = np.empty(size + 1, np.uint8)  # one more, to notice data that goes on
+    The frame is read as a stream into a buffer of ours.  Arrow's one-shot LZ4 decoders do not
+    report that the data ends early, and the rest of their buffer would be whatever the memory held
+    before.
+    """
+    out = np.empty(size + 1, np.uint8)  # one more byte, to notice data that continues
     with pa.CompressedInputStream(pa.BufferReader(blob), "lz4") as stream:
         found = 0
         while found <= size:
@@ -315,13 +317,13 @@ def _lz4(blob: pa.Buffer, size: int) -> memoryview:
 
 
 def body_of(batch: Buffer, header: Header, decoded_bytes_max: int) -> Body:
-    """The parsed body of one whole batch; points into `batch` where it is not compressed."""
+    """Return the parsed body of one whole batch; it points into `batch` where it is not compressed."""
     return parse(header, _decompressed(header, batch, decoded_bytes_max))
 
 
 def validate_body(batch: Buffer, header: Header, decoded_bytes_max: int) -> None:
-    """Everything `decode` would refuse, without building columns: what a broker does before append
-    (rule L13).
+    """Check everything that `decode` would refuse, without building columns; a broker does this
+    before an append (rule L13).
 
     Off the event loop: decompression and checks of large arrays release the GIL.
     """
@@ -339,10 +341,11 @@ def decode(
     timestamp_unit: str = "ms",
     header: Header | None = None,
 ) -> pa.RecordBatch:
-    """The rows of one whole batch in the columns of `schema(timestamp_unit)`; ms or us.
+    """Decode the rows of one whole batch into the columns of `schema(timestamp_unit)`; ms or us.
 
-    Points into `batch` where it is not compressed.  Does not verify the checksum (`batch.check`
-    does). Raises `InvalidRecord`, `RecordTooLarge`, `CorruptBatch`; never anything else."""
+    The result points into `batch` where it is not compressed.  The checksum is not verified
+    (`batch.check` does this).  Raises only `InvalidRecord`, `RecordTooLarge` and `CorruptBatch`.
+    """
     if header is None:
         header = batches.read_header(batch)
         batches.check_structure(header)
@@ -363,12 +366,14 @@ def decode(
     return pa.RecordBatch.from_arrays(columns, schema=target)
 
 
-#: Rows with these need Arrow's care.
+#: Rows with these flags are decoded through Arrow.
 _NOT_PLAIN = batches.VALUE_NULLS | batches.HEADERS
 
 
 def values_of(batch: Buffer, header: Header, decoded_bytes_max: int) -> list[tuple[int, Any]]:
-    """(offset, value) of each row of a checked batch, like `decode`: of a few small rows sooner."""
+    """Return (offset, value) of each row of a checked batch, like `decode`; faster for a few small
+    rows.
+    """
     plain = header.record_count and not header.attributes & _NOT_PLAIN
     body = body_of(batch, header, decoded_bytes_max) if plain else None
     if body is None or body.value_lengths is None:
@@ -412,13 +417,13 @@ _ENDS = [struct.Struct(f"<{count + 1}i") for count in range(FEW + 1)]
 
 
 def _prefix_sum(lengths: U32) -> pa.Buffer:
-    """Arrow offsets; the sum was checked against the section's size, so nothing overflows."""
+    """Return Arrow offsets.  The sum was checked against the section's size, so nothing overflows."""
     if len(lengths) <= FEW:
         return pa.py_buffer(_ENDS[len(lengths)].pack(0, *accumulate(lengths.tolist())))
     offsets = np.empty(len(lengths) + 1, np.int32)
     offsets[0] = 0
     sums = offsets[1:]
-    sums[:] = lengths.view(np.int32)  # copied first: numpy adds up unaligned numbers slowly
+    sums[:] = lengths.view(np.int32)  # copied first, because numpy adds up unaligned numbers slowly
     np.cumsum(sums, out=sums)
     return pa.py_buffer(offsets)
 
@@ -435,12 +440,12 @@ def _binary(
 
 
 def nulls(rows: int) -> pa.Array:
-    """A binary column of nothing but nulls."""
+    """Return a binary column of nulls only."""
     return pa.Array.from_buffers(pa.binary(), rows, [_zeros(rows), _zeros(rows), _NO_BYTES], rows)
 
 
 def binary(lengths: U32, data: memoryview) -> pa.Array:
-    """A binary column without nulls; the lengths add up to the size of `data`."""
+    """Return a binary column without nulls; the lengths add up to the size of `data`."""
     buffers = [None, _prefix_sum(lengths), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(), len(lengths), buffers, 0)
 
@@ -471,15 +476,16 @@ def _header_lists(rows: int, body: Body) -> pa.Array:
 
 
 def no_headers(rows: int) -> pa.Array:
-    """A headers column of empty lists."""
+    """Return a headers column of empty lists."""
     return pa.Array.from_buffers(HEADER_TYPE, rows, [None, _zeros(rows)], 0, children=[_NO_HEADERS])
 
 
 def _zeros(rows: int) -> pa.Buffer:
-    """Offsets, or validity bits, of `rows` rows that hold nothing; one buffer unless they are many.
+    """Return offsets, or validity bits, of `rows` rows that hold nothing; one shared buffer unless
+    there are many rows.
 
-    Neither this nor the timestamps above use numpy: it lets go of the interpreter for arrays of
-    this size, and to get it back from a busy thread takes far longer than the work.
+    Neither this function nor the timestamps above use numpy.  For arrays of this size numpy
+    releases the GIL, and getting it back from a busy thread takes far longer than the work.
     """
     return _ZEROS if rows < _ZEROS_ROWS else pa.py_buffer(bytes(4 * (rows + 1)))
 

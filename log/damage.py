@@ -1,7 +1,8 @@
 """Where a segment is damaged, and what is still whole: ranges of offsets and of bytes.
 
-A survey checks every batch: its place in the log, its leader epoch, its checksum.  Where a batch
-fails it looks for the next whole one.  What lies between the two is one damaged range (rule L9).
+A survey checks the place in the log, the leader epoch and the checksum of every batch.  Where a
+batch fails, the survey looks for the next whole batch.  The bytes between are one damaged range
+(rule L9).
 
 Three things say where the next whole batch begins:
   the damaged batch's own length and number of offsets, or these with one bit flipped, if a batch
@@ -9,16 +10,17 @@ Three things say where the next whole batch begins:
   the sparse index, whose entries are places where batches begin;
   a search for the magic number.
 
-A record's value may hold a copy of a batch, which has a valid checksum, too.  So a batch that was
-found by searching counts only if the batches after it lead, one behind the other, to a place that
-is known: an entry of the index, or the segment's end.
+A record's value may hold a copy of a batch with a valid checksum.  So a batch that was found by
+searching counts only if the batches after it lead, one behind the other, to a known place: an entry
+of the index or the segment's end.
 
 Invariants
-  D1  a range begins where the last whole batch ended and ends where the next whole one begins
-      whose place is proven.  One flipped bit costs one batch; a whole batch between several
-      damaged neighbours may be told as lost, up to the next entry of the index.
-  D2  ranges of one survey are disjoint, ascending, and cover at least one offset each.
-  D3  `end` is UNKNOWN for a tail alone: no batch, and no `end_offset`, says which offsets it held.
+  D1  A range begins where the last whole batch ended.  It ends where the next whole batch begins
+      whose place is proven.  One flipped bit costs one batch.  A whole batch between several
+      damaged ones may be reported as lost, up to the next entry of the index.
+  D2  The ranges of one survey are disjoint and ascending, and each covers at least one offset.
+  D3  `end` is UNKNOWN only for a tail: no later batch and no `end_offset` says which offsets it
+      held.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from pk.types import NONE, Epoch, Offset
 ReadAt = Callable[[int, int], bytes]
 
 UNKNOWN = NONE
-#: Bytes that are read at a time, at least.
+#: The least number of bytes that is read at a time.
 CHUNK_BYTES = 1024 * 1024
 _MAGIC = struct.pack("<I", batches.MAGIC)
-#: Of a header.
+#: Positions of fields in a header.
 _MAGIC_AT, _LENGTH_AT, _DELTA_AT = 16, 8, 28
 _I32 = struct.Struct("<i")
 
@@ -52,7 +54,7 @@ class Damage(NamedTuple):
     are equal where bytes are missing."""
 
     start: Offset
-    end: Offset  #: the first offset behind it; UNKNOWN
+    end: Offset  #: the first offset behind the range; UNKNOWN if nothing says it
     position: int
     end_position: int
     problem: str
@@ -63,7 +65,7 @@ class Damage(NamedTuple):
 
 
 def lost(where: str, damage: Damage) -> errors.DataLoss:
-    """What a reader of the only copy gets for an offset in a damaged range."""
+    """Return the error that a reader of the only copy gets for an offset in a damaged range."""
     return errors.DataLoss(
         f"{where}: offsets {damage} are damaged: {damage.problem}",
         offset=str(damage.start),
@@ -72,7 +74,7 @@ def lost(where: str, damage: Damage) -> errors.DataLoss:
 
 
 def corrupt(where: str, damage: Damage) -> errors.CorruptLog:
-    """What the operator gets (rule L9)."""
+    """Return the error that the operator gets (rule L9)."""
     return errors.CorruptLog(
         f"{where}: offsets {damage} are damaged: {damage.problem}; "
         "pk log repair goes past them while the broker is stopped",
@@ -82,8 +84,8 @@ def corrupt(where: str, damage: Damage) -> errors.CorruptLog:
 
 
 def missing_in_front(start: Offset, first_offset: Offset) -> Damage | None:
-    """What is missing of a log that is to begin at `start` or below; its first segment begins at
-    `first_offset`.
+    """Return the range that is missing at the beginning of a log.  The log must begin at `start` or
+    below, and its first segment begins at `first_offset`.
     """
     if first_offset <= start:
         return None
@@ -100,10 +102,11 @@ def survey(
     epoch_of: Callable[[Offset], Epoch] | None = None,
     dense: bool = True,
 ) -> list[Damage]:
-    """The damaged ranges of a segment of `size` bytes.
+    """Return the damaged ranges of a segment of `size` bytes.
 
-    end_offset: where its last batch ends, if that is known.  index: entries whose offset and
-    position agree with the segment.  epoch_of: the leader epoch of an offset, NONE = not known.
+    end_offset: where the last batch ends, if that is known. index: the entries whose offset and
+    position agree with the segment. epoch_of: returns the leader epoch of an offset, NONE =
+    unknown. dense: each batch begins at the offset where the batch before it ends.
     dense: each batch begins where the one before it ends.
     """
     return list(_Survey(read, size, base_offset, end_offset, index, epoch_of, dense).run())
@@ -119,9 +122,9 @@ def end_of_range(
     index: SparseIndex | None = None,
     base_offset: Offset = 0,
 ) -> Offset:
-    """Where the damaged range ends that begins with `offset`, at `position`; UNKNOWN = nothing says
-    so.  Reads from there to the next whole batch.  index: of the segment, whose first offset is
-    `base_offset`.
+    """Return where the damaged range ends that begins with `offset`, at `position`; UNKNOWN =
+    nothing says it.  Reads from there to the next whole batch. index: of the segment, whose first
+    offset is `base_offset`.
     """
     rest = _Survey(read, size, base_offset, end_offset, index, None, True)
     return rest.next_whole(position, offset)[1]
@@ -129,16 +132,16 @@ def end_of_range(
 
 def is_torn(read: ReadAt, size: int, position: int, offset: Offset, *, dense: bool) -> bool:
     """Whether the last bytes of a segment, from `position` on, are the beginning of one batch that
-    a dying process left.  They are not if a whole batch lies among them, or if they are one whole
-    batch whose header announces another length: then the length is what is damaged, and what is
-    there may have been acknowledged.
+    a dying process left.  They are not if a whole batch lies among them.  Neither are they if they
+    are one whole batch whose header announces another length: then the length is damaged, and the
+    batch may have been acknowledged.
     """
     tail = _Survey(read, size, offset, UNKNOWN, None, None, dense)
     return tail.next_whole(position, offset)[1] == UNKNOWN
 
 
 class _Survey:
-    """See `survey`."""
+    """The state of one survey; see the function `survey`."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class _Survey:
         self._dense = dense
         positions = index.positions if index is not None else ()
         offsets = index.offsets if index is not None else ()
-        #: Position → offset of batches, by the index.
+        #: Positions of batches → their base offsets, from the index.
         self._places = {
             at: base_offset + delta for at, delta in zip(positions, offsets, strict=False)
         }
@@ -182,7 +185,7 @@ class _Survey:
     # -- one batch ---------------------------------------------------------------------------------
 
     def _bytes(self, position: int, size: int) -> memoryview:
-        """At most `size` bytes of the segment, from a chunk that is kept."""
+        """Return at most `size` bytes of the segment, from a chunk that is kept in memory."""
         size = max(0, min(size, self._size - position))
         at = position - self._chunk_at
         if at < 0 or at + size > len(self._chunk):
@@ -191,7 +194,9 @@ class _Survey:
         return memoryview(self._chunk)[at : at + size]
 
     def _header(self, position: int) -> tuple[Header | None, str]:
-        """A header whose fields make sense together and that fits into the segment."""
+        """Return the header at a position if its fields are consistent and the batch fits into the
+        segment.
+        """
         raw = self._bytes(position, HEADER_BYTES)
         if len(raw) < HEADER_BYTES:
             return None, f"{len(raw)} bytes are no batch header"
@@ -206,7 +211,7 @@ class _Survey:
         return header, ""
 
     def _whole(self, position: int, offset: Offset) -> tuple[Header | None, str]:
-        """The batch at `position` if it is whole and continues the log at `offset`."""
+        """Return the batch at `position` if it is whole and continues the log at `offset`."""
         header, problem = self._header(position)
         if header is None:
             return None, problem
@@ -227,8 +232,9 @@ class _Survey:
     # -- the next whole one ------------------------------------------------------------------------
 
     def next_whole(self, position: int, offset: Offset) -> tuple[int, Offset]:
-        """Position and offset of the next whole batch behind the damaged one at `position`; at the
-        end, the segment's own."""
+        """Return position and offset of the next whole batch behind the damaged one at `position`;
+        if there is none, those of the segment's end.
+        """
         following = self._by_its_header(position, offset)
         if following is not None:
             return following
@@ -242,8 +248,9 @@ class _Survey:
         return (self._size, self._end_offset) if found is None else found
 
     def _by_its_header(self, position: int, offset: Offset) -> tuple[int, Offset] | None:
-        """Where the damaged batch itself says that it ends, if a batch begins there that continues
-        the offsets; one bit of what it says may be the one that rotted.
+        """Return where the damaged batch ends according to its own header, if a batch that
+        continues the offsets begins there.  One bit of the header's length or number of offsets may
+        be flipped.
         """
         raw = self._bytes(position, HEADER_BYTES)
         if len(raw) < HEADER_BYTES:
@@ -253,7 +260,7 @@ class _Survey:
         if self._continues(position, offset, length, delta, said=True):
             return position + length, offset + delta + 1
         if self._matches(position):
-            return None  # then both numbers are right, and `offset` is not
+            return None  # then both numbers are right, and `offset` is wrong
         following = self._end_by_its_checksum(position, offset)
         if following is not None:
             return self._size, following
@@ -265,11 +272,11 @@ class _Survey:
     def _continues(
         self, position: int, offset: Offset, size: int, last: int, *, said: bool
     ) -> bool:
-        """Whether a batch of `size` bytes that ends with offset `offset + last` fits in here.
+        """Whether a batch of `size` bytes whose last offset is `offset + last` fits at `position`.
 
-        The batch behind it must say so by its base offset, or the one behind that.  Both must
-        unless the damaged batch `said` these numbers: no checksum covers a base offset, and a bit
-        of it may be the one that rotted.
+        The base offset of the next batch, or of the one after it, must confirm the numbers.  Both
+        must if the damaged batch's header does not have exactly these numbers (`said` is false): no
+        checksum covers a base offset, so a bit of it may be flipped.
         """
         end, following = position + size, offset + last + 1
         if size < HEADER_BYTES or last < 0 or end > self._size:
@@ -290,8 +297,9 @@ class _Survey:
         return said and confirmed
 
     def _end_by_its_checksum(self, position: int, offset: Offset) -> Offset | None:
-        """The offset behind the batch at `position` if all bytes up to the segment's end match its
-        checksum, which covers the number of offsets and not the length: the length alone is wrong.
+        """Return the offset behind the batch at `position` if all bytes up to the segment's end
+        match its checksum.  The checksum covers the number of offsets but not the length, so only
+        the length is wrong.
         """
         header = batches.read_header(self._bytes(position, HEADER_BYTES))
         base = offset if self._dense else max(offset, header.base_offset)
@@ -302,14 +310,14 @@ class _Survey:
         return following if crc32c(raw[batches.CRC_START :]) == header.crc else None
 
     def _matches(self, position: int) -> bool:
-        """Whether the checksum of the batch at `position` is right."""
+        """Whether the checksum of the batch at `position` matches."""
         header, _ = self._header(position)
         if header is None:
             return False
         return crc32c(self._bytes(position, header.length)[batches.CRC_START :]) == header.crc
 
     def _ends_with(self, position: int, offset: Offset, following: Offset) -> bool:
-        """Whether the segment's last batch, damaged, ends the segment at `following`."""
+        """Whether the damaged last batch of the segment ends at offset `following`."""
         if self._end_offset != UNKNOWN:
             return self._end_offset == following
         header, _ = self._header(position)
@@ -321,7 +329,9 @@ class _Survey:
     def _search(
         self, position: int, limit: int, offset: Offset, limit_offset: Offset
     ) -> tuple[int, Offset] | None:
-        """The first batch in `[position, limit)` from which a chain of batches leads to `limit`."""
+        """Return the first batch in `[position, limit)` from which a chain of batches leads to
+        `limit`.
+        """
         origin = position
         while position < limit:
             raw = bytes(self._bytes(position, min(CHUNK_BYTES, limit - position)))
@@ -343,7 +353,9 @@ class _Survey:
         return None
 
     def _leads_to(self, position: int, offset: Offset, limit: int, limit_offset: Offset) -> bool:
-        """Whether batch follows batch from here to `limit`; damaged ones may lie between."""
+        """Whether consecutive batches lead from `position` to `limit`; damaged ones may lie
+        between.
+        """
         while position < limit:
             header, _ = self._header(position)
             if header is not None and header.base_offset == offset:
@@ -357,12 +369,12 @@ class _Survey:
 
 
 def _variants(length: int, delta: int) -> Iterator[tuple[int, int]]:
-    """Both numbers with one bit of either flipped."""
+    """Yield both numbers with one bit of either flipped."""
     for bit in range(31):
         yield length ^ 1 << bit, delta
         yield length, delta ^ 1 << bit
 
 
 def span(size: int) -> int:
-    """The most offsets that damaged batches of `size` bytes can have had."""
+    """Return the largest number of offsets that damaged batches of `size` bytes can have had."""
     return (size // HEADER_BYTES + 1) * BATCH_RECORDS_MAX

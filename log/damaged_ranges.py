@@ -1,5 +1,5 @@
-"""Damaged ranges of a log that is not open: for opening it all the same (log/loading O10), and for
-an operator who goes past them (repair.py).
+"""Finds the damaged ranges of a log that is not open.  Opening a log in spite of them (log/loading
+O10) and `pk log repair` (repair.py) use the result.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pk.log.segment import INDEX, TIMEINDEX, Segment, base_offset_of
 from pk.log.storage import Storage
 from pk.types import Offset
 
-#: Beyond every offset.
+#: Larger than every offset.
 FAR = 2**63 - 1
 
 
 def damaged_ranges(
     storage: Storage, path: str, *, trusted: bool, trusted_to: Offset, dense: bool
 ) -> dict[Offset, tuple[Damage, ...]]:
-    """Every damaged range whose end is known, by the base offset of its segment.
+    """Return every damaged range whose end is known, by the base offset of its segment.
 
-    trusted: the log was closed cleanly.  trusted_to: no power loss can have torn what lies below.
+    trusted: the log was closed cleanly. trusted_to: no power loss can have torn anything below this
+    offset.
     """
     found: dict[Offset, tuple[Damage, ...]] = {}
     for segment, ranges in survey_log(storage, path, trusted=trusted, dense=dense):
@@ -37,7 +38,7 @@ def damaged_ranges(
 def survey_log(
     storage: Storage, path: str, *, trusted: bool, dense: bool
 ) -> list[tuple[Segment, list[Damage]]]:
-    """Each segment, oldest first, with its damaged ranges."""
+    """Return each segment, oldest first, with its damaged ranges."""
     known = epochs_of(storage, path)
     bases = bases_of(storage, path)
     found = []
@@ -60,12 +61,12 @@ def survey_log(
 
 
 def bases_of(storage: Storage, path: str) -> list[Offset]:
-    """Base offsets of the segments, ascending."""
+    """Return the base offsets of the segments, ascending."""
     return [base for name in storage.list(path) if (base := base_offset_of(name)) is not None]
 
 
 def epochs_of(storage: Storage, path: str) -> LeaderEpochs | None:
-    """What the file says; None if it is damaged or missing."""
+    """Return the content of the epoch file; None if it is damaged or missing."""
     try:
         return LeaderEpochs.decode(storage.read_file(f"{path}/{leader_epochs.FILE}"))
     except (FileNotFoundError, checkpoints.CorruptCheckpoint):
@@ -73,8 +74,10 @@ def epochs_of(storage: Storage, path: str) -> LeaderEpochs | None:
 
 
 def _index(segment: Segment) -> tuple[SparseIndex, Offset] | None:
-    """The index's entries and where it ends.  It is not compared with the segment's last batch:
-    that one may be the damaged one."""
+    """Return the entries of the index and where it ends.  They are not compared with the segment's
+    last batch, because the last batch may be the damaged one.
+    that one may be the damaged one.
+    """
     with contextlib.suppress(index.CorruptIndex, FileNotFoundError):
         raw = segment.read_file(INDEX), segment.read_file(TIMEINDEX)
         sparse, extent = index.decode(segment.base_offset, *raw)

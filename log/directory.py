@@ -145,7 +145,6 @@ class Directory:
         """Return the content of run.json for this process.  While a tail torn by a power loss is
         not repaired, the boot id is left out: the next process must treat the tail as torn and not
         as damaged (recovery.py: G, I).
-        boot: the next one must take it for that, not for damage (recovery.py: G, I).
         """
         lost = self.unrepaired and not self.same_boot
         return Run("" if lost else boot_id, broker_epoch)

@@ -1,8 +1,8 @@
 """Where two logs diverge, from the offsets at which their leader epochs begin.  Pure.
 
 Two logs that have a record of the same leader epoch at the same offset agree on every record below
-it: an epoch has one leader, and a leader writes one history (KIP-101, KIP-279, KIP-595).  So the
-offsets at which each epoch begins and ends are enough, and no record is read.
+it, because an epoch has one leader, and a leader writes one history (KIP-101, KIP-279, KIP-595).
+So it is enough to know the offsets at which each epoch begins and ends, and no record is read.
 
     who compares                              asks
     leader, for a follower (rules R4, R5)     find_divergence
@@ -21,15 +21,16 @@ from pk.types import NONE, Epoch, Offset
 
 
 class EpochEnd(NamedTuple):
-    """The newest epoch both logs may have, and where it ended in the log that answers."""
+    """The newest epoch that both logs may have, and where it ended in the log of the leader."""
 
     epoch: Epoch
     end_offset: Offset
 
 
 class StartAt(NamedTuple):
-    """The follower drops its log and begins at `offset`, where a segment of the leader's begins
-    (rule R5)."""
+    """The follower drops its log and begins at `offset`, where a segment of the leader begins
+    (rule R5).
+    """
 
     offset: Offset
 
@@ -43,10 +44,11 @@ Divergence = EpochEnd | StartAt
 def diverging_end(
     epochs: LeaderEpochs, end: Offset, last_epoch: Epoch, offset: Offset
 ) -> EpochEnd | None:
-    """Compare this log, which ends at `end`, with one that ends at `offset` in `last_epoch`.
+    """Compare this log, which ends at `end`, with a log that ends at `offset` in `last_epoch`.
 
-    None = this log has the other one's last record.  Else the newest epoch here that is not above
-    `last_epoch`, and its end.  The epoch is -1 if `last_epoch` is newer than every epoch here.
+    Returns None if this log has the other log's last record.  Otherwise returns the newest epoch
+    here that is not above `last_epoch`, and its end.  The epoch is -1 if `last_epoch` is newer than
+    every epoch here.
     """
     epoch, epoch_end = epochs.end_offset_for(last_epoch, end)
     if epoch == NONE:
@@ -59,8 +61,8 @@ def diverging_end(
 def find_divergence(
     epochs: LeaderEpochs, first: Offset, end: Offset, last_epoch: Epoch, offset: Offset
 ) -> Divergence | None:
-    """What a leader answers a follower whose log ends at `offset`, with `last_epoch` before it;
-    None = the two logs agree up to there.
+    """Return a leader's answer to a follower whose log ends at `offset`, with `last_epoch` before
+    it; None = the two logs agree up to there.
 
     The leader holds `[first, end)`.  It does not know the epochs of records below `first`.
     """
@@ -70,7 +72,7 @@ def find_divergence(
     if last_epoch == NONE:
         return EpochEnd(epochs.latest, end) if offset > end else None
     found = diverging_end(epochs, end, last_epoch, offset)
-    if found is None:  # an epoch may begin above `end`: decided, and not yet written
+    if found is None:  # an epoch may begin above `end`: decided and not written yet
         return EpochEnd(last_epoch, end) if offset > end else None
     if found.epoch == NONE:  # the leader has no record of the follower's last epoch
         return EpochEnd(epochs.latest, min(end, offset))
@@ -80,8 +82,8 @@ def find_divergence(
 def reader_divergence(
     epochs: LeaderEpochs, end: Offset, last_epoch: Epoch, offset: Offset
 ) -> EpochEnd | None:
-    """Where this log diverges from the one in which a reader read up to `offset`, in `last_epoch`;
-    None = the reader may go on (KIP-320, rule R4).
+    """Return where this log diverges from the log in which a reader read up to `offset`, in
+    `last_epoch`; None = the reader may go on (KIP-320, rule R4).
     """
     if last_epoch == NONE or offset == 0:
         return None
@@ -110,7 +112,8 @@ def lacks_last_record(
 
 
 def truncation_offset(epochs: LeaderEpochs, log_end: Offset, theirs: EpochEnd) -> Offset:
-    """Where the log that ends at `log_end` is cut after a leader answered `theirs`.
+    """Return the offset at which the log that ends at `log_end` is cut after a leader answered
+    `theirs`.
 
     The result is an offset that both logs reached in the same epoch, or a lower one than before:
     truncation may take several rounds, each to an older epoch (KIP-595).
@@ -121,6 +124,6 @@ def truncation_offset(epochs: LeaderEpochs, log_end: Offset, theirs: EpochEnd) -
     if own.epoch == NONE:
         return min(theirs.end_offset, log_end)
     target = min(own.start_offset, log_end)
-    # `own.epoch` is the newest of this log's epochs that is not above theirs.  If it is older, this
-    # log's records above its end are of epochs that the leader does not have.
+    # `own.epoch` is this log's newest epoch that is not above theirs.  If it is older, this log's
+    # records above its end belong to epochs that the leader does not have.
     return min(target, theirs.end_offset) if own.epoch == theirs.epoch else target

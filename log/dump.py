@@ -1,6 +1,7 @@
-"""What a file of a log holds, as plain objects: the matter of `pk log dump`.  Never raises for
-damaged input: damage is an object too, `{"corrupt": why, "position": where}`, and what can be read
-after it is."""
+"""Lists the contents of a file of a log as plain objects, for `pk log dump`.  It never raises for
+damaged input: damage is an object, too, `{"corrupt": why, "position": where}`, and everything
+readable behind it follows.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SUFFIXES = (LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
 
 def kind_of(name: str) -> str | None:
-    """The suffix or checkpoint name that says how to read a file; None = not one of ours."""
+    """Return the suffix or checkpoint name that says how to read a file; None = not a file of pk."""
     name = name.removesuffix(".deleted").removesuffix(".tmp")
     if name in CHECKPOINTS:
         return name
@@ -40,7 +41,7 @@ def kind_of(name: str) -> str | None:
 
 
 def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterator[Object]:
-    """The objects of a file of `kind`."""
+    """Yield the objects of a file of `kind`."""
     if kind == LOG:
         yield from dump_log(read, size, records)
         return
@@ -76,8 +77,8 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
 
 
 def dump_log(read: ReadAt, size: int, records: bool) -> Iterator[Object]:
-    """One object per batch, with its rows if `records`; a batch whose checksum fails is stepped
-    over.
+    """Yield one object per batch, with its rows if `records`.  A batch whose checksum fails is
+    stepped over.
     """
     position = 0
     while position < size:
@@ -149,7 +150,7 @@ def _rows(raw: bytes, header: Header) -> Object:
 
 
 def text(data: bytes | None) -> str | Object | None:
-    """Bytes for people: text if they are utf-8, else `{"base64": …}`."""
+    """Return bytes in a readable form: text if they are utf-8, else `{"base64": …}`."""
     if data is None:
         return None
     try:

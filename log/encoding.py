@@ -1,8 +1,9 @@
-"""Rows → the parts of a batch (docs/design/0001, 0002); log/columns.py is the other direction and
-the layout's home.
+"""Encodes rows as the parts of a batch (docs/design/0001, 0002). log/columns.py decodes them and
+documents the layout.
 
-Nothing is copied but what a codec needs: key and value data are views of the Arrow buffers, lengths
-are one subtraction, the checksum runs over the parts."""
+Nothing is copied except for a codec: key and value data are views of the Arrow buffers, the lengths
+are one subtraction, and the checksum runs over the parts.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +25,29 @@ from pk.types import NONE
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
-#: Arrow binary offsets are i32: no decoded body may be larger, whatever a topic allows.
+#: Arrow's binary offsets are i32, so no decoded body may be larger, whatever a topic allows.
 DECODED_BYTES_MAX = 2**31 - 1
 
 UNITS = {"s": 1000, "ms": 1, "us": 1000, "ns": 1_000_000}  #: per ms, but for s
 LENGTH = struct.Struct("<I")
 
 
-#: So many numbers are added up sooner without numpy.
+#: Up to so many numbers, Python adds them up faster than numpy.
 FEW = 32
 
 
 def numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """The values of a numeric column without nulls, not copied.
+    """Return the values of a numeric column without nulls, not copied.
 
-    `Array.to_numpy` would import pandas where there is one: a third of a second of CPU, on
-    whichever thread comes first, and while a client's loop imports nothing else happens there.
+    `Array.to_numpy` would import pandas where it is installed.  That costs a third of a second of
+    CPU in the first thread that calls it, and blocks a client's loop if it happens there.
     """
     found: npt.NDArray[Any] = np.from_dlpack(column)
     return found
 
 
 def total(lengths: U32 | None) -> int:
-    """The sum, without overflow."""
+    """Return the sum, without overflow."""
     if lengths is None:
         return 0
     if len(lengths) <= FEW:
@@ -55,7 +56,7 @@ def total(lengths: U32 | None) -> int:
 
 
 class _Blob(NamedTuple):
-    """A binary column ready to be written; `lengths` None = every row is null and the column is
+    """A binary column ready to be written.  `lengths` None = every row is null, and the column is
     left out.
     """
 
@@ -82,13 +83,14 @@ def encode(
     leader_epoch: int = NONE,
     keep_offsets: bool = False,
 ) -> list[Buffer]:
-    """`rows` as one batch, in parts to be joined or written with one writev; other columns are
-    ignored.
+    """Encode `rows` as one batch, in parts to be joined or written with one writev; other columns
+    are ignored.
 
     Columns: value, and any of key (binary or text types), timestamp (int64 ms or any Arrow
     timestamp), headers (list<struct<key, value>>).  `keep_offsets` takes the batch's offsets from
     the column `offset` (sparse if they have gaps).  Raises `SerializationError` for a column of
-    another type, `RecordTooLarge`."""
+    another type, `RecordTooLarge`.
+    """
     count = rows.num_rows
     if not 0 < count <= limits.BATCH_RECORDS_MAX:
         raise errors.RecordTooLarge(
@@ -146,7 +148,7 @@ def encode_lists(
     default_timestamp: int = 0,
     transactional: bool = False,
 ) -> list[Buffer]:
-    """Like `encode`, from Python lists: what an accumulator of single records holds."""
+    """Encode Python lists, as an accumulator of single records holds them; otherwise like `encode`."""
     count = len(values)
     if not 0 < count <= limits.BATCH_RECORDS_MAX:
         raise errors.RecordTooLarge(
@@ -251,7 +253,7 @@ def _compressed(parts: list[Buffer], codec: str, level: int) -> list[Buffer]:
     return [
         LENGTH.pack(len(body)),
         coder.compress(body, asbytes=True),
-    ]  # a shrunk Arrow buffer lies about its shape
+    ]  # the buffer of a sliced Arrow array misreports its shape
 
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:
@@ -264,7 +266,7 @@ def _blob_of_list(items: Sequence[bytes | None] | None, name: str) -> _Blob:
     try:
         data = b"".join(items)  # type: ignore[arg-type]
         lengths = np.fromiter(map(len, items), np.uint32, len(items))  # type: ignore[arg-type]
-        if total(lengths) != len(data):  # a memoryview of something wider than bytes
+        if total(lengths) != len(data):  # a memoryview whose items are wider than a byte
             raise errors.SerializationError(f"{name}: not bytes")
         return _Blob(lengths, None, data)
     except TypeError:
@@ -275,7 +277,7 @@ def _blob_of_list(items: Sequence[bytes | None] | None, name: str) -> _Blob:
 
 
 def _blob(array: pa.Array, name: str) -> _Blob:
-    """Lengths, validity bits and a view of the data of a binary or text column."""
+    """Return the lengths, the validity bits and a view of the data of a binary or text column."""
     kind = array.type
     if pa.types.is_null(kind) or array.null_count == len(array):
         return _ABSENT
@@ -293,7 +295,7 @@ def _blob(array: pa.Array, name: str) -> _Blob:
     validity: bytes | None = None
     if array.null_count:
         valid = array.is_valid().to_numpy(zero_copy_only=False)
-        if lengths[~valid].any():  # Arrow lets a null row cover bytes; ours has length 0
+        if lengths[~valid].any():  # Arrow allows bytes under a null row; in a batch its length is 0
             return _blob_with_nulls(pc.fill_null(array, pa.scalar(b"", kind)), valid, name)
         validity = np.packbits(valid, bitorder="little").tobytes()
     start, end = int(offsets[0]), int(offsets[-1])
@@ -310,7 +312,7 @@ _PLAIN = (pa.binary(), pa.string(), *_WIDE)
 
 
 def _plain(array: pa.Array, name: str) -> pa.Array:
-    """Other layouts of bytes (views, fixed size, dictionary) as `binary`."""
+    """Convert other layouts of bytes (views, fixed size, dictionary) to `binary`."""
     try:
         if isinstance(array, pa.DictionaryArray):
             array = array.dictionary_decode()
@@ -327,7 +329,7 @@ def _plain(array: pa.Array, name: str) -> pa.Array:
 
 
 def _stamps(column: pa.Array | None, default_ms: int) -> I64 | int:
-    """Milliseconds per row, or one for all."""
+    """Return milliseconds per row, or one number for all rows."""
     if column is None or pa.types.is_null(column.type):
         return default_ms
     kind = column.type
@@ -357,7 +359,7 @@ def _stamps(column: pa.Array | None, default_ms: int) -> I64 | int:
 
 
 def _headers(column: pa.Array | None) -> tuple[U32, _Blob, _Blob] | None:
-    """Counts per row, keys, values; None if no row has headers."""
+    """Return counts per row, keys and values; None if no row has headers."""
     if column is None or pa.types.is_null(column.type) or column.null_count == len(column):
         return None
     kind = column.type
@@ -399,7 +401,7 @@ def _header_values(values: pa.Array) -> _Blob:
     blob = _blob(values, "headers")
     if (
         blob.lengths is None
-    ):  # all null: the column of lengths stays, so that the sections are fixed
+    ):  # all null: the column of lengths stays, because the sections of headers are fixed
         return _Blob(np.zeros(len(values), np.uint32), bytes((len(values) + 7) // 8), b"")
     return blob
 

@@ -1,12 +1,12 @@
 """Leader epoch → start offset: where each leader's records begin (KIP-101, KIP-320).
 
-Two replicas that agree on (epoch, offset) agree on everything before it; divergence is found by
-asking where an epoch ended.  The cache is small and sorted; it is written before the first batch of
-a new epoch is.
+Two replicas that agree on (epoch, offset) agree on every record before it.  Divergence is found by
+asking where an epoch ended.  The cache is small and sorted, and is written to disk before the first
+batch of a new epoch.
 
 Invariants
-  E1  epochs and start offsets both grow strictly.
-  E2  the entries are one immutable tuple: other threads may look while the loop replaces it.
+  E1  Epochs and start offsets both grow strictly.
+  E2  The entries are one immutable tuple: other threads may read it while the loop replaces it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LeaderEpochs:
         return self._entries[-1].epoch if self._entries else NONE
 
     def assign(self, epoch: int, start_offset: int) -> bool:
-        """Note that `epoch` starts at `start_offset`; False if it is known.  An epoch that never
-        got a record goes.
+        """Note that `epoch` starts at `start_offset`; returns False if it is known.  An epoch that
+        never got a record is removed.
         """
         assert epoch >= self.latest, (epoch, self.latest)
         if epoch == self.latest:
@@ -47,16 +47,16 @@ class LeaderEpochs:
         return True
 
     def epoch_of(self, offset: int) -> int:
-        """The epoch `offset` belongs to; -1 below the first entry."""
+        """Return the epoch that `offset` belongs to; -1 below the first entry."""
         entries = self._entries
         at = bisect_right(entries, offset, key=lambda entry: entry.start_offset)
         return entries[at - 1].epoch if at else NONE
 
     def end_offset_for(self, epoch: int, log_end: int) -> EpochStart:
-        """(the largest epoch <= `epoch` known here, where it ended); (-1, -1) for an epoch newer
+        """Return (the largest known epoch <= `epoch`, where it ended); (-1, -1) if `epoch` is newer
         than all (KIP-320).
 
-        An epoch older than all ended where the first known one starts.
+        An epoch older than all known ones ended where the first known one starts.
         """
         if not self._entries or epoch > self.latest or epoch == NONE:
             return EpochStart(NONE, NONE)
@@ -67,15 +67,15 @@ class LeaderEpochs:
         return EpochStart(self._entries[at - 1].epoch if at else epoch, end)
 
     def truncate_end(self, offset: int) -> bool:
-        """Forget epochs that start at or above `offset`; True if any did."""
+        """Forget the epochs that start at or above `offset`; returns True if there were any."""
         kept = tuple(entry for entry in self._entries if entry.start_offset < offset)
         changed = len(kept) != len(self._entries)
         self._entries = kept
         return changed
 
     def truncate_start(self, log_start: int) -> bool:
-        """Forget epochs that ended at or below `log_start`; the one that covers it then starts
-        there.
+        """Forget the epochs that ended at or below `log_start`; the epoch that covers `log_start`
+        then starts there.
         """
         at = bisect_right(self._entries, log_start, key=lambda entry: entry.start_offset)
         if at == 0 or (at == 1 and self._entries[0].start_offset == log_start):
@@ -84,7 +84,7 @@ class LeaderEpochs:
         return True
 
     def replace(self, entries: Iterable[EpochStart]) -> None:
-        """Go on with `entries`: the log was opened again."""
+        """Replace the entries after the log was opened again."""
         self._entries = tuple(entries)
 
     def clear(self) -> None:
@@ -96,7 +96,7 @@ class LeaderEpochs:
 
     @classmethod
     def decode(cls, raw: bytes) -> LeaderEpochs:
-        """Raises `checkpoints.CorruptCheckpoint`."""
+        """Decode the file's content.  Raises `checkpoints.CorruptCheckpoint`."""
         entries: list[EpochStart] = []
         try:
             for line in checkpoints.decode(FILE, raw):

@@ -1,21 +1,23 @@
 """Whose log a partition directory holds: its identity, and the second copy of all identities.
 
-`partition.json` in the partition directory names the topic id, the topic and the partition (rule
-L8), the cluster, and the metadata log and the offset in it at which the partition was created.  A
-CRC-32C covers every byte.  The second copy is `partition-identity-checkpoint` at the root of the
-data directory: one line for each log of the directory.  It lies in another place than the first, so
-that it survives the loss of a whole partition directory, and then says that there was a log; and
-many partitions that are created together cost one write of it (log/creation.py).
+`partition.json` in the partition directory names the topic id, the topic and the partition
+(rule L8), the cluster, and the metadata log and the offset in it at which the partition was
+created.  A CRC-32C covers every byte.
+
+The second copy is `partition-identity-checkpoint` at the root of the data directory: one line for
+each log of the directory.  It lies outside of the partition directories, so it survives the loss of
+one and still says that there was a log.  Many partitions that are created together cost one write
+of it (log/creation.py).
 
 A partition directory with segments is never discarded because its identity is missing, damaged or
 unknown (rule L15).  The identity is restored from the second copy, or the partition is offline
 until an operator adopts or discards the directory (`pk log adopt | discard`, log/adoption.py).
 
 Invariants
-  I1  the second copy names a log from the moment its directory is SYNCED and before its first
-      record is acknowledged, until the log is given up; it names one topic id for each partition
-      name
-  I2  an identity is restored only where the file is missing or fails its checksum
+  I1  The second copy names a log from the moment when its directory is SYNCED, and before its first
+      record is acknowledged, until the log is given up.  It names one topic id for each partition
+      name.
+  I2  An identity is restored only if its file is missing or fails its checksum.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 PARTITION_FILE = "partition.json"
 IDENTITIES = "partition-identity-checkpoint"
-#: What the second copy says of a log: it is served from here; an operator adopted its directory, or
-#: discarded it, and the cluster has not been told of that yet.
+#: States of a log in the second copy: it is served from here; an operator adopted its directory; an
+#: operator discarded it.  The cluster has not confirmed the last two yet.
 HERE, ADOPTED, DISCARDED = "here", "adopted", "discarded"
 
 
 class Identity(NamedTuple):
-    """Whose log it is, and when it came to be."""
+    """Which partition a log belongs to, and when it was created."""
 
     topic_id: str
     topic_partition: TopicPartition
     cluster_id: str = ""
-    genesis: str = ""  #: of the metadata log that knew the partition
-    created: Offset = NONE  #: where that log was when the partition was created here
+    genesis: str = ""  #: id of the metadata log that knew the partition
+    created: Offset = NONE  #: the offset of the metadata log when the partition was created here
 
     @property
     def key(self) -> PartitionKey:
@@ -50,7 +52,7 @@ class Identity(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A line of the second copy."""
+    """One line of the second copy."""
 
     identity: Identity
     state: str = HERE
@@ -61,14 +63,14 @@ Identities = dict[str, Known]
 
 
 def encode(identity: Identity) -> bytes:
-    """The content of partition.json (sealed.py)."""
+    """Encode the content of partition.json (sealed.py)."""
     fields = identity._asdict()
     fields["topic"], fields["partition"] = fields.pop("topic_partition")
     return sealed.encode(fields)
 
 
 def decode(raw: bytes, where: str) -> Identity:
-    """Raises `LogUnidentified` for damage."""
+    """Decode partition.json.  Raises `LogUnidentified` for damage."""
     try:
         found = sealed.decode(raw)
     except sealed.CorruptFile as damage:
@@ -78,7 +80,7 @@ def decode(raw: bytes, where: str) -> Identity:
 
 
 def read(storage: Storage, path: str) -> Identity | None:
-    """The identity of a partition directory; None = it has none.  Raises `LogUnidentified`."""
+    """Read the identity of a partition directory; None = it has none.  Raises `LogUnidentified`."""
     try:
         raw = storage.read_file(f"{path}/{PARTITION_FILE}")
     except FileNotFoundError:
@@ -87,7 +89,8 @@ def read(storage: Storage, path: str) -> Identity | None:
 
 
 def read_or_restore(storage: Storage, path: str, second: Known | None) -> Identity | None:
-    """In the write lane: `read`, and where that finds nothing whole, what `second` says (I2).
+    """In the write lane: read the identity.  If it is missing or damaged, restore it from `second`
+    (I2).
 
     A directory that an operator discarded is not restored.
     """
@@ -105,7 +108,9 @@ def read_or_restore(storage: Storage, path: str, second: Known | None) -> Identi
 
 
 def begin(storage: Storage, path: str, identity: Identity) -> File:
-    """The identity beside its place: once the file is SYNCED, `name` puts it there."""
+    """Write the identity to a temporary file.  Once the file is SYNCED, `name` renames it to its
+    place.
+    """
     file = storage.open(f"{path}/{PARTITION_FILE}.tmp", create=True)
     try:
         file.truncate(0)
@@ -117,7 +122,7 @@ def begin(storage: Storage, path: str, identity: Identity) -> File:
 
 
 def name(storage: Storage, path: str) -> None:
-    """WRITTEN: `sync_dir` makes it last."""
+    """Rename the temporary file to its place: WRITTEN; `sync_dir` makes the name durable."""
     storage.rename(f"{path}/{PARTITION_FILE}.tmp", f"{path}/{PARTITION_FILE}")
 
 
@@ -125,7 +130,7 @@ def name(storage: Storage, path: str) -> None:
 
 
 def lines_of(known: Iterable[Known]) -> list[str]:
-    """The lines of the checkpoint; "-" stands for an empty field."""
+    """Return the lines of the checkpoint; "-" stands for an empty field."""
     lines = []
     for each, state in known:
         topic, partition = each.topic_partition
@@ -135,7 +140,7 @@ def lines_of(known: Iterable[Known]) -> list[str]:
 
 
 def parse(lines: Iterable[str]) -> Identities:
-    """Raises `ValueError` for what is no such line."""
+    """Parse the lines of the checkpoint.  Raises `ValueError` for an invalid line."""
     found: Identities = {}
     for line in lines:
         *texts, created, partition, topic, state = line.split(" ")
@@ -146,7 +151,9 @@ def parse(lines: Iterable[str]) -> Identities:
 
 
 def read_all(storage: Storage) -> Identities:
-    """The second copy; missing or damaged = {}: `load` makes it again from the first copies."""
+    """Read the second copy.  Missing or damaged = {}: `load` rebuilds it from the partition
+    directories.
+    """
     try:
         return parse(checkpoints.decode(IDENTITIES, storage.read_file(IDENTITIES)))
     except (FileNotFoundError, ValueError):
@@ -154,7 +161,7 @@ def read_all(storage: Storage) -> Identities:
 
 
 def write_all(storage: Storage, identities: Identities) -> None:
-    """SYNCED."""
+    """Write the second copy, SYNCED."""
     storage.replace_file(IDENTITIES, checkpoints.encode(IDENTITIES, lines_of(identities.values())))
 
 
@@ -164,7 +171,9 @@ def write_all(storage: Storage, identities: Identities) -> None:
 def unidentified(
     storage: Storage, path: str, why: str, wanted: Identity | None = None
 ) -> errors.LogUnidentified:
-    """`path` holds segments and nothing says whose; `wanted`: the partition that has its name."""
+    """Return the error for a directory `path` whose segments have no valid identity.  `wanted`: the
+    partition of this name.
+    """
     name = path.rpartition("/")[2]
     adopt = f"pk log adopt {storage.root} {name}"
     if wanted is not None:
@@ -178,7 +187,9 @@ def unidentified(
 
 
 def missing(storage: Storage, tp: TopicPartition, topic_id: str) -> errors.LogMissing:
-    """A checkpoint of `storage` names the log of `tp`, and it is not there."""
+    """Return the error for the log of `tp` that a checkpoint of `storage` names and that is
+    missing.
+    """
     return errors.LogMissing(
         f"the log of {tp} ({topic_id}) was in {storage.root} and is there no more; its acknowledged"
         " offsets are not given again. Put its directory back and restart; or stop the server, run "

@@ -1,8 +1,8 @@
 """The sparse index of a segment: offset → position, and the largest timestamp before each entry.
 
-One entry per `index_interval_bytes` of log: (offset of a batch relative to the segment's base, its
-position, the largest timestamp of all batches before it).  The last column makes a look-up by time
-the same search.
+There is one entry per `index_interval_bytes` of log: the offset of a batch relative to the
+segment's base, its position, and the largest timestamp of all batches before it.  Because of the
+last column, a look-up by time is the same search as one by offset.
 
 Files, little endian.  Each is written whole and carries a checksum, so that a torn one is detected
 and rebuilt:
@@ -15,13 +15,13 @@ and rebuilt:
                 | first_append_ms i64 | batches u64 | position of the last batch u64
                 | checksum of the last batch u32 | count u32 | crc u32 (of everything else)
 
-The last batch's checksum ties the index to the content of the log.  An index that does not belong
-to the log (which was cut, or replaced under the same name) is detected by reading one header.
+The last batch's checksum ties the index to the content of the log.  Reading one header detects an
+index that does not belong to the log, because the log was cut or replaced under the same name.
 
 Invariants
-  I1  offsets and positions grow strictly, timestamps do not fall.
-  I2  entries are added when a batch is decided; readers look below what is written, so they never
-      meet such an entry.
+  I1  Offsets and positions grow strictly; timestamps do not fall.
+  I2  An entry is added when its batch is decided.  Readers look only below the written end, so they
+      never meet an entry of a batch that is not written.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ NO_TIMESTAMP = -(2**63)
 
 
 class Extent(NamedTuple):
-    """What a segment holds up to some point."""
+    """What a segment holds up to a position."""
 
-    size: int  #: bytes
+    size: int  #: size in bytes
     next_offset: int
     max_timestamp: int = NO_TIMESTAMP
-    max_timestamp_offset: int = NONE  #: base offset of the first batch that has it
-    first_append_ms: int = NONE  #: broker's clock at the first append: what segment_ms counts from
+    #: base offset of the first batch that has the largest timestamp
+    max_timestamp_offset: int = NONE
+    first_append_ms: int = NONE  #: broker's clock at the first append, from which segment_ms counts
     batches: int = 0
-    last_position: int = 0  #: of the last batch, and its checksum
+    last_position: int = 0  #: position of the last batch, and its checksum
     last_crc: int = 0
 
     def grown(
         self, header: Header, base_offset: int, max_timestamp: int, crc: int, now_ms: int
     ) -> Extent:
-        """With one more batch, at `base_offset`."""
+        """Return the extent with one more batch, at `base_offset`."""
         newer = max_timestamp > self.max_timestamp
         return Extent(
             self.size + header.length,
@@ -77,7 +78,7 @@ class Extent(NamedTuple):
         )
 
     def beyond(self, size: int, next_offset: int) -> Extent:
-        """The same batches, but the end is another one: damage lies between."""
+        """Return an extent with the same batches and another end, because damage lies between."""
         return self._replace(size=size, next_offset=next_offset)
 
 
@@ -98,21 +99,22 @@ class SparseIndex:
     def add(self, offset: int, position: int, max_timestamp_before: int) -> None:
         self.positions.append(position)
         self.times.append(max_timestamp_before)
-        self.offsets.append(offset - self.base_offset)  # last: who finds it finds the others
+        # set last: a thread that sees it sees the other arrays, too
+        self.offsets.append(offset - self.base_offset)
 
     @property
     def last_position(self) -> int:
-        """Position of the last entry; 0 without entries."""
+        """The position of the last entry; 0 without entries."""
         return self.positions[-1] if self.positions else 0
 
     def floor(self, offset: int) -> int:
-        """A position at or before the batch that holds `offset`."""
+        """Return a position at or before the batch that holds `offset`."""
         at = bisect_right(self.offsets, min(max(0, offset - self.base_offset), 2**32 - 1))
         return self.positions[at - 1] if at else 0
 
     def floor_position(self, position: int) -> tuple[int, int]:
-        """The last entry at or before `position`: (position, offset); (0, base offset) if there is
-        none.
+        """Return the last entry at or before `position`: (position, offset); (0, base offset) if
+        there is none.
         """
         at = bisect_right(self.positions, position, 0, len(self.offsets))
         return (
@@ -122,7 +124,7 @@ class SparseIndex:
         )
 
     def floor_time(self, timestamp_ms: int) -> int:
-        """A position before which every timestamp is smaller than `timestamp_ms`."""
+        """Return a position before which every timestamp is smaller than `timestamp_ms`."""
         at = bisect_left(self.times, timestamp_ms, 0, len(self.offsets))
         return self.positions[at - 1] if at else 0
 
@@ -138,11 +140,13 @@ class SparseIndex:
 
 
 class CorruptIndex(ValueError):
-    """An index file is torn, of another segment, or does not fit its log: rebuild it."""
+    """An index file is torn, belongs to another segment or does not fit its log; the caller
+    rebuilds it.
+    """
 
 
 def encode(index: SparseIndex, extent: Extent) -> tuple[bytes, bytes]:
-    """The two files' contents; entries beyond `extent.size` are left out."""
+    """Encode the contents of the two files; entries beyond `extent.size` are left out."""
     count = bisect_left(index.positions, max(extent.size, 0), 0, len(index.offsets))
     offsets = np.array(index.offsets[:count], np.uint32)
     positions = np.array(index.positions[:count], np.uint32)
@@ -179,7 +183,7 @@ def _sealed(magic: bytes, base_offset: int, extent: Extent, count: int, entries:
 def decode_entries(
     raw: bytes, magic: bytes
 ) -> tuple[int, Extent, np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
-    """`(base offset, extent, entries n × 2)` of one file.  Raises `CorruptIndex`."""
+    """Decode one file: `(base offset, extent, entries n × 2)`.  Raises `CorruptIndex`."""
     if len(raw) < HEAD_BYTES:
         raise CorruptIndex(f"{len(raw)} bytes are no index")
     found, version, _, base_offset, *fields, count = _HEAD.unpack_from(raw)
@@ -198,8 +202,8 @@ def decode_entries(
 
 
 def decode(base_offset: int, index_raw: bytes, times_raw: bytes) -> tuple[SparseIndex, Extent]:
-    """Both files of the segment `base_offset`.  Raises `CorruptIndex` also where they contradict
-    each other.
+    """Decode both files of the segment `base_offset`.  Raises `CorruptIndex`, also if they
+    contradict each other.
     """
     base, extent, pairs = decode_entries(index_raw, OFFSETS)
     other_base, other_extent, stamps = decode_entries(times_raw, TIMES)

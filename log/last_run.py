@@ -1,8 +1,8 @@
 """When the broker of a data directory last trusted its wall clock (rule L10): `clock-checkpoint`.
 
 Every data directory has the file.  It is written SYNCED, and only while the broker trusts its clock
-(server/broker/clock_trust.py).  A file that is missing or damaged is no evidence of anything: the
-next start then waits as if its clock were implausible.
+(server/broker/clock_trust.py).  If the file is missing or damaged, the next start waits as if its
+clock were implausible.
 
 pk clock-checkpoint 0
 <wall ms> <boottime ms> <keep producers until, wall ms> <boot id or ->
@@ -32,13 +32,13 @@ class LastRun(NamedTuple):
 
 
 def encode(run: LastRun) -> bytes:
-    """The content of the file."""
+    """Encode the content of the file."""
     line = f"{run.wall_ms} {run.boottime_ms} {run.keep_producers_ms} {run.boot_id or _NO_BOOT}"
     return checkpoints.encode(FILE, [line])
 
 
 def decode(raw: bytes) -> LastRun | None:
-    """None if the file is damaged."""
+    """Decode the content; None if the file is damaged."""
     try:
         (line,) = checkpoints.decode(FILE, raw)
         wall, boottime, keep, boot_id = line.split(" ", 3)

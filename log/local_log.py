@@ -34,7 +34,7 @@ def segment_at(segments: Sequence[Segment], offset: Offset) -> int:
 
 
 class LocalLog:
-    """See the module's docstring.
+    """The stored part of one partition's log.
 
     path: the partition's directory, relative to the storage's root
     segments: at least one, oldest first; the last is the active one
@@ -61,8 +61,8 @@ class LocalLog:
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.written_end: Offset = self.segments[-1].written.next_offset
         self.log_start = log_start
-        #: How far the log is SYNCED by what the lane did, and by what the loop was told of.  Each
-        #: thread sets its own, so that neither takes back what the other has reached.
+        #: How far the log is SYNCED by the write lane, and how far the loop knows it to be SYNCED.
+        #: Each thread sets its own field, so that neither undoes the progress of the other.
         self.synced_by_lane: Offset = synced_end
         self.synced_by_loop: Offset = 0
         self.cuts = 0  #: how often the log was cut back: what was read before is void
@@ -71,8 +71,9 @@ class LocalLog:
 
     @property
     def first_offset(self) -> Offset:
-        """Where the oldest segment begins.  Replicas copy from there, below log_start, too (rule
-        R5)."""
+        """The first offset of the oldest segment.  Replicas copy from there on, also below
+        log_start (rule R5).
+        """
         return self.segments[0].base_offset
 
     @property
@@ -82,7 +83,7 @@ class LocalLog:
 
     @property
     def synced_end(self) -> Offset:
-        """Everything below it is SYNCED."""
+        """The offset below which everything is SYNCED."""
         return max(self.synced_by_lane, self.synced_by_loop)
 
     def begin_segments(self, fresh: Sequence[Segment]) -> None:
@@ -90,10 +91,10 @@ class LocalLog:
         sealed = self.segments[-1], *fresh[:-1]
         self.segments = (*self.segments, *fresh)
         for segment in sealed:
-            segment.index = None  # its index is on disk
+            segment.index = None  # the index is on disk by now
 
     def drop_oldest(self, gone: Sequence[Segment]) -> None:
-        """Hide the oldest segments from readers.  Their files are still there."""
+        """Hide the oldest segments from readers.  Their files still exist."""
         assert list(gone) == list(self.segments[: len(gone)]), "segments go from the oldest on"
         self.segments = self.segments[len(gone) :]
         for segment in gone:
@@ -101,7 +102,7 @@ class LocalLog:
             self.cache.forget(segment)
 
     def begin_with_hole(self, lost: Damage) -> Segment:
-        """Begin with an empty segment for offsets whose files are missing in front of the first."""
+        """Insert an empty segment in front of the first one, for offsets whose files are missing."""
         hole = Segment(self.storage, self.path, lost.start)
         hole.damage, hole.synced = (lost,), True
         hole.written = hole.decided = hole.written.beyond(0, lost.end)
@@ -109,7 +110,9 @@ class LocalLog:
         return hole
 
     def replace_segments(self, segments: Iterable[Segment]) -> None:
-        """Go on with what was found in the files after a cut or another opening."""
+        """Replace the segments by those that were found in the files after a cut or another
+        opening.
+        """
         self.segments = tuple(segments)
         self.cuts += 1
         self.written_end = self.segments[-1].written.next_offset

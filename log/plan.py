@@ -1,7 +1,8 @@
-"""The values a partition log hands out: decisions, write plans, reads.  Data only.
+"""The values that a partition log returns: decisions, write plans, reads.  Data only.
 
-A plan is made on the loop, performed once on the directory's write lane and completed on the loop
-again; whoever holds it treats it as opaque but for the fields marked public."""
+A plan is made on the loop, performed once on the directory's write lane, and completed on the loop
+again.  Its holder uses only the fields marked public.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ from pk.types import NONE
 class Now(NamedTuple):
     """The times of one append (rule L10)."""
 
-    wall_ms: int  #: the broker's clock: LogAppendTime, and what clients' timestamps are held to
-    heard_ms: int  #: when its producer was heard: no clock that was set back makes it seem silent
+    #: the broker's clock: LogAppendTime, and the clock that clients' timestamps are compared with
+    wall_ms: int
+    #: when its producer was heard; a clock that was set back must not make the producer look silent
+    heard_ms: int
 
 
 @dataclass(slots=True, frozen=True)
 class LogConfig:
-    """The topic settings a log obeys; times in ms, sizes in bytes; -1 = no limit, -2 (local) = like
-    the topic's.
+    """The topic settings that a log uses; times in ms, sizes in bytes; -1 = no limit, -2 (local) =
+    the topic's value.
     """
 
     cleanup_policy: str
@@ -47,7 +50,7 @@ class LogConfig:
 
     @classmethod
     def of(cls, resolved: Mapping[str, Any]) -> LogConfig:
-        """From a topic's resolved settings (`settings.TOPIC.resolve`)."""
+        """Make the settings from a topic's resolved ones (`settings.TOPIC.resolve`)."""
         return cls(**{name: resolved[name] for name in cls.__dataclass_fields__})
 
     @property
@@ -64,7 +67,9 @@ class LogConfig:
 
 
 class Appended(NamedTuple):
-    """A batch that was given offsets; it counts only once a completed plan covers `last_offset`."""
+    """A batch that was given offsets.  It counts as appended only once a completed plan covers
+    `last_offset`.
+    """
 
     base_offset: int
     last_offset: int
@@ -76,8 +81,8 @@ class Appended(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """A batch the log already has (or is writing): answered like the original, not before (rule
-    L4).
+    """A batch that the log already has or is writing.  It gets the original's answer, and not
+    before the original (rule L4).
     """
 
     base_offset: int
@@ -102,14 +107,14 @@ class RollOp(NamedTuple):
 
 
 class EpochOp(NamedTuple):
-    """Replace the leader-epoch checkpoint before the epoch's first batch is written."""
+    """Replace the leader-epoch checkpoint; done before the epoch's first batch is written."""
 
     content: bytes
 
 
 class RepairOp(NamedTuple):
-    """After a failed write: cut `segment` back to `size`, remove later ones (rule L2); `epochs` are
-    those of what is left.
+    """Repair after a failed write: cut `segment` back to `size` and remove later segments
+    (rule L2).  `epochs` are those of the records that are left.
     """
 
     segment: Any
@@ -119,19 +124,21 @@ class RepairOp(NamedTuple):
 
 @dataclass(slots=True)
 class WritePlan:
-    """Everything decided since the last plan.  Public: start to sync, and appended."""
+    """Everything decided since the last plan.  The public fields are those from `start` to `sync`,
+    and `appended`.
+    """
 
     generation: int
-    start: int  #: log end before
-    end: int  #: log end after
-    size: int = 0  #: bytes
+    start: int  #: the log end before the plan
+    end: int  #: the log end after the plan
+    size: int = 0  #: size of the batches
     records: int = 0
-    sync: bool = False  #: fdatasync before it completes
+    sync: bool = False  #: fdatasync before the plan completes
     ops: list[AppendOp | RollOp | EpochOp | RepairOp] = field(default_factory=list)
     appended: list[Appended] = field(default_factory=list)
     extents: dict[Any, Any] = field(
         default_factory=dict
-    )  #: segment → extent that becomes true when it completes
+    )  #: segment → the extent that becomes valid when the plan completes
 
 
 @dataclass(slots=True)
@@ -142,17 +149,17 @@ class Completion:
     synced_end: int
     failed: tuple[
         Appended, ...
-    ] = ()  #: decided appends that are undone; their duplicates fail with them
+    ] = ()  #: decided appends that are undone; the duplicates of these batches fail with them
     error: errors.PkError | None = None
     rolled: bool = False
 
 
 class Read(NamedTuple):
-    """Whole batches; the first may begin below the offset asked for."""
+    """Whole batches that were read; the first may begin below the requested offset."""
 
     data: bytes
-    next_offset: int  #: where the next read starts: >= what the data covers (rule L12)
-    base_offset: int  #: of the first batch; = next_offset if there is no data
+    next_offset: int  #: where the next read starts: at or above the end of the data (rule L12)
+    base_offset: int  #: base offset of the first batch; = next_offset if there is no data
     last_epoch: int  #: leader epoch of the last batch, -1 without data
 
     @property
@@ -161,7 +168,7 @@ class Read(NamedTuple):
 
 
 class TimeOffset(NamedTuple):
-    """The first offset whose timestamp is at least the one asked for."""
+    """The first offset whose timestamp is at least the requested one."""
 
     offset: int
     timestamp_ms: int
@@ -169,11 +176,13 @@ class TimeOffset(NamedTuple):
 
 
 class RetentionPlan(NamedTuple):
-    """What may go now.  `log_start` first and durably (rule T9), then the segments."""
+    """What retention may remove now.  The log start is moved first and durably (rule T9), then the
+    segments are dropped.
+    """
 
-    log_start: int  #: the log start afterwards
+    log_start: int  #: the log start after the plan
     drop: tuple[int, ...]  #: base offsets of the segments to drop, oldest first
-    roll: bool  #: the active segment expired whole: roll it first (rule L10), then plan again
+    roll: bool  #: the whole active segment expired: roll it first (rule L10), then plan again
     reason: str = ""
 
     @property

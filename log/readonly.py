@@ -1,13 +1,15 @@
 """A read-only view of a log that another process writes: what the tier process sees (rule P1).
 
-It has no lock and no say.  Segments are rolled, renamed and removed under it: a file that is gone
-means "list again".  The caller bounds every read by an offset the writer vouched for (LSO, high
-watermark): what lies beyond may be half written or about to be cut back, and is not looked at.
+The view takes no lock and changes nothing.  Segments are rolled, renamed and removed while it
+reads; if a file is missing, the view lists the directory again.  The caller bounds every read by an
+offset that the writer vouched for (LSO, high watermark).  Records beyond it may be half written or
+about to be cut back, and are not read.
 
 Rules
-  H1  a position is a hint; if no batch begins there, everything remembered is forgotten and the
-      read tried once more from the files, and only then called corrupt.
-  H2  memory is bounded: an index per segment looked at, dropped when another segment is read.
+  H1  A remembered position is a hint.  If no batch begins there, the view forgets everything it
+      remembers and tries the read once more from the files.  Only if that fails, too, is the log
+      reported as corrupt.
+  H2  Memory is bounded: the view keeps the index of one segment and drops it when it reads another.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ _FAR = 2**63 - 1
 
 
 def open_readonly(storage: Storage, path: str) -> SegmentReader:
-    """A view of the partition directory `path`; it need not exist yet."""
+    """Return a view of the partition directory `path`, which need not exist yet."""
     return SegmentReader(storage, path)
 
 
 class SegmentReader:
-    """See the module's docstring.  For one thread at a time."""
+    """Reads the segments of a log that another process writes.  For one thread at a time."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage
@@ -43,20 +45,22 @@ class SegmentReader:
         self._at = NONE  #: base offset of the segment the two fields below belong to
         self._index = SparseIndex(0)
         self._hints: dict[int, int] = {}
-        self._complete = False  #: the index covers a sealed segment: nothing better will come
+        self._complete = False  #: the index covers a sealed segment, so it will not improve
 
     @property
     def base_offset(self) -> int:
-        """Of the first segment, as last listed; -1 without any."""
+        """The base offset of the first segment, as last listed; -1 without any."""
         return self._bases[0] if self._bases else NONE
 
     def file_of(self, offset: int) -> str:
-        """The segment file that holds `offset`, as last listed; the directory without one."""
+        """Return the segment file that holds `offset`, as last listed; the directory if there is
+        none.
+        """
         at = bisect_right(self._bases, offset) - 1
         return self.path if at < 0 else f"{self.path}/{file_name(self._bases[at], LOG)}"
 
     def refresh(self) -> None:
-        """List again; forget every position."""
+        """List the segments again and forget every position."""
         names = self._storage.list(self.path)
         self._bases = [base for name in names if (base := base_offset_of(name, LOG)) is not None]
         self._forget()
@@ -73,7 +77,7 @@ class SegmentReader:
         min_one_batch: bool = True,
         verify: bool = False,
     ) -> Read:
-        """Whole batches of `[offset, bound)`; empty if there are none yet.
+        """Return the whole batches of `[offset, bound)`; empty if there are none yet.
 
         Raises `OffsetOutOfRange` if the segment that held `offset` is gone, `CorruptLog` (rule L9).
         """
@@ -118,7 +122,7 @@ class SegmentReader:
                     break
                 at = bisect_right(self._bases, offset) - 1
                 if at >= 0 and self._bases[at] == known[-1]:
-                    at += 1  # it was rolled: what we want is in the next one
+                    at += 1  # the log was rolled: the batch is in the next segment
                 continue
             at += 1
         return Read(b"", offset, offset, NONE)
@@ -142,7 +146,7 @@ class SegmentReader:
         return found
 
     def _prepare(self, segment: Segment, size: int, last: bool, offset: int) -> None:
-        """The best index there is for this segment: its file, or none (headers are walked)."""
+        """Load the best index there is for this segment: its file, or none (headers are walked)."""
         if self._at != segment.base_offset:
             self._forget()
             self._at = segment.base_offset
@@ -159,7 +163,9 @@ class SegmentReader:
 
 
 def _last_epoch(data: bytes) -> int:
-    """Of the last batch that parses: whoever decodes the next one says where the damage is."""
+    """Return the epoch of the last batch that parses.  The caller that decodes the next batch
+    reports the damage.
+    """
     epoch = NONE
     with contextlib.suppress(errors.CorruptBatch):
         for _, header in batches.iter_headers(data):

@@ -1,20 +1,20 @@
-"""Going past damaged ranges: each becomes a known gap, by an operator's word (`pk log repair`).
+"""Repairs damaged ranges: each becomes a known gap, because an operator said so (`pk log repair`).
 
-A gap is an empty batch: a header without records that covers the range, of no producer, under the
-leader epoch that the range had.  Followers copy it, the copier and readers step over it with
-`next_offset` (rule L12), and the log goes on behind it: no offset is given twice.
+A gap is an empty batch: a header without records that covers the range, without producer, with the
+leader epoch that the range had.  Followers copy it.  The copier and readers step over it with
+`next_offset` (rule L12).  The log continues behind it, and no offset is assigned twice.
 
-The process holds the directory's lock, so no broker runs.
+The repairing process holds the directory's lock, so no broker runs.
 
 Invariants
-  B1  a segment is replaced as a whole: the new one is written beside it, SYNCED, and renamed over
-      it.  A process that dies on the way leaves the old one or the new one, and a `.tmp` file that
-      the next opening removes.  What is derived goes before the rename, SYNCED: an index of the old
-      segment never meets the new one.
-  B2  only damaged ranges are replaced; every whole batch is copied byte by byte.
-  B3  a torn tail is left alone: the next opening cuts it (recovery.py: G, H), for nothing of it was
-      acknowledged.  A damaged tail that says nothing of its offsets becomes a gap that is as wide
-      as it can have been.
+  B1  A segment is replaced as a whole: the new one is written to a temporary file, SYNCED, and
+      renamed over the old one.  A process that dies in between leaves the old segment or the new
+      one, and perhaps a `.tmp` file that the next opening removes.  The derived files are removed
+      before the rename, SYNCED, so an index of the old segment never meets the new one.
+  B2  Only damaged ranges are replaced.  Every whole batch is copied byte by byte.
+  B3  A torn tail is left alone: nothing of it was acknowledged, and the next opening cuts it
+      (recovery.py: G, H).  A damaged tail whose offsets are unknown becomes a gap that is as wide
+      as the tail can have been.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pk.log.segment import INDEX, TIMEINDEX, TXNINDEX, Segment
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset
 
-#: The most offsets one empty batch can cover.
+#: The largest number of offsets that one empty batch can cover.
 _DELTA_MAX = 2**31 - 1
 
 
@@ -47,10 +47,10 @@ class Finding(NamedTuple):
 def look(
     storage: Storage, path: str, *, trusted: bool, floor: Offset, local_start: Offset = FAR
 ) -> list[Finding]:
-    """The damaged ranges of the log in `path`, ascending; nothing is changed.
+    """Return the damaged ranges of the log in `path`, ascending.  Nothing is changed.
 
-    trusted: the log was closed cleanly.  floor: the log ended there or higher, local_start: it
-    began there or lower; checkpoints say so.
+    trusted: the log was closed cleanly.  Checkpoints say that the log ended at `floor` or above,
+    and that it began at `local_start` or below.
     """
     found: list[Finding] = []
     surveyed = survey_log(storage, path, trusted=trusted, dense=True)
@@ -76,7 +76,7 @@ def look(
 
 
 def _torn(segment: Segment, damage: Damage) -> bool:
-    """Whether the bytes are the beginning of a batch: a process died while it wrote."""
+    """Whether the bytes are the beginning of a batch, because a process died while it wrote them."""
     raw = segment.read_at(damage.position, HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         return True
@@ -91,7 +91,9 @@ def _torn(segment: Segment, damage: Damage) -> bool:
 
 
 def _end_of(segment: Segment, ranges: list[Damage]) -> Offset:
-    """The offset behind the segment's last batch or range; UNKNOWN with its last range."""
+    """Return the offset behind the segment's last batch or range; UNKNOWN if the end of its last
+    range is.
+    """
     if ranges and ranges[-1].end == UNKNOWN:
         return UNKNOWN
     end = segment.base_offset
@@ -101,7 +103,7 @@ def _end_of(segment: Segment, ranges: list[Damage]) -> Offset:
 
 
 def _pieces(segment: Segment, ranges: list[Damage]) -> Iterator[Damage | tuple[int, Header]]:
-    """Whole batches, as `(position, header)`, and damaged ranges, in order."""
+    """Yield the whole batches, as `(position, header)`, and the damaged ranges, in order."""
     position, size = 0, segment.stored_bytes()
     left = list(ranges)
     while position < size or left:
@@ -115,8 +117,8 @@ def _pieces(segment: Segment, ranges: list[Damage]) -> Iterator[Damage | tuple[i
 
 
 def go_past(storage: Storage, path: str, findings: list[Finding]) -> None:
-    """Replace each range by a gap, segment by segment (B1).  Raises `StorageFull`,
-    `StorageFailed`; what was replaced by then stays replaced.
+    """Replace each range by a gap, segment by segment (B1).  Raises `StorageFull` or
+    `StorageFailed`; segments that were replaced before the failure stay replaced.
     """
     known = epochs_of(storage, path)
     by_segment: dict[Segment, list[Damage]] = {}
@@ -130,14 +132,14 @@ def _rewrite(
     storage: Storage, segment: Segment, ranges: list[Damage], known: LeaderEpochs | None
 ) -> None:
     beside = f"{segment.path()}.tmp"
-    if not storage.exists(segment.path()):  # it is missing, wholly
+    if not storage.exists(segment.path()):  # the whole segment is missing
         segment.create()
         segment.close()
     file = storage.open(beside, create=True)
     try:
         file.truncate(0)
         before: Header | None = None
-        copied = 0  #: up to which position the old segment is in the new one
+        copied = 0  #: position up to which the old segment is in the new one
         for each in _pieces(segment, ranges):
             if isinstance(each, Damage):
                 _copy(segment, file, copied, each.position)
@@ -168,9 +170,10 @@ def _copy(segment: Segment, file: File, start: int, end: int) -> None:
 def gaps(
     start: Offset, end: Offset, known: LeaderEpochs | None, before: Header | None
 ) -> Iterator[bytes]:
-    """Empty batches that cover `[start, end)`, one for each leader epoch at least.
+    """Return empty batches that cover `[start, end)`, at least one for each leader epoch.
 
-    `before`: the batch in front of them; its time is theirs, so that retention treats them alike.
+    `before`: the batch in front of them.  They get its timestamp, so that retention treats them
+    alike.
     """
     starts = [] if known is None else [each.start_offset for each in known.entries]
     cuts = [at for at in starts if start < at < end]
@@ -206,5 +209,5 @@ def _gap(start: Offset, end: Offset, epoch: int, stamp: int) -> bytes:
 
 
 def is_gap(header: Header) -> bool:
-    """An empty batch of no producer: nothing else writes one."""
+    """Whether a batch is a gap: an empty batch without producer, which nothing else writes."""
     return not header.record_count and not header.control and header.producer_id == NONE

@@ -1,21 +1,21 @@
-"""Which segments may go, and where the log then starts.  A plan; the log and its leader carry it
-out.
+"""Decides which segments may be dropped, and where the log then starts.  It returns a plan; the log
+and its leader carry it out.
 
-Walked from the oldest segment; the first that must stay ends the walk.  A segment goes when
-  E1  it lies below log_start (records were deleted), or
-  E2  retention_ms is set and its newest record is older; not while the clock cannot be trusted
-      (now_ms None, rule L10), or
-  E3  retention_bytes is set and the log without it still has as many bytes.
-With a tier (tiered_end >= 0) E2 and E3 use the local_ settings, and
-  E4  nothing at or above droppable_end goes (rule T6: committed, confirmed, delay over), whatever
-      its age;
-  E5  dropping moves local_log_start only; log_start moves past what topic retention has expired
-      *and* the tier covers (rule T9: log_start first, then the rows below it).  What only the tier
-      has is older by its offsets, not by its timestamps: while there is any, that comes first.
-Always
-  E6  nothing at or above the high watermark goes, log_start never passes the hold;
-  E7  the active segment does not go; if its newest record expired and everything before it goes, it
-      is rolled and the plan made again (rule L10).
+The segments are walked from the oldest on; the first that must stay ends the walk.  A segment is
+dropped when
+  E1  it lies below log_start (its records were deleted), or
+  E2  retention_ms is set and its newest record is older; not while the clock is not trusted (now_ms
+      None, rule L10), or
+  E3  retention_bytes is set and the log without the segment still has as many bytes.
+  E4  no segment at or above droppable_end is dropped, whatever its age (rule T6: committed,
+      confirmed, delay over);
+  E5  dropping a segment moves local_log_start only. log_start moves past records that topic
+      retention has expired *and* that the tier covers (rule T9: log_start first, then the rows
+      below it).  Records that only the tier has expire before the local ones, because their offsets
+      are lower, whatever their timestamps.
+  E6  no segment at or above the high watermark is dropped, and log_start never passes the hold;
+  E7  the active segment is not dropped.  If its newest record has expired and every segment before
+      it is dropped, the log is rolled and the plan made again (rule L10).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import NamedTuple
 from pk.log.index import NO_TIMESTAMP
 from pk.log.plan import LogConfig, RetentionPlan
 
-#: Before every record: nothing is older than anything.
+#: Earlier than every record's timestamp: no record counts as older.
 NO_TIME = -(2**63)
 
 
 class SegmentFacts(NamedTuple):
-    """What retention looks at; the last of a log's is the active one."""
+    """The facts about a segment that retention needs; the last segment of a log is the active one."""
 
     base_offset: int
     next_offset: int
@@ -50,7 +50,7 @@ def plan(
     hold: int | None,
     now_ms: int | None,
 ) -> RetentionPlan:
-    """See the module's docstring."""
+    """Return which segments to drop and the new log start (rules E1–E7 of the module)."""
     tiered = tiered_end >= 0
     keep_ms, keep_bytes = (
         _local(config) if tiered else (config.retention_ms, config.retention_bytes)
@@ -71,7 +71,7 @@ def plan(
             or segment.next_offset > high_watermark
             or segment.next_offset == segment.base_offset
         ):
-            break  # E6; an empty segment is the active one or about to be
+            break  # E6; an empty segment is the active one or about to become it
         if tiered and segment.next_offset > droppable_end and segment.next_offset > start:
             break  # E4
         if not tiered and hold is not None and segment.next_offset > max(hold, start):
@@ -111,7 +111,7 @@ def _why(
 
 
 def _local(config: LogConfig) -> tuple[int, int]:
-    """local_retention_ms and _bytes; -2 = the topic's."""
+    """Return local_retention_ms and local_retention_bytes; -2 stands for the topic's setting."""
     keep_ms = config.retention_ms if config.local_retention_ms == -2 else config.local_retention_ms
     keep_bytes = (
         config.retention_bytes
@@ -124,7 +124,7 @@ def _local(config: LogConfig) -> tuple[int, int]:
 def _expired_end(
     segments: Sequence[SegmentFacts], keep_ms: int, bound: int, hold: int | None, now_ms: int
 ) -> int:
-    """E5: where the local segments end that topic retention has expired whole."""
+    """Return the end of the local segments that have expired as a whole under topic retention (E5)."""
     end = 0
     if keep_ms < 0:
         return end

@@ -2,7 +2,7 @@
 CRC-32C of every byte before that field.
 
 partition.json (identity.py), pk.json (directory.py) and quorum-state (server/raft/recovery.py) are
-such files.  People can read them, and a changed character is noticed.
+such files.  People can read them, and the checksum reveals a changed character.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _TAIL_BYTES = len(_TAIL % 0)
 
 
 class CorruptFile(ValueError):
-    """The bytes are not those that were written; the text says what is wrong with them."""
+    """The bytes of the file are not those that were written; the text says what is wrong with them."""
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """The content of the file.  `fields` is not empty."""
+    """Encode the content of the file.  `fields` is not empty."""
     body = json.dumps(fields).encode()[:-1]
     return body + _TAIL % crc32c(body)
 
 
 def decode(raw: bytes) -> dict[str, Any]:
-    """The fields, without the checksum.  Raises `CorruptFile`."""
+    """Decode the fields, without the checksum.  Raises `CorruptFile`."""
     body, tail = raw[:-_TAIL_BYTES], raw[-_TAIL_BYTES:]
     if tail == _TAIL % crc32c(body):
         found: dict[str, Any] = json.loads(body + b"}")
@@ -45,7 +45,7 @@ def decode(raw: bytes) -> dict[str, Any]:
 
 
 def field(found: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field of that type.  Raises `CorruptFile` with its name."""
+    """Return a field of the given type.  Raises `CorruptFile` with its name."""
     if name not in found:
         raise CorruptFile(f"the field {name!r} is missing")
     if type(found[name]) is not kind:

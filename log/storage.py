@@ -1,20 +1,20 @@
-"""What the log needs of a disk, as a protocol: the real one is `files.py`, the simulated one
-`sim/disk.py`.
+"""The protocol of a disk that the log needs.  `files.py` implements it with real files,
+`sim/disk.py` simulates it.
 
-Both are held to one contract suite (tests/contract).  Every operation reaches WRITTEN when it
-returns (it survives the death of the process); `sync` and `sync_dir` reach SYNCED (it survives a
-power loss); rule L1.  Paths are relative to the storage's root and use '/'.
+Both pass one contract suite (tests/contract).  Every operation is WRITTEN when it returns: it
+survives the death of the process.  `sync` and `sync_dir` make it SYNCED: it survives a power loss
+(rule L1).  Paths are relative to the storage's root and use '/'.
 
 Rules
-  D1  a short write never stays: `append` writes all or raises after cutting the file back to its
-      old end (L2).
-  D2  no space, and no descriptor for a file to be opened, raise `StorageFull`; any other failure
-      raises `StorageFailed` and marks the storage failed: every later write raises too; reads may
-      go on (L2: a failed fsync is never retried).
-  D3  a power loss keeps any subset of unsynced 4 KiB blocks; a rename or create is durable only
-      after `sync_dir` of its directory.
-  D4  a closed file is not used: every operation on it raises `FileNotFoundError` and says nothing
-      of the disk.  `read` and `sync` may run in any thread, beside a `close`.
+  D1  A short write never stays: `append` writes all bytes, or cuts the file back to its old end and
+      raises (L2).
+  D2  If there is no space, or no descriptor to open a file, `StorageFull` is raised.  Any other
+      failure raises `StorageFailed` and marks the storage as failed: every later write raises, too,
+      and reads may continue (L2: a failed fsync is never retried).
+  D3  A power loss keeps any subset of the unsynced 4 KiB blocks.  A rename or a creation is durable
+      only after `sync_dir` of its directory.
+  D4  A closed file is not used: every operation on it raises `FileNotFoundError`, which does not
+      mean that the disk failed.  `read` and `sync` may run in any thread, beside a `close`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class File(Protocol):
     def write_at(self, position: int, data: Buffer) -> None: ...
 
     def read(self, position: int, size: int) -> bytes:
-        """At most `size` bytes from `position`; shorter at the end of the file."""
+        """Return at most `size` bytes from `position`; fewer at the end of the file."""
         ...
 
     def truncate(self, size: int) -> None: ...
 
     def sync(self) -> None:
-        """fdatasync."""
+        """Make the file's content SYNCED (fdatasync)."""
         ...
 
     def close(self) -> None: ...
@@ -61,25 +61,25 @@ class Storage(Protocol):
 
     @property
     def failed(self) -> Exception | None:
-        """The failure that took this storage offline, if any."""
+        """The failure that took this storage offline; None if there was none."""
         ...
 
     def open(self, path: str, *, create: bool = False, write: bool = True) -> File:
-        """Raises `FileNotFoundError` without `create`."""
+        """Open a file.  Raises `FileNotFoundError` if it is missing and `create` is false."""
         ...
 
     def exists(self, path: str) -> bool:
-        """False only if it is known not to be there: what cannot be told raises (D2)."""
+        """Whether the path exists.  If that cannot be determined, the call raises (D2)."""
         ...
 
     def list(self, path: str) -> list[str]:
-        """Sorted names in a directory; [] if it does not exist (as `exists` has it)."""
+        """Return the sorted names in a directory; [] if it does not exist (as for `exists`)."""
         ...
 
     def make_dir(self, path: str) -> None: ...
 
     def remove(self, path: str) -> None:
-        """Remove a file; missing is fine."""
+        """Remove a file; a missing file is no error."""
         ...
 
     def remove_tree(self, path: str) -> None: ...
@@ -89,25 +89,25 @@ class Storage(Protocol):
     def sync_dir(self, path: str) -> None: ...
 
     def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
-        """`sync` of all these files and `sync_dir` of all these directories, in any order and side
-        by side where the disk takes them so.  Raises if any fails (D2): then none counts.
+        """`sync` all these files and `sync_dir` all these directories, in any order and in parallel
+        where the disk allows it.  Raises if any fails (D2); then none counts as synced.
         """
         ...
 
     def read_file(self, path: str) -> bytes:
-        """Raises `FileNotFoundError`."""
+        """Return a file's content.  Raises `FileNotFoundError`."""
         ...
 
     def replace_file(self, path: str, data: bytes) -> None:
-        """Atomically and SYNCED: temporary file, sync, rename, sync_dir."""
+        """Replace a file's content atomically, SYNCED: temporary file, sync, rename, sync_dir."""
         ...
 
     def free_bytes(self) -> int:
-        """Raises `StorageFailed`."""
+        """Return the free space of the disk.  Raises `StorageFailed`."""
         ...
 
     def lock(self) -> None:
-        """Take the lock file `.lock`, held until `unlock` or process death.
+        """Take the lock file `.lock`, held until `unlock` or the death of the process.
 
         Raises `DirectoryLocked`.
         """
@@ -117,10 +117,10 @@ class Storage(Protocol):
 
 
 class Disk(Protocol):
-    """A storage and the lanes its operations run on: never the event loop's thread (rule P2).
+    """A storage and the threads on which its operations run, never the event loop's (rule P2).
 
-    `write` is one ordered lane per directory; `read` a small pool.  In the simulator both run in
-    the loop after a drawn delay.
+    `write` is one ordered lane per directory, `read` a small pool.  In the simulator both run in
+    the loop after a delay drawn at random.
     """
 
     @property
@@ -133,7 +133,7 @@ class Disk(Protocol):
     async def read(self, work: Callable[[], T]) -> T: ...
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run GIL-free computation (CRC, decompression, Parquet) off the loop."""
+        """Run computation that releases the GIL (CRC, decompression, Parquet) off the loop."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,5 @@
-"""May this batch be appended?  Two tables, read from the top; the first row that applies decides.
+"""Decides whether a batch may be appended.  Two tables, read from the top; the first row that
+applies decides.
 
 Batch: what the topic accepts (`header` passed `batch.check`, the body `columns.validate_body`)
   A  larger than max_message_bytes                          RecordTooLarge
@@ -41,7 +42,9 @@ class Verdict(enum.Enum):
 
 
 class Case(NamedTuple):
-    """A row of the first table: refuse with `error` and `words` when `applies`."""
+    """A row of the first table: the batch is refused with `error` and `words` if `applies` returns
+    true.
+    """
 
     label: str
     applies: Callable[[Header, LogConfig, int, bool], bool]
@@ -121,14 +124,16 @@ BATCH_TABLE: tuple[Case, ...] = (
 
 
 def check_batch(header: Header, config: LogConfig, now_ms: int, transactions: bool = False) -> None:
-    """The first table.  Raises the row's error; `details["row"]` names the row."""
+    """Check a batch by the first table.  Raises the row's error; `details["row"]` names the row."""
     for case in BATCH_TABLE:
         if case.applies(header, config, now_ms, transactions):
             raise case.error(case.words(header, config, now_ms), row=case.label)
 
 
 def check_producer(header: Header, known: Producer | None) -> tuple[Verdict, Span | None]:
-    """The second table: ASSIGN, or DUPLICATE with the batch it repeats; raises otherwise."""
+    """Check a batch by the second table.  Returns ASSIGN, or DUPLICATE with the batch that it
+    repeats; raises the row's error otherwise.
+    """
     if header.producer_id == NONE:
         return Verdict.ASSIGN, None  # a
     sequence, epoch = header.base_sequence, header.producer_epoch

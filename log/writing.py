@@ -257,7 +257,6 @@ class LocalLogWriter:
 
         A log that reaches `offset` must at no moment end below it, nor end there without the
         producers: the replica may be in the ISR, and may become leader after a crash.
-        producers: it may be in the ISR, and lead after a crash.
         """
         assert self._decided.idle(), "a reset waits for the writes before it"
         self._mend()
@@ -272,7 +271,7 @@ class LocalLogWriter:
             if len(segments) == len(self._local.segments):
                 Segment(self._storage, self._path, offset).create()
         self.torn = True
-        # this leaves the log half-way, too
+        # set even if the reset fails half-way
         self._local.log_start = offset if log_start is None else log_start
         for segment in segments:
             self._discard(segment)
@@ -296,7 +295,7 @@ class LocalLogWriter:
         renamed: list[Segment] = []
         while self._pending_delete:
             segment = self._pending_delete[0]
-            # the segments behind it, whose renaming failed
+            # an earlier call renamed it and failed after that
             with contextlib.suppress(FileNotFoundError):
                 self._storage.rename(segment.path(), segment.path() + DELETED)
             for suffix in loading.DERIVED:
