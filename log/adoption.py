@@ -75,7 +75,7 @@ def opened(storage: Storage) -> Format:
 
 
 def survey(storage: Storage) -> Iterator[LogDirectory]:
-    """Return every directory of a log, then every log that is missing."""
+    """Yield every directory of a log, then every log that is missing."""
     cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
     there = [name for name in storage.list(ROOT) if not name.endswith(DELETING)]
     for name in there:

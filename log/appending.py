@@ -279,7 +279,9 @@ class LogAppender:
         self.tail = new
 
     def roll(self) -> bool:
-        """Decide a roll; the next plan performs it.  Returns False if the active segment is empty."""
+        """Decide a roll; the next plan performs it.  Returns False if the active segment is
+        empty.
+        """
         self._check_open()
         if not self.tail.decided.size:
             return False

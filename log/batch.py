@@ -298,7 +298,7 @@ def iter_batches(buffer: Buffer) -> Iterator[tuple[Header, memoryview]]:
 def check_place(header: Header, before: int, after: int, *, first: bool) -> None:
     """Check that a fetched batch fits between its neighbours: it must not begin below `before`,
     where the batch before it ends, and must not end above `after`, where the next batch begins.  No
-    checksum covers its offsets (B1).  If two batches overlap, the one that continues its
+    checksum covers its offsets (B1).  If two batches overlap, the batch that continues its
     predecessor is accepted.  The `first` batch of a fetch is accepted if it holds `before`, because
     the broker has checked its place.
 

@@ -27,7 +27,8 @@ from pk import limits
 from pk.log.plan import Appended, AppendOp, Read, WritePlan
 from pk.types import Epoch, Offset
 
-#: Larger appends are not kept.  Copying this many bytes takes 5 µs and needs no new memory pages.
+#: Larger appends are not kept.  Copying this many bytes takes 5 µs, and the allocator has blocks of
+#: this size ready.
 APPEND_BYTES_MAX = 32 * limits.KIB
 LOG_BYTES_MAX = 128 * limits.KIB
 BYTES_MAX = 16 * limits.MIB
@@ -106,8 +107,8 @@ class BatchCache:
     def read(
         self, log: Any, cuts: int, offset: Offset, bound: Offset, max_bytes: int, min_one: bool
     ) -> Read | None:
-        """Return whole batches from the one that holds `offset` on, below `bound` and at most
-        `max_bytes`; with `min_one` the first batch in any case.  None = not in the cache: the
+        """Return whole batches from the batch that holds `offset` on, below `bound` and at
+        most `max_bytes`; with `min_one` the first batch in any case.  None = not in the cache: the
         caller must read the log.
         """
         run = self._runs.get(log)

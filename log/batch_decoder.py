@@ -38,7 +38,9 @@ class PlainBatch(NamedTuple):
 
 
 def shape_of(header: Header) -> int | None:
-    """Return the shape that batches of one run have in common; None if this batch is decoded alone."""
+    """Return the shape that batches of one run have in common; None if this batch is decoded
+    alone.
+    """
     if header.attributes & _ODD or not header.record_count:
         return None
     return header.attributes & _SHAPE

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a broker's open logs: recovery points, log starts, high watermarks.
 
 A `Checkpointer` reads the logs that a `LogManager` has open and writes the checkpoint files of
-their directories.  Rules M2 and M4 of log/manager hold here.
+their directories.  log/manager M2 and M4 hold here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Checkpointer:
         self._logs = logs
         self._expiration_ms = producer_expiration_ms
         self._locks = {id(disk): asyncio.Lock() for disk in disks}
-        #: Logs that are being cut or begun again: a recovery point read before is void (log/manager
-        #: M2).
+        #: Logs being cut or begun again: earlier recovery points are void (log/manager M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
     @contextlib.contextmanager

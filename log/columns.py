@@ -317,7 +317,9 @@ def _lz4(blob: pa.Buffer, size: int) -> memoryview:
 
 
 def body_of(batch: Buffer, header: Header, decoded_bytes_max: int) -> Body:
-    """Return the parsed body of one whole batch; it points into `batch` where it is not compressed."""
+    """Return the parsed body of one whole batch; it points into `batch` where it is not
+    compressed.
+    """
     return parse(header, _decompressed(header, batch, decoded_bytes_max))
 
 
@@ -417,7 +419,9 @@ _ENDS = [struct.Struct(f"<{count + 1}i") for count in range(FEW + 1)]
 
 
 def _prefix_sum(lengths: U32) -> pa.Buffer:
-    """Return Arrow offsets.  The sum was checked against the section's size, so nothing overflows."""
+    """Return Arrow offsets.  The sum was checked against the section's size, so nothing
+    overflows.
+    """
     if len(lengths) <= FEW:
         return pa.py_buffer(_ENDS[len(lengths)].pack(0, *accumulate(lengths.tolist())))
     offsets = np.empty(len(lengths) + 1, np.int32)

@@ -11,8 +11,8 @@ of them together.  A thousand partitions cost a few dozen commits instead of som
 
 Rules
   N1  The identity is written last, whole: into a temporary file that is SYNCED and then renamed.  A
-      partition that has an identity is complete but for names that are not SYNCED yet; `load` and
-      the first flush sync these.
+      partition that has an identity is complete, except that names may not be SYNCED yet; `load`
+      and the first flush sync them.
   N2  A directory that has no identity and at most an empty first segment is an unfinished
       creation.  The next start removes it, and the next attempt to create the partition continues
       with it.  Segments whose identity is missing, damaged or another partition's are kept

@@ -4,11 +4,12 @@ A survey checks the place in the log, the leader epoch and the checksum of every
 batch fails, the survey looks for the next whole batch.  The bytes between are one damaged range
 (rule L9).
 
-Three things say where the next whole batch begins:
-  the damaged batch's own length and number of offsets, or these with one bit flipped, if a batch
-  begins there that continues the offsets: a flipped bit anywhere leaves that so;
-  the sparse index, whose entries are places where batches begin;
-  a search for the magic number.
+A survey finds the next whole batch in one of three ways:
+  - from the damaged batch's own length and number of offsets, or from these with one bit flipped,
+    if a batch that continues the offsets begins there.  After a single flipped bit this always
+    succeeds;
+  - from the sparse index, whose entries are places where batches begin;
+  - by a search for the magic number.
 
 A record's value may hold a copy of a batch with a valid checksum.  So a batch that was found by
 searching counts only if the batches after it lead, one behind the other, to a known place: an entry
@@ -104,10 +105,9 @@ def survey(
 ) -> list[Damage]:
     """Return the damaged ranges of a segment of `size` bytes.
 
-    end_offset: where the last batch ends, if that is known. index: the entries whose offset and
-    position agree with the segment. epoch_of: returns the leader epoch of an offset, NONE =
-    unknown. dense: each batch begins at the offset where the batch before it ends.
-    dense: each batch begins where the one before it ends.
+    end_offset: where the last batch ends, if that is known.  index: the entries whose offset and
+    position agree with the segment.  epoch_of: returns the leader epoch of an offset, NONE =
+    unknown.  dense: each batch begins at the offset where the batch before it ends.
     """
     return list(_Survey(read, size, base_offset, end_offset, index, epoch_of, dense).run())
 
@@ -123,7 +123,7 @@ def end_of_range(
     base_offset: Offset = 0,
 ) -> Offset:
     """Return where the damaged range ends that begins with `offset`, at `position`; UNKNOWN =
-    nothing says it.  Reads from there to the next whole batch. index: of the segment, whose first
+    nothing says it.  Reads from there to the next whole batch.  index: of the segment, whose first
     offset is `base_offset`.
     """
     rest = _Survey(read, size, base_offset, end_offset, index, None, True)
@@ -132,9 +132,9 @@ def end_of_range(
 
 def is_torn(read: ReadAt, size: int, position: int, offset: Offset, *, dense: bool) -> bool:
     """Whether the last bytes of a segment, from `position` on, are the beginning of one batch that
-    a dying process left.  They are not if a whole batch lies among them.  Neither are they if they
-    are one whole batch whose header announces another length: then the length is damaged, and the
-    batch may have been acknowledged.
+    a dying process left.  They are not if a whole batch lies among them, or if they are one
+    whole batch whose header announces another length.  In the second case the length is damaged,
+    and the batch may have been acknowledged.
     """
     tail = _Survey(read, size, offset, UNKNOWN, None, None, dense)
     return tail.next_whole(position, offset)[1] == UNKNOWN

@@ -24,8 +24,8 @@ def damaged_ranges(
 ) -> dict[Offset, tuple[Damage, ...]]:
     """Return every damaged range whose end is known, by the base offset of its segment.
 
-    trusted: the log was closed cleanly. trusted_to: no power loss can have torn anything below this
-    offset.
+    trusted: the log was closed cleanly.  trusted_to: no power loss can have torn anything below
+    this offset.
     """
     found: dict[Offset, tuple[Damage, ...]] = {}
     for segment, ranges in survey_log(storage, path, trusted=trusted, dense=dense):
@@ -76,7 +76,6 @@ def epochs_of(storage: Storage, path: str) -> LeaderEpochs | None:
 def _index(segment: Segment) -> tuple[SparseIndex, Offset] | None:
     """Return the entries of the index and where it ends.  They are not compared with the segment's
     last batch, because the last batch may be the damaged one.
-    that one may be the damaged one.
     """
     with contextlib.suppress(index.CorruptIndex, FileNotFoundError):
         raw = segment.read_file(INDEX), segment.read_file(TIMEINDEX)

@@ -3,7 +3,7 @@ checkpoints.  It decides no policy.
 
 | file | content |
 |---|---|
-| pk.json | who the directory belongs to, with a checksum (rule L18); written once, at the format |
+| pk.json | the owner of the directory, with a checksum (rule L18); written once, at the format |
 | run.json | boot id and broker epoch of the running or last process (rule L3) |
 | clean-shutdown | exists only while no process runs and the last one closed properly |
 | recovery-point-offset-checkpoint | topic id, partition, offset: everything below is SYNCED |
@@ -318,7 +318,9 @@ def format_directory(storage: Storage, wanted: Format) -> None:
 
 
 def require_no_data(storage: Storage) -> None:
-    """Raise `CorruptLog` if a directory without pk.json has contents that only a formatted one has."""
+    """Raise `CorruptLog` if a directory without pk.json has contents that only a formatted one
+    has.
+    """
     names = storage.list("")
     held = [name for name in names if name in _DATA]
     held += [root for root in _LOGS if root.partition("/")[0] in names and storage.list(root)]

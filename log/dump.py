@@ -33,7 +33,9 @@ SUFFIXES = (LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
 
 
 def kind_of(name: str) -> str | None:
-    """Return the suffix or checkpoint name that says how to read a file; None = not a file of pk."""
+    """Return the suffix or checkpoint name that says how to read a file; None = not a file of
+    pk.
+    """
     name = name.removesuffix(".deleted").removesuffix(".tmp")
     if name in CHECKPOINTS:
         return name

@@ -1,4 +1,4 @@
-"""Encodes rows as the parts of a batch (docs/design/0001, 0002). log/columns.py decodes them and
+"""Encodes rows as the parts of a batch (docs/design/0001, 0002).  log/columns.py decodes them and
 documents the layout.
 
 Nothing is copied except for a codec: key and value data are views of the Arrow buffers, the lengths
@@ -148,7 +148,9 @@ def encode_lists(
     default_timestamp: int = 0,
     transactional: bool = False,
 ) -> list[Buffer]:
-    """Encode Python lists, as an accumulator of single records holds them; otherwise like `encode`."""
+    """Encode Python lists, as an accumulator of single records holds them; otherwise like
+    `encode`.
+    """
     count = len(values)
     if not 0 < count <= limits.BATCH_RECORDS_MAX:
         raise errors.RecordTooLarge(
@@ -253,7 +255,7 @@ def _compressed(parts: list[Buffer], codec: str, level: int) -> list[Buffer]:
     return [
         LENGTH.pack(len(body)),
         coder.compress(body, asbytes=True),
-    ]  # the buffer of a sliced Arrow array misreports its shape
+    ]  # as bytes: a shrunk Arrow buffer misreports its shape
 
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:

@@ -92,7 +92,7 @@ class RealFile:
                 views[first] = views[first][written:]
 
     def _cut_back(self, size: int, cause: OSError) -> NoReturn:
-        """log/storage D1: remove from the file whatever part of a failed append reached it."""
+        """Remove from the file the part of a failed append that reached it (log/storage D1)."""
         try:
             os.ftruncate(self._fd, size)
         except OSError as worse:
@@ -501,7 +501,7 @@ class RealDisk:
                 self._announce()
 
     def _announce(self) -> None:
-        """F1: wake the loop once for all jobs that finished since the last wake-up."""
+        """Wake the loop once for all jobs that finished since the last wake-up (F1)."""
         if self._announced or self._loop is None:
             return
         self._announced = True

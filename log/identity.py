@@ -1,4 +1,4 @@
-"""Whose log a partition directory holds: its identity, and the second copy of all identities.
+"""The identity of a partition directory, and the second copy of all identities.
 
 `partition.json` in the partition directory names the topic id, the topic and the partition
 (rule L8), the cluster, and the metadata log and the offset in it at which the partition was

@@ -394,7 +394,9 @@ def _cut(opening: Opening, segment: Segment, size: int, later: list[int]) -> Non
 
 
 def remove_segment(storage: Storage, path: str, base_offset: int) -> None:
-    """Remove a segment's derived files and then its log, so that no derived file outlives its log."""
+    """Remove a segment's derived files and then its log, so that no derived file outlives its
+    log.
+    """
     for suffix in (*DERIVED, LOG):
         storage.remove(f"{path}/{file_name(base_offset, suffix)}")
 

@@ -102,7 +102,9 @@ class LocalLog:
             self.cache.forget(segment)
 
     def begin_with_hole(self, lost: Damage) -> Segment:
-        """Insert an empty segment in front of the first one, for offsets whose files are missing."""
+        """Insert an empty segment in front of the first one, for offsets whose files are
+        missing.
+        """
         hole = Segment(self.storage, self.path, lost.start)
         hole.damage, hole.synced = (lost,), True
         hole.written = hole.decided = hole.written.beyond(0, lost.end)

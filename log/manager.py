@@ -50,8 +50,7 @@ from pk.world import World
 ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
 
 DELETING = "-delete"
-#: How long a stray directory is kept.  A deleted partition is kept for its topic's
-#: file_delete_delay_ms.
+#: How long a stray is kept; a deleted partition is kept its topic's file_delete_delay_ms.
 STRAY_DELAY_MS = 60_000
 
 
@@ -90,10 +89,8 @@ class LogManager:
         self._strays = Strays()
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
-        #: directories whose identity was restored, each with the reason
-        self.restored: dict[str, str] = {}
-        #: Replicas whose directory an operator adopted or discarded and the cluster has not
-        #: confirmed yet.
+        self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
+        #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
         self._broker_epoch = NONE
         self._loaded = False
@@ -133,19 +130,16 @@ class LogManager:
         return opened
 
     async def load(self, config_of: ConfigOf) -> list[tuple[PartitionKey, Exception]]:
-        """Open every partition directory; `config_of(topic_id, tp)` returns None for a stray
-        (rule Q2).
+        """Open every partition directory; `config_of(topic_id, tp)` is None for a stray (rule Q2).
 
-        Returns the partitions that could not be opened, with their errors.  The other partitions
-        are served.
+        Returns the partitions that could not be opened, with their errors; the others are served.
         """
         jobs: list[tuple[Directory, str]] = []
         for directory in self.directories:
             if directory.failed is None:
                 storage = directory.disk.storage
                 try:
-                    # the newest names may be WRITTEN and not SYNCED
-                    if not directory.closed_properly:
+                    if not directory.closed_properly:  # the newest names may not be SYNCED
                         await directory.disk.write(partial(storage.sync_dir, self._root))
                     names = await directory.disk.read(partial(storage.list, self._root))
                 except errors.StorageFailed:
@@ -224,7 +218,7 @@ class LogManager:
             log = await directory.disk.read(
                 partial(self._open_log, directory, path, tp, key.topic_id, config)
             )
-            if key in self._logs:  # only now: they are opened side by side
+            if key in self._logs:  # checked now: the directories load in parallel
                 await directory.disk.write(partial(log.close, False))
                 raise errors.CorruptLog(
                     f"{tp} stands in two directories: {storage.root} and another"
@@ -239,9 +233,7 @@ class LogManager:
     async def _identify(
         self, directory: Directory, path: str, second: Known | None
     ) -> Identity | None:
-        """Return the identity of a directory; restore it from the second copy if necessary
-        (rule L15).
-        """
+        """Return the identity of a directory, restored if necessary (rule L15)."""
         storage, disk = directory.disk.storage, directory.disk
         try:
             found = await disk.read(partial(identity.read, storage, path))
@@ -258,9 +250,7 @@ class LogManager:
         return found
 
     def _opened_here(self, directory: Directory, found: Identity) -> None:
-        """Whether the second copy of this directory names the log as served from here, and no other
-        directory's second copy does.
-        """
+        """Register the log in this directory's second copy and remove it from all others."""
         tp = found.topic_partition
         for each in self.directories:
             if each is not directory and each.failed is None:
@@ -274,8 +264,7 @@ class LogManager:
         return key in self._strays
 
     async def discard_strays(self) -> list[str]:
-        """Discard the directories of strays (M3).  Before it calls this, the caller must know every
-        partition that was placed on this broker.
+        """Discard the strays (M3); the caller must know every partition placed on this broker.
 
         Returns the directories that are kept (M5).
         """
@@ -389,7 +378,7 @@ class LogManager:
                 self._opened_here(directory, site.identity(new))
         ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
-            if ends:  # M2, as for those that were known at once
+            if ends:  # M2, as for the partitions that were known at the start
                 await self._checkpoints.lower(directory, ends)
             else:  # before their first records (log/identity I1)
                 await directory.write_checkpoints(identity.IDENTITIES)
@@ -405,8 +394,7 @@ class LogManager:
     ) -> dict[PartitionKey, Outcome]:
         """Find the partitions of `group` that had a log here which is missing now (M5).
 
-        M2: the checkpoint entries of a log that was given up are removed, SYNCED, before the new
-        log begins.
+        M2: the checkpoint entries of a log that was given up are removed first, SYNCED.
         """
         had = {new.key: home for new in group if (home := self._had(new)) is not None}
         named = [new for new in group if new.key in had or directory.names(new.key)]
@@ -451,8 +439,8 @@ class LogManager:
         self.operator_marked.pop(new.key, None)
 
     async def delete(self, key: PartitionKey) -> None:
-        """Delete a partition: rename its directory now and remove it after file_delete_delay_ms
-        (M3).  The log refuses further appends.
+        """Rename a partition's directory now and remove it after file_delete_delay_ms (M3).  The
+        log refuses further appends.
         """
         log, directory = self._logs.pop(key)
         log.retire()
@@ -496,7 +484,7 @@ class LogManager:
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)
-        with contextlib.suppress(errors.PkError):  # it is offline; the next start removes it
+        with contextlib.suppress(errors.PkError):  # offline: the next start removes it
             await directory.disk.write(partial(directory.disk.storage.remove_tree, path))
 
     async def cut(self, key: PartitionKey, offset: Offset) -> None:
@@ -562,9 +550,7 @@ class LogManager:
         self._checkpoints.set_high_watermark(key, offset)
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
-        """Store the broker epoch; it is written to run.json soon, and to the clean-shutdown file
-        (L3).
-        """
+        """Store the broker epoch for run.json, written soon, and the clean-shutdown file (L3)."""
         self._broker_epoch = broker_epoch
         for directory in self.directories:
             if directory.failed is None:
@@ -584,8 +570,7 @@ class LogManager:
         await self._tasks.close()
         for directory in self.directories:
             if directory.failed is None:
-                # not closed properly: the next start verifies it
-                with contextlib.suppress(errors.PkError):
+                with contextlib.suppress(errors.PkError):  # unclean: the next start verifies it
                     await self._close(directory, clean)
             directory.disk.storage.unlock()
         self._logs.clear()

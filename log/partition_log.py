@@ -7,7 +7,7 @@
     LocalLogWriter   log/writing    changes the files
     LocalLogReader   log/reading    reads what is written
 
-Three threads meet here (docs/design/0001).  Each method belongs to one of them:
+Three threads call a `PartitionLog` (docs/design/0001).  Each method belongs to one of them:
 
     loop         decide, append_as_follower, roll, take_writes, complete, read_recent, retire,
                  properties, advance_log_start, retention_plan, drop_segments
@@ -393,7 +393,9 @@ class PartitionLog:
         self._writer.keep_snapshot(offset, snapshot)
 
     def snapshot_at(self, offset: Offset) -> bytes:
-        """The producer state at the base offset of a segment; empty if the segment has no snapshot."""
+        """The producer state at the base offset of a segment; empty if the segment has no
+        snapshot.
+        """
         return self._reader.snapshot_at(offset)
 
     def close(self, clean: bool = True) -> None:

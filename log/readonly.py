@@ -2,7 +2,7 @@
 
 The view takes no lock and changes nothing.  Segments are rolled, renamed and removed while it
 reads; if a file is missing, the view lists the directory again.  The caller bounds every read by an
-offset that the writer vouched for (LSO, high watermark).  Records beyond it may be half written or
+offset that the writer guarantees (LSO, high watermark).  Records beyond it may be half written or
 about to be cut back, and are not read.
 
 Rules

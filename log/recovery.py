@@ -10,7 +10,7 @@ Before looking into the data
    A  trusted         complete               USE
    B  trusted         short, torn, missing   REINDEX   walk the headers from where the index ends
    C  not trusted     any                    SCAN      every checksum from the recovery point on
-   D  trusted         beyond the data        CORRUPT   it covers more than there is: data is missing
+   D  trusted         beyond the data        CORRUPT   the index covers more: data is missing
 
 Where a walk or a scan stopped
    E  at the end of the file                                 USE
@@ -18,14 +18,15 @@ Where a walk or a scan stopped
    G  the power was lost (other boot)                        CUT       here, and all later segments
    H  same boot, the file ends in a torn batch, nothing
       whole or newer is behind its beginning                 CUT       the process died writing
-   I  same boot, anything else                               CORRUPT   a page cache tears no middle
+   I  same boot, anything else                               CORRUPT   only a log's end can be torn
 
 Where a segment meets the one before it
    J  begins where the one before ends                       USE
-   K  begins elsewhere, but is empty                         REMOVE    created, then it died
-   L  begins later, power lost, above the recovery point     CUT       that one lost its end
+   K  begins elsewhere, but is empty                         REMOVE    the process died creating it
+   L  begins later, power lost, above the recovery point     CUT       the one before lost its end
    M  begins later, compacted topic                          USE       cleaning took the last batch
-   N  begins elsewhere                                       CORRUPT   one is missing or doubled
+   N  begins elsewhere                                       CORRUPT   a segment is missing or
+      doubled
 
 Producer state is read from the newest whole snapshot at or below the log end, then from every
 header after it.  A segment without a snapshot costs time and never correctness.

@@ -33,7 +33,7 @@ from pk.log.segment import INDEX, TIMEINDEX, TXNINDEX, Segment
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset
 
-#: The largest number of offsets that one empty batch can cover.
+#: The largest number of offsets that an empty batch can cover.
 _DELTA_MAX = 2**31 - 1
 
 
@@ -76,7 +76,9 @@ def look(
 
 
 def _torn(segment: Segment, damage: Damage) -> bool:
-    """Whether the bytes are the beginning of a batch, because a process died while it wrote them."""
+    """Whether the bytes are the beginning of a batch, because a process died while it wrote
+    them.
+    """
     raw = segment.read_at(damage.position, HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         return True
@@ -170,7 +172,7 @@ def _copy(segment: Segment, file: File, start: int, end: int) -> None:
 def gaps(
     start: Offset, end: Offset, known: LeaderEpochs | None, before: Header | None
 ) -> Iterator[bytes]:
-    """Return empty batches that cover `[start, end)`, at least one for each leader epoch.
+    """Yield empty batches that cover `[start, end)`, at least one for each leader epoch.
 
     `before`: the batch in front of them.  They get its timestamp, so that retention treats them
     alike.

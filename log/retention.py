@@ -7,12 +7,14 @@ dropped when
   E2  retention_ms is set and its newest record is older; not while the clock is not trusted (now_ms
       None, rule L10), or
   E3  retention_bytes is set and the log without the segment still has as many bytes.
+With a tier (tiered_end >= 0), E2 and E3 use the local_ settings, and
   E4  no segment at or above droppable_end is dropped, whatever its age (rule T6: committed,
       confirmed, delay over);
-  E5  dropping a segment moves local_log_start only. log_start moves past records that topic
+  E5  dropping a segment moves local_log_start only.  log_start moves past records that topic
       retention has expired *and* that the tier covers (rule T9: log_start first, then the rows
       below it).  Records that only the tier has expire before the local ones, because their offsets
       are lower, whatever their timestamps.
+In all cases
   E6  no segment at or above the high watermark is dropped, and log_start never passes the hold;
   E7  the active segment is not dropped.  If its newest record has expired and every segment before
       it is dropped, the log is rolled and the plan made again (rule L10).
@@ -31,7 +33,9 @@ NO_TIME = -(2**63)
 
 
 class SegmentFacts(NamedTuple):
-    """The facts about a segment that retention needs; the last segment of a log is the active one."""
+    """The facts about a segment that retention needs; the last segment of a log is the active
+    one.
+    """
 
     base_offset: int
     next_offset: int
@@ -124,7 +128,9 @@ def _local(config: LogConfig) -> tuple[int, int]:
 def _expired_end(
     segments: Sequence[SegmentFacts], keep_ms: int, bound: int, hold: int | None, now_ms: int
 ) -> int:
-    """Return the end of the local segments that have expired as a whole under topic retention (E5)."""
+    """Return the end of the local segments that have expired as a whole under topic retention
+    (E5).
+    """
     end = 0
     if keep_ms < 0:
         return end

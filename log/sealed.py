@@ -19,7 +19,9 @@ _TAIL_BYTES = len(_TAIL % 0)
 
 
 class CorruptFile(ValueError):
-    """The bytes of the file are not those that were written; the text says what is wrong with them."""
+    """The bytes of the file are not those that were written; the text says what is wrong with
+    them.
+    """
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:

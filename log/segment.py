@@ -1,4 +1,4 @@
-"""One segment: a `.log` file of whole batches and what is derived from it.
+"""One segment: a `.log` file of whole batches, and the files derived from it.
 
     00000000000000001200.log        batches, from offset 1200 on
     00000000000000001200.index      offset → position              log/index
@@ -64,8 +64,6 @@ class Walk:
     `verify_from`: the checksum is checked for batches that reach this offset (None = for none).
     `dense`: the offsets must follow each other without gaps; otherwise they must only grow.
     `damage`: the known damaged ranges, which are stepped over.
-    offsets must follow each other without gaps, else they must only grow.  `damage`: ranges that
-    are known, and stepped over.
     """
 
     def __init__(
@@ -306,8 +304,8 @@ class Segment:
     def piece(
         self, sparse: SparseIndex, offset: int, bound: int, max_bytes: int, min_one: bool
     ) -> Piece | None:
-        """Return the whole batches below `bound`, from the one that holds `offset` (or the next)
-        on; None if there is none.
+        """Return the whole batches below `bound`, from the batch that holds `offset` (or the
+        next) on; None if there is none.
         """
         if self.file is not None:
             found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)

@@ -64,10 +64,12 @@ class Strays:
         return key in self._found
 
     def known(self, key: PartitionKey) -> None:
-        """The partition has become known and is no stray (Y2), whether or not it can be opened."""
+        """Forget a stray that has become known (Y2), whether or not its log can be opened."""
         self._found.pop(key, None)
 
     def unknown(self) -> list[tuple[Directory, str, Identity]]:
-        """Return the identities that are still strays; `directory.give_up` checks each again (Y3)."""
+        """Return the identities that are still strays; `directory.give_up` checks each again
+        (Y3).
+        """
         found, self._found = self._found, {}
         return [home for home in found.values() if home[0].failed is None]

@@ -7,8 +7,8 @@ calls.
 Rules
   W1  A plan is performed whole, or its generation fails: no later plan of that generation touches
       the disk (rule L2).
-  W2  A cut removes segments newest first; retention drops them oldest first.  So neither a death in
-      between nor a full disk leaves a hole in the log.
+  W2  A cut removes segments newest first; retention drops them oldest first.  A hole in the log is
+      thus impossible, even if the process dies in between or the disk is full.
   W3  `_sync` makes everything that was performed SYNCED, oldest first, file names included
       (rule L1).
 """
@@ -83,7 +83,9 @@ class LocalLogWriter:
 
     @property
     def blank(self) -> bool:
-        """Whether the log is empty and the producers below its start are unknown (log/loading O2)."""
+        """Whether the log is empty and the producers below its start are unknown (log/loading
+        O2).
+        """
         segments = self._local.segments
         return self._blank and segments[-1].decided.next_offset == segments[0].base_offset
 
@@ -309,7 +311,6 @@ class LocalLogWriter:
         """Rename the dropped segments that a full disk kept, before a recovery point passes them.
         They were never synced, and after a power loss their damage would count as damage of the log
         (rule L9).
-        nobody has synced them, and after a power loss their damage would count (rule L9).
         """
         for segment in self._rename_pending_delete():
             self._storage.remove(segment.path() + DELETED)
