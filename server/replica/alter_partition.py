@@ -1,15 +1,17 @@
 """Changes of in-sync sets, from a leader's request to the committed record (rule R2, KIP-497).
 
-World-generic.  A leader that wants another ISR says so to its machine first (additions hold the
-watermark from then on), then to the controller; the metadata log says what came of it.  Pending
-changes of many partitions travel together, one request at a time.
+World-generic.  A leader that wants another ISR first records the proposal in its `Leader`
+(replica/leader.py); from then on the replicas to be added hold the high watermark back.  Then it
+sends the change to the controller.  The metadata log decides whether the change was made.  One
+request carries the pending changes of many partitions, and one request is under way at a time.
 
 Invariants
-  A1  a pending change ends when the metadata log moves past the partition epoch it was made for,
-      when the leader epoch ends, or when the controller surely will not grant it
-  A2  a change whose outcome is unknown stays, and is asked again: it may be granted already, and
-      the new member may be elected; when it is refused after all, the committed ISR is asked for,
-      which moves the partition epoch: then no copy of it can be granted any more
+  A1  A pending change ends when the metadata log moves past the partition epoch it was made for,
+      when the leader epoch ends, or when the controller has certainly refused it.
+  A2  A change whose outcome is unknown stays pending, and the leader sends it again: the controller
+      may have made it already, and may elect the new member.  If the controller then refuses it,
+      the leader asks for the committed ISR instead.  That change moves the partition epoch, so no
+      earlier copy of the request can be granted any more.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from pk.wire import pk_pb2 as wire
 ASK_TIMEOUT_MS = 3_000
 AGAIN_MS = (50, 1_000)
 ITEMS_MAX = 1_000
-#: A leader whose change was refused does not ask again at once.
+#: How long a leader waits after a refused change before it asks for another one.
 REFUSED_MS = 200
 
 
 class PendingIsrChange(NamedTuple):
-    """One leader's request."""
+    """The ISR that one leader asks the controller for."""
 
     leader: Leader
     partition_epoch: int
@@ -48,7 +50,7 @@ class AlterPartitionManager:
     def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._pending: dict[PartitionKey, PendingIsrChange] = {}
-        self._unsure: dict[PartitionKey, None] = {}  #: asked once, and the answer never came (A2)
+        self._unsure: dict[PartitionKey, None] = {}  #: sent, and no reply arrived (A2)
         self._not_before_ms: dict[PartitionKey, int] = {}
         self._tasks = TaskRegistry()
         self._asking = False
@@ -57,7 +59,7 @@ class AlterPartitionManager:
         await self._tasks.close()
 
     def consider(self, partition: Partition) -> None:
-        """Ask for another ISR if the leader's view of its followers says so."""
+        """Ask the controller for another ISR if the progress of the followers requires it."""
         leader, core = partition.leader, self._core
         if leader is None or len(leader.replicas) < 2 or core.draining:
             return
@@ -103,13 +105,13 @@ class AlterPartitionManager:
                     self._core.metrics.refused(failure)
                 except Exception as bug:
                     self._core.bug("changing in-sync sets", bug)
-                # The answer came: what is left waits for the metadata log.  It did not: ask again.
+                # After a reply, pending changes wait for the metadata log.  Without, ask again.
                 await self._core.clock.sleep_ms(backoff.next_ms())
         finally:
             self._asking = False
 
     def _open(self) -> bool:
-        """Whether any change is pending (A1)."""
+        """Remove the changes that have ended (A1); return whether any is still pending."""
         for key, pending in list(self._pending.items()):
             partition = self._core.partitions.get(key)
             if (
@@ -150,7 +152,10 @@ class AlterPartitionManager:
     def _answered(
         self, key: PartitionKey, pending: PendingIsrChange, result: wire.AlterPartitionResult
     ) -> None:
-        """A1: refused for sure, or the metadata log will tell."""
+        """Handle the result for one partition: end the change if it is certainly refused (A1).
+
+        A change that was not refused stays pending until the metadata log has it.
+        """
         if not result.HasField("error"):
             if set(pending.isr) == set(pending.leader.isr):
                 return  # A2

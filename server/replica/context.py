@@ -1,7 +1,7 @@
-"""What the parts of a broker see of it: its partitions, disks, clocks, controller and image.
+"""Interfaces through which the parts of a broker use its partitions, disks, clocks and controller.
 
-World-generic.  `BrokerCore` (broker/core.py) composes the parts.  A part takes one of these views
-and imports neither the core nor the parts beside it.
+World-generic.  `BrokerCore` (broker/core.py) composes the parts.  Each part takes one of these
+protocols and imports neither the core nor the other parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pk.world import World
 
 
 class ControllerChannel(Protocol):
-    """The way to the active controller (broker/lifecycle.py)."""
+    """The link to the active controller (broker/lifecycle.py)."""
 
     @property
     def broker_epoch(self) -> int: ...
@@ -39,7 +39,9 @@ class ControllerChannel(Protocol):
 
 
 class MetadataView(Protocol):
-    """The metadata as this broker applied them (broker/metadata_publisher.py)."""
+    """The metadata image as far as this broker has applied the log
+    (broker/metadata_publisher.py).
+    """
 
     @property
     def image(self) -> MetadataImage: ...
@@ -60,7 +62,7 @@ class MetadataView(Protocol):
 
 
 class Fetchers(Protocol):
-    """What this broker fetches from leaders (fetcher.py)."""
+    """The replicas that this broker fetches from their leaders (fetcher.py)."""
 
     @property
     def changing(self) -> TaskRegistry: ...
@@ -69,7 +71,7 @@ class Fetchers(Protocol):
 
 
 class CorruptionWatch(Protocol):
-    """What is known of damaged ranges (corruption.py)."""
+    """The handling of damaged ranges (corruption.py)."""
 
     def opened(self, partition: Partition) -> None: ...
 
@@ -88,7 +90,7 @@ class TierSwitch(Protocol):
 
 
 class BrokerContext(Host, Protocol):
-    """The broker as its parts see it."""
+    """The interface of `BrokerCore` that the parts of the broker use."""
 
     @property
     def world(self) -> World: ...

@@ -1,20 +1,21 @@
-"""Damage in the only copy of a partition: what is whole is served, what is damaged is told.
+"""Damage in the only copy of a partition: the broker serves what is whole and reports the rest.
 
-World-generic.  With another replica in ISR or ELR a damaged one is set aside and made anew from the
-leader (rule L9; broker/metadata_publisher M7).  Without one there is nothing to make it of.
-Then the leader looks at the whole segment once, off the loop, and goes on: readers get `DataLoss`
-with the range, producers go on behind the end, and `pk log repair` turns the range into a known
-gap.
+World-generic.  If another replica is in the ISR or ELR, the broker sets a damaged replica aside
+and rebuilds it from the leader (rule L9; broker/metadata_publisher M7).  A damaged replica that is
+the only copy cannot be rebuilt.  Its leader surveys the whole segment once, off the loop, and
+continues to serve: a fetch in the damaged range fails with `DataLoss` and the range, producers
+append at the log's end, and `pk log repair` turns the range into a known gap.
 
 Invariants
-  N1  a reader who asks in a damaged range hears of the whole range; no range is passed over by
-      `next_offset` before an operator has repaired it
-  N2  the survey that follows an error finds a range that was not known, or the partition goes
-      offline as it does for damage without a range: looking ends
-  N3  once another replica is in ISR or ELR the damaged one goes offline and is made anew: the other
-      one had the range before, or begins above it, for no replica copies a damaged batch
-  N4  files that are missing in front of a log are damage where the table does not have their
-      records; while that is not known readers wait, and nothing is called lost
+  N1  A fetch at any offset of a damaged range fails with the whole range.  `next_offset` skips no
+      range before an operator has repaired it.
+  N2  The survey that follows an error either finds a range that was not known, or the partition
+      goes offline as it does for damage without a range.  So surveys do not repeat without end.
+  N3  Once another replica is in the ISR or ELR, the damaged replica goes offline and is rebuilt.
+      The other replica had the range before it was damaged, or begins above it, because no replica
+      copies a damaged batch.
+  N4  Missing files at the front of a log are damage if the table does not have their records.
+      While that is not known, readers wait and no range is reported as lost.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class CorruptionManager:
-    """See the module's docstring."""
+    """Finds, reports and serves around the damaged ranges of one broker's partitions."""
 
     def __init__(self, core: BrokerContext) -> None:
         self._core = core
         self._looking: dict[PartitionKey, None] = {}
 
     def is_only_copy(self, state: PartitionState | None) -> bool:
-        """Nobody else is known to have what was committed."""
+        """Whether no other replica is known to have the committed records of the partition."""
         me = self._core.node_id
         if state is None or me not in state.replicas:
             return False
@@ -52,7 +53,10 @@ class CorruptionManager:
         return me in (*state.isr, *state.elr) or state.replicas == (me,)
 
     def examine(self, partition: Partition, error: errors.CorruptLog) -> bool:
-        """Find the range of what was met; False: this replica is to go offline instead."""
+        """Begin a survey for the damaged range that `error` met.
+
+        False = the caller must take this replica offline instead.
+        """
         core, key = self._core, partition.key
         leads = partition.state is ReplicaState.LEADING
         if not leads or not self.is_only_copy(core.publisher.image.partition(key)):
@@ -81,13 +85,16 @@ class CorruptionManager:
         partition.bounds_moved(urgent=True)
 
     def opened(self, partition: Partition) -> None:
-        """A log was opened, with damage perhaps; of several copies `settle` has the say."""
+        """Report the damage of a log that was opened, if it is the only copy.
+
+        If there are several copies, `settle` decides later.
+        """
         if self.is_only_copy(self._core.publisher.image.partition(partition.key)):
             self.report(partition, partition.log.damage)
             self.look_in_front(partition)
 
     def report(self, partition: Partition, found: list[Damage]) -> None:
-        """Metric and log line of ranges that were not known."""
+        """Count and log damaged ranges that were not known before."""
         for each in found:
             self._core.metrics.damaged_ranges.inc()
             self._core.warn(
@@ -101,7 +108,10 @@ class CorruptionManager:
             )
 
     def settle(self, partition: Partition, state: PartitionState) -> None:
-        """N3, and for a log that was opened with damage."""
+        """Take a damaged replica offline if it is not the only copy (N3).
+
+        This also covers a log that was opened with damage.
+        """
         if not partition.online:
             return
         if self.is_only_copy(state):
@@ -113,8 +123,9 @@ class CorruptionManager:
             self._core.damaged(partition, problem)
 
     def look_in_front(self, partition: Partition) -> None:
-        """N4: of the only copy files are missing in front.  Asked again with each report of the
-        tier.
+        """Record the missing files at the front of an only copy as damage, except tiered ones (N4).
+
+        Each report of the tier calls this again.
         """
         log = partition.log
         if log.absent is None or not partition.online:
@@ -141,7 +152,7 @@ class CorruptionManager:
     def problem_of(
         self, partition: Partition, more: Sequence[Damage] = ()
     ) -> errors.CorruptLog | None:
-        """What is damaged of a log that is served."""
+        """Return the first damaged range of a served log as an error; None if there is none."""
         found = [*more, *partition.log.damage]
         if not found:
             return None
@@ -150,7 +161,10 @@ class CorruptionManager:
         return errors.CorruptLog(told.message + count, **told.details)
 
     def client_error(self, partition: Partition, error: errors.PkError) -> errors.PkError:
-        """`error` of a read, as its reader hears it: while the range is looked for, it waits."""
+        """Return the error that answers a read that failed with `error`.
+
+        While a survey looks for the damaged range, that is the retriable `OffsetNotAvailable`.
+        """
         if isinstance(error, errors.CorruptLog) and partition.key in self._looking:
             return errors.OffsetNotAvailable(
                 f"{partition}: the broker looks for the range that is damaged: {error.message}"

@@ -1,22 +1,23 @@
-"""Opens the logs that a broker has, and creates those that it is to have and has not.
+"""Opens the logs in a broker's directories and creates the missing logs of assigned replicas.
 
 World-generic.  The metadata publisher (broker/metadata_publisher.py) owns a `ReplicaCreator`, which
-reads its image.  The states UNOPENED and ABSENT of replica/state.py are this module's work.
+reads its image.  This module moves replicas into and out of the states UNOPENED and ABSENT
+(replica/state.py).
 
 Invariants
-  N1  nothing is created, and no stray given up, before the image holds this very process's
-      registration (rule Q2): an older image may name an earlier life of a topic, and not know the
-      one that stands here (log/strays.py)
-  N2  a partition whose log cannot be created or opened is UNOPENED with its cause.  The other
-      partitions go on.  Creation is tried again while the cause may pass
-      (broker/metadata_publisher M4)
-  N3  while a directory has failed, no log is created for a partition that is in no working
-      directory: its records are in the failed one (broker/metadata_publisher M6)
-  N4  a log whose truncation a full disk interrupted is OFFLINE until there is room.  Then it is
-      opened as at a start of the process, and goes on from what its files hold
-  N5  a log that this broker had and that is missing, adopted or discarded by hand is offline, and
-      its broker says so in every heartbeat, until the replica is in neither ISR nor ELR: so it
-      leaves both before the broker is unfenced (rule L15)
+  N1  The broker creates no log, and renames no stray, before the image holds the registration of
+      this process (rule Q2).  An older image may name a deleted topic of the same name, and may
+      lack the topic whose log is in the directory (log/strays.py).
+  N2  A partition whose log cannot be created or opened is UNOPENED with its cause.  The other
+      partitions continue.  Creation is tried again while the cause may pass
+      (broker/metadata_publisher M4).
+  N3  While a directory has failed, no log is created for a partition that is in no working
+      directory: its records are in the failed one (broker/metadata_publisher M6).
+  N4  A log whose truncation was interrupted by a full disk is OFFLINE until there is room.  Then it
+      is opened as at a start of the process, and continues from what its files hold.
+  N5  A log that this broker had and that is missing, or that an operator adopted or discarded, is
+      offline.  The broker reports it in every heartbeat until the replica is in neither ISR nor
+      ELR.  So the replica leaves both before the broker is unfenced (rule L15).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RETRY_CREATE_MS = 5_000
 
 
 class ReplicaCreator:
-    """See the module's docstring."""
+    """Opens and creates the logs of one broker's replicas (N1 to N5)."""
 
     def __init__(self, core: BrokerContext, publisher: MetadataView) -> None:
         self._core = core
@@ -93,7 +94,7 @@ class ReplicaCreator:
         return True
 
     async def give_up_strays(self) -> None:
-        """N1, broker/metadata_publisher M3: once everything that is known was opened."""
+        """Rename the strays, once every known log is open (N1, broker/metadata_publisher M3)."""
         try:
             kept = await self._core.manager.discard_strays()
             for where in kept:
@@ -102,8 +103,10 @@ class ReplicaCreator:
             self._core.warn("delete_failed", partition="strays", error=error.message)
 
     def _gone(self, found: Identity) -> bool:
-        """Rule L15: the metadata can know the partition of that log, and this broker is to have no
-        log of it.  Asked on a write lane, too: it reads the image and changes nothing.
+        """Whether the image gives this broker no replica of that log's partition (rule L15).
+
+        False if the log is of another cluster, or newer than the image.  This method only reads the
+        image, so a write lane may call it too.
         """
         core, image = self._core, self._publisher.image
         if (found.cluster_id, found.genesis) != (core.manager.cluster_id, image.genesis):
@@ -137,7 +140,10 @@ class ReplicaCreator:
 
     # -- what is to be created -------------------------------------------------------------------
     def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
-        """For `LogManager.load`: None = a stray (broker/metadata_publisher M3)."""
+        """Return the settings of a log for `LogManager.load`.
+
+        None = the log is a stray (broker/metadata_publisher M3).
+        """
         state = self._publisher.image.partition(PartitionKey(topic_id, tp.partition))
         if state is None or self._core.node_id not in state.replicas:
             return None
@@ -146,7 +152,7 @@ class ReplicaCreator:
         )
 
     def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
-        """The log of `key` is open: the broker hosts the partition from now on."""
+        """Host the partition `key`, whose log is open now."""
         core = self._core
         log = core.manager.get(key)
         assert log is not None
@@ -160,7 +166,7 @@ class ReplicaCreator:
             tiered=self._publisher.is_tiered(topic, wanted),
         )
         core.partitions[key] = partition
-        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds over a restart
+        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds after a restart
 
     async def create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
         """Create the logs of those of `keys` whose replica is assigned to this broker and not open.
@@ -206,8 +212,9 @@ class ReplicaCreator:
         return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
 
     async def clear_operator_mark(self, key: PartitionKey) -> None:
-        """The replica has left ISR and ELR: an adopted log is one like any other, and a discarded
-        one may be replaced by an empty log (N5).
+        """Remove an operator's mark from a replica that has left ISR and ELR (N5).
+
+        An adopted log then serves as usual, and an empty log may replace a discarded one.
         """
         core = self._core
         config = self._topics_of([key])[key.topic_id][2]
@@ -221,14 +228,14 @@ class ReplicaCreator:
         core.lifecycle.heartbeat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
-        """The image gives this broker a replica of it."""
+        """Whether the image gives this broker a replica of the partition."""
         state = self._publisher.image.partition(key)
         return state is not None and self._core.node_id in state.replicas
 
     def _topics_of(
         self, keys: Iterable[PartitionKey]
     ) -> dict[str, tuple[str, dict[str, Any], LogConfig]]:
-        """Name and settings of the topics of `keys`, by id: of a thousand partitions once."""
+        """Return name and settings of the topics of `keys`, by id; each topic is read once."""
         found = {}
         for topic_id in {key.topic_id: None for key in keys}:
             name = self._publisher.image.topics[topic_id].name
@@ -237,7 +244,9 @@ class ReplicaCreator:
         return found
 
     def _not_created(self, key: PartitionKey, topic: str, error: errors.PkError) -> None:
-        """The replica becomes UNOPENED, and the controller hears of it soon (N2)."""
+        """Make the replica UNOPENED and report it to the controller with an early heartbeat
+        (N2).
+        """
         self._core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
         self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
         self._core.lifecycle.heartbeat_soon()  # the controller elects another replica
@@ -291,7 +300,7 @@ class ReplicaCreator:
             await self._publisher.lead_or_follow(partition, state)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; a bug of pk in it does not keep the other partitions from being retried."""
+        """Do `work`; a bug of pk in it does not prevent the retries of the other partitions."""
         try:
             await work
         except Exception as bug:
@@ -299,11 +308,11 @@ class ReplicaCreator:
 
 
 def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
-    """N5: whether a replica that an operator adopted or discarded may be served from here again.
+    """Whether this broker may serve a replica again that an operator adopted or discarded (N5).
 
-    A discarded log begins empty where it is filled from a leader, or where no other replica has
-    anything.  With nobody leading, a recovery election (rule R3) would take the empty log for the
-    greatest if this replica is the only last-known one; the others would be cut to it.
+    A discarded log may begin empty if a leader fills it, or if no other replica has records.
+    Otherwise, if no broker leads and this is the only last-known replica, a recovery election (rule
+    R3) would take the empty log for the longest one, and the other replicas would be cut to it.
     """
     if me in (*state.isr, *state.elr):
         return False
@@ -311,10 +320,10 @@ def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
 
 
 def together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:
-    """As many as are created in one visit."""
+    """Yield the keys in groups of the size that one visit creates."""
     return (keys[at : at + VISIT_MAX] for at in range(0, len(keys), VISIT_MAX))
 
 
 def typed(failure: BaseException) -> errors.PkError:
-    """What is not ours to know is a bug."""
+    """Return `failure` as an error of pk; an exception of any other class is an internal error."""
     return failure if isinstance(failure, errors.PkError) else errors.InternalError(repr(failure))

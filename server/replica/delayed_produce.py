@@ -38,7 +38,7 @@ class DelayedProduce:
         acks: int,
         deadline_ms: int,
     ) -> None:
-        self.sink = sink  #: takes the reply; None: the entry only counts bytes
+        self.sink = sink  #: receives the reply; None = no client waits, the entry only counts bytes
         self.correlation_id = correlation_id
         self.index = index
         self.acks = acks
@@ -54,8 +54,8 @@ class DelayedProduce:
     def answer(self, error: errors.PkError | None) -> None:
         """Send the reply; only the first call does (replica/partition H1).
 
-        After a change of leader, or a failed disk, an appended batch may be stored nevertheless.
-        The detail `appended` of the error tells the producer so.
+        After a change of leader, or a failed disk, an appended batch may still be stored.  The
+        detail `appended` of the error reports this to the producer.
         """
         if self.last_offset != NONE and isinstance(error, LEAVES_OPEN):
             error = type(error)(error.message, **error.details, appended="true")

@@ -1,13 +1,15 @@
-"""Deletions that wait until every replica that may lead next knows of them (rule T9).
+"""Deletions of records that wait until every replica that may lead next has them (rule T9).
 
 Sans-IO.  A log start is *known* once each in-sync replica has moved its own log start there.  Only
-then is a deletion acknowledged, and only then may rows leave the table: a leader that was replaced
-cannot get the word of replicas that follow its successor, so it cannot delete in the table that all
-replicas share, whether it reaches the controller or not.
+then does the leader acknowledge the deletion, and only then may the rows leave the table.  The
+in-sync replicas confirm nothing to a leader that was replaced, because they follow its successor.
+So a replaced leader cannot delete rows of the table that all replicas share, whether it reaches the
+controller or not.
 
 Invariants
-  D1  a waiting deletion is answered once: known, or refused because another broker leads
-  D2  what was known in an earlier leader epoch does not count: the in-sync replicas are others
+  D1  A waiting deletion is answered once: the log start is known, or another broker leads.
+  D2  A log start that was known in an earlier leader epoch does not count in the next one, whose
+      in-sync replicas may be others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pk.types import NONE, Offset
 
 
 class Deletions:
-    """The deletions of one partition that were carried out here and are not yet known."""
+    """The deletions of one partition that its leader carried out and that are not yet known."""
 
     def __init__(self) -> None:
         self._known: Offset = NONE
@@ -29,17 +31,17 @@ class Deletions:
         return bool(self._waiting)
 
     def new_epoch(self) -> None:
-        """This replica leads in a new epoch (D2)."""
+        """Begin a new leader epoch, in which no log start is known yet (D2)."""
         self._known = NONE
 
     def wait(self, before: Offset) -> asyncio.Future[None]:
-        """Done when `before` is known; fails if this replica stops leading."""
+        """Return a future that is done when `before` is known; it fails when leadership ends."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((before, future))
         return future
 
     def log_start_known(self, known: Offset, name: str, *, leads: bool) -> bool:
-        """The log start that is known now.  True if it grew."""
+        """Answer the deletions that the known log start covers; return whether it has grown."""
         grew, self._known = known > self._known, known
         waiting, self._waiting = self._waiting, []
         for before, future in waiting:

@@ -1,17 +1,18 @@
-"""The write side of one data directory: many partitions' appends in one wake-up of its writer (rule
-P2).
+"""The write side of one data directory: one round writes the appends of many partitions (rule P2).
 
-World-generic.  Partitions hand in that they have decided appends; while one round of writes is on
-the disk the next one gathers, so the group grows with the load by itself.  A round takes every
-partition's appends in the order in which they were decided, writes them in the writer, and
-completes them on the loop.
+World-generic.  An append is *decided* when its offsets are assigned in memory; it is *completed*
+when it is written or has failed.  A partition submits its decided appends.  While the disk writes
+one round, the appends of the next round gather, so rounds grow with the load.  A round takes the
+appends of each partition in the order in which they were decided, writes them on the writer's
+lane, and completes them on the loop.
 
 Invariants
-  W1  one round is in the writer at a time; a partition's appends are written in the order they were
-      decided
-  W2  `queued_bytes` counts what was decided and is not completed; above the bound `room` waits, and
-      with it the produce streams that would add more (rule: a full queue pushes back, never grows)
-  W3  a failed partition does not stop the others of its round
+  W1  One round is in the writer at a time.  The appends of a partition are written in the order in
+      which they were decided.
+  W2  `queued_bytes` counts the bytes that were decided and are not completed.  Above the bound,
+      `room` waits, and so do the produce streams that would add more: a full queue delays its
+      senders and never grows.
+  W3  A partition that fails does not stop the other partitions of its round.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Appender(Protocol):
     """A partition as the writer sees it."""
 
     def take_round(self) -> Callable[[], Any] | None:
-        """What to run in the writer for everything decided so far;
+        """Return the work that writes everything decided so far; None = nothing is left to write.
 
-        None = nothing is left to write.
+        The writer runs the work.
         """
         ...
 
     def end_round(self, outcome: Any, failure: BaseException | None) -> None:
-        """The work ran: its result, or what it raised.  On the loop."""
+        """Complete the round on the loop, given the result of its work or what the work raised."""
         ...
 
 
@@ -57,7 +58,7 @@ class LogDirWriter:
     ) -> None:
         self.disk = disk
         self.space = DirectorySpace(disk.storage.root, reserve_bytes, lambda: on_space(self))
-        self.recent = BatchCache()  #: what it wrote last, for readers that wait for it
+        self.recent = BatchCache()  #: the batches written last, for readers at the log's end
         self.queued_bytes = 0
         self.rounds = 0
         self._bytes_max = bytes_max
@@ -70,7 +71,7 @@ class LogDirWriter:
         self._task: asyncio.Task[None] | None = None  #: None once the last round has ended
 
     def submit(self, appender: Appender, size: int) -> None:
-        """`appender` has decided `size` more bytes."""
+        """Note that `appender` has decided `size` more bytes, and start a round if none runs."""
         self.queued_bytes += size
         self.space.spend(size)
         self._dirty[appender] = None
@@ -78,7 +79,7 @@ class LogDirWriter:
             self._task = self._tasks.spawn(self._rounds())
 
     def done(self, size: int) -> None:
-        """`size` decided bytes were completed or failed."""
+        """Take `size` bytes that were completed, or that failed, off the queue."""
         self.queued_bytes -= size
         while self._waiters and self.queued_bytes < self._bytes_max:
             waiter = self._waiters.popleft()
@@ -87,25 +88,25 @@ class LogDirWriter:
 
     @property
     def full(self) -> bool:
-        """More must wait (W2)."""
+        """Whether further appends must wait (W2)."""
         return self.queued_bytes >= self._bytes_max
 
     async def room(self) -> None:
-        """Wait until more may be decided; first come, first served."""
+        """Wait until further appends may be decided; waiters continue in the order they came."""
         while self.full:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     async def settled(self, appender: Appender) -> None:
-        """Wait until everything `appender` decided so far was completed; others may go on."""
+        """Wait until everything that `appender` decided so far is completed."""
         while appender in self._dirty or appender in self._current:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._round_waiters.append(waiter)
             await waiter
 
     async def idle(self) -> None:
-        """Wait until everything decided so far was completed."""
+        """Wait until everything that any partition decided so far is completed."""
         while self._task is not None:
             await asyncio.shield(self._task)
 
@@ -149,7 +150,7 @@ class LogDirWriter:
 
 
 def _run_all(work: list[Callable[[], Any]]) -> list[tuple[Any, BaseException | None]]:
-    """In the writer: run each; what one raises is its own outcome (W3)."""
+    """Run the work of each partition in the writer; each has its own outcome or error (W3)."""
     outcomes: list[tuple[Any, BaseException | None]] = []
     for run in work:
         try:

@@ -1,18 +1,18 @@
 """This broker's follower replicas: one fetch stream to each broker that leads some of them.
 
-World-generic.  A replica sets its position at the leader once per leader epoch
-(replica/follower.py); from then on the leader sends what it appends (rule P4), the replica's
-directory's writer writes it, and the stream tells the leader how far each log has come.  What a
-follower confirms is WRITTEN, or SYNCED where the topic acknowledges only that (rule L2).
+World-generic.  A replica sets its fetch position at the leader once per leader epoch
+(replica/follower.py).  From then on the leader sends what it appends (rule P4), the writer of the
+replica's directory writes it, and the stream reports to the leader how far each log has come.  A
+follower confirms records that are WRITTEN, or SYNCED if the topic sets `flush_on_ack` (rule L2).
 
 Invariants
-  F1  a replica fetches under the leader epoch that the metadata names, and takes only what answers
-      its newest position
-  F2  before a position is set, everything decided for the log is written or undone: its end is
-      what the leader hears
-  F3  a log is cut or begun anew only on the word of the current leader, and never below the
-      committed high watermark of a clean history (rule R4)
-  F4  what is fetched and not written is bounded by the credits of its stream
+  F1  A replica fetches under the leader epoch that the metadata names.  It takes only data that
+      answers its newest position.
+  F2  Before the position is set, every append to the log is written or undone, because the leader
+      compares the log's end.
+  F3  A follower truncates its log, or replaces it with an empty one, only when the current leader's
+      answer requires it, and never below the high watermark of a clean history (rule R4).
+  F4  The credits of a stream bound the bytes that are fetched and not yet written.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Replica:
         self.partition = partition
         self.leader_epoch: Epoch = state.leader_epoch
         self.unclean_epoch: Epoch = state.unclean_epoch
-        self.position_id = 0  #: of the newest position; what answers an older one is dropped (F1)
-        self.placed = False  #: the position is on its way, and the log stands where it says
+        self.position_id = 0  #: of the newest position; answers to older ones are dropped (F1)
+        self.placed = False  #: the position was sent, or will be, and the log still ends there
         self.log_start: Offset = 0  #: the leader's
         self.refusals = Backoff(AGAIN_MS)  #: in a row
         self.owed = 0  #: bytes that were handed to the log and are not stored yet (F4)
@@ -109,11 +109,11 @@ class ReplicaFetcherManager:
     def __init__(self, core: BrokerContext) -> None:
         self.core = core
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
-        #: logs being cut or begun anew: whoever wants such a log to stand still waits (F2)
+        #: logs that are being truncated or replaced; `stand_still` waits for them (F2)
         self.changing = TaskRegistry(partial(core.bug, "following a leader"))
 
     async def stand_still(self, partition: Partition) -> None:
-        """Return once nothing that was decided for the log is under way."""
+        """Wait until no append, truncation or replacement of the partition's log is under way."""
         while (task := self.changing.get(partition.key)) is not None:
             await asyncio.wait((task,))
         await partition.writer.settled(partition)
@@ -135,13 +135,13 @@ class ReplicaFetcherManager:
         fetcher.add(replica)
 
     def leave(self, partition: Partition) -> None:
-        """Stop fetching: it leads, it is gone, or nobody leads."""
+        """Stop fetching: this broker leads, the replica was removed, or no broker leads."""
         replica = partition.detach()
         if isinstance(replica, Replica):
             replica.fetcher.remove(replica)
 
     def brokers_changed(self) -> None:
-        """An address, or this broker's own registration, may be another one."""
+        """Reconnect the streams whose leader's address, or whose broker epoch, has changed."""
         for fetcher in self._fetchers.values():
             fetcher.look_again()
 
@@ -152,7 +152,7 @@ class ReplicaFetcherManager:
 
 
 class ReplicaFetcher:
-    """One leader's stream."""
+    """The fetch stream to one leader, and the replicas that it serves."""
 
     def __init__(self, core: BrokerContext, leader: NodeId) -> None:
         self.core = core
@@ -193,18 +193,18 @@ class ReplicaFetcher:
             self._wake.set()
 
     def look_again(self) -> None:
-        """The stream goes if it would be another one now; who is back is tried at once."""
+        """Close a stream whose address or broker epoch is outdated; else connect without delay."""
         self._poked.set()
         if self._stream is not None and self._session != self._wanted_session():
             self._stream.close()
 
     def again(self, replica: Replica, wait_ms: int = 0) -> None:
-        """Set the position anew after a while."""
+        """Set the position of `replica` again after a back-off of at least `wait_ms`."""
         replica.placed = False
         self._tasks.spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
     def no_room(self, replica: Replica) -> None:
-        """What was fetched could not be stored: the leader must not wait for this replica (L16)."""
+        """Report to the leader that `replica` has no room, so that its ISR need not wait (L16)."""
         self._full[replica.key] = replica
         self._wake.set()
         self.again(replica, FULL_MS)
@@ -226,9 +226,9 @@ class ReplicaFetcher:
                 if replica.key not in self.core.fetchers.changing:
                     self._change(replica, self._begin_blank(replica))
                 return
-            # What a former leader had committed beyond this log's end, an unclean one may not have.
+            # An unclean leader may lack what its predecessor had committed beyond this log's end.
             replica.partition.cut_watermark(replica.partition.log.written_end)
-            self._position_id += 1  # F1: an older replica's answers may be on their way yet
+            self._position_id += 1  # F1: answers to an older position may still arrive
             replica.position_id = self._position_id
             replica.placed = True
             self._confirm.pop(replica.key, None)
@@ -236,14 +236,14 @@ class ReplicaFetcher:
             self._wake.set()
 
     def stored(self, replica: Replica, size: int) -> None:
-        """What the leader may count on has grown."""
+        """Confirm the replica's new end to the leader, after `size` fetched bytes were stored."""
         self._returns(replica, size)
         if replica.placed:
             self._confirm[replica.key] = replica
         self._wake.set()
 
     def _returns(self, replica: Replica, size: int) -> None:
-        """F4: what its log took is stored, undone, or nobody's any more."""
+        """Return the credit of `size` bytes that were stored, undone, or dropped (F4)."""
         replica.owed -= (returned := min(size, replica.owed))
         self._owed -= (returned := min(returned, self._owed))
         self._credit += returned
@@ -276,7 +276,7 @@ class ReplicaFetcher:
                 backoff.reset()
 
     async def _pause(self, wait_ms: float | None) -> bool:
-        """Wait before the next connection; True if somebody gave a reason to try at once."""
+        """Wait before the next connection; True if the wait was cut short to try at once."""
         self._poked.clear()
         if wait_ms is None:
             await self._poked.wait()
@@ -335,7 +335,9 @@ class ReplicaFetcher:
             stream.close()
 
     def _request(self, broker_epoch: int) -> wire.FetchRequest | None:
-        """Everything there is to say; None = nothing."""
+        """Build the request with all new positions, confirmations and credit; None = nothing to
+        send.
+        """
         if not (self._positions or self._confirm or self._forget or self._credit or self._full):
             return None
         request = wire.FetchRequest(
@@ -467,7 +469,10 @@ class ReplicaFetcher:
     # -- changes of the log's shape ----------------------------------------------------------------
 
     def _change(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` on the log of `replica` while nothing else happens to it, then ask again."""
+        """Run `work`, which truncates or replaces the replica's log, then set the position again.
+
+        Nothing else changes the log meanwhile.
+        """
         replica.placed = False
         changing, key = self.core.fetchers.changing, replica.key
         assert key not in changing, "a position is answered once"
@@ -482,7 +487,7 @@ class ReplicaFetcher:
         task.add_done_callback(done)
 
     async def _try(self, replica: Replica, work: Coroutine[Any, Any, None]) -> bool:
-        """False if a full disk left the log as it was: to be tried again."""
+        """Run `work`; False if a full disk left the log unchanged, so that it must run again."""
         try:
             await work
         except errors.PkError as error:
@@ -494,7 +499,7 @@ class ReplicaFetcher:
         return True
 
     async def _cut(self, replica: Replica, theirs: EpochEnd) -> None:
-        """Cut the log at the end of the epoch that both may have (F3)."""
+        """Truncate the log to the end of the newest epoch that both logs may share (F3)."""
         partition, log, core = replica.partition, replica.partition.log, self.core
         await partition.writer.settled(partition)
         if not replica.current:
@@ -538,7 +543,10 @@ class ReplicaFetcher:
         await self._begin(replica, offset, told.producer_snapshot, log_start)
 
     async def _begin_blank(self, replica: Replica) -> None:
-        """log/loading O2: as a new replica, which hears of the producers from its leader."""
+        """Start a blank log as a new replica, which takes the producers' state from its leader.
+
+        (log/loading O2)
+        """
         if replica.current:
             await self._begin(replica, 0, b"", 0)
 
@@ -558,17 +566,17 @@ class ReplicaFetcher:
 
 
 def _given_up(replica: Replica, known: Offset) -> bool:
-    """An unclean election came after the last record known to be committed (rule R4)."""
+    """Whether an unclean election followed the last record known to be committed (rule R4)."""
     return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
 
 
 def _refused(core: BrokerContext, partition: Partition, refusal: errors.LogTruncated) -> None:
-    """F3: one of the two logs is damaged; people must look before this one goes."""
+    """Take the replica offline: one of the two logs is damaged, and an operator must look (F3)."""
     core.metrics.violations.inc()
     core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
 
 
 def _kept_end(partition: Partition) -> Offset:
-    """What the leader may count on (rule L2)."""
+    """Return the log end that this follower confirms to the leader (rule L2)."""
     log = partition.log
     return log.synced_end if partition.settings["flush_on_ack"] else log.written_end

@@ -7,11 +7,13 @@ leader answers with records, with the end of an epoch, or with the offset to sta
 (log/divergence).  Truncation may take several rounds, each to an older epoch.
 
 Invariants
-  F1  nothing below the committed high watermark is cut, except to follow a leader epoch that the
-      metadata marks unclean (rule R4)
-  F2  each answer with the end of an epoch lowers the log's end, or its last epoch: the rounds end
-  F3  nor is a log begun anew below it: who leads cleanly has everything committed from where its
-      segments begin, so one that says otherwise has lost records (rules R4, R5)
+  F1  A follower truncates nothing below the committed high watermark, except to follow a leader
+      epoch that the metadata marks unclean (rule R4).
+  F2  Each answer with the end of an epoch lowers the log's end, or its last epoch.  So the number
+      of rounds is finite.
+  F3  A follower does not replace its log with one that starts below the committed high watermark
+      either.  A cleanly elected leader has every committed record from its first segment on, so a
+      leader that answers otherwise has lost records (rules R4, R5).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pk.types import Offset
 
 
 class Cut(NamedTuple):
-    """What a diverging answer asks for."""
+    """The truncation that a diverging answer requires."""
 
     offset: Offset  #: the log's end afterwards
     below_watermark: bool  #: committed records go: an unclean leader never had them (F1)
@@ -39,7 +41,7 @@ def cut_at(
     high_watermark: Offset,
     unclean: bool,
 ) -> Cut:
-    """Where to cut the log that ends at `log_end` when the leader answers `theirs`.
+    """Return where to truncate the log that ends at `log_end` if the leader answers `theirs`.
 
     Raises `LogTruncated` if that would cut committed records under a clean leader (F1).
     """
@@ -56,10 +58,11 @@ def cut_at(
 
 
 def check_start(offset: Offset, *, high_watermark: Offset, unclean: bool) -> None:
-    """Whether a log may be dropped to begin at `offset`, where its leader's does (rule R5).
+    """Check that a follower may drop its log and start at `offset`, where its leader's log starts.
 
-    A follower that has fallen behind ends, and knows of committed records, below `offset`; what it
-    drops is in the tier, or deleted.  Raises `LogTruncated` if it knows of more (F3).
+    For a follower that has fallen behind, the log's end and the high watermark are below `offset`;
+    the records that it drops are in the tier, or deleted (rule R5).  Raises `LogTruncated` if the
+    high watermark is above `offset` (F3).
     """
     if offset < high_watermark and not unclean:
         raise errors.LogTruncated(

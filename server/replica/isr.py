@@ -1,21 +1,23 @@
-"""Who is in sync: what a leader knows of its followers' progress, and which ISR it should ask for.
+"""The progress of a leader's followers, and the ISR that the leader should ask for.
 
 Sans-IO.  Read first: docs/PROTOCOL.md R1, R2; KIP-16 (lag is time, not distance), KIP-903.
 
-A follower is *caught up at t* if everything the leader had at t is confirmed.  The leader notes its
-own end whenever it hears of a follower; when a later word confirms that end, the follower was
-caught up at the earlier time.  So a follower that is always one batch behind, because batches keep
-coming, is in sync; one that stands still is not.
+A follower is *caught up at t* if it has confirmed everything that the leader had at t.  The leader
+notes its own log end whenever a follower confirms an offset.  When a later confirmation reaches
+that end, the follower was caught up at the earlier time.  So a follower that is always one batch
+behind, because new batches keep arriving, is in sync; one that makes no progress is not.
 
 Invariants
-  M1  a member leaves only after it was behind for `replica_lag_time_max_ms` without a break, or, if
-      enough others stay, when it says that it is behind because its disk is full (rule L16)
-  M2  a replica joins only when it has everything below the high watermark, everything that was
-      there when the leader's epoch began, and knows what was deleted (rule T9)
-  M3  the broker epoch a replica joins with is the one its own fetches carried (KIP-903): what an
-      earlier life confirmed counts for nothing
-  M4  what a replica said before it left the ISR, or the replicas, counts for nothing: it may have
-      been made anew since, under the same registration
+  M1  A member leaves the ISR only after it was behind for `replica_lag_time_max_ms` without a
+      break, or, if enough others stay, when it reports that its disk is full while it is behind
+      (rule L16).
+  M2  A replica joins only when it has everything below the high watermark and everything that was
+      in the leader's log when its epoch began, and has moved its log start to the leader's (rule
+      T9).
+  M3  A replica joins with the broker epoch that its own fetches carried (KIP-903).  Confirmations
+      under an earlier registration do not count.
+  M4  Confirmations from before the replica left the ISR, or the replica set, do not count: its log
+      may have been rebuilt since, under the same registration.
 """
 
 from __future__ import annotations
@@ -30,31 +32,31 @@ from pk.types import NONE, NodeId, Offset
 class Progress:
     """One follower, as its fetches show it."""
 
-    end: Offset  #: everything below it is kept there
-    caught_up_ms: int  #: when it last had all the leader had
-    heard_ms: int  #: when it was last heard
-    leader_end: Offset  #: the leader's end then
-    broker_epoch: int  #: of the registration that fetches
-    log_start: Offset = 0  #: durable there
+    end: Offset  #: the follower keeps every record below it
+    caught_up_ms: int  #: when it last had everything that the leader had
+    heard_ms: int  #: when it last confirmed an offset
+    leader_end: Offset  #: the leader's log end at `heard_ms`
+    broker_epoch: int  #: of the registration under which it fetches
+    log_start: Offset = 0  #: the follower's, durable
 
 
 class InSync:
     """The followers of one leader epoch.  Times are the leader's monotonic clock."""
 
     def __init__(self, isr: Iterable[NodeId], log_end: Offset, now_ms: int) -> None:
-        #: Members of the ISR begin as if they had been heard now (M1), with nothing confirmed.
+        #: Members of the ISR begin as if they were caught up now (M1), with nothing confirmed.
         self._known: dict[NodeId, Progress] = {
             member: Progress(0, now_ms, now_ms, log_end, NONE) for member in isr
         }
-        self._full: dict[NodeId, None] = {}  #: had no room for what they fetched last
+        self._full: dict[NodeId, None] = {}  #: their disks had no room for what they fetched last
 
     def end_of(self, replica: NodeId) -> Offset:
-        """What `replica` confirmed; 0 = nothing yet."""
+        """Return the log end that `replica` confirmed; 0 = nothing yet."""
         known = self._known.get(replica)
         return 0 if known is None else known.end
 
     def log_start_of(self, replica: NodeId) -> Offset:
-        """Where the log of `replica` starts, durably; 0 = nothing was heard."""
+        """Return the durable log start that `replica` reported; 0 = none yet."""
         known = self._known.get(replica)
         return 0 if known is None else known.log_start
 
@@ -67,7 +69,7 @@ class InSync:
         broker_epoch: int,
         log_start: Offset = 0,
     ) -> None:
-        """`replica` keeps everything of `[log_start, end)`."""
+        """Note that `replica` confirmed every record of `[log_start, end)`."""
         known = self._known.get(replica)
         if end >= leader_end or (known is not None and end > known.end):
             self._full.pop(replica, None)  # it stores again
@@ -95,10 +97,10 @@ class InSync:
         lag_max_ms: int,
         required: int = 1,
     ) -> tuple[NodeId, ...]:
-        """The ISR that should be, in replica order.
+        """Return the ISR that the leader should ask for, in replica order.
 
         `eligible`: broker epochs of the brokers that may join: registered, unfenced, not leaving.
-        `required`: how many must stay, should members leave because their disks are full.
+        `required`: members with full disks leave only if this many others stay.
         """
         members: list[NodeId] = []
         for replica in replicas:
@@ -113,7 +115,7 @@ class InSync:
         return tuple(stays if len(stays) >= required else members)
 
     def no_room(self, replica: NodeId) -> None:
-        """`replica` cannot store what it fetches (M1)."""
+        """Note that the disk of `replica` has no room for what it fetches (M1)."""
         self._full[replica] = None
 
     def _lags(self, replica: NodeId, log_end: Offset, now_ms: int, lag_max_ms: int) -> bool:
@@ -142,15 +144,15 @@ class InSync:
         return eligible.get(replica) == known.broker_epoch
 
     def broker_epoch_of(self, replica: NodeId) -> int:
-        """The registration whose fetches were heard last; NONE = nothing was heard."""
+        """Return the broker epoch of the replica's last confirmation; NONE = none yet."""
         known = self._known.get(replica)
         return NONE if known is None else known.broker_epoch
 
     def begin(self, replica: NodeId, log_end: Offset, now_ms: int) -> None:
-        """`replica` is in the ISR from now on, however it got there."""
+        """Track `replica` as a member of the ISR from now on."""
         self._known.setdefault(replica, Progress(0, now_ms, now_ms, log_end, NONE))
 
     def forget(self, replica: NodeId) -> None:
-        """M4: until its log was compared again."""
+        """Drop what `replica` confirmed, until its log has been compared again (M4)."""
         self._known.pop(replica, None)
         self._full.pop(replica, None)

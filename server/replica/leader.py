@@ -1,13 +1,13 @@
-"""The leader's view of one partition: who is in sync, and how far the high watermark may go.
+"""The leader's state of one partition: which replicas are in sync, and the high watermark.
 
-Sans-IO.  The broker tells it of appends, of fetches by followers and of what the metadata log
-committed; it answers whether the high watermark moved.  Read first: docs/PROTOCOL.md R1, R2, L2,
-L5; KIP-101, KIP-966.
+Sans-IO.  The broker passes in appends, followers' fetches and committed metadata records; the
+methods return whether the high watermark moved.  Read first: docs/PROTOCOL.md R1, R2, L2, L5;
+KIP-101, KIP-966.
 
-A new leader does not know how far its predecessor's watermark had come; it knows that everything
-its predecessor committed is in its own log.  So it is *ready* once its watermark has reached the
-end its log had when the epoch began; until then a reader above the watermark is told
-OFFSET_NOT_AVAILABLE, never that its offset is out of range (KIP-207).
+A new leader does not know how far its predecessor's high watermark had come.  It knows that its own
+log has everything that the predecessor committed.  So it is *ready* once its high watermark has
+reached the end that its log had when the epoch began.  Until then a fetch above the watermark is
+answered with OFFSET_NOT_AVAILABLE, never with OFFSET_OUT_OF_RANGE (KIP-207).
 
 Invariants
   I1  log_start <= high_watermark <= log_end
@@ -94,10 +94,10 @@ class Leader:
 
     @property
     def settled(self) -> bool:
-        """Who is in sync was heard in this epoch, with everything from before it.
+        """Whether every in-sync replica has confirmed in this epoch everything from before it.
 
-        Until then one of them may have more, of a leader before, that nobody has cut yet: elected
-        next, it brings that back (rule L6).
+        Until then an in-sync replica may have records of an earlier leader that it has not
+        truncated yet.  If it is elected next, those records come back (rule L6).
         """
         return all(
             self._followers.broker_epoch_of(member) != NONE
@@ -108,7 +108,7 @@ class Leader:
 
     @property
     def log_end(self) -> Offset:
-        """End of what this replica has WRITTEN."""
+        """Return the end of the records that this replica has WRITTEN."""
         return self._written_end
 
     @property
@@ -139,7 +139,7 @@ class Leader:
     # -- what happens ----------------------------------------------------------------------------
 
     def on_local_end(self, written_end: Offset, synced_end: Offset) -> bool:
-        """The own log reached these ends.  True if the high watermark moved."""
+        """Take over the ends of the leader's own log.  True if the high watermark moved."""
         assert synced_end <= written_end, (synced_end, written_end)
         assert written_end >= self.high_watermark, "I1: nothing committed is ever cut by its leader"
         self._written_end = written_end
@@ -147,7 +147,7 @@ class Leader:
         return self._move()
 
     def on_undone(self, written_end: Offset) -> None:
-        """A write failed: what was decided and not written is gone (rule L2)."""
+        """Move the log end back after a failed write to what is written (rule L2)."""
         self.start_offset = min(self.start_offset, written_end)
 
     def on_follower_end(
@@ -158,7 +158,7 @@ class Leader:
         broker_epoch: int = NONE,
         log_start: Offset = 0,
     ) -> bool:
-        """`replica` keeps everything of `[log_start, end)`.  True if the high watermark moved.
+        """Note that `replica` has all of `[log_start, end)`.  True if the high watermark moved.
 
         Under `flush_on_ack` a follower confirms its *synced* end (rule L2), so one number serves
         both.  Raises `NotLeaderOrFollower`, `OffsetOutOfRange`.
@@ -171,9 +171,10 @@ class Leader:
         return self._move()
 
     def low_watermark(self, log_start: Offset) -> Offset:
-        """Below it records are gone for good: the smallest log start among those who may lead next
-        (KIP-107, rule T9), `log_start` being the own.  NONE while too few are in sync: eligible
-        replicas (KIP-966) may lead next, and are not asked.
+        """Return the smallest log start of the replicas that may lead next (KIP-107, rule T9).
+
+        Records below it cannot come back.  `log_start` is the leader's own.  NONE while too few are
+        in sync: then replicas of the ELR (KIP-966) may lead next, whose log starts are unknown.
         """
         if len(self.isr) < self.in_sync_required:
             return NONE
@@ -187,9 +188,9 @@ class Leader:
     def wanted_isr(
         self, eligible: Mapping[NodeId, int], now_ms: int, lag_max_ms: int, log_start: Offset = 0
     ) -> tuple[NodeId, ...] | None:
-        """The ISR to ask the controller for; None = the one there is, or a change is under way.
+        """Return the ISR to ask the controller for; None = no change, or one is under way.
 
-        `eligible`: broker epochs of those who may join (isr.py).
+        `eligible`: broker epochs of the brokers that may join (isr.py).
         """
         if self._pending:
             return None
@@ -209,43 +210,46 @@ class Leader:
         return None if set(wanted) == set(self.isr) else wanted
 
     def broker_epoch_of(self, replica: NodeId) -> int:
-        """The registration under which `replica` fetches; NONE = it was not heard yet."""
+        """Return the broker epoch under which `replica` fetches; NONE = it has not fetched yet."""
         return self._followers.broker_epoch_of(replica)
 
     def is_newest(self, replica: NodeId, broker_epoch: int, position_id: int) -> bool:
         """Whether `replica` has set no newer position.
 
-        One that comes late, on a stream that broke, is of what its log was then.
+        A position that arrives late, on a stream that broke, describes an older state of its log.
         """
         position = broker_epoch, position_id
         newest = self._positions[replica] = max(position, self._positions.get(replica, position))
         return position == newest
 
     def on_follower_gone(self, replica: NodeId) -> None:
-        """`replica` said that it does not follow any more; members of the ISR leave by a record."""
+        """Drop the progress of a replica that has stopped following.
+
+        A member of the ISR stays one until a metadata record removes it.
+        """
         if replica not in (*self.isr, *self._pending):
             self._followers.forget(replica)
 
     def on_follower_full(self, replica: NodeId) -> None:
-        """`replica` has no room for what it fetched (rule L16)."""
+        """Note that the disk of `replica` has no room for what it fetched (rule L16)."""
         self._followers.no_room(replica)
 
     def counts_on(self, replica: NodeId, end: Offset) -> bool:
-        """An ISR was asked for, and may yet be granted, because `replica` had more than `end`."""
+        """Whether a pending ISR change depends on `replica` having more records than `end`."""
         asked = replica in self._pending and replica not in self.isr
         return asked and end < self._followers.end_of(replica)
 
     def end_of(self, replica: NodeId) -> Offset:
-        """What `replica` confirmed."""
+        """Return the log end that `replica` confirmed."""
         return self._written_end if replica == self.node_id else self._followers.end_of(replica)
 
     def on_isr_proposed(self, isr: Sequence[NodeId]) -> None:
-        """A change was sent to the controller: additions hold the watermark from now on (R2)."""
+        """Note a proposed ISR; from now on its additions hold the high watermark back (R2)."""
         assert not self._pending, "one change at a time"
         self._pending = tuple(isr)
 
     def on_isr_refused(self, isr: Sequence[NodeId]) -> bool:
-        """The controller surely did not and will not make this change.  True if the watermark
+        """Drop a proposed ISR that the controller certainly refused.  True if the watermark
         moved.
         """
         if tuple(isr) != self._pending:
@@ -260,9 +264,9 @@ class Leader:
         partition_epoch: int,
         now_ms: int = 0,
     ) -> bool:
-        """The metadata log committed an ISR;
+        """Take over a committed ISR, unless its partition epoch is old.
 
-        an older partition epoch is ignored.  True if the watermark moved.
+        True if the watermark moved.
         """
         if partition_epoch <= self.partition_epoch:
             return False
@@ -283,7 +287,7 @@ class Leader:
         return self._move()
 
     def on_config(self, min_insync_replicas: int, flush_on_ack: bool) -> bool:
-        """The topic's settings changed.  True if the watermark moved."""
+        """Take over changed settings of the topic.  True if the watermark moved."""
         self._required_setting = min_insync_replicas
         self._flush_on_ack = flush_on_ack
         return self._move()
