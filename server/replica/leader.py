@@ -249,9 +249,7 @@ class Leader:
         self._pending = tuple(isr)
 
     def on_isr_refused(self, isr: Sequence[NodeId]) -> bool:
-        """Drop a proposed ISR that the controller certainly refused.  True if the watermark
-        moved.
-        """
+        """Drop a proposal that the controller certainly refused.  True if the watermark moved."""
         if tuple(isr) != self._pending:
             return False
         self._pending = ()
@@ -271,9 +269,7 @@ class Leader:
         if partition_epoch <= self.partition_epoch:
             return False
         assert self.node_id in isr, "I4: the controller never keeps a leader outside the ISR"
-        missed = (
-            partition_epoch > self.partition_epoch + 1
-        )  # who was no replica between is not told
+        missed = partition_epoch > self.partition_epoch + 1  # an ISR between is unknown
         self.partition_epoch = partition_epoch
         for member in isr:
             if member not in self.isr:

@@ -1,4 +1,4 @@
-"""What the broker counts.  Names are documented where they are made; all begin with `pk_`.
+"""The broker's metrics.  Each is documented where it is created; all names begin with `pk_`.
 
 Per request and per batch, never per record.  Gauges over partitions are summed on a tick of the
 scheduler's wheel, not when something moves.

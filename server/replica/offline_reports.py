@@ -20,7 +20,7 @@ from pk.types import PartitionKey
 
 
 class OfflineReports:
-    """The acknowledgements of one broker's reports; each is the number of a heartbeat's reply."""
+    """The acknowledged reports of one broker, each with the number of the reply that had it."""
 
     def __init__(self) -> None:
         self._replies = 0
@@ -36,7 +36,9 @@ class OfflineReports:
         return self._acknowledged
 
     def on_reply(self, reported: Iterable[PartitionKey], offline: Collection[PartitionKey]) -> None:
-        """The controller replied to a heartbeat that listed `reported`; `offline` are so still."""
+        """Note a reply to a heartbeat that listed `reported`; `offline` are the replicas still
+        so.
+        """
         self._replies += 1
         before = self._acknowledged
         self._acknowledged = {
@@ -44,14 +46,16 @@ class OfflineReports:
         }
 
     def on_image(self, acknowledged: Mapping[PartitionKey, int]) -> None:
-        """The image includes the metadata log as it was when `acknowledged` was read (O2)."""
+        """Note that the image includes the log as it was when `acknowledged` was read (O2)."""
         self._in_image = acknowledged
 
     def withdraw(self, key: PartitionKey) -> None:
-        """The replica is online again (O1)."""
+        """Drop the acknowledgement of a replica that is online again (O1)."""
         self._acknowledged = {k: at for k, at in self._acknowledged.items() if k != key}
 
     def in_image(self, key: PartitionKey) -> bool:
-        """The report of `key` is acknowledged, and the image includes what the controller did."""
+        """Whether the report of `key` is acknowledged and the image includes the controller's
+        reaction.
+        """
         reply = self._acknowledged.get(key)
         return reply is not None and reply == self._in_image.get(key)

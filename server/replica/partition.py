@@ -1,18 +1,19 @@
-"""One partition on this broker: its log, its leader machine, who waits for it.
+"""One partition on this broker: its log, its leader state, and the requests that wait for it.
 
-World-generic, on the loop.  The life of a batch here: `append` decides offsets in memory, the
-directory's writer writes, `end_round` completes, the leader machine moves the high watermark,
-and whoever waited is told: produce replies, fetch sessions, the tier's feed.  There is no other way
-from append to reply, and none from append to a reader.
+World-generic, on the loop.  A batch passes these steps: `append` assigns offsets in memory (the
+batch is *decided*), the directory's writer writes it, `end_round` completes it, and the `Leader`
+moves the high watermark.  Then the produce replies, the fetch sessions and the tier's copier that
+waited for the watermark continue.  No batch reaches a reply or a reader in any other way.
 
 Invariants
-  H1  a produce entry is answered exactly once; `DelayedProduce.answer` is the only way
-  H2  an answer without error under acks=all follows the high watermark of the epoch it was decided
-      under (L5)
-  H3  readers get a bound: the high watermark or the last stable offset, never the log's end
-  H4  a duplicate waits with its original (L4): behind it in the queue, or parked at the same offset
-  H5  a failed write fails every delayed produce decided since the last good end, duplicates of them
-      included (L2)
+  H1  A produce entry is answered exactly once, and only through `DelayedProduce.answer`.
+  H2  A success under acks=all is answered only after the high watermark of the epoch in which the
+      batch was decided has passed the batch (L5).
+  H3  Readers get a bound: the high watermark or the last stable offset, never the log's end.
+  H4  A duplicate waits with its original (L4): behind it in the queue, or parked at the same
+      offset.
+  H5  A failed write fails every delayed produce that was decided since the last written end,
+      duplicates included (L2).
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ class Host(Protocol):
     def replicas(self) -> HostedReplicas: ...
 
     def parked(self) -> None:
-        """Something was parked: the timers may have to fire earlier."""
+        """Set the timer again, after a reply was parked that may have an earlier deadline."""
         ...
 
     def partition_moved(self, partition: Partition) -> None:
-        """Its watermark, start, epoch or settings changed."""
+        """React to a partition whose watermark, log start, epoch or settings changed."""
         ...
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
@@ -92,7 +93,7 @@ class Partition:
         self.log = log
         self.writer = writer
         self.settings: Mapping[str, Any] = settings
-        self.tiered = tiered  #: the topic has a tier and the server an object store
+        self.tiered = tiered  #: the topic is tiered and the server has an object store
         self.tier = TierState()
         self.hosted = host.replicas.on(key, ReplicaEvent.OPENED)
         self.leader: Leader | None = None  #: while it is LEADING
@@ -102,9 +103,9 @@ class Partition:
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
-        #: what a leader said, and up to which offset this replica knew itself to be committed
+        #: the high watermark as the leader last reported it, or as known when this replica led
         self._leader_watermark: Offset = 0
-        self.leader_log_start: Offset = 0  #: as the leader, or the tier's table, said last
+        self.leader_log_start: Offset = 0  #: as the leader, or the tier's table, last gave it
         self._deletions = Deletions()
         self._inflight: deque[DelayedProduce] = deque()
         self._plan: Any = None
@@ -136,7 +137,7 @@ class Partition:
         self._host.replicas.on(self.key, event, cause)
 
     def serving(self, epoch: Epoch = NONE) -> Leader:
-        """The leader machine.  Raises why this broker does not serve it, or `epoch` is wrong."""
+        """Return the `Leader`; raise if this broker does not lead, or `epoch` is not current."""
         if self.hosted.cause is not None:  # raised again and again: its trace must not grow
             raise self.client_error(self.hosted.cause).with_traceback(None)
         if self.leader is None:
@@ -147,8 +148,10 @@ class Partition:
         return self.leader
 
     def client_error(self, error: errors.PkError) -> errors.PkError:
-        """`error` as clients hear it: what costs one replica of several is no end for them, another
-        one will lead (rules L2, L9).
+        """Return the error that clients get for `error`.
+
+        A failure of one replica of several is retriable for them, because another replica will lead
+        (rules L2, L9).
         """
         if self.others and isinstance(error, errors.StorageFailed | errors.CorruptLog):
             return errors.NotLeaderOrFollower(f"{self}: this replica is offline: {error.message}")
@@ -160,14 +163,14 @@ class Partition:
 
     @property
     def high_watermark(self) -> Offset:
-        """What is known here to be committed."""
+        """Return the high watermark as far as this replica knows it."""
         if self.leader is not None:
             return self.leader.high_watermark
         return max(self.log.log_start, min(self._leader_watermark, self.log.written_end))
 
     @property
     def last_stable_offset(self) -> Offset:
-        """Rule L11: never below log_start."""
+        """Return the last stable offset, which is never below log_start (rule L11)."""
         return max(self.log.log_start, self.log.last_stable_offset(self.high_watermark))
 
     @property
@@ -180,7 +183,7 @@ class Partition:
         return self.last_stable_offset if isolation == READ_COMMITTED else self.high_watermark
 
     def violations(self) -> list[str]:
-        """What must hold between the offsets of a served partition and does not (rules T1, L11)."""
+        """Return the violated relations between a served partition's offsets (rules T1, L11)."""
         leader, log = self.leader, self.log
         if leader is None or not leader.ready:
             return []
@@ -205,7 +208,7 @@ class Partition:
     def append(
         self, header: Header, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce
     ) -> None:
-        """Decide a checked batch and own its delayed produce.  If it raises, nothing happened."""
+        """Decide a checked batch and queue its delayed produce.  If it raises, nothing changed."""
         leader = self.serving(epoch)
         leader.check_acks(delayed.acks)
         if delayed.acks == ACKS_ALL:
@@ -235,9 +238,10 @@ class Partition:
         self.writer.submit(self, decided.size)
 
     def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
-        """What the delayed produce waits for is WRITTEN:
+        """Answer a delayed produce whose batch is WRITTEN, or park it until the watermark covers
+        it.
 
-        answer it, or park it until the watermark covers it.
+        Only acks=all waits for the watermark.
         """
         if delayed.sink is None:
             return
@@ -252,7 +256,7 @@ class Partition:
     # -- the writer (directory_writer.Appender) ----------------------------------------------------
 
     def take_round(self) -> Callable[[], Any] | None:
-        """Everything decided since the last round, to be performed in the writer."""
+        """Return the work that writes everything decided since the last round; None = nothing."""
         assert self._plan is None, "one round at a time"
         plan = self.log.take_writes()
         if plan is None:
@@ -261,7 +265,7 @@ class Partition:
         return partial(self.log.perform, plan)
 
     def end_round(self, outcome: Any, failure: BaseException | None) -> None:
-        """The writer is done: complete, move the watermark, answer."""
+        """Complete a round of the writer: move the high watermark and answer, or undo."""
         plan, self._plan = self._plan, None
         error = failure
         if failure is not None and not isinstance(failure, errors.PkError):
@@ -292,7 +296,9 @@ class Partition:
             self.replica.stored(size)
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
-        """H5: nothing decided since the last good end was stored."""
+        """Fail everything that was decided since the last written end, after a failed write
+        (H5).
+        """
         every, self._inflight = self._inflight, deque()
         self.writer.done(sum(delayed.size for delayed in every))
         for delayed in every:
@@ -307,7 +313,7 @@ class Partition:
             self.replica.not_stored(error)
 
     def watermark_moved(self) -> None:
-        """Tell everybody who waits for the high watermark or the last stable offset."""
+        """Answer the parked produces that the high watermark covers, and wake the readers."""
         leader = self.leader
         assert leader is not None
         for delayed in self._host.purgatory.on_high_watermark(
@@ -317,7 +323,9 @@ class Partition:
         self.bounds_moved()
 
     def bounds_moved(self, *, urgent: bool = False) -> None:
-        """Wake the sessions that hold a position here, and the tier's feed."""
+        """Wake the fetch sessions that hold a position here, the followers and the tier's
+        copier.
+        """
         for watcher in list(self._watchers):
             watcher.moved(self.key, urgent=urgent)
         if self._deletions:
@@ -330,29 +338,29 @@ class Partition:
         self._host.partition_moved(self)
 
     def deleted(self, before: Offset) -> asyncio.Future[None]:
-        """Done when every replica that may lead next knows that the log starts at `before` (T9)."""
+        """Return a future, done when all replicas that may lead next start at `before` (T9)."""
         future = self._deletions.wait(before)
         self.log_starts_heard()
         return future
 
     @property
     def known_log_start(self) -> Offset:
-        """Every replica that may lead next starts here or later (T9); NONE if that is unknown."""
+        """Return the lowest log start of the replicas that may lead next (T9); NONE = unknown."""
         return NONE if self.leader is None else self.leader.low_watermark(self.log.log_start)
 
     def log_starts_heard(self) -> None:
-        """A follower, or the ISR, moved: deletions that waited for it may be answered."""
+        """Answer the deletions that waited for a follower's log start, or for the ISR to change."""
         leads = self.leader is not None
         if (
             self._deletions.log_start_known(self.known_log_start, str(self), leads=leads)
             and self.tiered
         ):
-            self._host.partition_moved(self)  # the table may follow now (T9)
+            self._host.partition_moved(self)  # its rows may leave the table now (T9)
 
     # -- leadership ------------------------------------------------------------------------------
 
     def lead(self, state: PartitionState, *, checkpointed: Offset) -> None:
-        """The metadata log made this broker the leader, or changed the ISR under its leadership."""
+        """Lead in the epoch of `state`, or take over an ISR that changed within the epoch."""
         current = self.leader
         self.others = len(state.isr) > 1
         if current is not None and current.leader_epoch == state.leader_epoch:
@@ -361,7 +369,7 @@ class Partition:
             ):
                 self.watermark_moved()
             self.log_starts_heard()
-            for follower in list(self._followers):  # who left is compared anew
+            for follower in list(self._followers):  # members that left set their positions again
                 follower.moved(self.key, urgent=True)
             return
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
@@ -388,7 +396,7 @@ class Partition:
         self.bounds_moved(urgent=True)
 
     def step_down(self, leader: NodeId) -> None:
-        """Somebody else leads, or nobody (NONE): everything parked is answered (L5)."""
+        """Stop leading, as `leader` leads now (NONE = no broker); answer everything parked (L5)."""
         self.leader_hint = leader
         if self.leader is not None:
             self.on(ReplicaEvent.RESIGNED)
@@ -398,7 +406,7 @@ class Partition:
             self.bounds_moved(urgent=True)
 
     def follow(self, replica: Follows) -> None:
-        """Begin to fetch: `replica` is told of what is stored."""
+        """Begin to follow; this partition reports what it has stored to `replica`."""
         self.on(ReplicaEvent.FOLLOWED)
         self.replica = replica
 
@@ -410,7 +418,7 @@ class Partition:
         return replica
 
     def fail(self, error: errors.PkError, event: ReplicaEvent = ReplicaEvent.FAILED) -> None:
-        """The partition is not served any more, because of `error`: everything parked is answered.
+        """Stop serving the partition because of `error`, and answer everything parked with it.
 
         event: FAILED, RECOVERY_BEGUN or REMOVED.
         """
@@ -432,23 +440,28 @@ class Partition:
         self._abandon(error)
 
     def _abandon(self, error: errors.PkError) -> None:
-        """What is in the writer may be stored yet: with acks=all the client takes any answer so
-        (L5), without it must not take NOT_LEADER for a refusal and send again (L7).
+        """Fail the produces whose batches are in the writer and may still be stored.
+
+        Under acks=all a client treats any error as an unknown outcome (L5).  Under other acks it
+        would take NOT_LEADER for a refusal and send again, so it gets OUTCOME_UNKNOWN (L7).
         """
         unknown = errors.OutcomeUnknown(f"{error.message}; it may have been stored")
-        for delayed in list(self._inflight):  # they stay queued for the writer's accounts
+        for delayed in list(self._inflight):  # they stay queued: their bytes still count
             delayed.answer(error if delayed.acks == ACKS_ALL else unknown)
 
     def synced(self, synced_end: Offset) -> None:
-        """A flush outside a round reached `synced_end`."""
+        """Take over `synced_end`, which a flush outside a round has reached."""
         if self.leader is not None and self.leader.on_local_end(self.log.written_end, synced_end):
             self.watermark_moved()
         if self.replica is not None:
             self.replica.stored(0)
 
     def reconfigure(self, settings: Mapping[str, Any], epoch: Epoch, *, tiered: bool) -> None:
-        """The topic's settings as of leader epoch `epoch`: who led before must not go by them (R1).
-        The log's own part was replaced by the caller."""
+        """Take over the topic's settings as of leader epoch `epoch`.
+
+        A leader of an earlier epoch must not apply them (R1).  The caller has already replaced the
+        log's own settings.
+        """
         self.settings = settings
         if tiered != self.tiered:  # without a tier topic retention alone counts, as after a restart
             self.tiered, low = tiered, self.log.local_log_start
@@ -464,9 +477,9 @@ class Partition:
     # -- following -------------------------------------------------------------------------------
 
     def append_fetched(self, payload: Buffer, now_ms: int, epoch: Epoch) -> None:
-        """Take the batches of the leader of `epoch` as they are.
+        """Append the batches that the leader of `epoch` sent, unchanged.
 
-        Raises `CorruptBatch`, `FencedLeaderEpoch`; what stood before the bad batch is taken.
+        Raises `CorruptBatch`, `FencedLeaderEpoch`; the batches before the bad one are appended.
         """
         assert self.leader is None, "a leader does not follow"
         delayed = DelayedProduce(None, 0, 0, 0, 0)
@@ -482,14 +495,14 @@ class Partition:
                 self.writer.submit(self, delayed.size)
 
     def heard_watermark(self, high_watermark: Offset) -> None:
-        """The leader's high watermark; it counts here as far as this log goes."""
+        """Take over the leader's high watermark; it counts up to the end of this log."""
         if high_watermark > self._leader_watermark:
             self._leader_watermark = high_watermark
             self._follow_log_start()
             self._host.partition_moved(self)
 
     def heard_retention(self, log_start: Offset, tiered_end: Offset, droppable_end: Offset) -> None:
-        """What the leader gave up, and what the tier has (rules R5, T6)."""
+        """Take over the leader's log start, and how far the tier has the log (rules R5, T6)."""
         log = self.log
         if self.tiered:
             log.tiered_end = max(log.tiered_end, tiered_end)
@@ -497,23 +510,25 @@ class Partition:
         self.heard_log_start(log_start)
 
     def heard_log_start(self, log_start: Offset) -> None:
-        """What lies below is given up: the leader says so, or the table begins there (T9)."""
+        """Take over a log start that the leader, or the tier's table, has given (T9)."""
         if log_start > max(self.leader_log_start, self.log.log_start):
             self.leader_log_start = log_start
             self._follow_log_start()
 
     def _follow_log_start(self) -> None:
-        """What was given up is given up here too as far as this log is known to be committed; who
-        asked for it waits, so not at the wheel's next turn but now.
+        """Request an early retention visit if the leader's log start is ahead of this log's.
+
+        The log start follows up to the high watermark.  The client that asked for the deletion
+        waits for it, so the visit does not wait for the wheel's next turn.
         """
         if min(self.leader_log_start, self.high_watermark) > self.log.log_start:
             self._host.retain_soon(self.key)
 
     def cut_watermark(self, offset: Offset) -> None:
-        """The log was cut, or begun anew, for a leader whose word is final (rules R4, R5).
+        """Lower the watermarks to `offset`, where the log was truncated or replaced (rules R4, R5).
 
-        What a former leader said of records beyond, deleted ones (T9) and tiered ones (T15)
-        included, is void: it is said again if it holds.
+        What a former leader reported of records beyond `offset`, deleted ones (T9) and tiered ones
+        (T15) included, no longer counts.  The current leader reports it again if it still holds.
         """
         self.tier = known_below(offset, self.log, self.tier)
         self._leader_watermark = min(self._leader_watermark, offset)
@@ -532,7 +547,7 @@ class Partition:
         self._followers.pop(watcher, None)
 
     def check_fetch(self, epoch: Epoch, offset: Offset) -> Leader:
-        """Whether a reader may stand at `offset` (KIP-207, KIP-320).  Raises typed errors."""
+        """Return the `Leader` if a reader may fetch at `offset`, else raise (KIP-207, KIP-320)."""
         leader = self.serving(epoch)
         if offset < self.log.log_start:
             raise errors.OffsetOutOfRange(
@@ -551,14 +566,15 @@ class Partition:
         return leader
 
     def diverging(self, last_fetched_epoch: Epoch, offset: Offset) -> wire.EpochEnd | None:
-        """Where this log diverges from what the reader has read (KIP-320); None = they agree."""
+        """Return where this log diverges from what a reader has read (KIP-320); None = nowhere."""
         log = self.log
         found = reader_divergence(log.epochs, log.written_end, last_fetched_epoch, offset)
         return None if found is None else wire.EpochEnd(**found._asdict())
 
     def find_divergence(self, last_epoch: Epoch, offset: Offset) -> Divergence | None:
-        """Where this log diverges from that of a follower which ends at `offset`, with `last_epoch`
-        before it; None = they agree.
+        """Return where this log diverges from a follower's log; None = nowhere.
+
+        The follower's log ends at `offset`, and its last record has `last_epoch`.
         """
         log = self.log
         return find_divergence(log.epochs, log.first_offset, log.written_end, last_epoch, offset)

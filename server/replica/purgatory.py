@@ -1,18 +1,16 @@
-"""Where replies wait: for the high watermark, for a leader epoch to end, or for their time to run
-out.
+"""Parked produce replies, which wait for the high watermark, the end of an epoch, or a timeout.
 
 Sans-IO.  `TimerHeap` is the one heap of timers of a broker (rule P6); `ProducePurgatory` holds
 produce replies that wait until the high watermark reaches the offset behind their last record.
-Fetches wait in their sessions (handlers/fetch_session.py), because a session is asked for again and
-again.
+Fetches wait in their sessions (handlers/fetch_session.py), because a session serves many fetches.
 
 Invariants
-  D1  a parked reply leaves exactly once: released, overtaken by another leader epoch, timed out or
-      forgotten
-  D2  a reply parked under epoch e is never released by a watermark of another epoch (rule L5)
-  D3  a duplicate waits under the rule of its original: same offset, same epoch (rule L4)
-  D4  at most `limit` replies are parked; one more is refused with `ThrottledError`, never queued
-  D5  no operation costs more than O(log parked of that partition + what it releases)
+  D1  A parked reply leaves exactly once: it is released, overtaken by another leader epoch, timed
+      out, or forgotten.
+  D2  A reply parked under epoch e is never released by a high watermark of another epoch (rule L5).
+  D3  A duplicate waits for the same offset and epoch as its original (rule L4).
+  D4  At most `limit` replies are parked.  One more is refused with `ThrottledError`, never queued.
+  D5  An operation costs at most O(log n + r) for n parked replies of the partition and r released.
 """
 
 from __future__ import annotations
@@ -27,14 +25,16 @@ from pk.types import Epoch, Offset, PartitionKey
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-#: Told of a batch that was decided, these leave open whether it is stored.
+#: Errors that leave open whether a decided batch is stored.
 LEAVES_OPEN = (errors.NotLeaderOrFollower, errors.StorageFailed, errors.CorruptLog)
-#: Cancelled entries a heap may carry before it is rebuilt, beside as many as there are live ones.
+#: A heap is rebuilt when its cancelled entries exceed its live ones by more than this.
 _SLACK = 64
 
 
 class TimerHeap(Generic[K]):
-    """Timers by key: setting a key again replaces it, cancelling is lazy."""
+    """Timers by key.  Setting a key again replaces its timer; a cancelled entry is removed
+    later.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, K]] = []
@@ -57,11 +57,11 @@ class TimerHeap(Generic[K]):
             heapq.heapify(self._heap)
 
     def cancel(self, key: K) -> None:
-        """Forget `key`; unknown is fine."""
+        """Cancel the timer of `key`, if it has one."""
         self._live.pop(key, None)
 
     def next_at_ms(self) -> int | None:
-        """When the earliest timer is due; None = no timer."""
+        """Return when the earliest timer is due; None = no timer."""
         while self._heap:
             at_ms, sequence, key = self._heap[0]
             if self._live.get(key) == (at_ms, sequence):
@@ -70,7 +70,7 @@ class TimerHeap(Generic[K]):
         return None
 
     def pop_due(self, now_ms: int) -> list[K]:
-        """The keys whose time has come, earliest first; they are forgotten."""
+        """Remove and return the keys whose timers are due, earliest first."""
         due: list[K] = []
         while (at_ms := self.next_at_ms()) is not None and at_ms <= now_ms:
             key = heapq.heappop(self._heap)[2]
@@ -80,7 +80,7 @@ class TimerHeap(Generic[K]):
 
 
 class Parked(Generic[T]):
-    """One reply that waits.  `token` is whatever its owner needs to answer."""
+    """One reply that waits.  `token` is what its owner needs to answer it."""
 
     __slots__ = ("deadline_ms", "gone", "key", "leader_epoch", "needs_offset", "token")
 
@@ -123,9 +123,9 @@ class ProducePurgatory(Generic[T]):
         return len(self._timers)
 
     def check_room(self) -> None:
-        """Raises `ThrottledError` when nothing more may be parked (D4):
+        """Raise `ThrottledError` if no further reply may be parked (D4).
 
-        asked before a batch is appended.
+        The produce handler calls this before it appends a batch.
         """
         if len(self._timers) >= self._limit:
             raise errors.ThrottledError(f"{self._limit} produce replies wait already")
@@ -152,7 +152,7 @@ class ProducePurgatory(Generic[T]):
     def on_high_watermark(
         self, key: PartitionKey, leader_epoch: Epoch, high_watermark: Offset
     ) -> list[T]:
-        """The tokens that `high_watermark` releases, lowest offset first."""
+        """Remove and return the tokens that `high_watermark` releases, lowest offset first."""
         waiting = self._by_partition.get(key)
         if waiting is None:
             return []
@@ -164,7 +164,7 @@ class ProducePurgatory(Generic[T]):
             if parked.gone:
                 continue
             if parked.leader_epoch != leader_epoch:
-                stale.append(entry)  # D2: its own epoch's end will answer it
+                stale.append(entry)  # D2: the end of its own epoch answers it
                 continue
             self._leave(parked, waiting)
             released.append(parked.token)
@@ -174,9 +174,9 @@ class ProducePurgatory(Generic[T]):
         return released
 
     def on_epoch(self, key: PartitionKey, leader_epoch: Epoch | None) -> list[T]:
-        """The tokens of older epochs than `leader_epoch` (None:
+        """Remove and return the tokens of older epochs than `leader_epoch` (None = of all).
 
-        of all): NOT_LEADER_OR_FOLLOWER (rule L5).
+        The caller answers them with NOT_LEADER_OR_FOLLOWER (rule L5).
         """
         waiting = self._by_partition.get(key)
         if waiting is None:
@@ -197,7 +197,7 @@ class ProducePurgatory(Generic[T]):
         return overtaken
 
     def on_time(self, now_ms: int) -> list[T]:
-        """The tokens whose deadline has passed."""
+        """Remove and return the tokens whose deadline has passed."""
         late: list[T] = []
         for parked in self._timers.pop_due(now_ms):
             waiting = self._by_partition[parked.key]
@@ -207,11 +207,11 @@ class ProducePurgatory(Generic[T]):
         return late
 
     def next_at_ms(self) -> int | None:
-        """When the earliest deadline passes."""
+        """Return when the earliest deadline passes; None = nothing is parked."""
         return self._timers.next_at_ms()
 
     def forget(self, parked: Parked[T]) -> None:
-        """Nobody waits for this reply any more (its stream broke)."""
+        """Remove a reply whose stream broke."""
         waiting = self._by_partition.get(parked.key)
         if not parked.gone and waiting is not None:
             self._leave(parked, waiting)

@@ -1,9 +1,10 @@
 """Room for the appends of clients in one data directory (rule L16).
 
-Sans-IO.  Free space is measured off the loop now and then (`server/broker/scheduler.py`); between
-two measurements, and while one is under way, what is decided for the directory is taken off.  So
-the estimate is too high by what others write there within one measurement only: another process,
-and this one's indexes, checkpoints and logs.
+Sans-IO.  The scheduler (`server/broker/scheduler.py`) measures the free space from time to time,
+off the loop.  Between two measurements, and during one, the bytes of decided appends are subtracted
+from the last result.  Other writes (of other processes, or of this process's indexes, checkpoints
+and log files) are not subtracted, so the estimate is too high by what they write until the next
+measurement.
 
   | free space after the append   | appends of clients  | leadership                       |
   |-------------------------------|---------------------|----------------------------------|
@@ -11,14 +12,14 @@ and this one's indexes, checkpoints and logs.
   | less than twice as much       | taken               | as it was                        |
   | more                          | taken               | taken (*roomy*)                  |
 
-An append that found no room makes the directory full, too, whatever was measured: a quota shows in
-no measurement.
+An append that found no room also makes the directory full, whatever was measured, because a
+measurement does not show a quota.
 
 Invariants
-  D1  a full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
-      passed since an append found no room
-  D2  the reserve binds the appends of clients only: what followers fetch, metadata and checkpoints
-      never ask here
+  D1  A full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
+      passed since an append found no room.
+  D2  The reserve limits the appends of clients only, not what followers fetch, nor metadata, nor
+      checkpoints.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from collections.abc import Callable
 
 from pk import errors, limits
 
-#: What a new leader has at least, should the reserve be smaller: one batch of the default size.
+#: Free bytes that a new leader needs even if the reserve is smaller: one batch of default size.
 ROOM_LEAST_BYTES = 8 * limits.MIB
-#: An append found no room: for so long no measurement says otherwise.
+#: How long after an append that found no room measurements are ignored.
 FAILED_MS = 10_000
 
 
 class DirectorySpace:
-    """See the module.  `on_change`: the directory became full, or roomy, or neither."""
+    """The estimated free space of one directory, and whether clients may append.
+
+    `on_change` is called when the directory becomes full, or roomy, or neither.
+    """
 
     def __init__(self, root: str, reserve_bytes: int, on_change: Callable[[], None]) -> None:
         self.free: int | None = None  #: estimated; None = not measured yet
@@ -49,12 +53,13 @@ class DirectorySpace:
 
     @property
     def roomy(self) -> bool:
-        """A leader may come here."""
+        """Whether the directory has room enough for new leaders."""
         return not self.full and self.free is not None and self.free >= self._mark
 
     def refusal(self, size: int) -> errors.StorageFull | None:
-        """Why clients may not append `size` bytes now; None = they may.  Without a reserve they may
-        try.
+        """Return why clients may not append `size` bytes now; None = they may.
+
+        Without a reserve they may always try.
         """
         if not self._reserve or self.free is None or self.free - size >= self._reserve:
             return None
@@ -66,18 +71,20 @@ class DirectorySpace:
         )
 
     def spend(self, size: int) -> None:
-        """`size` bytes more will be written."""
+        """Subtract `size` bytes of a decided append from the estimate."""
         self.spent += size
         if self.free is not None:
             self.free -= size
 
     def no_room(self, now_ms: int) -> None:
-        """An append failed for want of room."""
+        """Make the directory full, after an append failed for lack of room."""
         self.full, self._failed_ms = True, now_ms
         self._changed()
 
     def measured(self, free: int, now_ms: int) -> None:
-        """`free` bytes, less what is decided and may not be written yet."""
+        """Take over a measurement: `free` bytes, less decided appends that may not be written
+        yet.
+        """
         self.free = free
         if self._failed_ms is not None and now_ms - self._failed_ms >= FAILED_MS:
             self._failed_ms = None

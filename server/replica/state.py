@@ -142,7 +142,7 @@ TRANSITIONS = {
     (S.REBUILDING, E.REMOVED): S.ABSENT,
 }
 
-#: The log is open, and serves: HostedPartition.Online.
+#: The log is open and the replica serves: HostedPartition.Online.
 ONLINE = (S.UNATTACHED, S.FOLLOWING, S.LEADING)
 #: The log is open.
 OPEN = (*ONLINE, S.RECOVERING, S.OFFLINE)
@@ -173,17 +173,19 @@ class HostedReplica:
 
     @property
     def online(self) -> bool:
-        """The log is open, and nothing forbids to serve it."""
+        """Whether the log is open and may be served."""
         return self.state in ONLINE
 
     @property
     def lost(self) -> bool:
-        """The log was opened, and its records cannot be served from here (rules L2, L9)."""
+        """Whether the log was opened and its records cannot be served from here (rules L2, L9)."""
         return self.state in OPEN and isinstance(self.cause, LOST)
 
     @property
     def rebuildable(self) -> bool:
-        """The log is damaged or missing: another replica's records may replace it."""
+        """Whether the log is damaged or missing, so that another replica's records may replace
+        it.
+        """
         return isinstance(self.cause, REBUILT_FOR)
 
     def _move(self, event: ReplicaEvent, cause: errors.PkError | None) -> None:
@@ -197,7 +199,9 @@ class HostedReplica:
         self.state, self.cause = after, cause
 
     def _story(self, event: ReplicaEvent) -> str:
-        """Why `event` has no edge here: what the replica was, what was asked, what is missing."""
+        """Explain why `event` has no edge here: the replica's state, the event, and what is
+        missing.
+        """
         past = ", ".join(f"{was.name} {what.name}" for was, what in self._history)
         allowed = " or ".join(was.name for was, what in TRANSITIONS if what is event)
         why = "" if self.cause is None else f" ({type(self.cause).__name__}: {self.cause.message})"
@@ -269,12 +273,14 @@ class HostedReplicas:
         return replica
 
     def forget(self, key: PartitionKey) -> None:
-        """The broker is to have no replica of `key`: remove it unless its log is open."""
+        """Remove the replica of `key`, which the broker should not have, unless its log is open."""
         if self.state(key) in (ReplicaState.UNOPENED, ReplicaState.REBUILDING):
             self.on(key, ReplicaEvent.REMOVED)
 
     def compared(self, key: PartitionKey) -> bool:
-        """The leader has compared the log of `key`; False if none was awaited."""
+        """Note that the leader has compared the log of `key`; False if no comparison was
+        awaited.
+        """
         return self.uncompared.pop(key, None) is not None
 
 

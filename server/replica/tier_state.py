@@ -1,4 +1,4 @@
-"""What the broker knows of the tier of one partition: its coverage, as the tier last reported it.
+"""How far the tier's table covers one partition, as the tier last reported it to the broker.
 
 Sans-IO.
 
@@ -8,8 +8,8 @@ Invariants
   Y2  `droppable_end <= tiered_end`: local data above what the table covers is never dropped (rule
       T6)
   Y3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
-  Y5  what is known is of this log's records: nothing is known to be tiered beyond where the log was
-      cut (rule T15)
+  Y5  the coverage is about this log's records: after a truncation at an offset, nothing counts as
+      tiered beyond that offset (rule T15)
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class TierState:
     problem: errors.PkError | None = None
 
     def said_in(self, leader_epoch: Epoch) -> TierState:
-        """This, unless it was said in another leader epoch: while the topic was not tiered the log
-        may have gone on with other records (Y5).
+        """Return this state if it was reported in `epoch`, else an empty one (Y5).
+
+        While the topic was not tiered, the log may have continued with other records.
         """
         return self if self.leader_epoch == leader_epoch else TierState()
 
     def report(
         self, progress: wire.TierProgress, leader_epoch: Epoch, last_stable_offset: Offset
     ) -> bool:
-        """Take a report over; True if the coverage moved.
+        """Take over a report of the tier; True if the coverage moved.
 
         A report of another epoch is ignored (Y3).
         """
@@ -65,7 +66,7 @@ class TierState:
             )
         before = (self.tiered_end, self.droppable_end)
         if progress.tiered_end == NONE:
-            return False  # it only tells its problem
+            return False  # the report only has a problem
         self.leader_epoch = leader_epoch
         self.start = progress.start
         self.tiered_end = max(self.tiered_end, progress.tiered_end)
@@ -80,10 +81,10 @@ class TierState:
 
 
 def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
-    """T1: what is not local any more is in the tier, but for what is missing (rule L9).
+    """Assume that the tier has the records that are no longer local, except missing ones (T1, L9).
 
-    Where a damaged checkpoint does not say where the log starts, only the table does: were it where
-    the local log begins, the table's older records would be deleted (rule T9).
+    If a damaged checkpoint does not give the log start, only the table has it.  Taking the start of
+    the local log instead would delete the table's older records (rule T9).
     """
     if log.start_unknown:
         log.start_unknown, log.log_start = False, 0 if tiered else log.log_start
@@ -94,7 +95,7 @@ def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
 
 
 def known_below(offset: Offset, log: PartitionLog, tier: TierState) -> TierState:
-    """A log that is cut at `offset` goes on with records that the tier need not have (Y5)."""
+    """Return the coverage after a truncation at `offset`: the tier may lack later records (Y5)."""
     log.tiered_end = min(log.tiered_end, offset)
     log.droppable_end = min(log.droppable_end, offset)
     return tier if tier.tiered_end <= offset else TierState()

@@ -1,4 +1,4 @@
-"""Who is told when a partition moves: sessions that read it, and the replica that follows."""
+"""Interfaces that a partition notifies: fetch streams that read it, and the replica's fetcher."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ class Watcher(Protocol):
     """A fetch stream that holds a position here."""
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
-        """The bound moved; `urgent`: or an epoch or an end, so look at the position."""
+        """The read bound moved; `urgent`: the epoch or the log's end may have, so check the
+        position.
+        """
         ...
 
 
 class EndWatcher(Watcher, Protocol):
-    """A follower's stream: it reads to the log's end, and is told the watermark without hurry."""
+    """A follower's stream, which reads to the log's end; new high watermarks are sent with
+    delay.
+    """
 
     def watermark_moved(self, key: PartitionKey) -> None: ...
 
@@ -34,5 +38,5 @@ class Follows(Protocol):
         ...
 
     def not_stored(self, error: errors.PkError) -> None:
-        """What was decided and not written is undone: fetch it again."""
+        """Appends that were decided and not written are undone: fetch them again."""
         ...

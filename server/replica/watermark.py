@@ -1,17 +1,16 @@
-"""How far the high watermark may go: the minimum over the replicas that would survive any clean
-election.
+"""The high watermark: the smallest log end of the replicas that a clean election may choose.
 
 Sans-IO.  Read first: docs/PROTOCOL.md R1, R2, L2; KIP-966 (strict min ISR), KIP-497 (maximal ISR).
 
-A broker that is its own only in-sync replica is the case n = 1 of the same rule (rule Q4): the
-minimum over one end.
+A partition whose leader is its only in-sync replica is the case n = 1 of the same rule (rule Q4):
+the minimum over one end.
 
 Invariants
-  W1  the high watermark never moves back within a leader epoch
-  W2  it never passes the end of any member of the *maximal* ISR: committed members and pending
-      additions
-  W3  it stands still while the committed ISR is smaller than min(min_insync_replicas, replication
-      factor)
+  W1  The high watermark never moves back within a leader epoch.
+  W2  It never passes the end of any member of the *maximal* ISR: committed members and pending
+      additions.
+  W3  It does not move while the committed ISR is smaller than min(min_insync_replicas, replication
+      factor).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from pk.types import Offset
 
 
 def in_sync_required(min_insync_replicas: int, replication_factor: int) -> int:
-    """How many committed in-sync replicas an acknowledgement needs (rule R1)."""
+    """Return how many committed in-sync replicas an acknowledgement needs (rule R1)."""
     return min(min_insync_replicas, replication_factor)
 
 
 def advance(current: Offset, ends: Iterable[Offset], in_sync: int, required: int) -> Offset:
-    """The new high watermark, given the ends of the maximal ISR.
+    """Return the new high watermark, given the log ends of the maximal ISR.
 
     `ends` are synced ends where the topic acknowledges only what is fsynced (rule L2).  `in_sync`
     counts the committed ISR; pending additions hold the watermark back (W2) but do not help to
