@@ -1,41 +1,44 @@
 """Whether a broker trusts its wall clock: may records and producers expire by age? (L10)
 
-Sans-IO.  Record time is compared with the broker's clock to decide what has expired: a clock that
-is a day ahead would delete everything.  The clock is compared with four things: CLOCK_BOOTTIME in
-the same process, the last run (`LastRun`, which a broker stores while it trusts its clock), the
-clocks of the other nodes (`Sample`), and the word of an operator.  `log/retention.py` and
-`log/producers.py` get the time from here, or no time at all.
+Sans-IO.  The broker compares the time of records with its own clock to decide what has expired, so
+a clock that is far ahead would delete everything.  Therefore the wall clock itself is checked
+against four sources: CLOCK_BOOTTIME in the same process, the last run (`LastRun`, which a broker
+stores while it trusts its clock), the clocks of the other nodes (`Sample`), and an operator's
+confirmation.  `log/retention.py` and `log/producers.py` get the time from here, or none while the
+clock is not trusted.
 
 Words
-  line    wall clock − CLOCK_BOOTTIME.  It is constant for as long as nobody sets the wall clock;
-          changes of less than SLEW_MS between two looks are slewing and are followed.
-  median  of the clocks of all nodes that were heard lately, this one included.
-  doubt   why the clock is not trusted.  `START`: it does not fit the last run.  `STEP`: somebody
-          set it by more than `clock_step_max_ms`.  `AHEAD`: it is further ahead of the median than
-          that.  `NOT_COMPARED`: nothing was heard of other nodes since the start.
+  line    wall clock − CLOCK_BOOTTIME.  It is constant unless the wall clock is set.  Changes of
+          less than SLEW_MS between two observations are slewing and are accepted.
+  median  the median of the recent clock readings of all nodes, this one included.
+  doubt   why the clock is not trusted.  `START`: it does not fit the last run.  `STEP`: it was set
+          by more than `clock_step_max_ms`.  `AHEAD`: it is ahead of the median by more than that.
+          `NOT_COMPARED`: no clocks of other nodes have been received since the start.
 
 How a doubt ends
   | doubt        | by itself                  | by agreement | by time               | by confirm |
   |--------------|----------------------------|--------------|-----------------------|------------|
-  | NOT_COMPARED | the other nodes were heard | –            | –                     | yes        |
+  | NOT_COMPARED | other clocks are received  | –            | –                     | yes        |
   | START        | the clock is set right     | yes          | after clock_grace_ms  | yes        |
   | STEP         | the clock is set back      | yes          | –                     | yes        |
   | AHEAD        | the clock is set right     | –            | –                     | yes        |
 
-*Agreement*: this clock is at the median, and so is that of a *witness*: another node that trusts
-its own clock, or whose process has run since before this broker's last run.  A cluster that was
-restarted as a whole agrees with itself and has no witness: the grace applies to all of it.
+*Agreement* means that this clock is at the median, and so is the clock of a *witness*.  A witness
+is another node that trusts its own clock, or whose process has run since before this broker's last
+run.  In a cluster that was restarted as a whole the clocks agree, but no node is a witness: every
+broker waits for the grace.
 
-The grace does not run out while a witness contradicts, nor while nothing is heard of the cluster.
+The grace does not end while a witness's clock differs, or while no clocks of the cluster are
+received.
 
 Invariants
-  W1  the last run advances only while the clock is trusted: a restart under the same wrong clock
-      finds the same gap again, however often it is tried
-  W2  times that clients wrote (CreateTime) are evidence of nothing; times that brokers wrote
-      (LogAppendTime) were written under a clock that may have been wrong: they only tell whose
-      clock is off (`behind_ms`), and end no doubt
-  W3  after a doubt no producer is forgotten for `producer_id_expiration_ms`: the times at which
-      producers were heard were read from a clock that may have been behind
+  W1  The last run advances only while the clock is trusted.  So every restart under the same wrong
+      clock finds the same gap again.
+  W2  Times that clients wrote (CreateTime) are not evidence.  Times that brokers wrote
+      (LogAppendTime) come from a clock that may have been wrong: they only help to find the clock
+      that is off (`behind_ms`), and end no doubt.
+  W3  After a doubt no producer is forgotten for `producer_id_expiration_ms`, because the times of
+      the producers' last batches were read from a clock that may have been behind.
 """
 
 from __future__ import annotations
@@ -49,12 +52,12 @@ from pk.types import NodeId
 
 #: A difference between two looks at the clock that a slewed clock may have.
 SLEW_MS = 500
-#: A reply that took longer says too little about the clocks of others.
+#: A reply that took longer measures the other nodes' clocks too inaccurately.
 DELAY_MAX_MS = 5_000
 
 
 class Doubt(enum.Enum):
-    """See the module.  The value is the word in logs."""
+    """Why the wall clock is not trusted (see the table above).  Logs show the value."""
 
     NONE = ""
     NOT_COMPARED = "not_compared"
@@ -64,12 +67,12 @@ class Doubt(enum.Enum):
 
 
 class Sample(NamedTuple):
-    """The clock of one node as it was heard."""
+    """One node's clock, as a heartbeat's reply reported it."""
 
     node_id: NodeId
     line_ms: int  #: its wall clock − CLOCK_BOOTTIME of this node
-    trusted: bool  #: by itself
-    running_since_ms: int = 0  #: its process, by its wall clock; 0 = not told
+    trusted: bool  #: by the node itself
+    running_since_ms: int = 0  #: start of its process, by its wall clock; 0 = not reported
 
 
 class Limits(NamedTuple):
@@ -78,12 +81,15 @@ class Limits(NamedTuple):
     step_max: int
     gap_max: int
     grace: int
-    fresh: int  #: clocks heard longer ago say nothing
+    fresh: int  #: older clock samples do not count
     producer_expiration: int
 
 
 class ClockTrust:
-    """See the module.  `begin` is called once what is on the disks is known."""
+    """Decides whether one broker trusts its wall clock.
+
+    The broker calls `begin` once it knows the last run and the logs on its disks.
+    """
 
     def __init__(self, node_id: NodeId, limits: Limits, wall_ms: int, boottime_ms: int) -> None:
         self._node_id = node_id
@@ -95,7 +101,7 @@ class ClockTrust:
         self.running_since_ms = wall_ms
         self.stepped_ms = 0  #: the sum of the jumps seen since the clock was last accepted
         self._own = Doubt.NONE  #: START or STEP
-        self._ahead = False  #: of the median, by the last samples that counted
+        self._ahead = False  #: ahead of the median, by the last samples that counted
         self._compared = False
         self._confirmed = False
         self._expected_line: tuple[int, int] | None = None  #: where the last run allows the line
@@ -105,9 +111,11 @@ class ClockTrust:
         self._keep_producers_ms = 0  #: W3: until then by CLOCK_BOOTTIME
         self._samples: dict[NodeId, Sample] = {}
         self._heard_ms: int | None = None  #: CLOCK_BOOTTIME
-        self._missing: frozenset[NodeId] = frozenset()  #: expected, and not among the samples
+        self._missing: frozenset[NodeId] = (
+            frozenset()
+        )  #: nodes that are expected and not among the samples
         self._missing_since_ms = 0
-        self._doubted = False  #: since it was last decided whether producers are kept (W3)
+        self._doubted = False  #: since `_keep_producers_ms` was last set (W3)
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class ClockTrust:
     # -- what is seen ------------------------------------------------------------------------------
 
     def observe(self, wall_ms: int, boottime_ms: int) -> bool:
-        """Account for the clocks now.  True if the wall clock is trusted."""
+        """Check a new reading of both clocks.  True if the wall clock is trusted."""
         line_ms = wall_ms - boottime_ms
         jump_ms, self._line_ms, self._now_ms = line_ms - self._line_ms, line_ms, boottime_ms
         if abs(jump_ms) > SLEW_MS:
@@ -166,7 +174,7 @@ class ClockTrust:
     def _jumped(self, by_ms: int) -> None:
         self.stepped_ms += by_ms
         if self._own is Doubt.START:
-            self._grace_ends_ms = self._now_ms + self._limits.grace  # another clock to wait for
+            self._grace_ends_ms = self._now_ms + self._limits.grace  # the grace begins again
             if self._fits_last_run():
                 self._accept()
         elif abs(self.stepped_ms) > self._limits.step_max:
@@ -175,9 +183,9 @@ class ClockTrust:
             self._own = Doubt.NONE
 
     def compare(self, samples: Iterable[Sample], expected: Collection[NodeId]) -> None:
-        """The clocks of all nodes that the active controller has heard lately.
+        """Compare the clock with those of all nodes that the active controller knows.
 
-        expected: the nodes of which a clock should be among them.
+        expected: the nodes whose clocks should be among the samples.
         """
         found = {each.node_id: each for each in samples if each.node_id != self._node_id}
         self._samples, self._heard_ms = found, self._now_ms
@@ -188,7 +196,7 @@ class ClockTrust:
         self._judge()
 
     def confirm(self) -> Doubt:
-        """An operator says that the clock is right; returns the doubt that this ends."""
+        """Trust the clock because an operator confirms it; return the doubt that this ends."""
         before = self.doubt
         self._accept()
         self._compared = self._confirmed = True
@@ -205,7 +213,7 @@ class ClockTrust:
         return heard_ms is not None and self._now_ms - heard_ms <= self._limits.fresh
 
     def _settled(self) -> bool:
-        """The samples are fresh, and nodes that are missing among them have had their time."""
+        """Whether the samples are recent, and any missing nodes were waited for long enough."""
         waited_ms = self._now_ms - self._missing_since_ms
         return self._fresh() and (not self._missing or waited_ms >= self._limits.fresh)
 
@@ -219,7 +227,7 @@ class ClockTrust:
 
     def _judge(self) -> None:
         if not self._settled():
-            return  # what was judged before stands
+            return  # the earlier decision stays
         self._compared = True
         tolerance, median_ms = self.tolerance_ms, self._median_ms()
         self._ahead = not self._confirmed and self._line_ms - median_ms > tolerance
@@ -250,19 +258,19 @@ class ClockTrust:
 
     @property
     def alert(self) -> bool:
-        """The clock is not trusted, and somebody should look at it."""
+        """Whether the clock is not trusted and an operator should check it."""
         return self.doubt not in (Doubt.NONE, Doubt.NOT_COMPARED)
 
     @property
     def skew_ms(self) -> int | None:
-        """How far the clock is ahead of the median; None = no other node was heard lately."""
+        """Return how far the clock is ahead of the median; None = no recent samples."""
         if not self._samples or not self._fresh():
             return None
         return self._line_ms - self._median_ms()
 
     @property
     def nodes(self) -> int:
-        """The nodes whose clocks the median is made of."""
+        """Return how many nodes' clocks the median is computed from."""
         return 1 + len(self._samples) if self._fresh() else 1
 
     @property
@@ -282,9 +290,9 @@ class ClockTrust:
 
     @property
     def gives_up_leadership(self) -> bool:
-        """The clock is off the median, and those of two thirds of the nodes are not.
+        """Whether the clock is off the median while those of two thirds of the nodes are not.
 
-        More would mean that nobody knows which clocks are right.
+        If more clocks are off, it is not known which ones are right.
         """
         if not self._settled():
             return False
@@ -295,19 +303,19 @@ class ClockTrust:
     # -- times to use ------------------------------------------------------------------------------
 
     def forget_before_ms(self, wall_ms: int) -> int | None:
-        """The time by which silent producers are forgotten; None = none is now (W3)."""
+        """Return the time by which idle producers expire; None = none may expire now (W3)."""
         trusted = self.doubt is Doubt.NONE and self._now_ms >= self._keep_producers_ms
         return wall_ms if trusted else None
 
     def heard_at_ms(self, wall_ms: int, boottime_ms: int) -> int:
-        """The time at which a producer is noted as heard.
+        """Return the time to store as a producer's last activity.
 
-        A clock that was set back does not make its producers seem silent for longer (W3).
+        So a clock that was set back does not make producers look idle for longer (W3).
         """
         return max(wall_ms, self._true_line_ms + boottime_ms)
 
     def last_run(self, boot_id: str) -> LastRun | None:
-        """What to store (W1); None = nothing now."""
+        """Return the last run to store; None while the clock is not trusted (W1)."""
         if self.doubt is not Doubt.NONE:
             return None
         wall_ms = self._line_ms + self._now_ms

@@ -1,8 +1,8 @@
-"""A broker's wall clock and what is known about it: feeds `ClockTrust`, tells the outcome (L10).
+"""Reads a broker's wall clock, passes it to `ClockTrust`, and reports whether it is trusted (L10).
 
-World-generic.  Whoever in the broker decides by age asks here for the time.  The other nodes'
-clocks come with the replies to heartbeats (lifecycle.py); the difference between two clocks
-is known to half of the time that request and reply were on their way.
+World-generic.  Every part of the broker that decides by age takes the time from here.  The other
+nodes' clocks come with the replies to heartbeats (lifecycle.py).  The difference between two clocks
+is known up to half of the time that request and reply took on the network.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ClockWatch:
         self._limits = limits
         self._began_ms = now[1]
         self.trust = ClockTrust(core.node_id, limits, *now)
-        self._said = Doubt.NOT_COMPARED  #: the doubt that the log knows of
+        self._said = Doubt.NOT_COMPARED  #: the doubt that was logged last
 
     def begin(self, boot_id: str, *, fresh: bool, appended_ms: int | None = None) -> None:
-        """What stood on the disks is known; `fresh`: no log did."""
+        """Begin to judge the clock, once the disks were read; `fresh`: they hold no log."""
         self._boot_id = boot_id
         before = files.last_run_of(self._core.manager.directories)
         self.trust.begin(before, boot_id, fresh=fresh, appended_ms=appended_ms)
@@ -57,30 +57,30 @@ class ClockWatch:
     # -- the time ----------------------------------------------------------------------------------
 
     def _look(self) -> int:
-        """The wall clock now; the very time that is used is judged, it may have jumped just now."""
+        """Read the wall clock and have `ClockTrust` check that very reading, then return it."""
         wall_ms = self._clock.wall_ms()
         self.trust.observe(wall_ms, self._clock.boottime_ms())
         self._say()
         return wall_ms
 
     def trusted_ms(self) -> int | None:
-        """The time by which records expire; None = the clock is not trusted (rule L10)."""
+        """Return the time by which records expire; None = the clock is not trusted (L10)."""
         wall_ms = self._look()
         return wall_ms if self.trust.doubt is Doubt.NONE else None
 
     def forget_before_ms(self) -> int | None:
-        """The time by which silent producers are forgotten; None = none is now."""
+        """Return the time by which idle producers expire; None = none may expire now."""
         return self.trust.forget_before_ms(self._look())
 
     def now(self) -> Now:
-        """For an append."""
+        """Return the wall clock for an append, and the time of its producer's activity."""
         wall_ms = self._clock.wall_ms()
         return Now(wall_ms, self.trust.heard_at_ms(wall_ms, self._clock.boottime_ms()))
 
     # -- other nodes -------------------------------------------------------------------------------
 
     def reading(self) -> wire.ClockReading:
-        """What a heartbeat says."""
+        """Return the clock reading that a heartbeat carries."""
         wall_ms, trust = self._look(), self.trust
         return wire.ClockReading(
             wall_ms=wall_ms,
@@ -90,7 +90,7 @@ class ClockWatch:
         )
 
     def heartbeat_answered(self, reply: wire.BrokerHeartbeatReply, sent_ms: int) -> None:
-        """The reply to a heartbeat that was sent at `sent_ms` (boottime)."""
+        """Compare the clocks in the reply to a heartbeat that was sent at `sent_ms` (boottime)."""
         if not reply.clock_sent_ms:
             return
         self._look()
@@ -107,7 +107,10 @@ class ClockWatch:
         self._look()
 
     def unfit(self) -> list[wire.Unfit]:
-        """L10, L16: whoever leads gives records their time, and refuses timestamps by its clock."""
+        """Report that this broker should not lead while its clock is off the median (L10, L16).
+
+        A leader stamps records with its clock, and refuses clients' timestamps by it.
+        """
         if not self.trust.gives_up_leadership:
             return []
         return [wire.Unfit(reason=CLOCK_OFF, all=True, gives_up=True)]
@@ -118,7 +121,7 @@ class ClockWatch:
     # -- people ------------------------------------------------------------------------------------
 
     def gauges(self) -> None:
-        """The metrics of the clock, as they are now."""
+        """Set the metrics of the clock."""
         self._look()
         metrics, trust = self._core.metrics, self.trust
         metrics.clock_alert.set(trust.alert)
@@ -126,7 +129,7 @@ class ClockWatch:
         metrics.clock_skew.set(trust.skew_ms or 0)
 
     def confirm(self) -> Doubt:
-        """An operator says that the clock is right."""
+        """Trust the clock because an operator confirms it; return the doubt that this ends."""
         self._look()
         ended = self.trust.confirm()
         self._core.warn("clock_confirmed", doubt=ended.value)
@@ -134,7 +137,7 @@ class ClockWatch:
         return ended
 
     def _say(self) -> None:
-        """One line whenever the clock is trusted no more, again, or for another reason."""
+        """Log one line whenever the doubt about the clock begins, ends or changes."""
         trust, doubt = self.trust, self.trust.doubt
         if doubt is self._said:
             return
@@ -146,7 +149,7 @@ class ClockWatch:
             self._core.warn("clock_trusted", doubt_before=before.value)
 
     def why(self) -> str:
-        """The doubt in words."""
+        """Return the doubt in words."""
         trust, limits = self.trust, self._limits
         if trust.doubt is Doubt.START:
             gap_ms, wait = trust.gap_ms, f"waiting clock_grace_ms ({duration_text(limits.grace)})"
@@ -166,7 +169,7 @@ class ClockWatch:
         return ""
 
     def _suspected_clock(self) -> str:
-        """Whose clock is off, as far as this broker knows."""
+        """Say which clock is probably off, the broker's or the client's."""
         core, trust = self._core, self.trust
         mine, skew_ms, limit = (
             f"the clock of broker {core.node_id}",
@@ -186,7 +189,7 @@ class ClockWatch:
         return f"{mine} is not known to be off: look at the client's clock first"
 
     def explained(self, refusal: errors.InvalidRecord) -> errors.InvalidRecord:
-        """A timestamp was refused by the clock: say whose is off."""
+        """Add to the refusal of a timestamp which clock is probably off."""
         if refusal.details.get("row") not in _BY_THE_CLOCK:
             return refusal
         details: dict[str, str] = dict(refusal.details)
@@ -197,17 +200,17 @@ class ClockWatch:
     # -- the last run ------------------------------------------------------------------------------
 
     def last_run(self) -> LastRun | None:
-        """What to store; None while the clock is not trusted (broker/clock_trust W1)."""
+        """Return the last run to store; None = the clock is not trusted (broker/clock_trust W1)."""
         self._look()
         return self.trust.last_run(self._boot_id)
 
     async def note(self, of: Directory, run: LastRun) -> None:
-        """SYNCED in one directory."""
+        """Store the last run in one directory, SYNCED."""
         if of.failed is None:
             await of.disk.write(partial(files.note_run, of.disk.storage, run))
 
     async def newest_append_ms(self) -> int | None:
-        """The newest time that a broker wrote into the logs; None = none did."""
+        """Return the newest append time that a broker wrote into the logs; None = there is none."""
         manager = self._core.manager
         looks: list[tuple[Any, Callable[[], int | None]]] = [
             (manager.disk_of(key), log.newest_append_ms)
@@ -218,7 +221,7 @@ class ClockWatch:
         for disk, look in looks:
             try:
                 found.append(await disk.read(look))
-            except (errors.PkError, OSError) as error:  # damage is found by whoever reads there
+            except (errors.PkError, OSError) as error:  # a later read there reports damage
                 self._core.warn("append_time_unknown", error=str(error))
         return max((each for each in found if each is not None), default=None)
 

@@ -1,61 +1,68 @@
 """Which controller a broker asks next, while it does not know the active one.  Pure.
 
-Controllers are asked in rounds: in one round each is asked once, whom a refusal names first.  One
-that did not answer in time is *silent*: to ask it again costs time in which another may be elected.
+The broker asks controllers in rounds.  In one round it asks each controller once, beginning with
+the one that a refusal named.  A controller that did not answer in time is *silent*.  Asking it
+again costs time in which another may be elected.
 
 Invariants
-  K4  within a round nobody is asked twice; a round that found nobody is followed by a wait, unless
-      it ended with a silent one: that was a wait
-  K5  a silent controller is asked last, one in a round, and only after `PATIENT_ROUNDS` rounds of
-      the others, unless all are silent: between two waits for silent ones everybody else is asked
+  K4  Within a round no controller is asked twice.  A round that found no active controller is
+      followed by a wait, unless it ended with a silent one, because its timeout was a wait already.
+  K5  A silent controller is asked last, one in a round, and only after `PATIENT_ROUNDS` rounds of
+      the others, unless all are silent.  So between two timeouts every other controller is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-#: Rounds in which those that answer may elect one of them, before silent ones are asked again.
+#: Rounds in which the answering controllers may elect a leader, before silent ones are asked again.
 PATIENT_ROUNDS = 5
 
 
 class ControllerSearch:
-    """See the module.  `address` is whom to ask now."""
+    """The controllers that one broker knows.  `address` is the one to ask now."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         assert addresses, "no controller to ask"
         self._given = tuple(addresses)
         self._known = tuple(dict.fromkeys(addresses))
         self.address = self._known[0]
-        self.rounds = 0  #: that found nobody, since somebody served
-        self._tried: dict[str, None] = {}  #: in this round
-        #: how often in a row; whom was asked longest ago comes first
+        self.rounds = 0  #: without an active controller, since one served last
+        self._tried: dict[str, None] = {}  #: asked in this round
+        #: timeouts in a row of each silent controller; the one asked longest ago comes first
         self._silent: dict[str, int] = {}
         self._hint = ""
 
     @property
     def alone(self) -> bool:
-        """There is nobody else to ask."""
+        """Whether only one controller is known."""
         return len(self._known) == 1
 
     @property
     def doublings(self) -> int:
-        """How often the controller at `address` did not answer in time: it may only be slow."""
+        """Return how often in a row the controller at `address` did not answer in time.
+
+        Its timeout doubles as often, because it may only be slow.
+        """
         return self._silent.get(self.address, 0)
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """These are there, too, as far as anybody knows by now."""
+        """Replace the learned controllers by `addresses`; the configured ones stay known."""
         self._known = tuple(dict.fromkeys((*self._given, *addresses)))
 
     def found(self) -> None:
-        """`address` serves, in good time or not."""
+        """Note that the controller at `address` serves, even if slowly."""
         self.rounds, self._tried, self._hint = 0, {}, ""
 
     def steady(self) -> None:
-        """`address` answers in good time again."""
+        """Note that the controller at `address` answers in time again."""
         self._silent.pop(self.address, None)
 
     def failed(self, *, hint: str = "", silent: bool = False) -> bool:
-        """`address` does not serve: move on.  True = the round is over; wait before the next."""
+        """Choose the next controller, as `address` does not serve.  True = the round is over.
+
+        After a round the caller waits before it begins the next.
+        """
         if silent:
             self._silent[self.address] = 1 + self._silent.pop(self.address, 0)
         else:
@@ -74,7 +81,7 @@ class ControllerSearch:
         return over
 
     def _next(self, hint: str) -> str | None:
-        """Whom to ask in this round; None = nobody is left."""
+        """Return the next controller of this round; None = every one was asked."""
         after = self._known.index(self.address) + 1 if self.address in self._known else 0
         order = [*([hint] if hint else []), *self._known[after:], *self._known[:after]]
         left = [each for each in order if each not in self._tried]

@@ -1,15 +1,16 @@
-"""What the broker's handlers, publisher and scheduler share: partitions, writers, purgatory, peers.
+"""State that the broker's handlers, publisher and scheduler share: partitions, writers, purgatory.
 
-World-generic.  One loop owns everything here; disks are reached through lanes only.
+World-generic.  The event loop owns everything here.  All disk access goes through the lanes of a
+`Disk`.
 
 Invariants
-  B1  `partitions` holds the partitions this broker has a log of; the metadata image says which it
-      leads
-  B2  without contact to the controller for `broker_session_timeout_ms` nothing is acknowledged
-      under acks=0|1 and no new session begins (rule R6); acks=all is held by the watermark, readers
-      read to theirs
-  B3  a directory that failed takes its partitions offline and nothing else (rule L2); damaged data
-      takes its partition (rule L9)
+  B1  `partitions` holds the partitions that this broker has a log of.  The metadata image decides
+      which of them it leads.
+  B2  Without contact to the controller for `broker_session_timeout_ms` the broker acknowledges
+      nothing under acks=0|1 and accepts no new session (rule R6).  Under acks=all the high
+      watermark decides, and readers read up to it.
+  B3  A directory that failed takes only its own partitions offline (rule L2).  Damaged data takes
+      only its partition offline (rule L9).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from pk.world import World
 OnBug = Callable[[str, BaseException], None]
 
 
-#: What a broker answers by what it knows of a producer.
+#: Refusals that follow from the state that the log has of a producer.
 NO_LAST_WORD = (
     errors.OutOfOrderSequence,
     errors.UnknownProducerId,
@@ -60,11 +61,11 @@ NO_LAST_WORD = (
 
 @dataclass(slots=True)
 class ProducerStream:
-    """Which producer spoke last on one produce stream (handlers/produce D5)."""
+    """The producer that sent last on one produce stream (handlers/produce D5)."""
 
     number: int  #: streams count up
     producer_id: int = NONE
-    given_up: bool = False  #: its producer speaks on a newer stream
+    given_up: bool = False  #: its producer uses a newer stream
 
 
 class BrokerCore:
@@ -90,9 +91,9 @@ class BrokerCore:
         self.node_id = node_id
         self.server = server
         self.metrics = metrics
-        self.bug = on_bug  #: an exception that only an error of ours explains
+        self.bug = on_bug  #: reports an exception that is a bug of pk
         self.warn = on_warning  #: (event, **facts): one line in the process's log
-        self.peer_addresses: Mapping[NodeId, str] = {}  #: instead of what brokers advertise
+        self.peer_addresses: Mapping[NodeId, str] = {}  #: used instead of advertised ones
         self.replicas = HostedReplicas()
         self.partitions: dict[PartitionKey, Partition] = {}  #: of those replicas whose log is open
         self.purgatory: ProducePurgatory[DelayedProduce] = ProducePurgatory()
@@ -118,7 +119,7 @@ class BrokerCore:
         self._tasks = TaskRegistry(partial(self.bug, "a background task"))
         self._suspected: dict[PartitionKey, None] = {}
         self._offline: dict[LogDirWriter, None] = {}  #: writers of directories known to have failed
-        #: writers of directories that were said to be full
+        #: writers of directories that were reported full
         self._full: dict[LogDirWriter, None] = {}
 
     # -- what handlers ask -----------------------------------------------------------------------
@@ -129,12 +130,13 @@ class BrokerCore:
 
     @property
     def now_ms(self) -> int:
-        """Monotonic."""
+        """Return the monotonic time."""
         return self.world.clock.monotonic_ms()
 
     def find(self, key: PartitionKey) -> Partition:
-        """The partition.  Raises `UnknownTopicId`, `UnknownTopicOrPartition`,
-        `NotLeaderOrFollower`.
+        """Return the partition if this broker has its log.
+
+        Raises `UnknownTopicId`, `UnknownTopicOrPartition`, `NotLeaderOrFollower`.
         """
         partition = self.partitions.get(key)
         if partition is not None:
@@ -142,17 +144,17 @@ class BrokerCore:
         raise self.publisher.why_not_here(key).with_traceback(None)
 
     def leader_hint(self, key: PartitionKey) -> NodeId:
-        """Who leads, as far as this broker knows."""
+        """Return the leader of the partition, as far as this broker knows."""
         return self.publisher.leader_of(key)
 
     def address_of(self, node_id: NodeId) -> str:
-        """Where this broker reaches another one; '' if it is not known."""
+        """Return the address at which this broker reaches another one; '' if unknown."""
         direct = self.peer_addresses.get(node_id)
         broker = self.publisher.image.brokers.get(node_id)
         return direct or ("" if broker is None else broker.address)
 
     def batch_bounds(self, key: PartitionKey) -> tuple[int, int]:
-        """Largest batch, encoded and decoded, that the partition's topic takes."""
+        """Return the largest batch size, encoded and decoded, that the partition's topic takes."""
         partition = self.partitions.get(key)
         if partition is None:
             defaults = settings.TOPIC.by_name
@@ -160,22 +162,23 @@ class BrokerCore:
         return partition.settings["max_message_bytes"], partition.settings["decoded_bytes_max"]
 
     def frame_bytes_max(self) -> int:
-        """The largest frame that a producer may send (rule L17)."""
+        """Return the size of the largest frame that a producer may send (rule L17)."""
         default = int(settings.TOPIC.by_name["max_message_bytes"].default)
         sizes = (int(each.settings["max_message_bytes"]) for each in self.partitions.values())
         return limits.frame_bytes_max(max(sizes, default=default))
 
     def any_disk(self) -> Disk:
-        """A disk whose compute lane to use."""
+        """Return a disk, for work that only needs its compute lane."""
         return self.manager.directories[0].disk
 
     def append(
         self, key: PartitionKey, header: Header, batch: Buffer, epoch: int, delayed: DelayedProduce
     ) -> None:
-        """Decide a checked batch.  Raises typed errors; then nothing happened.
+        """Decide a checked batch.  Raises typed errors; then nothing changed.
 
-        What the log has of a producer is no last word before the leader is `settled`: told of a
-        gap, a producer sends what follows again under a new epoch (rule L6).
+        Before the leader is `settled`, its state of a producer may be outdated.  A refusal that
+        follows from it is answered as retriable: a producer that gets a gap as final would send
+        the later batches again under a new epoch (rule L6).
         """
         if self.draining:
             raise errors.BrokerUnavailable("this broker is shutting down")
@@ -197,7 +200,7 @@ class BrokerCore:
             ) from refusal
 
     def check_new_session(self) -> None:
-        """Rule R6, and no new guests while leaving."""
+        """Refuse a new session without contact to the controller (rule R6) or during shutdown."""
         if self.draining:
             raise errors.BrokerUnavailable("this broker is shutting down")
         if not self.lifecycle.in_contact():
@@ -211,7 +214,7 @@ class BrokerCore:
     # -- writers -----------------------------------------------------------------------------------
 
     def writer_of(self, disk: Disk) -> LogDirWriter:
-        """The one writer of a directory."""
+        """Return the one writer of a directory."""
         writer = self._writers.get(id(disk))
         if writer is None:
             writer = self._writers[id(disk)] = LogDirWriter(
@@ -226,7 +229,7 @@ class BrokerCore:
         return list(self._writers.values())
 
     def _space_changed(self, writer: LogDirWriter) -> None:
-        """L16: the controller hears at once of a directory that is full, or has room again."""
+        """Report a directory that is full, or has room again, to the controller at once (L16)."""
         root, free = writer.disk.storage.root, writer.space.free
         if writer.space.full and writer not in self._full:
             self._full[writer] = None
@@ -249,29 +252,33 @@ class BrokerCore:
     # -- partition.Host --------------------------------------------------------------------------
 
     def partition_moved(self, partition: Partition) -> None:
-        """Its bounds, epoch or settings changed: the tier hears of it, the checkpoint will know."""
+        """Pass changed bounds, epoch or settings to the tier, the checkpoint and the flush
+        timer.
+        """
         self.manager.set_high_watermark(partition.key, partition.high_watermark)
         if partition.leader is not None and partition.tiered:
             self.feed.touch(partition.key)
             self.feed_moved.set()
-        flush_ms = partition.settings["flush_ms"]  # a replica's power may be lost, too
+        flush_ms = partition.settings["flush_ms"]  # followers flush too
         if flush_ms < settings.DAY_MS and partition.key not in self.flushes:
             self.flushes.set(partition.key, self.clock.monotonic_ms() + flush_ms)
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None:
-        """B3: every partition of that directory goes offline; of a full one, this one alone."""
+        """Take the failed directory's partitions offline (B3); for a full disk, only this one."""
         if isinstance(error, errors.CorruptLog):
             if not self.corruption.examine(partition, error):
                 self.damaged(partition, error)
             return
-        if isinstance(error, errors.StorageFull):  # half-way in this log; the others can go on
+        if isinstance(error, errors.StorageFull):  # only this log is half written
             self.replica_failed(partition, errors.StorageFailed(error.message, **error.details))
             return
         self._directory_offline(partition.writer, error)
 
     def notice_failed_directories(self) -> None:
-        """B3 for what failed outside an append: a checkpoint, a new segment, a removal; and for a
-        partition that was created there before, and adopted after it was noticed.
+        """Take the partitions of directories offline that failed outside an append (B3).
+
+        That is in a checkpoint, a new segment or a removal.  This also covers a partition that was
+        created before the failure was noticed and hosted after it.
         """
         for writer in self.writers():
             failure = writer.disk.storage.failed
@@ -292,20 +299,20 @@ class BrokerCore:
                 self._fail(each, error)
 
     def _goes_down(self, partition: Partition) -> bool:
-        """Whether a failure of `partition` changes anything: not if it is OFFLINE or removed.
+        """Whether a failure changes the state of `partition`: not if it is OFFLINE or removed.
 
-        A claim of the tier's table ends here (tier/epoch_fence K4).
+        Also ends a claim of the tier's table (tier/epoch_fence K4).
         """
         return partition.online or self.publisher.epoch_fence.cancel(partition.key)
 
     def replica_failed(self, partition: Partition, error: errors.PkError) -> None:
-        """Take this replica offline (rules R4, L9); other replicas of the partition may go on."""
+        """Take this replica offline (rules R4, L9); other replicas of the partition may serve."""
         if self._goes_down(partition):
             self.warn("partition_offline", partition=str(partition), error=error.message)
             self._fail(partition, error)
 
     def damaged(self, partition: Partition, error: errors.CorruptLog) -> None:
-        """Rule L9: the range is reported, this replica goes offline, nothing is skipped."""
+        """Report a damaged range and take this replica offline; no record is skipped (rule L9)."""
         if not self._goes_down(partition):
             return
         self.metrics.damaged.inc()
@@ -320,17 +327,19 @@ class BrokerCore:
     def _fail(self, partition: Partition, error: errors.PkError) -> None:
         self.fetchers.leave(partition)
         partition.fail(error)
-        if partition.tiered:  # the copier lets go of it
+        if partition.tiered:  # the copier stops its work on it
             self.feed.remove(partition.key, partition.topic)
             self.feed_moved.set()
         self.lifecycle.heartbeat_soon()  # the controller elects another replica
 
     def examine(self, partition: Partition, told: errors.PkError) -> None:
-        """The tier found damage, or nothing, where it copied (L9): look before anything goes."""
+        """Check a log in which the tier's copier found damage, or no records, before acting
+        (L9).
+        """
         copied = max(partition.tier.tiered_end, partition.log.tiered_end)
         offset = int(told.details.get("offset", copied))
         if unreadable(partition, offset):
-            return  # known: it waits for `pk log repair`
+            return  # known damage waits for `pk log repair`
         if partition.online and partition.key not in self._suspected:
             self._suspected[partition.key] = None
             self.spawn(self._look(partition, offset))
@@ -343,15 +352,15 @@ class BrokerCore:
         try:
             await partition.writer.disk.read(look)
         except errors.CorruptLog as damage:
-            if partition.leader is leader:  # else it may have been cut under the look
+            if partition.leader is leader:  # else the log was truncated meanwhile
                 self.storage_failed(partition, damage)
-        except errors.PkError as error:  # dropped meanwhile, say
+        except errors.PkError as error:  # it may have been dropped meanwhile
             self.metrics.refused(error)
         finally:
             self._suspected.pop(partition.key, None)
 
     def offline_directories(self) -> list[str]:
-        """Ids of the directories that failed."""
+        """Return the ids of the directories that failed."""
         return [
             each.directory_id
             for each in self.manager.directories
@@ -359,7 +368,7 @@ class BrokerCore:
         ]
 
     def offline_replicas(self) -> list[wire.FetchPartition]:
-        """The replicas that the broker reports to the controller as offline.
+        """Return the replicas that the broker reports to the controller as offline.
 
         Lost ones, damaged or in a failed directory (L2, L9); UNOPENED ones; those whose log an
         operator adopted or discarded (L15); rebuilt ones that their leader has not compared yet
@@ -380,7 +389,7 @@ class BrokerCore:
         return found
 
     def unfit(self) -> list[wire.Unfit]:
-        """Which replicas here should not lead, and why (rules L10, L16)."""
+        """Return which replicas here should not lead, and why (rules L10, L16)."""
         writers = [
             self.writer_of(each.disk) for each in self.manager.directories if each.failed is None
         ]
@@ -398,9 +407,9 @@ class BrokerCore:
         return found
 
     def positions(self, asked: Sequence[wire.FetchPartition]) -> list[wire.ReplicaPosition]:
-        """How far the replicas asked for are, of those that stand still because nobody leads (R3).
+        """Return the log ends of those requested replicas that have no leader and no writes (R3).
 
-        The others are asked for again: what is being written is about to stop.
+        The controller asks for the others again; their pending writes are about to end.
         """
         found = []
         for each in asked:
@@ -424,7 +433,7 @@ class BrokerCore:
     # -- timers ----------------------------------------------------------------------------------
 
     def parked(self) -> None:
-        """Arm the alarm for the earliest deadline in purgatory."""
+        """Set the timer for the earliest deadline in purgatory."""
         at_ms = self.purgatory.next_at_ms()
         if at_ms is None or (self._alarm is not None and self._alarm_ms <= at_ms):
             return
@@ -447,7 +456,7 @@ class BrokerCore:
     # -- background ------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run beside everything else; it ends with the broker."""
+        """Run a coroutine as a task that ends with the broker."""
         self._tasks.spawn(work)
 
     async def close_tasks(self) -> None:

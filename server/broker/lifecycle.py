@@ -1,24 +1,25 @@
 """The broker's link to the active controller: registration, heartbeats, calls.
 
-World-generic.  Of several controllers one is active; the others refuse and name it.  The link asks
-one after another (controller_search.py) until one registers it, and stays there while heartbeats
-are answered.  The stream a broker registered on is its liveness stream (rule R7): while heartbeats
-on it are answered the broker has *contact*; when it breaks the broker re-connects with jittered
-back-off and registers again under the same incarnation id.  Without contact for
-`broker_session_timeout_ms` it may have been fenced without knowing (rule R6).
+World-generic.  Of several controllers one is active; the others refuse and name it.  The broker
+asks one after another (controller_search.py) until one registers it, and stays with that one while
+it answers heartbeats.  The stream on which a broker registered is its liveness stream (rule R7).
+While heartbeats on it are answered, the broker has *contact*.  When the stream breaks, the broker
+reconnects with jittered back-off and registers again under the same incarnation id.  Without
+contact for `broker_session_timeout_ms` it may have been fenced without knowing (rule R6).
 
-Waits: a new active controller grants every broker three quarters of a session timeout at least.  A
-silent controller (it was stopped, or is cut off) is left after a quarter of that timeout, and when
-it is asked once more after at most half: a broker that reaches the active controller is registered
-there in time.  With nobody else to ask a controller may take the whole session timeout.
+Timeouts: a new active controller waits at least three quarters of a session timeout before it
+fences a broker.  A silent controller (stopped, or unreachable) is left after a quarter of that
+timeout, and after at most half of it when it is asked again.  So a broker that reaches the active
+controller is registered there in time.  If only one controller is known, it may take the whole
+session timeout.
 
 Invariants
-  K1  a broker epoch is used only with the incarnation that was given it
-  K2  contact counts from the moment a heartbeat was *sent*, so a slow reply never stretches it
-  K3  re-connection waits grow from 50 ms to 2 s, with jitter, for ever; the rest of the broker goes
-      on
-  K6  once started, registration and heartbeats alone decide where the link is: a call of somebody's
-      with a short patience, or one that is refused, moves nothing; it has the heartbeat look
+  K1  A broker epoch is used only with the incarnation to which it was given.
+  K2  Contact counts from the moment a heartbeat was *sent*, so a slow reply does not prolong it.
+  K3  The waits between reconnections grow from 50 ms to 2 s, with jitter, and never end.  The rest
+      of the broker continues.
+  K6  Once the link has started, only registration and heartbeats move it to another controller.
+      Any other call that times out or is refused only causes an early heartbeat.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ if TYPE_CHECKING:
     from pk.server.broker.clock_watch import ClockWatch
 
 _BACKOFF_MS = (50, 2_000)
-#: Refusals that concern this broker; what else ails a controller is its own affair.
+#: Refusals that concern this broker; any other error is the controller's own.
 _MINE = (errors.StaleBrokerEpoch, errors.ClusterIdMismatch, errors.DirectoryOfAnotherCluster)
 
 
 @dataclass(slots=True)
 class Identity:
-    """Who registers (rule L3)."""
+    """The identity under which a broker registers (rule L3)."""
 
     node_id: int
     cluster_id: str
     incarnation_id: str
-    address: str  #: what clients are told
+    address: str  #: advertised to clients
     rack: str
     boot_id: str
     directory_ids: tuple[str, ...]
@@ -65,11 +66,11 @@ class Identity:
 
 
 class BrokerLifecycleManager:
-    """Keeps a broker registered and alive in the active controller's eyes.
+    """Registers a broker with the active controller and sends it heartbeats.
 
-    `addresses`: of controllers, any of which knows the active one; `voters`: by node id, those that
-    the metadata name, which may have come later; `peers`: by node id, what this node connects to
-    instead of the address a controller is known by.
+    `addresses`: of controllers, any of which knows the active one.  `voters`: the controllers that
+    the metadata name, by node id; some may have been added later.  `peers`: the addresses, by node
+    id, that this node uses instead of the advertised ones.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class BrokerLifecycleManager:
         self._clocks = clocks
         self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
         self._say = say  #: (event, **facts): one line in the log of the process
-        self._lost = True  #: the log does not say that a controller answers
+        self._lost = True  #: the log's last line says that no controller answers
         self._on_fatal = on_fatal
         self._on_epoch = on_epoch
         self._broken = False
@@ -120,7 +121,7 @@ class BrokerLifecycleManager:
         self._wake = asyncio.Event()
         self._registered = asyncio.Event()  #: on the stream that is open now
         self._caller = self._call_at(self._search.address)
-        self._closing = TaskRegistry()  #: callers that were left
+        self._closing = TaskRegistry()  #: callers of controllers that the link has left
         self.broker_epoch = NONE
         self.fenced = True
         self.caught_up = False
@@ -135,22 +136,25 @@ class BrokerLifecycleManager:
 
     @property
     def address(self) -> str:
-        """Of the controller that is asked now."""
+        """Return the address of the controller that is asked now."""
         return self._search.address
 
     def in_contact(self) -> bool:
-        """False once the broker may have been fenced without hearing of it (rule R6)."""
+        """Whether the broker has contact; without, it may have been fenced unknowingly (rule
+        R6).
+        """
         if self._contact_ms is None:
             return False
         return self._world.clock.monotonic_ms() - self._contact_ms < self._session_timeout_ms
 
     def fatal(self, error: errors.PkError) -> None:
-        """The process cannot go on."""
+        """Report an error after which the process cannot continue."""
         self._on_fatal(error)
 
     async def call(self, request: Message, timeout_ms: int) -> frames.Frame:
-        """One call to the active controller, once the link has one; what cannot be reached is
-        `ControllerUnavailable`.
+        """Call the active controller, once the link has one.
+
+        Raises `ControllerUnavailable` if none is reached within `timeout_ms`.
         """
         clock = self._world.clock
         try:
@@ -183,7 +187,10 @@ class BrokerLifecycleManager:
         await self._closing.wait()
 
     def heartbeat_soon(self) -> None:
-        """Something the controller waits for changed (the image caught up, a directory failed)."""
+        """Send the next heartbeat now, after a change that the controller waits for.
+
+        For example the image has caught up, or a directory failed.
+        """
         self._wake.set()
 
     async def _run(self) -> None:
@@ -198,7 +205,7 @@ class BrokerLifecycleManager:
                 await self._heartbeat()
             except (errors.DuplicateBroker, errors.MetadataBehind) as error:
                 # The controller still holds the session of this node's previous process, which ends
-                # by itself; or it was deposed just now, and another knows more.
+                # by itself; or it was deposed just now, and its successor has newer metadata.
                 now_ms = self._world.clock.monotonic_ms()
                 refused_since_ms = now_ms if refused_since_ms is None else refused_since_ms
                 if now_ms - refused_since_ms > 3 * self._session_timeout_ms:
@@ -235,7 +242,7 @@ class BrokerLifecycleManager:
         return caller
 
     def _patience_ms(self) -> int:
-        """How long the controller at hand may take to answer."""
+        """Return how long the current controller may take to answer."""
         session_ms = self._session_timeout_ms
         if self._search.alone:
             return session_ms
@@ -244,9 +251,9 @@ class BrokerLifecycleManager:
     async def _ask(
         self, request: Message, timeout_ms: int, *, registered: bool = False
     ) -> frames.Frame:
-        """Ask the controller at hand; if it does not serve, the next one is at hand.
+        """Call the current controller; if it does not serve, move to the next one and raise.
 
-        `registered`: a lost stream says nothing about who leads; the same one is asked first.
+        `registered`: the broker is registered there, so a lost stream alone does not move the link.
         """
         clock, search = self._world.clock, self._search
         asked_ms = clock.monotonic_ms()
@@ -263,13 +270,13 @@ class BrokerLifecycleManager:
             before = search.address
             search.learn(self._peers.get(n, where) for n, where in self._voters().items() if where)
             over = search.failed(hint=self._named_in(failure), silent=silent)
-            self._wait_next = over and (search.alone or not silent)  # that was a wait enough
+            self._wait_next = over and (search.alone or not silent)  # a timeout was wait enough
             if search.address != before:
                 self._move()
             raise
 
     def _named_in(self, refusal: errors.PkError) -> str:
-        """The address of the active controller, as a refusal has it; '' if it does not."""
+        """Return the active controller's address that a refusal names; '' if it names none."""
         if not isinstance(refusal, errors.ControllerUnavailable):
             return ""
         named = refusal.details.get("controller", "")
@@ -277,7 +284,7 @@ class BrokerLifecycleManager:
         return address or refusal.details.get("address", "")
 
     def _move(self) -> None:
-        """What is under way where the link was fails now."""
+        """Move the link to the controller that the search chose; calls at the old one fail."""
         old, self._caller = self._caller, self._call_at(self._search.address)
         self._closing.spawn(old.close())
 
@@ -316,15 +323,15 @@ class BrokerLifecycleManager:
             self._registered.set()
 
     def _renew_contact(self, sent_ms: int) -> None:
-        """What was sent then is answered now (K2)."""
+        """Extend contact, after the request that was sent at `sent_ms` was answered (K2)."""
         if self._contact_ms is not None:
             self._on_contact(self._world.clock.monotonic_ms() - self._contact_ms)
         self._contact_ms = sent_ms
 
     async def _heartbeat(self) -> None:
-        """Heartbeats until the stream breaks, or the controller does not answer them any more."""
+        """Send heartbeats until the stream breaks or the controller stops answering them."""
         clock = self._world.clock
-        asked: Sequence[wire.FetchPartition] = ()  #: whose positions the controller wants (R3)
+        asked: Sequence[wire.FetchPartition] = ()  #: by the controller (R3)
         while not self._broken:
             sent_ms = clock.monotonic_ms()
             sent_boottime_ms = clock.boottime_ms()
@@ -362,10 +369,10 @@ class BrokerLifecycleManager:
             await self._wait(wait_ms)
 
     def _offline_acknowledged(self, reported: Sequence[wire.FetchPartition]) -> None:
-        """The controller knows that the replicas in `reported` are offline.
+        """Note that the controller knows that the replicas in `reported` are offline.
 
-        A replica that is online again since the heartbeat was sent does not count: the controller
-        may let it join its ISR from the next heartbeat on.
+        A replica that came online since the heartbeat was sent does not count: from the next
+        heartbeat on the controller may let it join its ISR.
         """
         still = self._offline_replicas() if reported else []
         offline = {PartitionKey(each.topic_id, each.partition) for each in still}

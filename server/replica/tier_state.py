@@ -37,7 +37,7 @@ class TierState:
     problem: errors.PkError | None = None
 
     def said_in(self, leader_epoch: Epoch) -> TierState:
-        """Return this state if it was reported in `epoch`, else an empty one (Y5).
+        """Return this state if it was reported in `leader_epoch`, else an empty one (Y5).
 
         While the topic was not tiered, the log may have continued with other records.
         """
