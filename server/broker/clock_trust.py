@@ -111,9 +111,7 @@ class ClockTrust:
         self._keep_producers_ms = 0  #: W3: until then by CLOCK_BOOTTIME
         self._samples: dict[NodeId, Sample] = {}
         self._heard_ms: int | None = None  #: CLOCK_BOOTTIME
-        self._missing: frozenset[NodeId] = (
-            frozenset()
-        )  #: nodes that are expected and not among the samples
+        self._missing: frozenset[NodeId] = frozenset()  #: expected, and not in the samples
         self._missing_since_ms = 0
         self._doubted = False  #: since `_keep_producers_ms` was last set (W3)
 

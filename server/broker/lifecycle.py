@@ -331,7 +331,7 @@ class BrokerLifecycleManager:
     async def _heartbeat(self) -> None:
         """Send heartbeats until the stream breaks or the controller stops answering them."""
         clock = self._world.clock
-        asked: Sequence[wire.FetchPartition] = ()  #: by the controller (R3)
+        asked: Sequence[wire.FetchPartition] = ()  #: positions that the controller wants (R3)
         while not self._broken:
             sent_ms = clock.monotonic_ms()
             sent_boottime_ms = clock.boottime_ms()
@@ -380,7 +380,7 @@ class BrokerLifecycleManager:
         self.offline_reports.on_reply(keys, offline)
 
     async def _wait(self, wait_ms: int) -> None:
-        """Until the next heartbeat is due, one is asked for, or the stream breaks."""
+        """Wait until the next heartbeat is due or requested, or the stream breaks."""
         if not self._broken:
             try:
                 async with asyncio.timeout(wait_ms / 1000):

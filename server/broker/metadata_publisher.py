@@ -1,28 +1,28 @@
-"""The broker follows the metadata log: committed records in, partitions led, created and removed.
+"""Applies the committed metadata log to the broker: it creates, leads, follows, removes replicas.
 
-World-generic.  A long poll fetches committed batches; every record is applied to the image, then
-the broker reacts to what the chunk changed, in the order of the log, before it applies the next
-chunk.  `reached` is what gives admin replies read-your-writes: it waits until the reaction to an
-offset is done, not only the image.
+World-generic.  A long poll fetches a chunk of committed batches.  The publisher applies every
+record to the image, and then the broker reacts to the changes, in the order of the log, before the
+next chunk is applied.  `reached` gives admin replies read-your-writes: it waits until the reaction
+to an offset is done, not only until the image has it.
 
 Invariants
-  M1  the image is built by `apply` alone, from committed records, each once and in order, or from
-      a snapshot of them and those behind it
-  M2  a partition is led only under this process's own registration (rule Q2): a leadership that an
-      image from before the restart names belongs to the previous process
-  M3  a directory without a topic of its id in the image is a stray: renamed once the image holds
-      this process's own registration, removed later (replica/creation.py; rules Q2, L8)
+  M1  The image is built by `apply` alone, from committed records, each once and in order, or from
+      a snapshot and the records behind it.
+  M2  A partition is led only under this process's own registration (rule Q2).  A leadership in an
+      image from before the restart belongs to the previous process.
+  M3  A log directory whose topic id is not in the image is a stray.  It is renamed once the image
+      holds this process's own registration, and removed later (replica/creation.py; rules Q2, L8).
   M4  a partition whose log cannot be opened or created is UNOPENED with its cause
       (replica/state.py).  The other partitions go on.  The broker tries again while the cause may
       pass (replica/creation N2)
-  M5  a leader elected uncleanly serves a tiered partition only after it has claimed the table (rule
-      T4)
+  M5  a leader that was elected uncleanly serves a tiered partition only after it has claimed the
+      tier's table (rule T4)
   M6  while a directory has failed, no log is created for a partition that is in no working
       directory: its records are in the failed one, and the partition is UNOPENED
   M7  a damaged log (rule L9), or a missing one (rule L15), is set aside and rebuilt once another
-      broker leads, this replica is in neither ISR nor ELR, and the image includes what the
-      controller did when it heard that the replica is offline.  From then on this replica cannot
-      be the last copy
+      broker leads, this replica is in neither ISR nor ELR, and the image includes the controller's
+      reaction to the report that the replica is offline.  From then on this replica cannot be the
+      last copy
   M8  the broker reports a rebuilt replica as offline until the leader of that epoch has compared
       its new log.  Before, the leader may ask to add it to the ISR for what its old log had (rule
       R2)
@@ -66,12 +66,12 @@ BACKOFF_MS = (20, 1_000)
 
 
 class _Changes:
-    """What a chunk of records touched, in log order."""
+    """The topics, partitions and brokers that a chunk of records changed, in log order."""
 
     def __init__(self) -> None:
         self.partitions: dict[PartitionKey, None] = {}
         self.removed: dict[str, wire.RemoveTopicRecord] = {}
-        self.purges: dict[str, str] = {}  #: deleted topics whose tables are to go, and their names
+        self.purges: dict[str, str] = {}  #: deleted topics with tables to remove: names
         self.topics: dict[str, None] = {}  #: names whose metadata reply changed
         self.configured: dict[str, None] = {}  #: names whose settings changed
         self.all_configured = False
@@ -102,7 +102,7 @@ class _Changes:
 
 
 class PublisherContext(TierContext, Protocol):
-    """The broker as its publisher sees it: every part that a change may concern."""
+    """The interface of the broker that its publisher uses: every part that a change may concern."""
 
     @property
     def lifecycle(self) -> BrokerLifecycleManager: ...
@@ -130,7 +130,7 @@ class PublisherContext(TierContext, Protocol):
 
 
 class MetadataPublisher:
-    """See the module's docstring."""
+    """Fetches the metadata log, keeps the broker's image, and carries out its changes."""
 
     def __init__(
         self, core: PublisherContext, incarnation_id: str, topic_defaults: dict[str, Any]
@@ -139,7 +139,7 @@ class MetadataPublisher:
         self._incarnation_id = incarnation_id
         self._topic_defaults = topic_defaults
         self.image = MetadataImage()
-        self.committed: Offset = 0  #: the controller's watermark, as last heard
+        self.committed: Offset = 0  #: the controller's high watermark, as of its last reply
         self.next_offset: Offset = 0
         self.reacted: Offset = NONE  #: everything up to this record was carried out
         self.epoch_fence = EpochFence(core)
@@ -155,7 +155,7 @@ class MetadataPublisher:
     # -- what others ask -------------------------------------------------------------------------
 
     def why_not_here(self, key: PartitionKey) -> errors.PkError:
-        """Why this broker has no such partition."""
+        """Return the error that says why this broker does not have the partition."""
         unopened = self._core.replicas.why_unopened(key)
         if unopened is not None:
             return unopened
@@ -176,7 +176,7 @@ class MetadataPublisher:
         return NONE if state is None else state.leader
 
     def settings_of(self, topic: str) -> dict[str, Any]:
-        """Every setting of a topic, as it is now."""
+        """Return the current value of every setting of a topic."""
         return self.image.topic_config(topic, self._topic_defaults)
 
     def is_tiered(self, topic: str, wanted: dict[str, Any]) -> bool:
@@ -185,7 +185,7 @@ class MetadataPublisher:
         )
 
     async def reached(self, offset: Offset, timeout_ms: int) -> None:
-        """Wait until everything up to record `offset` was carried out.
+        """Wait until the broker has reacted to everything up to record `offset`.
 
         Raises `RequestTimedOut`.
         """
@@ -205,7 +205,7 @@ class MetadataPublisher:
     # -- life ------------------------------------------------------------------------------------
 
     async def catch_up(self) -> None:
-        """Apply everything committed; tries until the controller answers."""
+        """Apply every committed record; retry until the controller answers."""
         while True:
             try:
                 await self._poll(0)
@@ -221,11 +221,11 @@ class MetadataPublisher:
         self._loaded = True
         changes = _Changes()
         changes.me = True
-        changes.purges = dict(self.image.purges)  # what is left undone of an earlier life
+        changes.purges = dict(self.image.purges)  # unfinished work of an earlier process
         await self._react(changes)
 
     def start(self) -> None:
-        """Follow from here on."""
+        """Begin to follow the metadata log from the current offset."""
         self._tasks.spawn(self._run())
         self._tasks.spawn(self._creator.retry_unopened())
 
@@ -237,12 +237,12 @@ class MetadataPublisher:
         try:
             while True:
                 await self._react(await self._next())
-        except Exception as bug:  # half applied, or half carried out: only a restart can be trusted
+        except Exception as bug:  # the chunk may be half applied: only a restart is safe
             self._core.bug("following the metadata log", bug)
             self._core.lifecycle.fatal(typed(bug))
 
     async def _next(self) -> _Changes:
-        """The next fetch that the controller answers."""
+        """Fetch until the controller answers; return the changes."""
         backoff = Backoff(BACKOFF_MS, equal_jitter(self._core.world.rng))
         while True:
             try:
@@ -251,7 +251,7 @@ class MetadataPublisher:
                 await self._core.clock.sleep_ms(backoff.next_ms())
 
     async def _poll(self, wait_ms: int) -> _Changes:
-        """One fetch; returns what it changed (M1)."""
+        """Fetch once and apply the reply; return the changes (M1)."""
         request = wire.FetchMetadataLogRequest(
             from_offset=self.next_offset,
             max_wait_ms=wait_ms,
@@ -271,12 +271,15 @@ class MetadataPublisher:
         return changes
 
     async def _load_snapshot(self, reply: wire.FetchMetadataLogReply) -> _Changes:
-        """The log does not reach back to here: what a snapshot changes, both ways (rule Q2)."""
+        """Replace the image by a snapshot's, as the log no longer has the next record (rule Q2).
+
+        Returns the differences in both directions: additions and removals.
+        """
         image = await load_image(self._core, reply.snapshot, self.next_offset)
         changes = _Changes()
         rows = difference(self.image, image) if self._loaded else ()
         for count, (_offset, record) in enumerate(rows, 1):
-            if count % SLICE_RECORDS == 0:  # heartbeats go on (rule P1)
+            if count % SLICE_RECORDS == 0:  # lets heartbeats run (rule P1)
                 await self._core.clock.sleep_ms(0)
             if record.WhichOneof("record") == "remove_topic":
                 changes.topics[record.remove_topic.name] = None
@@ -323,8 +326,9 @@ class MetadataPublisher:
         keys |= {key: None for key in reports.acknowledged if self._damaged(key)}
         if changes.brokers:
             self._core.fetchers.brokers_changed()
-        # Settings first: under an older min_insync_replicas the watermark would move past a member
-        # that the same records keep eligible (rule R1).  Not for who led until these records.
+        # Settings first: under the older min_insync_replicas the high watermark could pass a member
+        # that the same records keep in the ELR (rule R1).  A leader of an earlier epoch ignores
+        # them.
         self._reconfigure(changes)
         for some in together(list(keys)):
             await self._creator.create_missing(some)
@@ -344,10 +348,10 @@ class MetadataPublisher:
         self._notify_listeners(changes)
 
     def _notify_listeners(self, changes: _Changes) -> None:
-        """Whoever waits for what the chunk changed."""
+        """Notify the parts of the broker that wait for what the chunk changed."""
         if changes.me:
             self._core.lifecycle.heartbeat_soon()
-        if changes.brokers:  # who came back may join (R2)
+        if changes.brokers:  # a broker that returned may join an ISR (R2)
             for partition in self._core.partitions.values():
                 self._core.alter_partition.consider(partition)
         if changes.topics or changes.configured or changes.brokers or changes.all_configured:
@@ -360,12 +364,12 @@ class MetadataPublisher:
                 listener(names)
 
     def registered(self) -> bool:
-        """The image has this very process's registration (M2)."""
+        """Whether the image has the registration of this process (M2)."""
         me = self.image.brokers.get(self._core.node_id)
         return me is not None and me.incarnation_id == self._incarnation_id
 
     async def _settle(self, key: PartitionKey) -> None:
-        """Make this broker's part of `key` what the image says."""
+        """Make this broker's replica of `key` what the image requires."""
         core = self._core
         state = self.image.partition(key)
         partition = core.partitions.get(key)
@@ -392,22 +396,24 @@ class MetadataPublisher:
         await self.lead_or_follow(partition, state)
 
     def _damaged(self, key: PartitionKey) -> bool:
-        """The log is damaged or missing, the controller has acknowledged that the replica is
-        offline, and the image includes what the controller did then (M7).
+        """Whether a damaged or missing log may be rebuilt, as far as its report is concerned (M7).
+
+        The controller must have acknowledged that the replica is offline, and the image must
+        include the controller's reaction.
         """
         replica = self._core.replicas.get(key)
         reported = self._core.lifecycle.offline_reports.in_image(key)
         return replica is not None and replica.rebuildable and reported
 
     def compared(self, key: PartitionKey) -> None:
-        """The leader has compared the log of `key`: a rebuilt replica is offline no more (M8)."""
+        """End the offline report of a rebuilt replica, as the leader has compared its log (M8)."""
         if self._core.replicas.compared(key):
-            # Should it be damaged once more, it is reported once more.
+            # If it is damaged again, it is reported again.
             self._core.lifecycle.offline_reports.withdraw(key)
             self._core.lifecycle.heartbeat_soon()
 
     def _others_have_it(self, state: PartitionState) -> bool:
-        """L9: another broker leads, and nobody counts on what is here any more."""
+        """Whether another broker leads and this replica is in neither ISR nor ELR (L9)."""
         me = self._core.node_id
         return state.leader not in (NONE, me) and me not in (*state.isr, *state.elr)
 
@@ -422,7 +428,7 @@ class MetadataPublisher:
         assert state is not None
         core.replicas.uncompared[key] = state.leader_epoch
         core.warn("replica_made_anew", partition=f"{topic}-{key.partition}")
-        self.epoch_fence.cancel(key)  # it would go on with the new log
+        self.epoch_fence.cancel(key)  # else it would continue with the new log
         if partition is not None:
             core.partitions.pop(key, None)
             core.fetchers.leave(partition)
@@ -439,7 +445,7 @@ class MetadataPublisher:
             core.replicas.on(key, ReplicaEvent.SET_ASIDE)
 
     async def lead_or_follow(self, partition: Partition, state: PartitionState) -> None:
-        """Make `partition` what `state` says of this broker: leader, follower, or neither."""
+        """Make this broker leader or follower of `partition`, or neither, as `state` requires."""
         core = self._core
         core.corruption.settle(partition, state)
         if state.leader != core.node_id or not self.registered():
@@ -460,10 +466,11 @@ class MetadataPublisher:
             if self.epoch_fence.epoch(partition.key) != state.leader_epoch:
                 self.epoch_fence.begin(partition, state)
             return
-        if partition.leader is None:  # what a former leader sent is written, or undone
+        if partition.leader is None:  # until a former leader's data is written or undone
             await core.fetchers.stand_still(partition)
-        # What `retry_unopened` waited with may be over: the image has moved on.  By its value: an
-        # image that is loaded anew has its own, and nobody reacts to what did not change.
+        # The image may have changed during the waits above (`retry_unopened` waits, too).  States
+        # are compared by value: a loaded snapshot has its own objects, and an unchanged state
+        # causes no further reaction.
         if partition.online and self.image.partition(partition.key) == state:
             self.take_office(partition, state)
 
@@ -485,14 +492,16 @@ class MetadataPublisher:
         self._flush_if_asked(partition)
 
     def _flush_if_asked(self, partition: Partition) -> None:
-        """Under `flush_on_ack` nothing counts that is not SYNCED (L2), on leader and followers."""
+        """Flush soon under `flush_on_ack`, where only SYNCED records count, on every replica
+        (L2).
+        """
         if partition.settings["flush_on_ack"]:
-            self._core.flushes.set(partition.key, 0)  # or a checkpoint did it, and told nobody
+            self._core.flushes.set(partition.key, 0)  # or a checkpoint synced unreported
 
     # -- partitions ------------------------------------------------------------------------------
 
     async def _remove(self, topic_id: str, record: wire.RemoveTopicRecord) -> None:
-        """The topic was deleted: so are its replicas on this broker."""
+        """Delete this broker's replicas of a topic that was deleted."""
         core = self._core
         gone = errors.UnknownTopicId(f"topic {record.name} ({topic_id}) was deleted")
         mine = [partition for key, partition in core.partitions.items() if key.topic_id == topic_id]

@@ -1,17 +1,18 @@
-"""The broker: the composition root of its process, and the thin shell around it.
+"""The broker: composes the parts of the process, starts them and stops them.
 
 `BrokerNode` is world-generic: the simulator runs it unmodified over simulated disks and streams.
-`main` gives it the real ones.  Order of a start, each step because of the next
-  1. lock and read the data directories (another process, cluster or format is refused here)
-  2. bind the address (a taken port is refused before anything else was touched)
-  3. learn the committed metadata: which partitions are ours, with which settings
-  4. open their logs; strays go
-  5. register: from now on the controller may elect us; then serve
-Streams that come before step 5 wait for their hello.
+`main` gives it the real ones.  A start has these steps; each is the condition of the next:
+  1. lock and read the data directories (directories of another process, cluster or format are
+     refused here)
+  2. bind the address (a port in use is refused before anything else is changed)
+  3. fetch the committed metadata: the partitions of this broker and their settings
+  4. open their logs and rename strays
+  5. register, so that the controller may elect this broker; then serve
+A stream that arrives before step 5 waits for the reply to its hello.
 
-Order of a stop: the controller moves leadership away (controlled shutdown), streams end, what is
-parked is answered, what is decided is written, everything is SYNCED, the clean-shutdown file is
-written last (rule L3).
+A stop has these steps: the controller moves leadership away (controlled shutdown), streams end,
+parked requests are answered, decided appends are written, everything is SYNCED, and the
+clean-shutdown file is written last (rule L3).
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class BrokerNode:
 
     @property
     def address(self) -> str:
-        """What clients are told."""
+        """Return the address that clients connect to."""
         assert self._listener is not None
         return self.run.advertise or self._listener.address
 
     # -- start -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when the broker serves.  Raises typed errors that say who must act."""
+        """Start the broker; return when it serves.  Raises typed errors that say what to do."""
         run, core, server = self.run, self.core, self.run.server
         await self._manager.open()
         try:
@@ -157,7 +158,7 @@ class BrokerNode:
         appended_ms = await core.clocks.newest_append_ms()
         core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
         self._scheduler = BrokerScheduler(core)
-        await self._scheduler.measure_all()  # L16: before it is asked to lead
+        await self._scheduler.measure_all()  # L16: before the controller may elect it
         core.lifecycle.start()
         core.publisher.start()
         self._scheduler.start()
@@ -175,7 +176,7 @@ class BrokerNode:
             rack=str(run.server["rack"]),
             boot_id=self._boot_id,
             directory_ids=tuple(each.directory_id for each in directories if each.directory_id),
-            # The boot id speaks for itself: the controller compares it with its own record.
+            # The controller compares the boot id with its own record.
             # All closed by one process: one that was restored from an older copy has another epoch.
             clean_shutdown=all(each.closed_properly for each in directories) and len(epochs) == 1,
             previous_broker_epoch=max(epochs),
@@ -190,7 +191,7 @@ class BrokerNode:
     # -- streams ---------------------------------------------------------------------------------
 
     async def _accept(self, kind: StreamKind, stream: Stream) -> None:
-        """One incoming stream, for as long as it lives."""
+        """Serve one incoming stream until it ends."""
         task = asyncio.current_task()
         assert task is not None
         if len(self._streams) >= STREAMS_MAX:
@@ -237,14 +238,17 @@ class BrokerNode:
             await FetchStream(self.core, stream).serve()
 
     def _proven(self, hello: wire.Hello) -> bool:
-        """Rule L17: the peer knows what only a registered broker and the controllers know."""
+        """Whether the hello has the incarnation id of a registered broker (rule L17).
+
+        Only that broker and the controllers know the id.
+        """
         broker = self.core.publisher.image.brokers.get(hello.node_id)
         return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     # -- stop ------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Drain and stop; afterwards the directories are clean."""
+        """Drain and stop the broker; afterwards its directories are marked clean."""
         core = self.core
         if not self._serving.is_set():  # it never served: nothing to drain
             await self._close_parts()
@@ -281,7 +285,7 @@ class BrokerNode:
         for each in self._manager.directories:
             try:
                 await self.core.clocks.note(each, run)
-            except errors.PkError as error:  # it was noted before, some seconds ago
+            except errors.PkError as error:  # it was stored some seconds ago
                 self.core.metrics.refused(error)
 
     async def _close_parts(self) -> None:
@@ -289,7 +293,7 @@ class BrokerNode:
         core.close_timers()
         if self._scheduler is not None:
             await self._scheduler.close()
-        if hasattr(core, "publisher"):  # first: what it hears of would begin to fetch again
+        if hasattr(core, "publisher"):  # first: new metadata would start fetchers again
             await core.publisher.close()
         await core.alter_partition.close()
         await core.fetchers.close()
@@ -332,8 +336,10 @@ def main(run: RunConfig) -> int:
 
 
 def open_disks(run: RunConfig) -> list[Disk]:
-    """The node's directories.  One that is not what the supervisor found or made there when the
-    node was started has failed: unmounted, say, its name leads to an empty one.
+    """Open the node's directories; one that was replaced since the node's start has failed.
+
+    For example, if a disk was unmounted, its path leads to an empty directory instead of the one
+    that the supervisor found or created.
     """
     from pk.log import directory
     from pk.log.files import RealDisk, RealStorage

@@ -1,35 +1,36 @@
-"""What a broker does unasked: retention, flushes, checkpoints, gauges.  One task, one wheel (rule
-P6).
+"""The periodic work of a broker: retention, flushes, checkpoints, gauges, in one task (rule P6).
 
-World-generic.  A tick looks at the partitions whose turn it is: each is visited once per
-`log_retention_check_interval_ms`, spread over the ticks of that interval, so that no tick costs
-more because there are more partitions than it must.  What needs a disk is done beside the tick, one
-job of a kind at a time for each directory; what comes due meanwhile waits for the next.
+World-generic.  The task runs in ticks.  Each tick visits some of the partitions: every partition is
+visited once per `log_retention_check_interval_ms`, and the visits are spread evenly over the ticks
+of that interval (the *wheel*).  Work that needs a disk runs in jobs beside the tick, one job of a
+kind at a time for each directory.  Work that becomes due during a job waits for the next one.
 
 Retention of a partition, in this order (rules T6, T9, L10)
-  1. what may go: segments older or larger than the topic allows; for a tiered topic also the
-     offsets that only the tier holds, because `retention_ms` and `retention_bytes` count tier and
-     local log together; not past rows that another engine took from the table (T17)
-  2. local segments of a tiered topic go only below `droppable_end`, after a HEAD of every file that
-     covers them
-  3. log_start moves first and is SYNCED; then segments are renamed, and removed after
-     `file_delete_delay_ms`
-  4. while the wall clock is not trusted (clock_trust.py) nothing expires by age, producers neither:
-     one that asks again for what is stored would not be known; deletions that were asked for, and
-     sizes, need no clock: a follower that kept a deletion waiting would hold up whoever asked
+  1. Segments older or larger than the topic allows may go.  For a tiered topic so may the offsets
+     that only the tier holds, because `retention_ms` and `retention_bytes` count tier and local log
+     together, but not past rows that another engine removed from the table (T17).
+  2. Local segments of a tiered topic go only below `droppable_end`, after a HEAD of every file that
+     covers them.
+  3. log_start moves first and is SYNCED.  Then segments are renamed, and removed after
+     `file_delete_delay_ms`.
+  4. While the wall clock is not trusted (clock_trust.py) nothing expires by age.  Nor do producers,
+     because the log would not recognise a retry of an expired producer.  Requested deletions and
+     retention by size need no clock and continue: a client waits until every in-sync follower has
+     carried out its deletion.
 
 Invariants
-  U1  no data leaves the disk before log_start passed it durably, or the tier confirmed it
-  U2  one partition's failure neither stops the wheel nor the others' retention
-  U3  what a leader decides, only a leader carries out: when the tier has answered another one may
-      lead, and the log be cut in its directory's writer, where a segment that is begun meanwhile
-      stays as a hole
-  U4  no tick waits for a disk or a store: one that hangs must not keep a dead follower in the ISR,
-      on whose word the partitions of every other directory wait; nor do other directories' jobs
-  U5  what expires in a table that all replicas share, a leader decides in contact with the
-      controller: cut off, another one may lead under other settings (rules T9, R6)
-  U6  a log start moves in a visit of its own: whoever asked for a deletion waits for every in-sync
-      replica, so a visit that waits for the store (T6) must not hold it up
+  U1  No data leaves the disk before log_start passed it durably, or the tier confirmed it.
+  U2  A failure of one partition stops neither the wheel nor the retention of other partitions.
+  U3  Only the leader that decided retention carries it out.  When the tier has answered, another
+      broker may lead, and the log may be truncated in its directory's writer; a segment that is
+      begun during that truncation would leave a hole.
+  U4  No tick waits for a disk or a store.  If one hangs, a dead follower must still leave the ISR,
+      because partitions of every other directory may wait for its confirmation.  The jobs of other
+      directories do not wait either.
+  U5  A leader expires rows of the table, which all replicas share, only in contact with the
+      controller.  Without contact, another broker may lead under other settings (rules T9, R6).
+  U6  A log start moves in a visit of its own.  The client that asked for a deletion waits for every
+      in-sync replica, so a visit that waits for the store (T6) must not delay it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 
 TICK_MS = 250
 GAUGES_MS = 5_000
-#: Between two measurements of a directory's free space; a full one is measured at every tick (L16).
+#: Interval of a directory's free space measurements; a full one is measured at every tick (L16).
 SPACE_MS = 1_000
-#: How often it is stored that the broker ran and trusted its clock.
+#: Interval at which the broker stores that it runs and trusts its clock.
 NOTE_RUN_MS = 30_000
 #: Partitions of one directory whose retention is under way at once.
 VISITS_MAX = 16
@@ -66,19 +67,19 @@ _Visits = dict[Disk, TaskRegistry]
 
 
 class BrokerScheduler:
-    """The wheel.  `start` it once the partitions are loaded."""
+    """Runs the periodic work of one broker.  Call `start` once the partitions are loaded."""
 
     def __init__(self, core: BrokerCore) -> None:
         self._core = core
         clock = core.clock
         self._queue: deque[PartitionKey] = deque()
-        self._credit = 0.0  #: visits the wheel owes
+        self._credit = 0.0  #: visits that are due by now
         #: (due, job): renamed segments that wait for their delay
         self._pending_delete: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
         self._unflushed: dict[Disk, dict[PartitionKey, None]] = {}  #: whose flush is due
         self._visits: _Visits = {}
         self._starts: _Visits = {}  #: log starts on their way to a disk (U6)
-        self._jobs = TaskRegistry()  #: U4; named by what is done and where
+        self._jobs = TaskRegistry()  #: U4; by kind of work and directory
         self._checkpoint_at = (
             clock.monotonic_ms() + core.server["log_flush_offset_checkpoint_interval_ms"]
         )
@@ -86,8 +87,8 @@ class BrokerScheduler:
         self._tier_health = TierHealth()
         self._measured_ms: dict[Disk, int] = {}  #: when the last measurement of each began
         self._noted = 0  #: boottime of the last run that was stored; 0 = none by this process
-        self._led: deque[PartitionKey] = deque()  #: whose followers are looked at next
-        self._led_all = 0  #: how many they were when the round began
+        self._led: deque[PartitionKey] = deque()  #: led partitions, next to check first
+        self._led_all = 0  #: the length of `_led` when the round began
         self._turns = 0.0
         self._tasks = TaskRegistry()
 
@@ -109,7 +110,7 @@ class BrokerScheduler:
                 self._core.bug("upkeep", bug)
 
     def _tick(self, now_ms: int) -> None:
-        """U4: nothing here waits."""
+        """Start the work that is due; nothing here waits for a disk or a store (U4)."""
         core = self._core
         core.clocks.gauges()
         self._note_run()
@@ -131,7 +132,7 @@ class BrokerScheduler:
             self._gauges()
 
     def _note_run(self) -> None:
-        """L10: that the clock is trusted is stored, as soon as it is and then now and then."""
+        """Store, at once and then every NOTE_RUN_MS, that the broker trusts its clock (L10)."""
         core = self._core
         run = core.clocks.last_run()
         if run is None or (self._noted and run.boottime_ms - self._noted < NOTE_RUN_MS):
@@ -141,13 +142,13 @@ class BrokerScheduler:
             self._beside("last run", each.disk, partial(core.clocks.note, each, run))
 
     def _beside(self, what: str, disk: Disk, work: Callable[[], Awaitable[None]]) -> None:
-        """U4: do it beside the tick, unless the last one of its kind is still at it."""
+        """Run a job beside the tick, unless the previous job of its kind still runs there (U4)."""
         job = (what, disk)
         if job not in self._jobs:
             self._jobs.spawn(self._guarded(what, work()), job)
 
     async def _guarded(self, what: str, work: Awaitable[None]) -> None:
-        """U2: storage errors are the partition's, anything else is ours to hear of."""
+        """Await `work`; count errors of pk as refusals and report other exceptions as bugs (U2)."""
         try:
             await work
         except errors.PkError as error:
@@ -156,8 +157,9 @@ class BrokerScheduler:
             self._core.bug(what, bug)
 
     def _consider_followers(self) -> None:
-        """Followers that stand still leave the ISR (replica/isr M1); every partition has its
-        turn twice per `replica_lag_time_max_ms`.
+        """Have followers that make no progress removed from the ISR (replica/isr M1).
+
+        Every led partition is checked twice per `replica_lag_time_max_ms`.
         """
         core = self._core
         if not self._led:
@@ -196,13 +198,13 @@ class BrokerScheduler:
                 continue
             if partition.log.synced_end < partition.log.written_end:
                 await flush(core, partition)
-            else:  # a checkpoint was first, which tells nobody
+            else:  # a checkpoint synced it, which reports nothing
                 partition.synced(partition.log.synced_end)
             if (
                 partition.settings["flush_on_ack"]
                 and partition.log.synced_end < partition.log.log_end
             ):
-                core.flushes.set(key, core.now_ms)  # what was decided before that was asked for
+                core.flushes.set(key, core.now_ms)  # appends that were decided before the flush
 
     # -- retention -------------------------------------------------------------------------------
 
@@ -222,8 +224,9 @@ class BrokerScheduler:
             self._visit(self._queue.popleft())
 
     def _visit(self, key: PartitionKey) -> None:
-        """Or later, when its directory has room: a disk that hangs, and a dead store, hold
-        VISITS_MAX of each directory, nothing else (U4).
+        """Start the visits of a partition, or later if too many are under way in its directory.
+
+        A disk or store that hangs blocks at most VISITS_MAX visits of each directory (U4).
         """
         core = self._core
         partition = core.partitions.get(key)
@@ -240,7 +243,9 @@ class BrokerScheduler:
         partition: Partition,
         work: Callable[[PartitionKey], Awaitable[None]],
     ) -> None:
-        """Start a visit; later, if one of its kind is under way there or there is no room."""
+        """Start a visit, unless one of its kind runs; if the directory has too many, do it
+        later.
+        """
         core, key = self._core, partition.key
         here = visits.setdefault(partition.writer.disk, TaskRegistry())
         if key in here:
@@ -252,7 +257,7 @@ class BrokerScheduler:
         here.spawn(self._guarded("retention", work(key)), key)
 
     async def follow_log_start(self, key: PartitionKey) -> None:
-        """Take over the log start that the leader, or the table, gave (T9); needs no store (U6)."""
+        """Take over the log start of the leader, or of the table, without the store (T9, U6)."""
         partition = self._core.partitions.get(key)
         if partition is None or not partition.online:
             return
@@ -262,10 +267,10 @@ class BrokerScheduler:
             partition.bounds_moved(urgent=partition.leader is not None)
             if partition.replica is not None:
                 partition.replica.log_start_moved()
-            self._core.retain_soon(key)  # what lies below may go now
+            self._core.retain_soon(key)  # segments below may go now
 
     async def retain(self, key: PartitionKey) -> None:
-        """One visit to one partition."""
+        """Apply retention to one partition."""
         partition = self._core.partitions.get(key)
         if partition is None or not partition.online:
             return
@@ -285,12 +290,15 @@ class BrokerScheduler:
             return
         if plan.drop:
             await self._drop(partition, plan)
-        elif plan.log_start > log.log_start:  # T9: what stays for now is not read any more
+        elif plan.log_start > log.log_start:  # T9: records below are no longer read
             await self._core.manager.move_log_starts({key: plan.log_start})
             partition.bounds_moved(urgent=True)
 
     def _may_expire(self, partition: Partition) -> bool:
-        """U5; local data of a tiered topic may go nevertheless."""
+        """Whether this broker may decide what expires (U5).
+
+        Local data that the tier confirmed may be dropped in any case.
+        """
         return partition.leader is not None and (
             not partition.tiered or self._core.lifecycle.in_contact()
         )
@@ -301,8 +309,10 @@ class BrokerScheduler:
         return plan if self._may_expire(partition) else plan._replace(log_start=log.log_start)
 
     async def _retain_replica(self, partition: Partition) -> None:
-        """Rule R5: the leader says where the log starts and what the tier has; a follower drops
-        what lies below, and of tiered data what its own disk need not keep.
+        """Drop a follower's records below the leader's log start (rule R5).
+
+        Of tiered data it also drops what its own disk need not keep.  The leader reports its log
+        start and how far the tier has the log.
         """
         log = partition.log
         plan = self._plan(partition)
@@ -312,11 +322,11 @@ class BrokerScheduler:
             await self._drop(partition, plan._replace(drop=drop))
 
     async def _expire_in_tier(self, partition: Partition) -> None:
-        """Topic retention over tier and local log together:
+        """Apply topic retention to tier and local log together.
 
-        log_start moves, the owner removes the rows (T9).  It stops at the first row that is missing
-        from the table (T17): nothing tells how old the missing rows are, and a reader that asks for
-        them gets DataLoss.
+        log_start moves, and the table's owner removes the rows (T9).  It stops at the first row
+        that is missing from the table (T17), because the age of missing rows is unknown; a reader
+        that asks for them gets DataLoss.
         """
         log, tier, wanted = partition.log, partition.tier, partition.settings
         leader = partition.leader
@@ -345,10 +355,10 @@ class BrokerScheduler:
 
     @staticmethod
     async def _over_size(partition: Partition, allowed: int) -> Offset:
-        """Up to where the tier must shrink so that tier and local log fit into `allowed` bytes.
+        """Return the offset below which rows must go, so that the log fits into `allowed` bytes.
 
-        The tier's files are even enough for a straight line through them; what both hold counts
-        once.
+        Tier and local log count together, and records that both hold count once.  The size of the
+        tier below an offset is interpolated linearly.
         """
         log, tier = partition.log, partition.tier
         marks = [max(tier.tiered_end, log.local_log_start), log.written_end]
@@ -366,7 +376,7 @@ class BrokerScheduler:
         core, log = self._core, partition.log
         cuts = log.cuts
         end = max(each.next_offset for each in log.segments if each.base_offset in plan.drop)
-        if partition.tiered and end > log.local_log_start:  # below log_start nothing need be tiered
+        if partition.tiered and end > log.local_log_start:  # nothing below log_start needs the tier
             missing = await core.tier.confirm(partition, log.local_log_start, end)
             if missing:  # T6: the tier uploads them again; until then nothing is dropped
                 core.metrics.tier_missing.inc(len(missing))
@@ -382,7 +392,7 @@ class BrokerScheduler:
         if core.partitions.get(partition.key) is not partition:
             return  # the topic was deleted meanwhile
         if partition.key in core.fetchers.changing or log.cuts != cuts:
-            # the log is being cut or begun anew in its directory's writer, or was: the plan is void
+            # the log is or was truncated or replaced in its directory's writer: the plan is void
             return
         rename, remove = log.drop_segments(plan)
         core.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))
@@ -461,7 +471,9 @@ class BrokerScheduler:
     # -- free space (rule L16) -------------------------------------------------------------------
 
     async def measure_all(self) -> None:
-        """Every directory, before the wheel turns.  One that cannot tell has failed."""
+        """Measure every directory before the first tick; a directory that gives an error has
+        failed.
+        """
         core = self._core
         for each in core.manager.directories:
             await self._guarded("free space", self._measure(core.writer_of(each.disk)))
@@ -473,10 +485,10 @@ class BrokerScheduler:
                 self._beside("free space", writer.disk, partial(self._measure, writer))
 
     async def _measure(self, writer: LogDirWriter) -> None:
-        """A file system that is away may hang here, too: not on the loop (U4)."""
+        """Measure the free space off the loop, because an unreachable file system may hang (U4)."""
         core, storage = self._core, writer.disk.storage
         self._measured_ms[writer.disk] = core.now_ms
-        # What was decided by now, or is while the answer is under way, may not be written yet.
+        # Appends decided before or during the measurement may not be written yet.
         unwritten, spent = writer.queued_bytes, writer.space.spent
         free = 0 if storage.failed else await writer.disk.read(storage.free_bytes)
         core.metrics.free.labels(storage.root).set(free)
@@ -486,14 +498,14 @@ class BrokerScheduler:
 
 
 def _known_log_start(partition: Partition) -> Offset:
-    """The log start that was given for `partition`, as far as its log is committed."""
+    """Return the log start that was given for `partition`, at most its high watermark."""
     return min(partition.leader_log_start, partition.high_watermark)
 
 
 async def flush(core: BrokerCore, partition: Partition) -> None:
-    """SYNCED everything written;
+    """Make everything that is written to the partition's log SYNCED.
 
-    a failed fsync takes the directory offline and is never retried (L2).  Others are flushed next.
+    A failed fsync takes the directory offline and is never retried (L2).
     """
     try:
         synced_end = await partition.writer.disk.write(partition.log.flush)

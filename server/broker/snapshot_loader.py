@@ -1,8 +1,8 @@
-"""A broker whose image is behind the controller's log loads a snapshot (KIP-630, rule Q2).
+"""Loads a snapshot if the broker's image is too old for the controller's log (KIP-630, rule Q2).
 
-World-generic.  It is fetched through the link in pieces and read in slices, so that heartbeats go
-on.  Nothing of it counts before all of it was checked; after any failure the follower fetches
-again, and is told which snapshot is the newest then.
+World-generic.  The snapshot is fetched in pieces over the link to the controller and decoded in
+slices, so that heartbeats continue.  It is used only after all of it was checked.  After any
+failure the publisher fetches the log again, and the reply names the snapshot that is newest then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECE_TIMEOUT_MS = 6_000
 
 
 async def load_image(core: BrokerContext, name: str, next_offset: int) -> MetadataImage:
-    """The image of the snapshot `name`, offered by the controller to who stands at `next_offset`.
+    """Return the image of the snapshot `name`, offered for a fetch at `next_offset`.
 
     Raises `SnapshotNotFound`, `ControllerUnavailable`, and `NewerFormat` if this build is too old.
     """
@@ -32,7 +32,7 @@ async def load_image(core: BrokerContext, name: str, next_offset: int) -> Metada
     raw = await _fetch(core, wanted)
     try:
         check(raw, wanted)
-    except errors.CorruptLog as damage:  # the controller's, which makes another one in time
+    except errors.CorruptLog as damage:  # damage at the controller, which will write another one
         raise errors.ControllerUnavailable(f"{name}: {damage.message}") from damage
     image = MetadataImage()
     for rows in snapshot.batches_of(raw):

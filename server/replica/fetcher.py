@@ -317,7 +317,7 @@ class ReplicaFetcher:
             writer.cancel()
             stream.close()
 
-    # -- what the leader is told -------------------------------------------------------------------
+    # -- requests to the leader --------------------------------------------------------------------
 
     async def _write(self, stream: Stream, broker_epoch: int) -> None:
         try:
